@@ -1,0 +1,63 @@
+"""The one interface behind which an inference engine stands.
+
+Promises, each tested by the contract suite in `tests/engines/`:
+
+* `sample` yields `prompt_ids` with its first event, and ids and log-probabilities of equal length with every event.
+* The ids of a choice are all that was sampled, the end-of-turn token included, whatever the text shows.
+* Closing the iterator (or cancelling the task that reads it) stops the generation.
+* A request that the engine cannot serve raises `RequestError` before the first event.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Self
+
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent
+
+
+class Engine(ABC):
+    """An inference engine with a lifetime: `async with engine:` connects or loads it, and frees it."""
+
+    @property
+    @abstractmethod
+    def info(self) -> EngineInfo:
+        """What it is and can do; known once the engine is entered."""
+
+    @abstractmethod
+    async def render(self, request: ChatRequest) -> list[int]:
+        """The token ids of the prompt for this conversation, as the engine's own template makes them."""
+
+    @abstractmethod
+    def sample(self, request: EngineRequest) -> AsyncGenerator[SampleEvent, None]:
+        """Generate. Raises RequestError (a bad request), EngineError (the engine failed)."""
+
+    @abstractmethod
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Teacher-forced log-probabilities (nats, raw) of token_ids[1:], each given all that stands before it."""
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Length of the rendered prompt in tokens."""
+        return len(await self.render(request))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens shown."""
+        raise NotImplementedError(f"engine {self.info.engine} cannot decode")
+
+    @abstractmethod
+    async def health(self) -> str | None:
+        """None when it can serve; else the reason why not."""
+
+    async def weight_version(self) -> str | None:
+        """The policy version now loaded, where the engine knows it."""
+        return None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None

@@ -1,0 +1,43 @@
+"""Typed errors. They are raised once and translated once: to the dialect's shape at the gateway's edge, to one
+clear line at the command line's edge."""
+
+from __future__ import annotations
+
+
+class PolarError(Exception):
+    """What went wrong, and what to do about it, in one or two sentences. Base of all that a user may see."""
+
+    exit_code = 1
+
+
+class UsageError(PolarError):
+    """The caller asked for something that cannot be (a bad flag, an unknown id)."""
+
+    exit_code = 2
+
+
+class StoreError(PolarError):
+    """The database cannot be used: newer schema, not a Polar database, locked, full."""
+
+
+class RequestError(PolarError):
+    """A request that cannot be served as asked; becomes a 4xx in the dialect's own shape.
+
+    `param` names the offending field, `code` is the provider's machine-readable code.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+class EngineError(PolarError):
+    """The engine failed, could not be reached, or cannot do what recording needs. `status` is told to the agent."""
+
+    def __init__(self, message: str, *, status: int = 502) -> None:
+        super().__init__(message)
+        self.status = status

@@ -1,0 +1,232 @@
+"""The built-in family `swe-task`: a small repository, one wrong return line, and a bug report about it.
+
+Every name is made of random syllables and every number is drawn, so an instance can only be solved by reading:
+the function's name comes from the report, its file and its parameter names from the repository, the formula from
+the report again. The rest (ordinary Python, `unittest`, standard library) is the same everywhere.
+
+Seeds: 0 to 99,999 are for users and for evaluation; 1,000,000 and above are for training data. Keep to that, and
+no policy is ever measured on an instance it was trained on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from polar_proxy.tasks.base import Task
+
+EVAL_SEEDS = range(0, 100_000)
+TRAIN_SEEDS = range(1_000_000, 1_000_000_000)
+
+_CONSONANTS = "bdfgklmnprstvz"
+_VOWELS = "aeiou"
+# Words the syllables can spell that mean something to Python or to the repository's own layout.
+_RESERVED = frozenset({"decimal", "locale", "token", "tokenize", "numeri", "timeit", "site", "wave", "base", "time"})
+
+_OPERATORS = {"+": "plus", "-": "minus", "*": "times", "%": "modulo"}
+
+_REPORTS = (
+    "`{name}` gives wrong results. It should return {words}.",
+    "The function `{name}` is broken: `{name}(x, y)` must return `{symbols}`.",
+    "Bug in `{name}`: it has to return {words}, but it does not.",
+    "`{name}(x, y)` should be `{symbols}`. Please correct it.",
+    "I called `{name}({a}, {b})` and got {wrong}, but I expected {right}. It should return {words}.",
+    "`{name}({a}, {b})` returns {wrong} instead of {right}. The formula for `{name}(x, y)` is `{symbols}`.",
+)
+
+
+@dataclass(frozen=True)
+class Formula:
+    """``first op1 second op2 value`` over the two parameters of a function, in either order."""
+
+    op1: str
+    op2: str
+    value: int
+    swapped: bool
+
+    def text(self, first: str, second: str) -> str:
+        """The formula as Python, given the names of the first and the second parameter."""
+        left, right = (second, first) if self.swapped else (first, second)
+        return f"{left} {self.op1} {right} {self.op2} {self.value}"
+
+    def words(self) -> str:
+        """The formula in English, without parameter names."""
+        first, second = "its first argument", "its second argument"
+        left, right = (second, first) if self.swapped else (first, second)
+        return f"{left} {_OPERATORS[self.op1]} {right}, {_OPERATORS[self.op2]} {self.value}"
+
+    def __call__(self, first: int, second: int) -> int:
+        left, right = (second, first) if self.swapped else (first, second)
+        core = {"+": left + right, "-": left - right, "*": left * right, "%": left % right}[self.op1]
+        return core + self.value if self.op2 == "+" else core - self.value
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function of the repository."""
+
+    name: str
+    first: str
+    second: str
+    formula: Formula
+
+    def source(self) -> str:
+        body = self.formula.text(self.first, self.second)
+        return f"def {self.name}({self.first}, {self.second}):\n    return {body}\n"
+
+
+def _names(rng: random.Random) -> Iterator[tuple[str, str]]:
+    """Yield endless (three-syllable, two-syllable) names, all different within one instance."""
+    seen = set(_RESERVED)
+    while True:
+        syllables = [rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(5)]
+        long, short = "".join(syllables[:3]), "".join(syllables[3:])
+        if long in seen or short in seen:
+            continue
+        seen.update((long, short))
+        yield long, short
+
+
+def _formula(rng: random.Random) -> Formula:
+    return Formula(rng.choice("+-*%"), rng.choice("+-"), rng.randrange(11, 500), rng.random() < 0.3)
+
+
+def _broken(rng: random.Random, right: Formula) -> Formula:
+    """A formula that differs from `right` in one or two places and gives other numbers nearly everywhere."""
+    wrong = replace(right, value=rng.randrange(11, 500)) if rng.random() < 0.6 else right
+    if wrong == right or rng.random() < 0.4:
+        wrong = replace(wrong, op1=rng.choice([op for op in _OPERATORS if op != right.op1]))
+    return wrong
+
+
+def _cases(rng: random.Random, right: Formula, wrong: Formula, count: int) -> list[tuple[int, int]]:
+    """Argument pairs (first, second) at which the two formulas disagree."""
+    cases: list[tuple[int, int]] = []
+    while len(cases) < count:
+        pair = (rng.randrange(2, 60), rng.randrange(2, 60))
+        if pair not in cases and right(*pair) != wrong(*pair):
+            cases.append(pair)
+    return cases
+
+
+def _test_module(package: str, module: str, tests: list[tuple[str, list[tuple[int, int, int]]]]) -> str:
+    """Source of a unittest module; `tests` holds (function name, [(first, second, expected), ...])."""
+    lines = ["import unittest", "", f"from {package} import {module}", "", "", "class Test(unittest.TestCase):"]
+    for name, rows in tests:
+        lines.append(f"    def test_{name}(self):")
+        lines += [f"        self.assertEqual({module}.{name}({a}, {b}), {want})" for a, b, want in rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Instance:
+    package: str
+    modules: dict[str, list[Function]]
+    module: str
+    target: int
+    right: Formula
+    report: str
+    cases: list[tuple[int, int]]
+    other_cases: list[tuple[int, int]]
+
+    @property
+    def path(self) -> str:
+        return f"{self.package}/{self.module}.py"
+
+    def module_source(self, module: str, *, solved: bool = False) -> str:
+        functions = list(self.modules[module])
+        if solved and module == self.module:
+            functions[self.target] = replace(functions[self.target], formula=self.right)
+        return "\n\n".join(function.source() for function in functions)
+
+    def tests(self, visible: bool) -> str:
+        functions = self.modules[self.module]
+        tests = []
+        for index, function in enumerate(functions):
+            formula = self.right if index == self.target else function.formula
+            cases = self.cases if index == self.target else self.other_cases
+            # The repository's own tests show one case each; the hidden ones try them all.
+            rows = [(a, b, formula(a, b)) for a, b in (cases[:1] if visible else cases)]
+            tests.append((function.name, rows))
+        return _test_module(self.package, self.module, tests)
+
+
+def _build(seed: int) -> _Instance:
+    if seed < 0:
+        raise ValueError(f"seed must be 0 or more, got {seed}")
+    rng = random.Random(f"swe-task/1/{seed}")
+    names = _names(rng)
+    package, _ = next(names)
+    modules: dict[str, list[Function]] = {}
+    for _ in range(2):
+        module, _ = next(names)
+        modules[module] = []
+        for _ in range(rng.randrange(2, 4)):
+            (name, first), (_, second) = next(names), next(names)
+            modules[module].append(Function(name, first, second, _formula(rng)))
+    module = rng.choice(sorted(modules))
+    target = rng.randrange(len(modules[module]))
+    right = _formula(rng)
+    wrong = _broken(rng, right)
+    modules[module][target] = replace(modules[module][target], formula=wrong)
+    cases = _cases(rng, right, wrong, 4)
+    others = [(rng.randrange(2, 60), rng.randrange(2, 60)) for _ in range(3)]
+    a, b = cases[0]
+    report = rng.choice(_REPORTS).format(
+        name=modules[module][target].name,
+        words=right.words(),
+        symbols=right.text("x", "y"),
+        a=a,
+        b=b,
+        wrong=wrong(a, b),
+        right=right(a, b),
+    )
+    return _Instance(package, modules, module, target, right, report, cases, others)
+
+
+class SweTaskSource:
+    """Task source of the family `swe-task`."""
+
+    name = "swe-task"
+
+    def task(self, seed: int) -> Task:
+        """Return instance `seed`: see the module's text for which seeds are for what."""
+        instance = _build(seed)
+        functions = instance.modules[instance.module]
+        test_path = f"tests/test_{instance.module}.py"
+        test_module = f"tests.test_{instance.module}"
+        ids = [f"{test_module}.Test.test_{function.name}" for function in functions]
+        listing = "".join(f"* `{instance.package}/{module}.py`\n" for module in instance.modules)
+        files = {
+            ".gitignore": "__pycache__/\n",
+            "README.md": f"# {instance.package}\n\n{listing}",
+            f"{instance.package}/__init__.py": "",
+            "tests/__init__.py": "",
+            test_path: instance.tests(visible=True),
+        }
+        for module in instance.modules:
+            files[f"{instance.package}/{module}.py"] = instance.module_source(module)
+        return Task(
+            task_id=f"swe-task-{seed}",
+            family=self.name,
+            seed=seed,
+            instruction=instance.report,
+            files=files,
+            hidden_files={"tests/__init__.py": "", test_path: instance.tests(visible=False)},
+            test_command=("python3", "-m", "unittest", "-v", test_module),
+            fail_to_pass=(ids[instance.target],),
+            pass_to_pass=tuple(test for index, test in enumerate(ids) if index != instance.target),
+            timeout_seconds=60.0,
+            metadata={
+                "path": instance.path,
+                "function": functions[instance.target].name,
+                "split": "train" if seed >= TRAIN_SEEDS.start else "eval",
+            },
+        )
+
+    def solution(self, seed: int) -> dict[str, str]:
+        """Return path -> text of the files that a correct fix changes (for tests and as an upper bound)."""
+        instance = _build(seed)
+        return {instance.path: instance.module_source(instance.module, solved=True)}

@@ -1,0 +1,260 @@
+"""The shared nouns of Polar: plain frozen data, no behaviour beyond conversions, no imports from the house.
+
+Messages follow the OpenAI Chat Completions form, because every engine speaks it and every other dialect can be
+translated to it without loss of what a model reads.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Json = dict[str, Any]
+TokenIds = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float32]
+
+Edge = Literal["root", "continues", "retries", "rewinds", "compacts", "subagent", "side_call"]
+CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens"]
+LogprobMode = Literal["raw", "processed"]
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_id_lock = threading.Lock()
+_id_last = 0
+
+
+def new_id(prefix: str) -> str:
+    """A unique id such as `call_01hv...`: sorts by time of creation (strictly, within one process)."""
+    global _id_last
+    with _id_lock:
+        _id_last = max(time.time_ns() // 1000, _id_last + 1)
+        stamp = _id_last
+    value = (stamp << 40) | secrets.randbits(40)
+    return prefix + "_" + "".join(_ALPHABET[(value >> shift) & 31] for shift in range(95, -5, -5))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call as the model made it; `arguments` is the exact string, not parsed and printed again."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def to_openai(self) -> Json:
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation.
+
+    `content` is a string, a list of OpenAI content parts (text, image_url, ...) kept as they came, or None.
+    """
+
+    role: str
+    content: str | list[Json] | None = None
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def to_openai(self) -> Json:
+        out: Json = {"role": self.role, "content": self.content}
+        if self.reasoning is not None:
+            out["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            out["tool_calls"] = [call.to_openai() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            out["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            out["name"] = self.name
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample. None means: the engine's (or the session policy's) default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[str, float] | None = None
+    top_logprobs: int = 0
+    """How many alternatives per token the client wants to see; the sampled token's own is always recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A conversation to answer, whatever dialect it came in."""
+
+    model: str
+    messages: tuple[Message, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    tools: tuple[Json, ...] = ()
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: Json | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TextRequest:
+    """A raw prompt to continue: text, or exactly these token ids."""
+
+    model: str
+    prompt: str | tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+EngineRequest = ChatRequest | TextRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ToolDelta:
+    """A piece of the `index`-th tool call of a choice; `id` and `name` come with its first piece."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token_id: int
+    token: str
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEvent:
+    """One step of an engine's answer.
+
+    The ids and log-probabilities of all events of one choice, put in a row, are exactly what was sampled (with the
+    end-of-turn token). Text may lag behind the ids (partial UTF-8, a tool call being held back) and either may be
+    empty. The first event of a call carries `prompt_ids`; the last of each choice carries `finish_reason`.
+    """
+
+    index: int = 0
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolDelta, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    tokens: tuple[str, ...] = ()
+    """Text of each token of `token_ids`; filled only when the client asked for log-probabilities."""
+    top: tuple[tuple[TopLogprob, ...], ...] = ()
+    finish_reason: str | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine is and what it can do; stored once by its hash and referred to by each call."""
+
+    engine: str
+    version: str
+    model: str
+    context_length: int
+    template_hash: str | None
+    logprob_mode: LogprobMode
+    capabilities: frozenset[str]
+    """Of: token_ids, logprobs, tools, json_schema, tool_choice_required, token_prompt, score, images."""
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sampled answer. `token_ids` int32 [n] and `logprobs` float32 [n] belong together, end-of-turn included."""
+
+    index: int
+    message: Json
+    finish_reason: str | None
+    token_ids: TokenIds
+    logprobs: Logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """One model request and its answer, as it is committed."""
+
+    call_id: str
+    session_id: str
+    dialect: str
+    path: str
+    stream: bool
+    model: str
+    engine: EngineInfo | None
+    weight_version: str | None
+    logprob_mode: LogprobMode
+    status: CallStatus
+    http_status: int
+    error: str | None
+    edge: Edge
+    parent_call_id: str | None
+    messages: tuple[bytes, ...]
+    """The request's messages in order, each as the JSON bytes that came (a raw prompt is one of them)."""
+    tools: bytes | None
+    params: Json
+    """The rest of the request body."""
+    sampling: Json
+    """What was really sent to the engine, after the session's policy."""
+    prompt_ids: TokenIds | None
+    choices: tuple[Choice, ...]
+    started_at: float
+    first_token_at: float | None
+    ended_at: float
+    """Seconds since the epoch."""
+    cached_tokens: int | None = None
+
+
+SpanKind = Literal["context", "sampled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a run of a trace's tokens came from: [start, end) of the prompt or of choice `choice` of a call."""
+
+    kind: SpanKind
+    call_id: str
+    start: int
+    end: int
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One training sequence.
+
+    `token_ids` int32 [n]; `loss_mask` uint8 [n], 1 exactly on sampled spans; `logprobs` float32 [n], NaN off the mask.
+    The first `prompt_length` tokens are the first call's prompt. Spans tile [0, n) in order.
+    """
+
+    trace_id: str
+    session_id: str
+    rollout_id: str | None
+    builder: str
+    index: int
+    prompt_length: int
+    token_ids: TokenIds
+    loss_mask: npt.NDArray[np.uint8]
+    logprobs: Logprobs
+    spans: tuple[Span, ...]
+    call_ids: tuple[str, ...]
+    reward: float | None = None
+    grade: str = "exact"
