@@ -1,11 +1,12 @@
 """The built-in family `swe-task`: a small repository, one wrong return line, and a bug report about it.
 
-Every name is made of random syllables and every number is drawn, so an instance can only be solved by reading:
-the function's name comes from the report, its file and its parameter names from the repository, the formula from
-the report again. The rest (ordinary Python, `unittest`, standard library) is the same everywhere.
+Every name is made of random syllables and every number is drawn, so an instance can only be solved by
+reading: the function's name comes from the report, its file and its parameter names from the repository, the
+formula from the report again. The rest (ordinary Python, `unittest`, standard library) is the same
+everywhere.
 
-Seeds: 0 to 99,999 are for users and for evaluation; 1,000,000 and above are for training data. Keep to that, and
-no policy is ever measured on an instance it was trained on.
+Seeds: 0 to 99,999 are for users and for evaluation; 1,000,000 and above are for training data. Keep to that,
+and no policy is ever measured on an instance it was trained on.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from dataclasses import dataclass, replace
 
 from polar_proxy.tasks.base import Task
 
-EVAL_SEEDS = range(0, 100_000)
+EVAL_SEEDS = range(100_000)
 TRAIN_SEEDS = range(1_000_000, 1_000_000_000)
 
 _CONSONANTS = "bdfgklmnprstvz"
 _VOWELS = "aeiou"
 # Words the syllables can spell that mean something to Python or to the repository's own layout.
-_RESERVED = frozenset({"decimal", "locale", "token", "tokenize", "numeri", "timeit", "site", "wave", "base", "time"})
+_RESERVED = frozenset({"base", "decimal", "locale", "site", "time", "timeit", "token", "tokenize", "wave"})
 
 _OPERATORS = {"+": "plus", "-": "minus", "*": "times", "%": "modulo"}
 
@@ -112,7 +113,8 @@ def _cases(rng: random.Random, right: Formula, wrong: Formula, count: int) -> li
 
 def _test_module(package: str, module: str, tests: list[tuple[str, list[tuple[int, int, int]]]]) -> str:
     """Source of a unittest module; `tests` holds (function name, [(first, second, expected), ...])."""
-    lines = ["import unittest", "", f"from {package} import {module}", "", "", "class Test(unittest.TestCase):"]
+    lines = ["import unittest", "", f"from {package} import {module}", "", ""]
+    lines.append("class Test(unittest.TestCase):")
     for name, rows in tests:
         lines.append(f"    def test_{name}(self):")
         lines += [f"        self.assertEqual({module}.{name}({a}, {b}), {want})" for a, b, want in rows]

@@ -14,7 +14,9 @@ Verdict = Literal["passed", "failed", "error", "skipped"]
 
 _START = re.compile(r"^(?P<method>\w+) \((?P<where>[\w.]+)\)(?P<rest>.*)$")
 _VERDICT = re.compile(
-    r"(?:^|\.\.\. )(?:(?P<ok>ok|unexpected success)|(?P<fail>FAIL)|(?P<error>ERROR)|(?P<skip>skipped .*|expected failure))$"
+    r"(?:^|\.\.\. )"
+    r"(?:(?P<ok>ok|unexpected success)|(?P<fail>FAIL)|(?P<error>ERROR)|(?P<skip>skipped .*|expected
+    failure))$"
 )
 
 

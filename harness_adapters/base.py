@@ -1,0 +1,137 @@
+"""The protocol of a harness adapter.
+
+An adapter says how one agent program is installed, how it is started against a base URL, and how its exit is
+to be read. It only describes: it starts no agent, opens no sandbox and knows nothing of Polar. Promises:
+
+* `install` is idempotent and safe to call from several processes at once; what it returns is complete.
+* Nothing is ever installed into the environment that runs Polar.
+* `launch` is pure: the same arguments give an equal plan, and nothing is read or written.
+* The API key appears in the plan's environment or files only, never in its argument list, where every user of
+  the machine could read it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
+
+Outcome = Literal["ok", "failed", "timed_out"]
+
+
+class HarnessError(Exception):
+    """Something about a harness went wrong; the text says what, and what to do."""
+
+
+class UnknownHarnessError(HarnessError, LookupError):
+    """No adapter has this name; the message lists those that exist."""
+
+
+class InstallError(HarnessError):
+    """The harness could not be installed; the text carries the end of the installer's output."""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A harness that stands ready in the cache."""
+
+    name: str
+    version: str
+    root: Path
+    """Folder that holds everything the harness needs beside `mounts`."""
+    program: Path
+    """What is started: an interpreter or an executable."""
+    mounts: tuple[Path, ...] = ()
+    """Host paths, `root` included, that a sandbox must show read-only at the same place."""
+
+
+@dataclass(frozen=True)
+class LaunchContext:
+    """What a run supplies. All paths are as the harness sees them, inside the sandbox."""
+
+    base_url: str
+    """OpenAI base URL, ending in ``/v1``."""
+    api_key: str
+    """Key of the run's session."""
+    model: str
+    """Model name as the endpoint lists it."""
+    instruction: str
+    """The task, in plain language."""
+    home: str
+    """An empty, writable HOME."""
+    workdir: str
+    """The workspace; the sandbox starts the program there."""
+    max_steps: int = 15
+    """Most model calls that the agent may make, where the harness has such a limit."""
+    command_timeout_seconds: int = 30
+    """Limit of each command the agent runs, where the harness has such a limit."""
+    request_timeout_seconds: float = 300.0
+    """How long the harness waits for one model answer."""
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """How to start the harness: run `argv` in the workspace with exactly `env` added to the sandbox's own."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path relative to HOME -> text, to be written before the start."""
+    mounts: tuple[Path, ...] = ()
+    """Host paths that must be visible read-only, at the same place, inside the sandbox."""
+
+
+@runtime_checkable
+class HarnessAdapter(Protocol):
+    """One agent program."""
+
+    name: str
+    default_version: str
+
+    def install(self, cache_root: Path, version: str | None = None) -> Installed:
+        """Return the harness from the cache below `cache_root`, installing it first when it is not there.
+
+        Blocks, for minutes at the first time. Raises `InstallError`.
+        """
+        ...
+
+    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
+        """Whether `install` would return at once."""
+        ...
+
+    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+        """Return how to start it."""
+        ...
+
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+        """Read its exit: the outcome and one line for people. `exit_code` is None when the clock ended it."""
+        ...
+
+
+_BUILT_IN: Mapping[str, str] = {"mini-swe-agent": "harness_adapters.mini_swe_agent:MiniSweAgent"}
+
+
+def list_adapters() -> tuple[str, ...]:
+    """Names of the adapters that come with the package, sorted."""
+    return tuple(sorted(_BUILT_IN))
+
+
+def get_adapter(name: str) -> HarnessAdapter:
+    """Return the adapter called `name`, or one of your own given as ``module:Class``.
+
+    Raises `UnknownHarnessError` when there is none, `TypeError` when the class is not an adapter.
+    """
+    target = _BUILT_IN.get(name, name)
+    module_name, separator, class_name = target.partition(":")
+    if not separator:
+        known = ", ".join(list_adapters())
+        raise UnknownHarnessError(f"no harness {name!r}; there are: {known}; or give module:Class")
+    try:
+        adapter = getattr(importlib.import_module(module_name), class_name)()
+    except (ImportError, AttributeError) as error:
+        raise UnknownHarnessError(f"cannot load harness adapter {target!r}: {error}") from error
+    if not isinstance(adapter, HarnessAdapter):
+        raise TypeError(f"{target} is no harness adapter: see harness_adapters.base.HarnessAdapter")
+    return adapter
