@@ -37,7 +37,8 @@ class VenvRecipe:
     """Arguments for the new interpreter that prove the install, for example ``-c import x``."""
 
     def folder(self, cache_root: Path) -> Path:
-        """Where the environment stands. The interpreter belongs to the recipe: a venv does not survive its base."""
+        """Where the environment stands."""
+        # The interpreter belongs to the recipe: a venv does not survive a change of its base.
         facts = json.dumps([self.requirements, sys.base_prefix, sys.version_info[:3]])
         digest = hashlib.sha256(facts.encode()).hexdigest()[:8]
         return cache_root / self.name / f"{self.version}-{digest}"

@@ -29,7 +29,7 @@ class Task:
     instruction: str
     """What the agent is told, in plain language."""
     files: Mapping[str, str]
-    """Workspace at the start, relative POSIX path to text. The rollout commits it to git before the agent runs."""
+    """Workspace at the start, relative POSIX path to text; the rollout commits it to git."""
     hidden_files: Mapping[str, str]
     """Written over the patched workspace in the fresh evaluation sandbox; the agent never sees them."""
     test_command: tuple[str, ...]

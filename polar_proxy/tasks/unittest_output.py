@@ -14,9 +14,8 @@ Verdict = Literal["passed", "failed", "error", "skipped"]
 
 _START = re.compile(r"^(?P<method>\w+) \((?P<where>[\w.]+)\)(?P<rest>.*)$")
 _VERDICT = re.compile(
-    r"(?:^|\.\.\. )"
-    r"(?:(?P<ok>ok|unexpected success)|(?P<fail>FAIL)|(?P<error>ERROR)|(?P<skip>skipped .*|expected
-    failure))$"
+    r"(?:^|\.\.\. )(?:(?P<ok>ok|unexpected success)|(?P<fail>FAIL)|(?P<error>ERROR)"
+    r"|(?P<skip>skipped .*|expected failure))$"
 )
 
 
