@@ -48,7 +48,11 @@ class ToolCall:
     arguments: str
 
     def to_openai(self) -> Json:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,10 @@ class Sampling:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
+    logprobs: bool = False
+    """The client wants to see log-probabilities: events then carry `tokens`. They are recorded in any case."""
     top_logprobs: int = 0
-    """How many alternatives per token the client wants to see; the sampled token's own is always recorded."""
+    """How many alternatives per token the client wants to see (`SampleEvent.top`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,96 @@
+"""One tree of settings: defaults < polar.toml < environment (POLAR_...) < flags. The only reader of the environment.
+
+`polar.toml` is looked for in the working directory, then in the Polar home (`~/.polar`, or $POLAR_HOME). Nested
+settings use two underscores in the environment: `POLAR_GATEWAY__PORT=9000`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class GatewaySettings(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8399, ge=0, le=65535)
+    """0 takes any free port."""
+    closed: bool = False
+    """Refuse unknown keys on loopback too. Bound to anything but loopback they are always refused."""
+    max_body_mb: int = Field(256, ge=1)
+    heartbeat_seconds: float = Field(15.0, gt=0)
+    """How long a stream may be silent before a comment line is sent."""
+    headers_after_seconds: float = Field(2.0, ge=0)
+    """How long to wait for the first token before the response headers go out (a fast error keeps its own status)."""
+
+
+class EngineSettings(_Section):
+    kind: str = "local"
+    """local, vllm, or module:Class."""
+    url: str | None = None
+    model: str | None = None
+    """local: a folder of weights, default the bundled polar-tiny. vllm: the served model's name."""
+    api_key: str | None = Field(None, repr=False)
+
+
+class RunSettings(_Section):
+    harness: str = "mini-swe-agent"
+    sandbox: Literal["auto", "docker", "bubblewrap", "process"] = "auto"
+    concurrency: int = Field(2, ge=1)
+    samples: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    timeout: float = Field(600.0, gt=0)
+    """Seconds the agent may run; preparing and scoring have their own limits."""
+    max_tokens: int = Field(2048, ge=1)
+    """Limit of one answer where the agent asks for none."""
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix="POLAR_",
+        env_nested_delimiter="__",
+        extra="ignore",
+        nested_model_default_partial_update=True,
+    )
+
+    home: Path = Path("~/.polar")
+    db: str | None = None
+    gateway: GatewaySettings = GatewaySettings()
+    engine: EngineSettings = EngineSettings()
+    run: RunSettings = RunSettings()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        home = Path(os.environ.get("POLAR_HOME", "~/.polar")).expanduser()
+        files = [path for path in (home / "polar.toml", Path("polar.toml")) if path.is_file()]
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls, files))
+
+    def model_post_init(self, context: Any, /) -> None:
+        self.home = self.home.expanduser().absolute()
+
+    @property
+    def harness_cache(self) -> Path:
+        return self.home / "harnesses"
+
+    @property
+    def sandbox_state(self) -> Path:
+        return self.home / "sandboxes"

@@ -1,0 +1,155 @@
+"""The one boundary between a provider's wire format and the house.
+
+A dialect parses a body into engine requests and writes the engine's events back as its own stream or its own single
+answer. It is pure: no I/O, no clock of its own, no knowledge of sessions, engines or stores. The pipeline feeds the
+same events to the same encoder whether the client streams or not.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import orjson
+
+from polar_proxy.errors import RequestError
+from polar_proxy.types import EngineRequest, Json, SampleEvent, ToolCall, TopLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """What a body asks for. Several `requests` (Completions with a list of prompts) are several calls."""
+
+    requests: tuple[EngineRequest, ...]
+    stream: bool
+    messages: tuple[tuple[bytes, ...], ...]
+    """For each of `requests` its messages, each as JSON bytes, for the store."""
+    tools: bytes | None
+    params: Json
+    """The rest of the body, for the store."""
+    options: Json = field(default_factory=dict)
+    """What the encoder needs to know and the engine does not (usage in the stream, echo, ...)."""
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """One choice as it has been heard so far."""
+
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tokens: list[str] = field(default_factory=list)
+    top: list[tuple[TopLogprob, ...]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Answer:
+    """Everything an engine said to one request, gathered from its events."""
+
+    prompt_ids: tuple[int, ...] | None = None
+    cached_tokens: int | None = None
+    choices: dict[int, ChoiceState] = field(default_factory=dict)
+
+    def add(self, event: SampleEvent) -> None:
+        if event.prompt_ids is not None:
+            self.prompt_ids = event.prompt_ids
+        if event.cached_tokens is not None:
+            self.cached_tokens = event.cached_tokens
+        state = self.choices.get(event.index)
+        if state is None:
+            state = self.choices[event.index] = ChoiceState()
+        if event.text:
+            state.text.append(event.text)
+        if event.reasoning:
+            state.reasoning.append(event.reasoning)
+        if event.token_ids:
+            state.token_ids.extend(event.token_ids)
+            state.logprobs.extend(event.logprobs)
+            state.tokens.extend(event.tokens)
+            state.top.extend(event.top)
+        for delta in event.tool_calls:
+            if delta.index == len(state.tool_calls):
+                state.tool_calls.append(ToolCall(delta.id or "", delta.name or "", delta.arguments))
+            else:
+                call = state.tool_calls[delta.index]
+                state.tool_calls[delta.index] = replace(
+                    call,
+                    id=delta.id or call.id,
+                    name=call.name or delta.name or "",
+                    arguments=call.arguments + delta.arguments,
+                )
+        if event.finish_reason is not None:
+            state.finish_reason = event.finish_reason
+
+    @property
+    def finished(self) -> bool:
+        """Every choice heard of has come to its end."""
+        return bool(self.choices) and all(state.finish_reason is not None for state in self.choices.values())
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids or ())
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(state.token_ids) for state in self.choices.values())
+
+
+def assistant_message(state: ChoiceState) -> Json:
+    """A choice as an OpenAI assistant message: what is stored, whatever the dialect."""
+    text = "".join(state.text)
+    message: Json = {"role": "assistant", "content": text if text or not state.tool_calls else None}
+    if state.reasoning:
+        message["reasoning_content"] = "".join(state.reasoning)
+    if state.tool_calls:
+        message["tool_calls"] = [call.to_openai() for call in state.tool_calls]
+    return message
+
+
+class Encoder(ABC):
+    """Writes the answer to one HTTP request. `part` numbers the engine requests of that HTTP request."""
+
+    @abstractmethod
+    def feed(self, part: int, event: SampleEvent) -> bytes:
+        """Stream bytes for an event; never says that a choice is finished."""
+
+    @abstractmethod
+    def end(self, answers: list[Answer]) -> bytes:
+        """The closing bytes of the stream: finish reasons, usage, end mark. Sent after the commit."""
+
+    @abstractmethod
+    def respond(self, answers: list[Answer]) -> bytes:
+        """The whole answer for a client that does not stream."""
+
+    @abstractmethod
+    def fail(self, message: str, status: int) -> bytes:
+        """An error inside a stream that has begun."""
+
+
+class Dialect(ABC):
+    """A provider's wire format."""
+
+    name: str
+    stream_media_type = "text/event-stream"
+    heartbeat: bytes | None = b": keepalive\n\n"
+    """Bytes that this dialect's clients skip while they wait, or None where none are safe."""
+
+    @abstractmethod
+    def parse(self, body: Json) -> ParsedRequest:
+        """Raises RequestError for what cannot be understood; tolerates what is not needed."""
+
+    @abstractmethod
+    def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder: ...
+
+    @abstractmethod
+    def error(self, error: RequestError) -> bytes:
+        """The body of an error answer in the provider's own shape."""
+
+
+def sse(payload: Any) -> bytes:
+    """One server-sent event with a JSON payload."""
+    return b"data: " + orjson.dumps(payload) + b"\n\n"

@@ -1,0 +1,131 @@
+"""The running gateway: engine, store and HTTP server under one lifetime."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+
+from polar_proxy.config import GatewaySettings
+from polar_proxy.engines.base import Engine
+from polar_proxy.errors import UsageError
+from polar_proxy.gateway.app import create_app
+from polar_proxy.gateway.metrics import Metrics
+from polar_proxy.gateway.sessions import Sessions
+
+log = logging.getLogger(__name__)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a socket bound to `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: who stops is decided by whoever owns the gateway."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+class Gateway:
+    """`async with Gateway(engine, store, settings) as gateway:` serves until the block ends.
+
+    The engine and the store must be open already, and outlive it. On leaving, calls in flight are given `grace`
+    seconds, then cancelled; each is committed with what was sampled.
+    """
+
+    def __init__(self, engine: Engine, store: Any, settings: GatewaySettings, *, grace: float = 5.0) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.sessions = Sessions(store, open_to_all=is_loopback(settings.host) and not settings.closed)
+        self.app = create_app(engine, store, self.sessions, settings, self.metrics)
+        self._grace = grace
+        self._extra: dict[socket.socket, asyncio.Server] = {}
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    @property
+    def url(self) -> str:
+        """Where programs on this machine reach it, without /v1."""
+        host = self.settings.host
+        if host in ("0.0.0.0", "::"):
+            host = "127.0.0.1"
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        self._socket = _bind(self.settings.host, self.settings.port)
+        self._config = uvicorn.Config(
+            self.app,
+            http="httptools",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, int(self._grace)),
+            server_header=False,
+        )
+        self._server = _Server(self._config)
+        self._task = asyncio.create_task(self._server.serve([self._socket]))
+        while not self._server.started:
+            if self._task.done():
+                await self._task
+                raise UsageError(f"The gateway could not start on {self.settings.host}:{self.settings.port}.")
+            await asyncio.sleep(0.005)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for listener in list(self._extra):
+            await self.stop_serving_on(listener)
+        self._server.should_exit = True
+        await self._task
+
+    async def serve_on(self, listener: socket.socket) -> None:
+        """Serve the same application on one more listening socket, such as one inside a sandbox's network."""
+        protocol_class = self._config.http_protocol_class
+        state, config = self._server.server_state, self._config
+
+        def protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = protocol_class(config=config, server_state=state, app_state={})
+            return made
+
+        loop = asyncio.get_running_loop()
+        self._extra[listener] = await loop.create_server(protocol, sock=listener, backlog=config.backlog)
+
+    async def stop_serving_on(self, listener: socket.socket) -> None:
+        server = self._extra.pop(listener, None)
+        if server is not None:
+            server.close()  # closes the socket too; connections that are open end with their clients
+            listener.close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"Cannot listen on {host}:{port}: {error.strerror}. Choose another port with --port (0 takes any free one)."
+        ) from error
+    listener.set_inheritable(False)
+    return listener

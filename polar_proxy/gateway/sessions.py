@@ -1,0 +1,156 @@
+"""Session identity: which API key is which session. Keys live here only as SHA-256."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from polar_proxy.errors import RequestError
+from polar_proxy.history import SessionHistory
+from polar_proxy.types import EngineRequest, Json, Sampling
+
+_CACHED = 20_000
+
+
+def new_key() -> str:
+    """A random session key that looks like an API key to any client."""
+    return "sk-polar-" + secrets.token_urlsafe(24)
+
+
+def hash_key(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+class SessionRecord(Protocol):
+    """What the gateway needs of a stored session."""
+
+    @property
+    def session_id(self) -> str: ...
+    @property
+    def policy(self) -> Json | None: ...
+    @property
+    def closed_at(self) -> Any: ...
+
+
+class SessionStore(Protocol):
+    async def session_by_key(self, key_hash: bytes) -> Any: ...
+    async def session(self, session_id: str) -> Any: ...
+    async def create_session(
+        self,
+        *,
+        key_hash: bytes | None,
+        label: str | None,
+        rollout_id: str | None,
+        policy: Json | None,
+        origin: str,
+    ) -> Any: ...
+
+
+@dataclass(slots=True)
+class Session:
+    """A session while the gateway serves it."""
+
+    session_id: str
+    policy: Json
+    history: SessionHistory = field(default_factory=SessionHistory)
+    in_flight: int = 0
+    lost: int = 0
+    """Calls that were answered but could not be committed: the rollout is incomplete and not to be trained on."""
+
+
+class Sessions:
+    """Finds or opens the session of a request."""
+
+    def __init__(self, store: SessionStore, *, open_to_all: bool) -> None:
+        self._store = store
+        self._open = open_to_all
+        self._by_hash: OrderedDict[bytes, Session] = OrderedDict()
+        self._by_id: dict[str, Session] = {}
+        self._lock = asyncio.Lock()
+
+    async def find(self, key: str | None, path_key: str | None) -> Session:
+        """The session of a path segment (first) or of a key; RequestError 401 when it is unknown and Polar is closed."""
+        given = path_key if path_key is not None else (key or "")
+        digest = hash_key(given)
+        session = self._by_hash.get(digest)
+        if session is not None:
+            self._by_hash.move_to_end(digest)
+            return session
+        async with self._lock:  # two first requests of one key must not both open a session
+            return self._by_hash.get(digest) or await self._load(digest, path_key)
+
+    async def _load(self, digest: bytes, path_key: str | None) -> Session:
+        record = await self._store.session_by_key(digest)
+        if record is None and path_key is not None and self._open:
+            record = await self._store.session(path_key)
+        if record is None:
+            if not self._open:
+                raise RequestError(
+                    "Incorrect API key provided. Polar accepts only keys made by `polar session new` here.",
+                    status=401,
+                    code="invalid_api_key",
+                )
+            record = await self._store.create_session(
+                key_hash=digest, label=None, rollout_id=None, policy=None, origin="open"
+            )
+        if record.closed_at is not None:
+            raise RequestError("This session is closed.", status=401, code="session_closed")
+        session = self._by_id.get(record.session_id)  # known already by another name (its id in the path)
+        if session is None:
+            session = Session(record.session_id, record.policy or {})
+        self._by_hash[digest] = session
+        self._by_id[session.session_id] = session
+        self._evict()
+        return session
+
+    def lost(self, session_id: str) -> int:
+        """How many calls of this session were answered without being recorded."""
+        session = self._by_id.get(session_id)
+        return session.lost if session else 0
+
+    def in_flight(self, session_id: str) -> int:
+        session = self._by_id.get(session_id)
+        return session.in_flight if session else 0
+
+    def forget(self, session_id: str) -> None:
+        """Drop a finished session from memory; its key is looked up afresh (and refused if it was closed)."""
+        session = self._by_id.pop(session_id, None)
+        for digest in [digest for digest, held in self._by_hash.items() if held is session]:
+            del self._by_hash[digest]
+
+    def _evict(self) -> None:
+        for digest, session in list(self._by_hash.items())[: max(0, len(self._by_hash) - _CACHED)]:
+            if session.in_flight == 0 and session.lost == 0:
+                del self._by_hash[digest]
+                self._by_id.pop(session.session_id, None)
+
+
+def apply_policy(request: EngineRequest, policy: Json) -> EngineRequest:
+    """The request as the session's policy wants it sampled.
+
+    `policy` may hold temperature, top_p, top_k, min_p, seed (these replace the client's) and max_tokens (an upper
+    bound, and the value where the client gave none).
+    """
+    if not policy:
+        return request
+    sampling: Sampling = request.sampling
+    changes: Json = {
+        key: policy[key] for key in ("temperature", "top_p", "top_k", "min_p", "seed") if key in policy
+    }
+    limit = policy.get("max_tokens")
+    if limit is not None:
+        changes["max_tokens"] = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens)
+    return replace(request, sampling=replace(sampling, **changes))
+
+
+def key_of(headers: Any, query_key: str | None) -> str | None:
+    """The API key of a request: Authorization: Bearer, x-api-key, x-goog-api-key, ?key=, in this order."""
+    authorization = headers.get("authorization")
+    if authorization:
+        scheme, _, value = authorization.partition(" ")
+        return str(value.strip()) if scheme.lower() == "bearer" else str(authorization)
+    return headers.get("x-api-key") or headers.get("x-goog-api-key") or query_key
