@@ -42,9 +42,7 @@ class OpenAIChat(Dialect):
         request = ChatRequest(
             model=required(body, "model", str),
             messages=messages,
-            sampling=parse_sampling(
-                body, max_tokens=max_tokens, logprobs=logprobs, top_logprobs=top_logprobs
-            ),
+            sampling=parse_sampling(body, max_tokens=max_tokens, logprobs=logprobs, top_logprobs=top_logprobs),
             tools=tools,
             tool_choice=_parse_tool_choice(body, tools),
             parallel_tool_calls=take(body, "parallel_tool_calls", bool),
@@ -75,9 +73,7 @@ class OpenAIChat(Dialect):
 def parse_message(item: Any, position: int) -> Message:
     where = f"messages[{position}]"
     if not isinstance(item, dict):
-        raise RequestError(
-            f"Invalid type for '{where}': expected an object.", param=where, code="invalid_type"
-        )
+        raise RequestError(f"Invalid type for '{where}': expected an object.", param=where, code="invalid_type")
     role = item.get("role")
     if role not in _ROLES:
         raise RequestError(
@@ -88,9 +84,7 @@ def parse_message(item: Any, position: int) -> Message:
     content = item.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) for part in content):
-            raise RequestError(
-                f"Invalid '{where}.content': expected content parts.", param=f"{where}.content"
-            )
+            raise RequestError(f"Invalid '{where}.content': expected content parts.", param=f"{where}.content")
     elif content is not None and not isinstance(content, str):
         raise RequestError(
             f"Invalid type for '{where}.content': expected a string or an array of content parts.",
@@ -139,9 +133,7 @@ def _parse_tools(body: Json) -> tuple[Json, ...]:
         if tool["type"] == "function":
             function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise RequestError(
-                    f"Invalid '{path}.function': a function needs a name.", param=f"{path}.function"
-                )
+                raise RequestError(f"Invalid '{path}.function': a function needs a name.", param=f"{path}.function")
     return tuple(tool for tool in tools if tool["type"] == "function")
 
 
@@ -168,11 +160,7 @@ def _parse_response_format(body: Json) -> Json | None:
     if value.get("type") == "json_object":
         return {"type": "json_object"}
     schema = value.get("json_schema")
-    if (
-        value.get("type") == "json_schema"
-        and isinstance(schema, dict)
-        and isinstance(schema.get("schema"), dict)
-    ):
+    if value.get("type") == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
         return value
     raise RequestError(
         "Invalid 'response_format': expected text, json_object, or json_schema with a schema.",
@@ -247,9 +235,7 @@ class ChatEncoder(Encoder):
             choice: Json = {
                 "index": index,
                 "message": message,
-                "logprobs": chat_logprobs(state.tokens, state.logprobs, state.top)
-                if self._logprobs
-                else None,
+                "logprobs": chat_logprobs(state.tokens, state.logprobs, state.top) if self._logprobs else None,
                 "finish_reason": state.finish_reason or "stop",
             }
             if self._token_ids:

@@ -25,9 +25,7 @@ _NAMES = {
 }
 
 
-def take(
-    body: Json, key: str, kind: type[T], *, low: float | None = None, high: float | None = None
-) -> T | None:
+def take(body: Json, key: str, kind: type[T], *, low: float | None = None, high: float | None = None) -> T | None:
     """body[key] if it is of this kind (JSON null counts as absent), within [low, high]; else a 400 naming the field."""
     value: Any = body.get(key)
     if value is None:
@@ -42,21 +40,20 @@ def take(
             param=key,
             code="invalid_type",
         )
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if value != value or (low is not None and value < low) or (high is not None and value > high):
-            bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
-            raise RequestError(
-                f"Invalid value for '{key}': it must be {bounds}.", param=key, code="invalid_value"
-            )
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not _within(value, low, high):
+        bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+        raise RequestError(f"Invalid value for '{key}': it must be {bounds}.", param=key, code="invalid_value")
     return value
+
+
+def _within(value: float, low: float | None, high: float | None) -> bool:
+    return value == value and (low is None or value >= low) and (high is None or value <= high)  # NaN is not
 
 
 def required(body: Json, key: str, kind: type[T]) -> T:
     value = take(body, key, kind)
     if value is None:
-        raise RequestError(
-            f"Missing required parameter: '{key}'.", param=key, code="missing_required_parameter"
-        )
+        raise RequestError(f"Missing required parameter: '{key}'.", param=key, code="missing_required_parameter")
     return value
 
 

@@ -25,9 +25,7 @@ class Metrics:
         self.lost = Counter(
             "polar_lost_calls", "Calls answered but not recorded (must stay 0).", registry=self.registry
         )
-        self.prompt_tokens = Counter(
-            "polar_prompt_tokens", "Prompt tokens of all calls.", registry=self.registry
-        )
+        self.prompt_tokens = Counter("polar_prompt_tokens", "Prompt tokens of all calls.", registry=self.registry)
         self.cached_tokens = Counter(
             "polar_cached_tokens",
             "Prompt tokens that the engine had in its prefix cache.",
@@ -38,9 +36,7 @@ class Metrics:
         self.first_token = Histogram(
             "polar_first_token_seconds", "Request to first event.", registry=self.registry, buckets=_SECONDS
         )
-        self.duration = Histogram(
-            "polar_call_seconds", "Request to commit.", registry=self.registry, buckets=_SECONDS
-        )
+        self.duration = Histogram("polar_call_seconds", "Request to commit.", registry=self.registry, buckets=_SECONDS)
         self.commit = Histogram(
             "polar_commit_seconds",
             "Waiting for the commit of a call.",

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import socket
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -99,12 +100,11 @@ class Gateway:
 
     async def serve_on(self, listener: socket.socket) -> None:
         """Serve the same application on one more listening socket, such as one inside a sandbox's network."""
-        protocol_class = self._config.http_protocol_class
+        protocol_class: Callable[..., asyncio.Protocol] = self._config.http_protocol_class
         state, config = self._server.server_state, self._config
 
         def protocol() -> asyncio.Protocol:
-            made: asyncio.Protocol = protocol_class(config=config, server_state=state, app_state={})
-            return made
+            return protocol_class(config=config, server_state=state, app_state={})
 
         loop = asyncio.get_running_loop()
         self._extra[listener] = await loop.create_server(protocol, sock=listener, backlog=config.backlog)

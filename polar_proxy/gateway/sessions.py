@@ -73,7 +73,7 @@ class Sessions:
         self._lock = asyncio.Lock()
 
     async def find(self, key: str | None, path_key: str | None) -> Session:
-        """The session of a path segment (first) or of a key; RequestError 401 when it is unknown and Polar is closed."""
+        """The session of a path segment (first) or of a key. RequestError 401 when unknown and Polar is closed."""
         given = path_key if path_key is not None else (key or "")
         digest = hash_key(given)
         session = self._by_hash.get(digest)
@@ -138,9 +138,7 @@ def apply_policy(request: EngineRequest, policy: Json) -> EngineRequest:
     if not policy:
         return request
     sampling: Sampling = request.sampling
-    changes: Json = {
-        key: policy[key] for key in ("temperature", "top_p", "top_k", "min_p", "seed") if key in policy
-    }
+    changes: Json = {key: policy[key] for key in ("temperature", "top_p", "top_k", "min_p", "seed") if key in policy}
     limit = policy.get("max_tokens")
     if limit is not None:
         changes["max_tokens"] = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens)

@@ -70,17 +70,13 @@ class TurnPipeline:
     def route(self, dialect: Dialect) -> _Route:
         return _Route(self, dialect)
 
-    async def serve(
-        self, dialect: Dialect, scope: wire.Scope, receive: wire.Receive, send: wire.Send
-    ) -> None:
+    async def serve(self, dialect: Dialect, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         started = time.time()
         try:
             headers = Headers(scope=scope)
             query = scope["query_string"]
             query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
-            session = await self._sessions.find(
-                key_of(headers, query_key), scope["path_params"].get("session")
-            )
+            session = await self._sessions.find(key_of(headers, query_key), scope["path_params"].get("session"))
             body = await wire.read_body(receive, self._settings.max_body_mb << 20)
             parsed = await self._parse(dialect, body)
         except wire.Disconnected:
@@ -315,9 +311,7 @@ class _Turn:
             messages=part.messages,
             tools=self._parsed.tools,
             params=self._parsed.params,
-            sampling={
-                key: value for key, value in asdict(sampling).items() if value is not None and value != ()
-            },
+            sampling={key: value for key, value in asdict(sampling).items() if value is not None and value != ()},
             prompt_ids=None if answer.prompt_ids is None else np.asarray(answer.prompt_ids, dtype=np.int32),
             choices=choices,
             started_at=self._started,

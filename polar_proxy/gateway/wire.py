@@ -164,9 +164,7 @@ class ClientWatch:
         self._task.cancel()
         if not self.gone:
             return False
-        if (
-            kind is None
-        ):  # cancelled on the last step: take the cancellation here, not in the commit that follows
+        if kind is None:  # cancelled on the last step: take the cancellation here, not in the commit that follows
             try:
                 await asyncio.sleep(0)
             except asyncio.CancelledError:

@@ -1,0 +1,126 @@
+"""Dataset rows, one pure function a format, each from one rollout's (or session's) calls and traces.
+
+`jsonl`         one line a rollout: what was asked, said and scored, call by call; no tokens
+`chat-jsonl`    one line a trace: the conversation in OpenAI form with its tools, for SFT on text
+`tokens-jsonl`  one line a trace: ids, mask and log-probabilities, for training on exactly what was sampled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from polar_proxy.types import CallRecord, Json, Trace
+
+SCHEMA = 1
+"""Version of the row formats; raised when a field changes its meaning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """All there is to write about one rollout, or about one session that has no rollout."""
+
+    meta: Json
+    """rollout_id, session_id, group_id, task_id, harness, engine, model, seed, status, reward, ..."""
+    calls: Sequence[CallRecord]
+    traces: Sequence[Trace]
+    excluded: Mapping[str, str]
+
+
+def jsonl(selection: Selection) -> Iterator[Json]:
+    yield {
+        "schema": SCHEMA,
+        **selection.meta,
+        "calls": [
+            {
+                "call_id": call.call_id,
+                "status": call.status,
+                "error": call.error,
+                "edge": call.edge,
+                "parent_call_id": call.parent_call_id,
+                "dialect": call.dialect,
+                "started_at": call.started_at,
+                "seconds": call.ended_at - call.started_at,
+                "messages": _messages(call),
+                "tools": _tools(call),
+                "sampling": call.sampling,
+                "choices": [{"message": c.message, "finish_reason": c.finish_reason} for c in call.choices],
+                "prompt_tokens": 0 if call.prompt_ids is None else len(call.prompt_ids),
+                "completion_tokens": sum(len(choice.token_ids) for choice in call.choices),
+            }
+            for call in selection.calls
+        ],
+        "traces": len(selection.traces),
+        "excluded": dict(selection.excluded),
+    }
+
+
+def chat_jsonl(selection: Selection) -> Iterator[Json]:
+    """The last call of a trace holds its whole conversation; its answer is the sampled choice that ends the trace."""
+    calls = {call.call_id: call for call in selection.calls}
+    for trace in selection.traces:
+        last = trace.spans[-1]
+        call = calls[last.call_id]
+        choice = next(choice for choice in call.choices if choice.index == last.choice)
+        row: Json = {"messages": [*_messages(call), choice.message]}
+        if (tools := _tools(call)) is not None:
+            row["tools"] = tools
+        yield {**row, **_identity(selection, trace)}
+
+
+def tokens_jsonl(selection: Selection) -> Iterator[Json]:
+    """`logprobs` is null where the mask is 0: nothing was sampled there."""
+    for trace in selection.traces:
+        start = trace.prompt_length
+        logprobs = [
+            float(value) if sampled else None
+            for value, sampled in zip(trace.logprobs[start:], trace.loss_mask[start:], strict=True)
+        ]
+        yield {
+            **_identity(selection, trace),
+            "prompt_ids": trace.token_ids[:start].tolist(),
+            "response_ids": trace.token_ids[start:].tolist(),
+            "loss_mask": trace.loss_mask[start:].tolist(),
+            "logprobs": logprobs,
+            "spans": [
+                {
+                    "kind": span.kind,
+                    "call_id": span.call_id,
+                    "choice": span.choice,
+                    "start": span.start,
+                    "end": span.end,
+                }
+                for span in trace.spans
+            ],
+        }
+
+
+FORMATS: dict[str, Callable[[Selection], Iterator[Json]]] = {
+    "jsonl": jsonl,
+    "chat-jsonl": chat_jsonl,
+    "tokens-jsonl": tokens_jsonl,
+}
+
+
+def _identity(selection: Selection, trace: Trace) -> Json:
+    return {
+        "schema": SCHEMA,
+        **selection.meta,
+        "trace_id": trace.trace_id,
+        "trace_index": trace.index,
+        "builder": trace.builder,
+        "grade": trace.grade,
+        "reward": trace.reward if trace.reward is not None else selection.meta.get("reward"),
+    }
+
+
+def _messages(call: CallRecord) -> list[Json]:
+    """The messages as they came; a raw prompt (Completions) has no roles and is told as such."""
+    values = [orjson.loads(message) for message in call.messages]
+    return [value if isinstance(value, dict) else {"role": "prompt", "content": value} for value in values]
+
+
+def _tools(call: CallRecord) -> list[Json] | None:
+    return None if call.tools is None else orjson.loads(call.tools)
