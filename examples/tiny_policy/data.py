@@ -1,0 +1,124 @@
+"""Turns dialogues into training sequences.
+
+A sequence is the dialogue as the chat template renders it, with a weight per token: 1 on what the assistant wrote
+(its end of turn included), `CONTEXT_WEIGHT` on the rest of the dialogue, 0 on the prompt's constant text. The
+short form leaves that constant text out and keeps every other token at its true position, so that attention learns
+the real distances at a third of the price.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from examples.tiny_policy.dialogues import TOOLS, Message, play_expert, some_system
+from polar_proxy.tasks import get_source
+
+CONTEXT_WEIGHT = 0.1
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Sequence1:
+    """One dialogue: `ids`, `positions` int64 [n] and `weights` float32 [n] (the weight of predicting ids[i])."""
+
+    ids: IntArray
+    positions: IntArray
+    weights: FloatArray
+
+
+class Encoder:
+    """Renders and encodes dialogues with polar-tiny's tokenizer (a Transformers tokenizer)."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.start = tokenizer.convert_tokens_to_ids("<|im_start|>")
+        self.end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self._answer = self._encode("<|im_start|>assistant\n")
+        self._task = self._encode("<|im_start|>user\nPlease solve this issue: ")
+        self._task_end = self._encode("\n\nYou can execute bash commands")
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def full(self, messages: Sequence[Message]) -> Sequence1:
+        """The whole dialogue, as it is sampled."""
+        text = self.tokenizer.apply_chat_template(list(messages), tools=TOOLS, tokenize=False)
+        return self.from_ids(self._encode(text))
+
+    def from_ids(self, token_ids: Sequence[int]) -> Sequence1:
+        """A recorded trace, given the ids of the whole dialogue."""
+        ids = np.asarray(token_ids, dtype=np.int64)
+        weights = np.full(len(ids), CONTEXT_WEIGHT, dtype=np.float32)
+        first, last = self.constant(ids)
+        weights[: self.task_start(ids)] = 0.0
+        weights[first:last] = 0.0
+        answering = False
+        for index, token in enumerate(ids):
+            if answering:
+                weights[index] = 1.0
+                answering = token != self.end
+            elif token == self._answer[-1] and list(ids[index - 2 : index + 1]) == self._answer:
+                answering = True
+        return Sequence1(ids, np.arange(len(ids)), weights)
+
+    def task_start(self, ids: IntArray) -> int:
+        """Index of the first token of the user's message mark."""
+        return _find(ids, self._task, 0)
+
+    def constant(self, ids: IntArray) -> tuple[int, int]:
+        """[first, last) of the constant text behind the bug report, up to the end of the user's message."""
+        first = _find(ids, self._task_end, self.task_start(ids))
+        return first, first + int(np.argmax(ids[first:] == self.end))
+
+    def short(self, whole: Sequence1, rng: random.Random) -> Sequence1:
+        """The short form of a dialogue; distances across the cut vary a little, as prompts do."""
+        start = self.task_start(whole.ids)
+        first, last = self.constant(whole.ids)
+        keep = np.concatenate([np.arange(start, first), np.arange(last, len(whole.ids))])
+        positions = whole.positions[keep].copy()
+        positions[first - start :] += rng.randrange(-100, 300)
+        return Sequence1(whole.ids[keep], positions, whole.weights[keep])
+
+
+def _find(ids: IntArray, pattern: Sequence[int], start: int) -> int:
+    """Index of the first occurrence of `pattern` in `ids` from `start` on. Raises ValueError when there is none."""
+    windows = np.lib.stride_tricks.sliding_window_view(ids[start:], len(pattern))
+    hits = np.flatnonzero((windows == np.asarray(pattern)).all(axis=1))
+    if len(hits) == 0:
+        raise ValueError("this is no dialogue of mini-swe-agent with the prompt that polar-tiny is made for")
+    return start + int(hits[0])
+
+
+def dialogues(encoder: Encoder, first_seed: int, count: int) -> Iterator[Sequence1]:
+    """The expert's dialogues with tasks `first_seed`, ..., in full form, played offline."""
+    source = get_source("swe-task")
+    for seed in range(first_seed, first_seed + count):
+        rng = random.Random(f"dialogue/1/{seed}")
+        yield encoder.full(play_expert(source.task(seed), some_system(rng), rng))
+
+
+def copies(rng: np.random.Generator, count: int, vocabulary: int, length: int = 96) -> list[Sequence1]:
+    """Random tokens in which stretches come again: what a network learns to copy from before it learns words."""
+    made = []
+    for _ in range(count):
+        ids = rng.integers(3, vocabulary, length)
+        weights = np.zeros(length, dtype=np.float32)
+        filled = length // 3
+        while filled < length:
+            size = int(rng.integers(3, 12))
+            start = int(rng.integers(0, filled - size))
+            size = min(size, length - filled)
+            ids[filled : filled + size] = ids[start : start + size]
+            # The first token of a stretch cannot be known; those after it can.
+            weights[filled + 1 : filled + size] = 1.0
+            filled += size
+        made.append(Sequence1(ids.astype(np.int64), np.arange(length) + int(rng.integers(0, 2000)), weights))
+    return made
