@@ -1,0 +1,57 @@
+"""Calls: committed in groups, read back whole or as listings."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from sqlalchemy import ColumnElement, func, select
+
+from polar_proxy.store.base import Part
+from polar_proxy.store.load import fetch
+from polar_proxy.store.rows import CallSummary, StoredCall
+from polar_proxy.store.schema import calls, completions
+from polar_proxy.types import CallRecord
+
+_c = calls.c
+_choices = select(func.count()).select_from(completions).where(completions.c.call_id == _c.call_id).scalar_subquery()
+_finish = (
+    select(completions.c.finish_reason)
+    .where(completions.c.call_id == _c.call_id)
+    .order_by(completions.c.choice_index)
+    .limit(1)
+    .scalar_subquery()
+)
+_summary: tuple[ColumnElement[Any], ...] = (
+    *(_c.call_id, _c.session_id, _c.dialect, _c.path, _c.stream, _c.model, _c.status, _c.http_status, _c.error),
+    *(_c.edge, _c.parent_call_id, _c.message_count, _choices, _finish),
+    *(_c.prompt_tokens, _c.completion_tokens, _c.cached_tokens, _c.weight_version),
+    *(_c.started_at, _c.first_token_at, _c.ended_at),
+)
+
+
+class Calls(Part):
+    async def commit_call(self, record: CallRecord) -> None:
+        """Returns after the commit that holds the call. Raises StoreError when it cannot be stored.
+
+        `prompt_ids` and `token_ids` int32, `logprobs` float32, one of each per token.
+        """
+        await self._commits.commit(record)
+
+    async def call(self, call_id: str) -> StoredCall | None:
+        async with self._database.reading() as connection:
+            found = await fetch(connection, _c.call_id == call_id)
+        records = await asyncio.to_thread(found.records)
+        return records[0] if records else None
+
+    async def calls(self, session_id: str) -> list[StoredCall]:
+        """All calls of a session with everything, in the order in which they started."""
+        async with self._database.reading() as connection:
+            found = await fetch(connection, _c.session_id == session_id)
+        return await asyncio.to_thread(found.records)
+
+    async def call_rows(self, session_id: str) -> list[CallSummary]:
+        """The calls of a session without messages and tokens, in the order in which they started."""
+        query = select(*_summary).where(_c.session_id == session_id).order_by(_c.started_at, _c.call_id)
+        async with self._database.reading() as connection:
+            return [CallSummary(*row) for row in await connection.execute(query)]

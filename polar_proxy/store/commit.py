@@ -1,0 +1,134 @@
+"""Group commit: one task writes, in one transaction, all calls that wait when it gets to them.
+
+Promises: `commit` returns after the transaction that holds the call is committed; a record that cannot be stored
+fails alone; what was handed over is written even if its caller is cancelled meanwhile (the agent may have gone).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from sqlalchemy import bindparam, case, insert, update
+
+from polar_proxy.errors import StoreError
+from polar_proxy.store import schema
+from polar_proxy.store.database import Database
+from polar_proxy.store.pack import Batch, Packer
+from polar_proxy.types import CallRecord
+
+_LARGEST_BATCH = 256
+_Waiting = tuple[CallRecord, "asyncio.Future[None]"]
+
+_log = logging.getLogger(__name__)
+
+_s = schema.sessions.c
+_add_to_session = (
+    update(schema.sessions)
+    .where(_s.session_id == bindparam("of_session"))
+    .values(
+        calls=_s.calls + bindparam("more_calls"),
+        failed_calls=_s.failed_calls + bindparam("more_failed"),
+        prompt_tokens=_s.prompt_tokens + bindparam("more_prompt"),
+        completion_tokens=_s.completion_tokens + bindparam("more_completion"),
+        last_call_at=case(
+            (_s.last_call_at > bindparam("last"), _s.last_call_at),
+            else_=bindparam("last"),
+        ),
+    )
+)
+_insert_calls = insert(schema.calls)
+_insert_completions = insert(schema.completions)
+
+
+class GroupCommit:
+    """The writer of calls. Used between `start` and `stop`; `stop` writes what still waits."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._packer = Packer()
+        self._waiting: list[_Waiting] = []
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="polar-store")
+        self._insert_nodes = database.insert_new(schema.nodes)
+        self._insert_engines = database.insert_new(schema.engines)
+        self._insert_settings = database.insert_new(schema.settings)
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="polar-store-writer")
+
+    async def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+        if self._task is not None:
+            await self._task
+        self._thread.shutdown(wait=True)
+
+    async def commit(self, record: CallRecord) -> None:
+        if self._stopping or self._task is None:
+            raise StoreError(f"The store is closed: the call {record.call_id} came too late to be recorded")
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((record, future))
+        self._wake.set()
+        await future
+
+    async def _run(self) -> None:
+        while not (self._stopping and not self._waiting):
+            await self._wake.wait()
+            self._wake.clear()
+            while self._waiting:
+                batch = self._waiting[:_LARGEST_BATCH]
+                del self._waiting[:_LARGEST_BATCH]
+                try:
+                    await self._commit_batch(batch)
+                except Exception as error:  # noqa: BLE001 (every caller is told, and the writer lives on)
+                    _log.exception("group commit failed")
+                    for record, future in batch:
+                        _fail(future, StoreError(f"The call {record.call_id} was not stored: {error}"))
+
+    async def _commit_batch(self, batch: Sequence[_Waiting]) -> None:
+        try:
+            await self._commit_together(batch)
+        except StoreError:
+            # Nothing of the batch is stored. Perhaps one record spoils it, perhaps another process has removed rows
+            # that were known to exist: offer everything again, one record at a time.
+            for waiting in batch:
+                self._packer.forget()
+                try:
+                    await self._commit_together([waiting])
+                except StoreError as error:
+                    _fail(waiting[1], error)
+
+    async def _commit_together(self, batch: Sequence[_Waiting]) -> None:
+        loop = asyncio.get_running_loop()
+        rows, refused = await loop.run_in_executor(self._thread, self._packer.pack, [record for record, _ in batch])
+        if rows.calls:
+            await self._write(rows)
+            self._packer.stored(rows)
+        for position, (_, future) in enumerate(batch):
+            if position in refused:
+                _fail(future, refused[position])
+            elif not future.done():
+                future.set_result(None)
+
+    async def _write(self, rows: Batch) -> None:
+        async with self._database.writing() as connection:
+            if rows.engines:
+                await connection.execute(self._insert_engines, [rows.engines[key] for key in sorted(rows.engines)])
+            if rows.settings:
+                await connection.execute(self._insert_settings, [rows.settings[key] for key in sorted(rows.settings)])
+            if rows.nodes:
+                await connection.execute(self._insert_nodes, rows.node_rows())
+            await connection.execute(_insert_calls, rows.calls)
+            if rows.completions:
+                await connection.execute(_insert_completions, rows.completions)
+            await connection.execute(_add_to_session, rows.session_rows())
+
+
+def _fail(future: asyncio.Future[None], error: StoreError) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,149 @@
+"""Connections: one engine that writes, one that reads, and the translation of driver errors to StoreError."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Literal
+
+from sqlalchemy import Connection, Table, event
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from polar_proxy.errors import StoreError
+from polar_proxy.store import jsontext
+from polar_proxy.store.urls import display_url, sqlite_path
+
+Durability = Literal["process", "power"]
+"""What a commit outlives: the death of every process (`process`), or the machine losing power as well (`power`).
+
+`power` waits for the disk with each group commit. It is a matter of SQLite only: on PostgreSQL the server's own
+`synchronous_commit` decides, because there `process` would also lose calls when the server dies.
+"""
+
+_BUSY_MS = 30_000
+_CHECKPOINT_PAGES = 4_000
+
+
+class Database:
+    """A pair of engines on one database. Writing transactions of this process are serialised on SQLite.
+
+    SQLite connections run with explicit BEGIN: a writer takes the lock at once (BEGIN IMMEDIATE), so that it waits in
+    the busy handler instead of failing half-way; a reader sees one snapshot and cannot write.
+    """
+
+    def __init__(self, url: str, durability: Durability = "process") -> None:
+        self.url = url
+        self.path = sqlite_path(url)
+        self.dialect: Literal["sqlite", "postgresql"] = "postgresql" if self.path is None else "sqlite"
+        common: dict[str, Any] = {"json_serializer": jsontext.dumps_text, "json_deserializer": jsontext.loads}
+        try:
+            if self.path is not None:
+                self._writer = create_async_engine(url, pool_size=1, max_overflow=0, pool_timeout=120, **common)
+                self._reader = create_async_engine(url, pool_size=4, max_overflow=4, **common)
+                _sqlite_events(self._writer, durability, writes=True)
+                _sqlite_events(self._reader, durability, writes=False)
+            else:
+                self._writer = create_async_engine(url, pool_size=4, max_overflow=4, **common)
+                self._reader = self._writer
+        except ModuleNotFoundError as error:
+            raise StoreError("PostgreSQL needs its driver asyncpg: pip install 'polar-proxy[postgres]'") from error
+
+    def insert_new(self, table: Table) -> sqlite.Insert | postgresql.Insert:
+        """INSERT that leaves rows which exist as they are."""
+        if self.dialect == "sqlite":
+            return sqlite.insert(table).on_conflict_do_nothing()
+        return postgresql.insert(table).on_conflict_do_nothing()
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[AsyncConnection]:
+        """A transaction that is committed when the block ends without an error."""
+        with self.translated():
+            async with self._writer.begin() as connection:
+                yield connection
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[AsyncConnection]:
+        """A connection that sees one snapshot (SQLite) or each statement's own (PostgreSQL)."""
+        with self.translated():
+            async with self._reader.connect() as connection:
+                yield connection
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Driver errors as one clear StoreError."""
+        try:
+            yield
+        except (SQLAlchemyError, OSError) as error:
+            raise StoreError(f"{self.describe(error)} ({display_url(self.url)})") from error
+
+    def describe(self, error: SQLAlchemyError | OSError) -> str:
+        """What went wrong, without the statement and its parameters (they may hold a conversation)."""
+        if isinstance(error, OSError):
+            return f"The database cannot be reached: {error}"
+        if isinstance(error, PoolTimeout):
+            return "The database is too busy: no connection became free in time"
+        if not isinstance(error, DBAPIError):
+            return f"The database refused: {type(error).__name__}"
+        reason = str(error.orig).splitlines()[0] if error.orig is not None else type(error).__name__
+        low = reason.lower()
+        if "not a database" in low:
+            return "This file is not a Polar database (not even an SQLite file)"
+        if "database is locked" in low:
+            return f"Another process has held the database's lock for {_BUSY_MS // 1000} seconds"
+        if "disk is full" in low or "no space left" in low:
+            return "The disk is full: nothing more can be recorded until there is room"
+        if "unable to open database file" in low or "readonly database" in low:
+            return f"The database file cannot be opened for this: {reason}"
+        if isinstance(error, IntegrityError):
+            return f"A row does not fit what is stored (an id that is unknown, or one used twice): {reason}"
+        return f"The database refused: {reason}"
+
+    async def close(self) -> None:
+        # Shielded: a cancelled shutdown must still end the drivers' threads, or the process never exits.
+        await asyncio.shield(self._dispose())
+
+    async def _dispose(self) -> None:
+        await self._writer.dispose()
+        if self._reader is not self._writer:
+            await self._reader.dispose()
+
+
+def make_file(database: Database) -> None:
+    """The SQLite file, readable by its owner only: it holds whole conversations."""
+    if database.path is None:
+        return
+    try:
+        database.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(os.open(database.path, os.O_RDWR | os.O_CREAT, 0o600))
+    except OSError as error:
+        raise StoreError(f"The database file {database.path} cannot be made: {error.strerror}") from error
+
+
+def _sqlite_events(engine: AsyncEngine, durability: Durability, *, writes: bool) -> None:
+    begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
+
+    def on_connect(connection: Any, _: ConnectionPoolEntry) -> None:
+        connection.isolation_level = None  # the driver must not begin by itself; see `on_begin`
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
+        if writes:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            cursor.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
+            cursor.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
+            cursor.execute("PRAGMA foreign_keys=ON")
+        else:
+            cursor.execute("PRAGMA query_only=ON")
+        cursor.execute("PRAGMA cache_size=-32768")
+        cursor.close()
+
+    def on_begin(connection: Connection) -> None:
+        connection.exec_driver_sql(begin)
+
+    event.listen(engine.sync_engine, "connect", on_connect)
+    event.listen(engine.sync_engine, "begin", on_begin)

@@ -1,0 +1,179 @@
+"""Calls read back: rows and chains to records, equal to what was committed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from sqlalchemy import ColumnElement, select, union
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from polar_proxy.errors import StoreError
+from polar_proxy.store import jsontext
+from polar_proxy.store.codec import Codec
+from polar_proxy.store.schema import calls, completions, engines, nodes, settings
+from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, TokenIds
+
+_params = settings.alias("params")
+_sampling = settings.alias("sampling")
+
+
+async def fetch(connection: AsyncConnection, where: ColumnElement[bool]) -> Fetched:
+    """All rows behind the calls that fulfil `where` (a condition on `calls`): four statements, each node once."""
+    rows = (
+        await connection.execute(
+            select(
+                calls,
+                engines.c.info.label("engine_info"),
+                _params.c.value.label("params"),
+                _sampling.c.value.label("sampling"),
+            )
+            .join(_params, _params.c.settings_hash == calls.c.params_hash)
+            .join(_sampling, _sampling.c.settings_hash == calls.c.sampling_hash)
+            .outerjoin(engines, engines.c.engine_hash == calls.c.engine_hash)
+            .where(where)
+            .order_by(calls.c.started_at, calls.c.call_id)
+        )
+    ).all()
+    if not rows:
+        return Fetched((), (), ())
+    chosen = (
+        await connection.execute(
+            select(completions)
+            .join(calls, calls.c.call_id == completions.c.call_id)
+            .where(where)
+            .order_by(completions.c.call_id, completions.c.choice_index)
+        )
+    ).all()
+    columns = (calls.c.messages_node, calls.c.tools_node, calls.c.prompt_node)
+    heads = union(*(select(column.label("node_id")).where(where, column.is_not(None)) for column in columns)).subquery()
+    chain = select(heads.c.node_id).cte("chain", recursive=True)
+    chain = chain.union(
+        select(nodes.c.parent_id).join(chain, chain.c.node_id == nodes.c.node_id).where(nodes.c.parent_id.is_not(None))
+    )
+    links = (
+        await connection.execute(
+            select(nodes.c.node_id, nodes.c.parent_id, nodes.c.total, nodes.c.length, nodes.c.data).join(
+                chain, chain.c.node_id == nodes.c.node_id
+            )
+        )
+    ).all()
+    return Fetched(rows, chosen, links)
+
+
+class Fetched:
+    """What `fetch` found. Unpacking is CPU work without the database: do it in a thread when there is much."""
+
+    def __init__(self, rows: Sequence[Any], chosen: Sequence[Any], links: Sequence[Any]) -> None:
+        self._rows = rows
+        self._chosen = chosen
+        self._codec = Codec()
+        self._links = {bytes(link.node_id): link for link in links}
+        self._bytes: dict[bytes, bytes] = {}
+        self._ids: dict[bytes, TokenIds] = {}
+        self._prompts: dict[bytes, TokenIds] = {}
+
+    def records(self) -> list[CallRecord]:
+        choices: dict[str, list[Choice]] = defaultdict(list)
+        for row in self._chosen:
+            choices[row.call_id].append(
+                Choice(
+                    index=row.choice_index,
+                    message=jsontext.loads(self._codec.unpack_bytes(row.message)),
+                    finish_reason=row.finish_reason,
+                    token_ids=self._codec.unpack_ids(row.token_ids),
+                    logprobs=self._codec.unpack_logprobs(row.logprobs),
+                )
+            )
+        infos: dict[bytes, EngineInfo] = {}
+        return [self._record(row, tuple(choices[row.call_id]), infos) for row in self._rows]
+
+    def _record(self, row: Any, choices: tuple[Choice, ...], infos: dict[bytes, EngineInfo]) -> CallRecord:
+        engine = None
+        if row.engine_hash is not None:
+            if row.engine_hash not in infos:
+                infos[row.engine_hash] = _engine_info(row.engine_info)
+            engine = infos[row.engine_hash]
+        return CallRecord(
+            call_id=row.call_id,
+            session_id=row.session_id,
+            dialect=row.dialect,
+            path=row.path,
+            stream=row.stream,
+            model=row.model,
+            engine=engine,
+            weight_version=row.weight_version,
+            logprob_mode=row.logprob_mode,
+            status=row.status,
+            http_status=row.http_status,
+            error=row.error,
+            edge=row.edge,
+            parent_call_id=row.parent_call_id,
+            messages=self._messages(row.messages_node, row.message_count),
+            tools=None if row.tools_node is None else self._content(row.tools_node),
+            params=row.params,
+            sampling=row.sampling,
+            prompt_ids=None if row.prompt_tokens is None else self._prompt(row.prompt_node),
+            choices=choices,
+            started_at=row.started_at,
+            first_token_at=row.first_token_at,
+            ended_at=row.ended_at,
+            cached_tokens=row.cached_tokens,
+        )
+
+    def _messages(self, head: bytes | None, count: int) -> tuple[bytes, ...]:
+        found = []
+        while head is not None:
+            found.append(self._content(head))
+            head = self._link(head).parent_id
+        if len(found) != count:
+            raise StoreError(f"A conversation of {count} messages has {len(found)} stored: the database is damaged")
+        return tuple(reversed(found))
+
+    def _link(self, node: bytes) -> Any:
+        if node not in self._links:
+            raise StoreError(f"The node {node.hex()} of a stored chain is missing: the database is damaged")
+        return self._links[node]
+
+    def _content(self, node: bytes) -> bytes:
+        if node not in self._bytes:
+            self._bytes[node] = self._codec.unpack_bytes(self._link(node).data)
+        return self._bytes[node]
+
+    def _prompt(self, head: bytes | None) -> TokenIds:
+        """The prompt that ends at `head`. What an earlier prompt of the session has in common is copied whole."""
+        if head is None:
+            return np.empty(0, dtype=np.int32)
+        pieces: list[TokenIds] = []
+        node: bytes | None = head
+        while node is not None:
+            if node in self._prompts:
+                pieces.append(self._prompts[node])
+                break
+            if node not in self._ids:
+                self._ids[node] = self._codec.unpack_ids(self._link(node).data)
+            pieces.append(self._ids[node])
+            node = self._link(node).parent_id
+        pieces.reverse()
+        prompt = np.concatenate(pieces) if len(pieces) > 1 else pieces[0].copy()
+        if prompt.size != self._link(head).total:
+            raise StoreError("A prompt has not as many tokens as its chain counts: the database is damaged")
+        # The next call's prompt does not contain this one's last segment (the generation prompt), so the memo is of
+        # the chain up to its parent.
+        parent = self._link(head).parent_id
+        self._prompts[head] = prompt
+        if parent is not None:
+            self._prompts[parent] = prompt[: self._links[parent].total]
+        return prompt
+
+
+def _engine_info(info: Json) -> EngineInfo:
+    return EngineInfo(
+        **{
+            **info,
+            "capabilities": frozenset(info["capabilities"]),
+            "eos_token_ids": tuple(info.get("eos_token_ids", ())),
+        }
+    )

@@ -1,0 +1,206 @@
+"""A batch of calls as table rows: hashing, deduplication and compression. Pure CPU work, run in one worker thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+
+from polar_proxy.errors import StoreError
+from polar_proxy.store import jsontext
+from polar_proxy.store.chains import Known, Node, bytes_chain, content_hash, token_chain
+from polar_proxy.store.codec import Codec
+from polar_proxy.types import CallRecord, Choice, EngineInfo, Json
+
+Row = dict[str, object]
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a batch adds to the counters of one session."""
+
+    calls: int = 0
+    failed: int = 0
+    prompt: int = 0
+    completion: int = 0
+    last: float = 0.0
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rows to insert, in the order of the fields (each refers only to earlier ones), and what to add to sessions."""
+
+    engines: dict[bytes, Row] = field(default_factory=dict)
+    settings: dict[bytes, Row] = field(default_factory=dict)
+    nodes: dict[bytes, tuple[int, Row]] = field(default_factory=dict)
+    calls: list[Row] = field(default_factory=list)
+    completions: list[Row] = field(default_factory=list)
+    sessions: dict[str, Counts] = field(default_factory=dict)
+
+    def node_rows(self) -> list[Row]:
+        """Parents first; among equals by id, so that two gateways on PostgreSQL never wait for each other in a ring."""
+        return [row for _, _, row in sorted((depth, key, row) for key, (depth, row) in self.nodes.items())]
+
+    def session_rows(self) -> list[Row]:
+        return [
+            {
+                "of_session": key,
+                "more_calls": counts.calls,
+                "more_failed": counts.failed,
+                "more_prompt": counts.prompt,
+                "more_completion": counts.completion,
+                "last": counts.last,
+            }
+            for key, counts in sorted(self.sessions.items())
+        ]
+
+
+class Packer:
+    """Turns records into rows and remembers what is stored already. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._codec = Codec()
+        self._known = Known()
+        self._engines: dict[EngineInfo, tuple[bytes, Row]] = {}
+
+    def pack(self, records: Sequence[CallRecord]) -> tuple[Batch, dict[int, StoreError]]:
+        """The rows of all records that can be stored, and by position why the others cannot."""
+        batch = Batch()
+        refused: dict[int, StoreError] = {}
+        for position, record in enumerate(records):
+            try:
+                self._add(batch, record)
+            except (StoreError, TypeError, ValueError, RecursionError, OverflowError, AttributeError) as error:
+                reason = StoreError(f"The call {record.call_id} cannot be stored: {error}")
+                reason.__cause__ = error
+                refused[position] = reason
+        return batch, refused
+
+    def stored(self, batch: Batch) -> None:
+        """The batch is committed: its content-addressed rows need not be offered again."""
+        for key in (*batch.engines, *batch.settings, *batch.nodes):
+            self._known.add(key)
+
+    def forget(self) -> None:
+        """Offer everything again (another process may have removed rows)."""
+        self._known.forget_all()
+
+    def _add(self, batch: Batch, record: CallRecord) -> None:
+        # All that can fail comes first: a refused record leaves nothing in the batch.
+        messages = bytes_chain("message", record.messages)
+        tools = bytes_chain("tools", [record.tools] if record.tools is not None else [])
+        prompt = self._prompt(record)
+        params, sampling = _setting(record.params), _setting(record.sampling)
+        completions = [self._completion(record.call_id, choice) for choice in record.choices]
+        engine = self._engine(record.engine)
+
+        for key, row in (params, sampling):
+            if key not in self._known:
+                batch.settings[key] = row
+        if engine is not None and engine[0] not in self._known:
+            batch.engines[engine[0]] = engine[1]
+        for chain in (messages, tools, prompt):
+            for node in chain:
+                if node.id not in self._known and node.id not in batch.nodes:
+                    batch.nodes[node.id] = (node.depth, self._node_row(node))
+
+        prompt_tokens = None if record.prompt_ids is None else int(record.prompt_ids.size)
+        completion_tokens = sum(int(choice.token_ids.size) for choice in record.choices)
+        batch.calls.append(
+            {
+                "call_id": record.call_id,
+                "session_id": record.session_id,
+                "dialect": record.dialect,
+                "path": jsontext.clean_text(record.path),
+                "stream": record.stream,
+                "model": jsontext.clean_text(record.model),
+                "engine_hash": None if engine is None else engine[0],
+                "weight_version": record.weight_version,
+                "logprob_mode": record.logprob_mode,
+                "status": record.status,
+                "http_status": record.http_status,
+                "error": jsontext.clean_text(record.error),
+                "edge": record.edge,
+                "parent_call_id": record.parent_call_id,
+                "message_count": len(messages),
+                "messages_node": messages[-1].id if messages else None,
+                "tools_node": tools[-1].id if tools else None,
+                "params_hash": params[0],
+                "sampling_hash": sampling[0],
+                "prompt_node": prompt[-1].id if prompt else None,
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": completion_tokens,
+                "cached_tokens": record.cached_tokens,
+                "started_at": record.started_at,
+                "first_token_at": record.first_token_at,
+                "ended_at": record.ended_at,
+            }
+        )
+        batch.completions.extend(completions)
+        counts = batch.sessions.setdefault(record.session_id, Counts())
+        counts.calls += 1
+        counts.failed += record.status != "ok"
+        counts.prompt += prompt_tokens or 0
+        counts.completion += completion_tokens
+        counts.last = max(counts.last, record.ended_at)
+
+    def _prompt(self, record: CallRecord) -> list[Node]:
+        if record.prompt_ids is None:
+            return []
+        _require_array(record.prompt_ids, np.int32, "prompt_ids")
+        return token_chain(record.prompt_ids, record.engine.eos_token_ids if record.engine else ())
+
+    def _completion(self, call_id: str, choice: Choice) -> Row:
+        _require_array(choice.token_ids, np.int32, "token_ids")
+        _require_array(choice.logprobs, np.float32, "logprobs")
+        if choice.token_ids.size != choice.logprobs.size:
+            raise StoreError(
+                f"choice {choice.index} has {choice.token_ids.size} tokens and {choice.logprobs.size} log-probabilities"
+            )
+        return {
+            "call_id": call_id,
+            "choice_index": choice.index,
+            "finish_reason": choice.finish_reason,
+            "tokens": int(choice.token_ids.size),
+            "message": self._codec.pack_bytes(jsontext.dumps(choice.message)),
+            "token_ids": self._codec.pack_ids(choice.token_ids),
+            "logprobs": self._codec.pack_logprobs(choice.logprobs),
+        }
+
+    def _engine(self, info: EngineInfo | None) -> tuple[bytes, Row] | None:
+        if info is None:
+            return None
+        if info not in self._engines:
+            as_json = {**asdict(info), "capabilities": sorted(info.capabilities)}
+            key = content_hash(jsontext.dumps(as_json))
+            row: Row = {
+                "engine_hash": key,
+                "engine": info.engine,
+                "version": info.version,
+                "model": info.model,
+                "info": as_json,
+            }
+            self._engines[info] = (key, row)
+        return self._engines[info]
+
+    def _node_row(self, node: Node) -> Row:
+        content = node.content
+        return {
+            "node_id": node.id,
+            "parent_id": node.parent,
+            "kind": node.kind,
+            "length": node.length,
+            "total": node.total,
+            "data": (self._codec.pack_bytes(content) if isinstance(content, bytes) else self._codec.pack_ids(content)),
+        }
+
+
+def _setting(value: Json) -> tuple[bytes, Row]:
+    key = content_hash(jsontext.dumps(value))
+    return key, {"settings_hash": key, "value": value}
+
+
+def _require_array(array: object, dtype: type[np.generic], name: str) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+        raise StoreError(f"{name} must be a {dtype.__name__} array of one dimension")

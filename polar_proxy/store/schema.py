@@ -1,0 +1,263 @@
+"""The tables as they are at the newest revision. `migrations/` makes them; a test holds the two together.
+
+Times are seconds since the epoch (double precision), ids are text that sorts by time of creation, hashes are 16 bytes
+(keys: 32). JSON columns hold JSON text that the databases' own JSON functions read. Packed cells: see `codec`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+)
+
+VERSION_TABLE = "polar_schema"
+"""Holds the schema revision; a database without it is not Polar's."""
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+    }
+)
+
+_serial = BigInteger().with_variant(Integer, "sqlite")
+
+
+def _json(name: str, *, nullable: bool = False) -> Column[Any]:
+    return Column(name, JSON(none_as_null=True), nullable=nullable)
+
+
+def _counter(name: str) -> Column[int]:
+    return Column(name, BigInteger, nullable=False, server_default="0")
+
+
+tasks = Table(
+    "tasks",
+    metadata,
+    Column("task_id", Text, primary_key=True),
+    Column("family", Text, nullable=False),
+    Column("seed", BigInteger),
+    Column("instruction", Text, nullable=False),
+    _json("spec"),
+    Column("created_at", Double, nullable=False),
+)
+
+groups = Table(
+    "groups",
+    metadata,
+    Column("group_id", Text, primary_key=True),
+    Column("task_id", Text, ForeignKey("tasks.task_id"), nullable=False, index=True),
+    Column("size", Integer, nullable=False),
+    _json("config"),
+    Column("created_at", Double, nullable=False),
+)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("session_id", Text, primary_key=True),
+    Column("key_hash", LargeBinary, unique=True),  # sha256; the key itself is never stored
+    Column("label", Text),
+    Column("origin", Text, nullable=False),  # key, open, rollout
+    # No foreign key: rollouts.session_id points here already, and one circle of keys is one too many to insert.
+    Column("rollout_id", Text, index=True),
+    _json("policy", nullable=True),
+    Column("created_at", Double, nullable=False),
+    Column("closed_at", Double),
+    # Kept in the transaction that adds the calls, so that a listing never counts calls.
+    _counter("calls"),
+    _counter("failed_calls"),
+    _counter("prompt_tokens"),
+    _counter("completion_tokens"),
+    Column("last_call_at", Double),
+)
+
+rollouts = Table(
+    "rollouts",
+    metadata,
+    Column("rollout_id", Text, primary_key=True),
+    Column("group_id", Text, ForeignKey("groups.group_id"), nullable=False, index=True),
+    Column("task_id", Text, ForeignKey("tasks.task_id"), nullable=False, index=True),
+    Column("group_index", Integer, nullable=False),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), index=True),
+    Column("status", Text, nullable=False, index=True),
+    Column("incomplete", Boolean, nullable=False, server_default="0"),  # capture broke: never trained on
+    Column("reward", Double),  # the newest reward of the rollout itself; all of them are in `rewards`
+    Column("exit_code", Integer),
+    Column("error", Text),
+    Column("harness", Text, nullable=False),
+    Column("sandbox", Text, nullable=False),
+    Column("engine", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("seed", BigInteger),
+    _json("config"),
+    Column("owner_host", Text),  # the process that works on it, so that a restart can tell what was left behind
+    Column("owner_pid", BigInteger),
+    Column("created_at", Double, nullable=False),
+    Column("started_at", Double),  # when the agent began
+    Column("ended_at", Double),  # when a final status was reached
+)
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("node_id", LargeBinary, primary_key=True),
+    Column("parent_id", LargeBinary, ForeignKey("nodes.node_id")),
+    Column("kind", Text, nullable=False),  # message, tools, tokens
+    Column("length", Integer, nullable=False),  # own tokens (kind tokens) or bytes
+    Column("total", BigInteger, nullable=False),  # with all nodes above
+    Column("data", LargeBinary, nullable=False),
+)
+
+engines = Table(
+    "engines",
+    metadata,
+    Column("engine_hash", LargeBinary, primary_key=True),
+    Column("engine", Text, nullable=False),
+    Column("version", Text, nullable=False),
+    Column("model", Text, nullable=False),
+    _json("info"),
+)
+
+settings = Table(
+    "settings",
+    metadata,
+    Column("settings_hash", LargeBinary, primary_key=True),
+    _json("value"),
+)
+
+calls = Table(
+    "calls",
+    metadata,
+    Column("call_id", Text, primary_key=True),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False),
+    Column("dialect", Text, nullable=False),
+    Column("path", Text, nullable=False),
+    Column("stream", Boolean, nullable=False),
+    Column("model", Text, nullable=False),
+    Column("engine_hash", LargeBinary, ForeignKey("engines.engine_hash")),
+    Column("weight_version", Text),
+    Column("logprob_mode", Text, nullable=False),
+    Column("status", Text, nullable=False),
+    Column("http_status", Integer, nullable=False),
+    Column("error", Text),
+    Column("edge", Text, nullable=False),
+    # No foreign key: a call may be committed before the one it continues.
+    Column("parent_call_id", Text),
+    Column("message_count", Integer, nullable=False),
+    Column("messages_node", LargeBinary, ForeignKey("nodes.node_id")),
+    Column("tools_node", LargeBinary, ForeignKey("nodes.node_id")),
+    Column("params_hash", LargeBinary, ForeignKey("settings.settings_hash"), nullable=False),
+    Column("sampling_hash", LargeBinary, ForeignKey("settings.settings_hash"), nullable=False),
+    Column("prompt_node", LargeBinary, ForeignKey("nodes.node_id")),
+    Column("prompt_tokens", Integer),  # null: the engine gave no ids
+    Column("completion_tokens", Integer, nullable=False),
+    Column("cached_tokens", Integer),
+    Column("started_at", Double, nullable=False),
+    Column("first_token_at", Double),
+    Column("ended_at", Double, nullable=False),
+    Index(None, "session_id", "started_at", "call_id"),
+)
+
+completions = Table(
+    "completions",
+    metadata,
+    Column("call_id", Text, ForeignKey("calls.call_id"), primary_key=True),
+    Column("choice_index", Integer, primary_key=True, autoincrement=False),
+    Column("finish_reason", Text),
+    Column("tokens", Integer, nullable=False),
+    Column("message", LargeBinary, nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),
+    Column("logprobs", LargeBinary, nullable=False),
+)
+
+rewards = Table(
+    "rewards",
+    metadata,
+    Column("reward_id", Text, primary_key=True),
+    Column("rollout_id", Text, ForeignKey("rollouts.rollout_id"), nullable=False, index=True),
+    # No foreign keys: a reward outlives the trace it was given to, which a later build may replace.
+    Column("trace_id", Text),
+    Column("call_id", Text),
+    Column("source", Text, nullable=False),
+    Column("value", Double),  # null: the evaluator could not say
+    _json("detail"),
+    Column("created_at", Double, nullable=False),
+)
+
+traces = Table(
+    "traces",
+    metadata,
+    Column("trace_id", Text, primary_key=True),
+    Column("session_id", Text, ForeignKey("sessions.session_id"), nullable=False),
+    Column("rollout_id", Text, ForeignKey("rollouts.rollout_id")),
+    Column("builder", Text, nullable=False),
+    Column("trace_index", Integer, nullable=False),
+    Column("prompt_length", Integer, nullable=False),
+    Column("length", Integer, nullable=False),
+    Column("trained_tokens", Integer, nullable=False),
+    Column("reward", Double),
+    Column("grade", Text, nullable=False),
+    _json("call_ids"),
+    _json("certificate", nullable=True),
+    Column("created_at", Double, nullable=False),
+    Index(None, "session_id", "builder", "trace_index"),
+    Index(None, "rollout_id", "builder"),
+)
+
+trace_spans = Table(
+    "trace_spans",
+    metadata,
+    Column("trace_id", Text, ForeignKey("traces.trace_id", ondelete="CASCADE"), primary_key=True),
+    Column("position", Integer, primary_key=True, autoincrement=False),
+    Column("kind", Text, nullable=False),  # context, sampled
+    Column("call_id", Text, ForeignKey("calls.call_id"), nullable=False),
+    Column("choice_index", Integer, nullable=False),
+    Column("start_token", Integer, nullable=False),  # half open, within the call's prompt or choice
+    Column("end_token", Integer, nullable=False),
+)
+
+exclusions = Table(
+    "exclusions",
+    metadata,
+    Column("session_id", Text, ForeignKey("sessions.session_id"), primary_key=True),
+    Column("builder", Text, primary_key=True),
+    Column("call_id", Text, ForeignKey("calls.call_id"), primary_key=True),
+    Column("reason", Text, nullable=False),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("event_id", _serial, primary_key=True, autoincrement=True),
+    Column("rollout_id", Text, ForeignKey("rollouts.rollout_id"), nullable=False, index=True),
+    Column("at", Double, nullable=False),
+    Column("kind", Text, nullable=False),
+    _json("data"),
+)
+
+artifacts = Table(
+    "artifacts",
+    metadata,
+    Column("artifact_id", Text, primary_key=True),
+    Column("rollout_id", Text, ForeignKey("rollouts.rollout_id"), nullable=False, index=True),
+    Column("name", Text, nullable=False),
+    Column("sha256", Text, nullable=False),  # the file is artifacts/<first two>/<sha256>
+    Column("bytes", BigInteger, nullable=False),
+    Column("created_at", Double, nullable=False),
+)

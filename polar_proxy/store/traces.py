@@ -1,0 +1,210 @@
+"""Traces: only their spans are stored; the tokens stay with the calls and are put together again on reading."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from sqlalchemy import ColumnElement, delete, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from polar_proxy.errors import StoreError, UsageError
+from polar_proxy.store import schema
+from polar_proxy.store.base import Part
+from polar_proxy.store.load import fetch
+from polar_proxy.types import CallRecord, Json, Logprobs, Span, TokenIds, Trace
+
+_t = schema.traces.c
+_p = schema.trace_spans.c
+
+
+class Traces(Part):
+    async def put_traces(
+        self,
+        traces: Sequence[Trace],
+        excluded: Mapping[str, str],
+        builder: str,
+        session_id: str,
+        rollout_id: str | None = None,
+        certificates: Mapping[str, Json] | None = None,
+    ) -> None:
+        """Replace what this builder made of this session before.
+
+        `excluded` maps the call ids that went into no trace to the reason. Raises StoreError, and changes nothing,
+        when a trace is not what its spans say: its tokens would come back as something else. `certificates` are by
+        trace id.
+        """
+        for trace in traces:
+            if trace.session_id != session_id or trace.builder != builder or trace.rollout_id != rollout_id:
+                raise StoreError(f"The trace {trace.trace_id} is of another session, rollout or builder")
+        async with self._database.reading() as connection:
+            found = await fetch(connection, schema.calls.c.session_id == session_id)
+        await asyncio.to_thread(_check, traces, found.records)
+        now = time.time()
+        rows = [_trace_row(trace, (certificates or {}).get(trace.trace_id), now) for trace in traces]
+        spans = [row for trace in traces for row in _span_rows(trace)]
+        reasons = [
+            {"session_id": session_id, "builder": builder, "call_id": call_id, "reason": reason}
+            for call_id, reason in excluded.items()
+        ]
+        mine = (_t.session_id == session_id) & (_t.builder == builder)
+        x = schema.exclusions.c
+        async with self._database.writing() as connection:
+            await connection.execute(delete(schema.traces).where(mine))
+            await connection.execute(delete(schema.exclusions).where(x.session_id == session_id, x.builder == builder))
+            for table, values in (
+                (schema.traces, rows),
+                (schema.trace_spans, spans),
+                (schema.exclusions, reasons),
+            ):
+                if values:
+                    await connection.execute(insert(table), values)
+
+    async def traces(
+        self, *, session_id: str | None = None, rollout_id: str | None = None, builder: str = "merged"
+    ) -> list[Trace]:
+        """What the builder made of a session or a rollout, in its order, equal to what was put."""
+        if (session_id is None) == (rollout_id is None):
+            raise UsageError("Ask for the traces of one session or of one rollout")
+        whose = _t.session_id == session_id if rollout_id is None else _t.rollout_id == rollout_id
+        where = whose & (_t.builder == builder)
+        async with self._database.reading() as connection:
+            rows = (
+                await connection.execute(select(schema.traces).where(where).order_by(_t.session_id, _t.trace_index))
+            ).all()
+            if not rows:
+                return []
+            spans = await _spans(connection, where)
+            sessions = sorted({row.session_id for row in rows})
+            found = await fetch(connection, schema.calls.c.session_id.in_(sessions))
+        return await asyncio.to_thread(lambda: _rebuild(rows, spans, {call.call_id: call for call in found.records()}))
+
+    async def certificates(self, *, session_id: str, builder: str = "merged") -> dict[str, Json | None]:
+        """By trace id; None where the trace has none (yet)."""
+        query = select(_t.trace_id, _t.certificate).where(_t.session_id == session_id, _t.builder == builder)
+        async with self._database.reading() as connection:
+            return {row.trace_id: row.certificate for row in await connection.execute(query)}
+
+    async def exclusions(self, session_id: str, *, builder: str = "merged") -> dict[str, str]:
+        """The calls that the builder left out of its traces, with the reason."""
+        x = schema.exclusions.c
+        query = select(x.call_id, x.reason).where(x.session_id == session_id, x.builder == builder)
+        async with self._database.reading() as connection:
+            return {row.call_id: row.reason for row in await connection.execute(query.order_by(x.call_id))}
+
+
+async def _spans(connection: AsyncConnection, where: ColumnElement[bool]) -> dict[str, tuple[Span, ...]]:
+    query = (
+        select(schema.trace_spans)
+        .join(schema.traces, _t.trace_id == _p.trace_id)
+        .where(where)
+        .order_by(_p.trace_id, _p.position)
+    )
+    found: dict[str, list[Span]] = defaultdict(list)
+    for row in await connection.execute(query):
+        found[row.trace_id].append(Span(row.kind, row.call_id, row.start_token, row.end_token, row.choice_index))
+    return {trace_id: tuple(spans) for trace_id, spans in found.items()}
+
+
+def _trace_row(trace: Trace, certificate: Json | None, now: float) -> dict[str, Any]:
+    return {
+        "trace_id": trace.trace_id,
+        "session_id": trace.session_id,
+        "rollout_id": trace.rollout_id,
+        "builder": trace.builder,
+        "trace_index": trace.index,
+        "prompt_length": trace.prompt_length,
+        "length": int(trace.token_ids.size),
+        "trained_tokens": int(np.count_nonzero(trace.loss_mask)),
+        "reward": trace.reward,
+        "grade": trace.grade,
+        "call_ids": list(trace.call_ids),
+        "certificate": certificate,
+        "created_at": now,
+    }
+
+
+def _span_rows(trace: Trace) -> list[dict[str, Any]]:
+    return [
+        {
+            "trace_id": trace.trace_id,
+            "position": position,
+            "kind": span.kind,
+            "call_id": span.call_id,
+            "choice_index": span.choice,
+            "start_token": span.start,
+            "end_token": span.end,
+        }
+        for position, span in enumerate(trace.spans)
+    ]
+
+
+def _rebuild(
+    rows: Sequence[Any], spans: Mapping[str, tuple[Span, ...]], calls: Mapping[str, CallRecord]
+) -> list[Trace]:
+    found = []
+    for row in rows:
+        own = spans.get(row.trace_id, ())
+        token_ids, loss_mask, logprobs = _sequence(row.trace_id, own, calls)
+        found.append(
+            Trace(
+                trace_id=row.trace_id,
+                session_id=row.session_id,
+                rollout_id=row.rollout_id,
+                builder=row.builder,
+                index=row.trace_index,
+                prompt_length=row.prompt_length,
+                token_ids=token_ids,
+                loss_mask=loss_mask,
+                logprobs=logprobs,
+                spans=own,
+                call_ids=tuple(row.call_ids),
+                reward=row.reward,
+                grade=row.grade,
+            )
+        )
+    return found
+
+
+def _check(traces: Sequence[Trace], load: Any) -> None:
+    calls = {call.call_id: call for call in load()}
+    for trace in traces:
+        token_ids, loss_mask, logprobs = _sequence(trace.trace_id, trace.spans, calls)
+        if not (
+            np.array_equal(token_ids, trace.token_ids)
+            and np.array_equal(loss_mask, trace.loss_mask)
+            and np.array_equal(logprobs, trace.logprobs, equal_nan=True)
+        ):
+            raise StoreError(f"The trace {trace.trace_id} is not what its spans say: tokens, mask or log-probabilities")
+
+
+def _sequence(trace_id: str, spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> tuple[TokenIds, Any, Logprobs]:
+    """token_ids int32 [n], loss_mask uint8 [n], logprobs float32 [n] (NaN off the mask) of spans put in a row."""
+    ids: list[TokenIds] = []
+    masks: list[Any] = []
+    logprobs: list[Logprobs] = []
+    for span in spans:
+        call = calls.get(span.call_id)
+        if call is None:
+            raise StoreError(f"The trace {trace_id} refers to the call {span.call_id}, which its session does not have")
+        size = span.end - span.start
+        if span.kind == "context":
+            source: TokenIds = call.prompt_ids if call.prompt_ids is not None else np.empty(0, np.int32)
+            source_logprobs: Logprobs = np.full(max(size, 0), np.nan, np.float32)
+        else:
+            choice = next((c for c in call.choices if c.index == span.choice), None)
+            if choice is None:
+                raise StoreError(f"The trace {trace_id}: the call {span.call_id} has no choice {span.choice}")
+            source, source_logprobs = choice.token_ids, choice.logprobs[span.start : span.end]
+        if not 0 <= span.start <= span.end <= source.size:
+            raise StoreError(f"The trace {trace_id}: a span lies outside of the call {span.call_id}")
+        ids.append(source[span.start : span.end])
+        masks.append(np.full(size, span.kind == "sampled", np.uint8))
+        logprobs.append(source_logprobs)
+    if not ids:
+        return np.empty(0, np.int32), np.empty(0, np.uint8), np.empty(0, np.float32)
+    return np.concatenate(ids), np.concatenate(masks), np.concatenate(logprobs)

@@ -1,0 +1,67 @@
+"""Conditions on rollouts as a person types them: `reward>=1, harness=mini-swe-agent, status=done`."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import ColumnElement, func, or_, select
+
+from polar_proxy.errors import UsageError
+from polar_proxy.store.schema import rollouts, sessions, tasks
+
+_NUMBERS: dict[str, ColumnElement[Any]] = {
+    "reward": rollouts.c.reward,
+    "seed": rollouts.c.seed,
+    "exit_code": rollouts.c.exit_code,
+    "calls": func.coalesce(sessions.c.calls, 0),
+    "prompt_tokens": func.coalesce(sessions.c.prompt_tokens, 0),
+    "completion_tokens": func.coalesce(sessions.c.completion_tokens, 0),
+    "created_at": rollouts.c.created_at,
+}
+_TEXTS: dict[str, ColumnElement[Any]] = {
+    name: rollouts.c[name]
+    for name in (
+        *("rollout_id", "group_id", "task_id", "session_id", "status"),
+        *("harness", "sandbox", "engine", "model"),
+    )
+}
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+_CONDITION = re.compile(r"\s*(\w+)\s*(>=|<=|!=|==|=|>|<)\s*(.+?)\s*")
+
+
+def parse_where(text: str) -> list[ColumnElement[bool]]:
+    """Conditions joined by `,` or `and`; all must hold. Raises UsageError that names what can be asked for."""
+    return [_condition(part) for part in re.split(r",|\band\b", text) if part.strip()]
+
+
+def _condition(text: str) -> ColumnElement[bool]:
+    match = _CONDITION.fullmatch(text)
+    if match is None:
+        raise UsageError(f"{text.strip()!r} is not a condition: write NAME, one of {' '.join(_OPERATORS)}, VALUE")
+    name, sign, value = match.groups()
+    compare, value = _OPERATORS[sign], value.strip("'\"")
+    if name in _NUMBERS:
+        try:
+            number = float(value)
+        except ValueError:
+            raise UsageError(f"{name} is compared with a number, not with {value!r}") from None
+        return compare(_NUMBERS[name], number)  # type: ignore[no-any-return]
+    if name == "family":
+        return rollouts.c.task_id.in_(select(tasks.c.task_id).where(compare(tasks.c.family, value)))
+    if name not in _TEXTS:
+        known = ", ".join(sorted([*_NUMBERS, *_TEXTS, "family"]))
+        raise UsageError(f"Rollouts have no {name!r}. Conditions can be on: {known}")
+    if sign == "!=":
+        return or_(_TEXTS[name] != value, _TEXTS[name].is_(None))
+    return compare(_TEXTS[name], value)  # type: ignore[no-any-return]
