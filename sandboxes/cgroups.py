@@ -1,0 +1,115 @@
+"""Limits on a whole sandbox by Linux control groups, for whoever may make them (root); version 1 and 2.
+
+Version 1 is met where each controller is mounted by itself; the group is made below the one that this process is in.
+Version 2: below the root of the mounted hierarchy if it delegates the controllers, because a group that holds
+processes (this one) cannot hand controllers to its children.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from .base import Limits, SandboxError
+
+ROOT = Path("/sys/fs/cgroup")
+PERIOD = 100_000
+
+
+@dataclass
+class Group:
+    """The folders of one group (one in version 2, one for each controller in version 1)."""
+
+    dirs: list[Path]
+
+    @property
+    def procs(self) -> list[str]:
+        return [str(d / "cgroup.procs") for d in self.dirs]
+
+    def remove(self) -> None:
+        for folder in self.dirs:
+            remove(folder)
+
+
+def remove(folder: Path, seconds: float = 2.0) -> None:
+    """Remove an empty group; the kernel may need a moment after the last process is gone."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise SandboxError(f"control group {folder} still holds processes: {error}") from error
+            time.sleep(0.005)
+        else:
+            return
+
+
+def settings(limits: Limits, version: int) -> dict[str, list[tuple[str, str, bool]]]:
+    """controller -> (file, value, required). Swap files exist only where swap accounting is on."""
+    found: dict[str, list[tuple[str, str, bool]]] = {}
+    if limits.memory_mb is not None:
+        size = str(limits.memory_mb << 20)
+        found["memory"] = (
+            [("memory.max", size, True), ("memory.swap.max", "0", False), ("memory.oom.group", "0", False)]
+            if version == 2
+            else [("memory.limit_in_bytes", size, True), ("memory.memsw.limit_in_bytes", size, False)]
+        )
+    if limits.pids is not None:
+        found["pids"] = [("pids.max", str(limits.pids), True)]
+    if limits.cpus is not None:
+        quota = max(1000, int(limits.cpus * PERIOD))
+        found["cpu"] = (
+            [("cpu.max", f"{quota} {PERIOD}", True)]
+            if version == 2
+            else [("cpu.cfs_period_us", str(PERIOD), True), ("cpu.cfs_quota_us", str(quota), True)]
+        )
+    return found
+
+
+def parents(controllers: set[str], root: Path = ROOT, own: str | None = None) -> dict[str, Path] | None:
+    """The folder in which a group for each controller can be made, or None if there is none for one of them."""
+    unified = root / "cgroup.subtree_control"
+    if unified.exists():
+        return dict.fromkeys(controllers, root) if controllers <= set(unified.read_text().split()) else None
+    own = Path("/proc/self/cgroup").read_text() if own is None else own
+    found: dict[str, Path] = {}
+    for line in own.splitlines():
+        _, names, path = line.split(":", 2)
+        for name in names.split(","):
+            # Inside a container the path may be the host's, while the mount shows this container's own group as root.
+            for folder in (root / name / path.lstrip("/"), root / name):
+                if name in controllers and name not in found and os.access(folder, os.W_OK) and folder.is_dir():
+                    found[name] = folder
+    return found if set(found) == controllers else None
+
+
+def places(ident: str, limits: Limits, root: Path = ROOT, own: str | None = None) -> list[Path] | None:
+    """The folders that `create` will make; known beforehand, so that they can be registered before they exist."""
+    controllers = set(settings(limits, 1))
+    folders = parents(controllers, root, own) if controllers and root.is_dir() else None
+    return None if folders is None else sorted({folder / ident for folder in folders.values()})
+
+
+def create(folders: list[Path], limits: Limits) -> Group | None:
+    """Make the group and set its limits; None if this user may not (a read-only or foreign hierarchy)."""
+    group = Group([])
+    try:
+        for folder in folders:
+            folder.mkdir()
+            group.dirs.append(folder)
+            version = 2 if (folder / "cgroup.controllers").exists() else 1
+            for entries in settings(limits, version).values():
+                for name, value, required in entries:
+                    if (folder / name).exists():
+                        (folder / name).write_text(value)
+                    elif required and version == 2:
+                        raise PermissionError(f"{folder / name} is missing")
+    except OSError:
+        group.remove()
+        return None
+    return group

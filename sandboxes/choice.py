@@ -1,0 +1,112 @@
+"""Which kinds of sandbox this machine has, and opening one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from . import bubblewrap, docker, orphans
+from .base import Kind, Sandbox, SandboxSpec, SandboxUnavailable
+from .process import ProcessSandbox
+
+STRONGEST_FIRST: tuple[Kind, ...] = ("docker", "bubblewrap", "process")
+HOW_TO_GET: dict[Kind, str] = {
+    "docker": "install a Docker engine, then: python -m sandboxes.images.build",
+    "bubblewrap": "apt-get install bubblewrap (or your distribution's equivalent); user namespaces must be allowed",
+    "process": "",
+}
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether a kind can be used now; if not, why and what helps."""
+
+    kind: Kind
+    ok: bool
+    why_not: str = ""
+    how_to_get: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kind that was taken; `reason` is one line for people, with what was passed over and why."""
+
+    kind: Kind
+    reason: str
+
+
+def available(image: str | None = None) -> list[Availability]:
+    """All kinds, strongest first. Blocking (up to some 100 ms): call it from a thread where an event loop runs."""
+    return [_availability(kind, image) for kind in STRONGEST_FIRST]
+
+
+def choose(kind: Kind | Literal["auto"] = "auto", image: str | None = None) -> Choice:
+    """The kind asked for, or the strongest that works here. Raises `SandboxUnavailable`. Blocking."""
+    if kind != "auto":
+        found = _availability(kind, image)
+        if not found.ok:
+            raise SandboxUnavailable(f"no {kind} sandbox: {found.why_not}. To get it: {found.how_to_get}")
+        return Choice(kind, f"{kind}, as asked for")
+    passed_over: list[str] = []
+    for candidate in STRONGEST_FIRST:
+        found = _availability(candidate, image)
+        if found.ok:
+            missing = f" ({'; '.join(passed_over)})" if passed_over else ""
+            return Choice(candidate, f"{candidate}, the strongest sandbox here{missing}")
+        passed_over.append(f"no {candidate}: {found.why_not}")
+    raise SandboxUnavailable("; ".join(passed_over))
+
+
+async def open_sandbox(
+    kind: Kind | Literal["auto"] = "auto",
+    spec: SandboxSpec | None = None,
+    *,
+    state_dir: Path | None = None,
+) -> Sandbox:
+    """Open a sandbox, ready for commands: `async with await open_sandbox("auto", spec) as sandbox: ...`.
+
+    `state_dir` holds the register of open sandboxes and the files of `process` and `bubblewrap`; give the same one to
+    `orphans.sweep`. Raises `SandboxUnavailable` if there is no such sandbox here, `SandboxError` if it does not start.
+    """
+    spec = spec or SandboxSpec()
+    chosen = kind
+    if chosen == "auto":
+        chosen = (await asyncio.to_thread(choose, "auto", spec.image)).kind
+    if state_dir is None:
+        state_dir = await asyncio.to_thread(orphans.default_state_dir)
+    registry = orphans.Registry(state_dir)
+    if chosen == "docker":
+        return await docker.DockerSandbox.open(spec, registry)
+    if chosen == "bubblewrap":
+        if not await asyncio.to_thread(bubblewrap.installed):
+            await asyncio.to_thread(choose, chosen)  # raises with the reason and the cure
+        return await bubblewrap.BubblewrapSandbox.open(spec, registry)
+    return await ProcessSandbox.open(spec, registry)
+
+
+def _availability(kind: Kind, image: str | None) -> Availability:
+    probes: dict[Kind, Callable[[], str | None]] = {
+        "docker": lambda: _docker_why_not(image),
+        "bubblewrap": bubblewrap.why_not,
+        "process": lambda: None,
+    }
+    why = probes[kind]()
+    return Availability(kind, True) if why is None else Availability(kind, False, why, HOW_TO_GET[kind])
+
+
+def _docker_why_not(image: str | None) -> str | None:
+    async def probe() -> None:
+        async with docker.client() as engine:
+            await docker.find_image(engine, image)
+
+    try:
+        # A loop of its own in a thread of its own: this function may be called where a loop is running already.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.run, probe()).result()
+    except SandboxUnavailable as error:
+        return str(error)
+    return None

@@ -1,0 +1,21 @@
+"""The default image of docker sandboxes: its recipe, and the tag that names exactly this recipe."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+HERE = Path(__file__).parent
+DOCKERFILE = HERE / "Dockerfile"
+PACKAGES = HERE / "packages.txt"
+
+
+def packages() -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in PACKAGES.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+def tag() -> str:
+    """Changes whenever the recipe does: an image under this tag was made from it."""
+    recipe = DOCKERFILE.read_bytes() + b"\0" + PACKAGES.read_bytes()
+    return f"polar-sandbox:{hashlib.sha256(recipe).hexdigest()[:12]}"

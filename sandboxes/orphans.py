@@ -1,0 +1,297 @@
+"""What a dead owner left behind: found and removed; what belongs to a living owner is never touched.
+
+Every sandbox is registered in a folder of small JSON files before anything of it starts, and unregistered after all
+of it is gone. A record names its owner so that a reused pid, a reboot, another machine on a shared disk, or another
+process namespace cannot be mistaken for the owner's death: (machine, boot, process namespace, pid, start time).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Self
+
+from .base import MARKER, SandboxError
+
+LABEL = "polar.sandbox"
+OWNER_LABEL = "polar.owner"
+LINUX = sys.platform == "linux"
+
+
+@dataclass(frozen=True)
+class Removed:
+    """One thing that `sweep` removed: what = process | container | directory | cgroup | record."""
+
+    sandbox: str
+    what: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, told apart from every other one."""
+
+    machine: str
+    boot: str
+    pid_namespace: str
+    pid: int
+    started: str
+
+    @classmethod
+    def me(cls) -> Owner:
+        machine, boot, namespace = _here()
+        return cls(machine, boot, namespace, os.getpid(), started(os.getpid()) or "")
+
+    def dead(self) -> bool:
+        """True only if that is certain. False also for owners that cannot be judged from here."""
+        machine, boot, namespace = _here()
+        if self.machine != machine:
+            return False
+        if self.boot != boot:
+            return True
+        if self.pid_namespace != namespace:
+            return False
+        return started(self.pid) != self.started
+
+    @classmethod
+    def parse(cls, data: dict[str, Any]) -> Owner:
+        return cls(data["machine"], data["boot"], data["pid_namespace"], int(data["pid"]), data["started"])
+
+
+@cache
+def _here() -> tuple[str, str, str]:
+    if not LINUX:
+        import platform
+
+        return platform.node(), "", ""
+    with contextlib.suppress(FileNotFoundError):
+        machine = Path("/etc/machine-id").read_text().strip()
+        return machine, _boot(), os.readlink("/proc/self/ns/pid")
+    return os.uname().nodename, _boot(), os.readlink("/proc/self/ns/pid")
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def started(pid: int) -> str | None:
+    """When a process started, in the system's own units; None if there is no such process (a zombie is none)."""
+    if not LINUX:
+        done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+        return done.stdout.strip() or None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in (b"Z", b"X") else fields[19].decode()
+
+
+@dataclass
+class Record:
+    """All that exists of one sandbox outside this process. `processes`: [pid, start time] of what the owner started."""
+
+    id: str
+    kind: str
+    owner: Owner
+    processes: list[tuple[int, str]] = field(default_factory=list)
+    dirs: list[str] = field(default_factory=list)
+    cgroups: list[str] = field(default_factory=list)
+    container: str | None = None
+    version: int = 1
+
+    @classmethod
+    def mine(cls, ident: str, kind: str) -> Self:
+        return cls(ident, kind, Owner.me())
+
+    def add_processes(self, pids: list[int]) -> None:
+        self.processes += [(pid, start) for pid in pids if (start := started(pid)) is not None]
+
+
+class Registry:
+    """The records below `state_dir`. Blocking: call it from a thread."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir = state_dir.absolute()
+        self.records = self.state_dir / "records"
+
+    def write(self, record: Record) -> None:
+        self.records.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self.records / f"{record.id}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(record)))
+        temporary.replace(path)
+
+    def remove(self, ident: str) -> None:
+        for suffix in ("json", "tmp"):
+            (self.records / f"{ident}.{suffix}").unlink(missing_ok=True)
+
+    def dead(self) -> list[Record]:
+        """The records whose owner is certainly dead."""
+        return [record for record in self.all() if record.owner.dead()]
+
+    def all(self) -> list[Record]:
+        found = []
+        for path in sorted(self.records.glob("*.json")):
+            try:
+                data = json.loads(path.read_text())
+            except FileNotFoundError:
+                continue  # its owner closed it just now
+            if data.get("version") != 1:
+                raise SandboxError(f"{path} was written by a newer version; sweep with that one")
+            data["owner"] = Owner.parse(data["owner"])
+            data["processes"] = [(int(pid), start) for pid, start in data["processes"]]
+            found.append(Record(**data))
+        return found
+
+
+def default_state_dir() -> Path:
+    """A private folder of this user in the system's temporary directory."""
+    path = Path(tempfile.gettempdir()) / f"polar-sandboxes-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.lstat().st_uid != os.getuid() or not stat.S_ISDIR(path.lstat().st_mode):
+        raise SandboxError(f"{path} belongs to somebody else; give a state_dir of your own")
+    return path
+
+
+async def sweep(state_dir: Path | None = None) -> list[Removed]:
+    """Remove what dead owners of this state directory left, and containers of dead owners whoever registered them.
+
+    Returns what was removed. Raises `SandboxError` when something could not be; everything else is removed before.
+    """
+    if state_dir is None:
+        state_dir = await asyncio.to_thread(default_state_dir)
+    registry = Registry(state_dir)
+    records = await asyncio.to_thread(registry.dead)
+    removed: list[Removed] = []
+    problems: list[str] = []
+    await asyncio.to_thread(_sweep_local, records, removed, problems)
+    from . import docker  # it imports this module
+
+    await docker.sweep_containers(records, removed, problems)
+    for record in records:
+        if not any(problem.startswith(record.id) for problem in problems):
+            await asyncio.to_thread(registry.remove, record.id)
+            removed.append(Removed(record.id, "record", f"owner {record.owner.pid}"))
+    if problems:
+        raise SandboxError("left-over sandboxes could not be removed: " + "; ".join(problems))
+    return removed
+
+
+def _sweep_local(records: list[Record], removed: list[Removed], problems: list[str]) -> None:
+    for record in records:
+        for pid, start in record.processes:
+            if _kill(pid, lambda pid=pid, start=start: started(pid) == start):  # type: ignore[misc]
+                removed.append(Removed(record.id, "process", str(pid)))
+    if records:
+        for ident, pid in kill_marked({record.id for record in records}):
+            removed.append(Removed(ident, "process", str(pid)))
+    for record in records:
+        try:
+            _remove_folders(record, removed)
+        except (OSError, SandboxError) as error:
+            problems.append(f"{record.id}: {error}")
+
+
+def _remove_folders(record: Record, removed: list[Removed]) -> None:
+    from . import cgroups
+
+    for name in record.cgroups:
+        if Path(name).is_dir():
+            cgroups.remove(Path(name))
+            removed.append(Removed(record.id, "cgroup", name))
+    for name in record.dirs:
+        if Path(name).exists():
+            remove_dir(Path(name))
+            removed.append(Removed(record.id, "directory", name))
+
+
+def marked(idents: set[str]) -> Iterator[tuple[str, int]]:
+    """(sandbox id, pid) of the processes that carry the marker of one of these sandboxes. Zombies carry none."""
+    if not LINUX:
+        return
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (ident := _marker(int(entry))) in idents:
+            yield ident, int(entry)
+
+
+def _marker(pid: int) -> str:
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return ""  # gone, or another user's
+    prefix = MARKER.encode() + b"="
+    return next((v[len(prefix) :].decode(errors="replace") for v in variables if v.startswith(prefix)), "")
+
+
+def kill_marked(idents: set[str], seconds: float = 5.0) -> list[tuple[str, int]]:
+    """End every process with one of these markers; repeated until none is left, for one may fork meanwhile."""
+    killed: list[tuple[str, int]] = []
+    deadline = time.monotonic() + seconds
+    while found := list(marked(idents)):
+        for ident, pid in found:
+            if _kill(pid, lambda pid=pid, ident=ident: _marker(pid) == ident) and (ident, pid) not in killed:  # type: ignore[misc]
+                killed.append((ident, pid))
+        if time.monotonic() > deadline:
+            raise SandboxError(f"processes of {sorted({i for i, _ in found})} do not end: {[p for _, p in found]}")
+        time.sleep(0.005)
+    return killed
+
+
+def _kill(pid: int, still_the_same: Callable[[], bool]) -> bool:
+    """SIGKILL, checked through a handle on the process, so that a reused pid is never hit."""
+    if not LINUX:
+        if still_the_same():
+            os.kill(pid, signal.SIGKILL)
+            return True
+        return False
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if not still_the_same():
+            return False
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(handle)
+    return True
+
+
+def remove_dir(path: Path) -> None:
+    """Remove a tree, also where a program inside took away the owner's own permissions on a folder."""
+
+    def unlock(function: Callable[..., Any], name: str, error: tuple[Any, BaseException, Any]) -> None:
+        if isinstance(error[1], FileNotFoundError):
+            return
+        if not isinstance(error[1], PermissionError):
+            raise error[1]
+        for folder in {os.path.dirname(name), name}:
+            if os.path.isdir(folder) and not os.path.islink(folder):
+                os.chmod(folder, 0o700)
+        if os.path.isdir(name) and not os.path.islink(name):
+            shutil.rmtree(name)
+        else:
+            os.unlink(name)
+
+    if path.exists():
+        shutil.rmtree(path, onerror=unlock)
+
+
+def labels(record: Record) -> dict[str, str]:
+    """Container labels that say whose it is, should the record be lost."""
+    return {LABEL: record.id, OWNER_LABEL: json.dumps(asdict(record.owner))}

@@ -1,0 +1,410 @@
+"""What `process` and `bubblewrap` share: the owner's side of `supervisor.py`.
+
+Output comes through pipes straight from the program to this process; the supervisor only starts, watches and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from . import cgroups, orphans, supervisor
+from .base import (
+    OUTPUT_LIMIT,
+    READ_LIMIT,
+    ExecResult,
+    FileTooLarge,
+    OutputCallback,
+    Sandbox,
+    SandboxEnded,
+    SandboxError,
+    SandboxSpec,
+    Tail,
+    check_argv,
+    environment,
+    new_id,
+    settle,
+)
+
+Reply = tuple[dict[str, Any], list[int]]
+
+# After the program's end its own output is in the pipe already; this is for helpers that still flush
+# (`> >(tee log)`). Only a background process that holds the pipe open makes a command wait this long.
+DRAIN_SECONDS = 0.1
+END_SECONDS = 5.0
+
+
+class OutputPipe:
+    """Reads one pipe into a bounded tail; after `discard` it goes on reading, so that background writers live on."""
+
+    def __init__(self, limit: int, failed: asyncio.Future[Any], callback: OutputCallback | None) -> None:
+        self.fd, self.writer = os.pipe()
+        os.set_blocking(self.fd, False)
+        self.tail = Tail(limit)
+        self.ended = asyncio.Event()
+        self._failed = failed
+        self._callback = callback
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.fd, self._readable)
+
+    def _readable(self) -> None:
+        try:
+            data = os.read(self.fd, 1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            self.close()
+            return
+        if self._callback is None and self._failed.done():
+            return
+        self.tail.add(data)
+        if self._callback is not None:
+            try:
+                self._callback(data)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it comes out of `exec`
+                self._callback = None
+                if not self._failed.done():
+                    self._failed.set_exception(error)
+
+    def close_writer(self) -> None:
+        if self.writer >= 0:
+            os.close(self.writer)
+            self.writer = -1
+
+    def discard(self) -> None:
+        self._callback = None
+        self.tail = Tail(0)
+
+    def close(self) -> None:
+        self.close_writer()
+        if not self.ended.is_set():
+            self._loop.remove_reader(self.fd)
+            os.close(self.fd)
+            self.ended.set()
+
+
+class Link:
+    """The control socket: requests out, replies by id. One per sandbox, of the event loop that made it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._channel = supervisor.Channel(sock)
+        self._loop = asyncio.get_running_loop()
+        self._sending = asyncio.Lock()
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._next = 0
+        self.ended = asyncio.Event()
+        self._loop.add_reader(sock.fileno(), self._readable)
+
+    def _readable(self) -> None:
+        try:
+            alive = self._channel.feed()
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            alive = False
+        while (message := self._channel.next()) is not None:
+            reply, fds = message
+            waiting = self._waiting.pop(reply.get("id", 0), None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result((reply, fds))
+            else:
+                for fd in fds:
+                    os.close(fd)
+        if not alive:
+            self.close()
+
+    def expect(self) -> tuple[int, asyncio.Future[Reply]]:
+        self._next += 1
+        future = self._waiting[self._next] = self._loop.create_future()
+        return self._next, future
+
+    async def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        data, ancillary = supervisor.frame(message, fds)
+        async with self._sending:
+            while not self.ended.is_set():
+                try:
+                    sent = self._sock.sendmsg([data], ancillary)
+                except BlockingIOError:
+                    await self._writable()
+                    continue
+                except ConnectionError:
+                    break
+                # A message cut in two would derail the stream: the rest goes out even if the caller is cancelled.
+                if sent < len(data):
+                    await settle(self._loop.sock_sendall(self._sock, data[sent:]))
+                return
+        raise SandboxEnded("the sandbox has ended")
+
+    async def _writable(self) -> None:
+        ready = asyncio.Event()
+        self._loop.add_writer(self._sock.fileno(), ready.set)
+        try:
+            await ready.wait()
+        finally:
+            self._loop.remove_writer(self._sock.fileno())
+
+    async def call(self, **message: Any) -> Reply:
+        ident, future = self.expect()
+        await self.send({"id": ident, **message})
+        reply, fds = await future
+        if "error" in reply:
+            raise OSError(reply["errno"], reply["error"])
+        return reply, fds
+
+    def close(self) -> None:
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(SandboxEnded("the sandbox ended: it was closed, or its init process was killed"))
+                future.exception()  # an abandoned call is no "exception was never retrieved"
+        self._waiting.clear()
+
+
+class SupervisedSandbox(Sandbox):
+    """Life cycle, commands and files; a subclass says what to start and what the inside looks like."""
+
+    base_env: dict[str, str]
+
+    def __init__(self, spec: SandboxSpec, registry: orphans.Registry) -> None:
+        self.id = new_id()
+        self.spec = spec
+        self._registry = registry
+        self._link: Link | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipes: set[OutputPipe] = set()
+        self._record = orphans.Record.mine(self.id, self.kind)
+        self._cgroup: cgroups.Group | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self.unenforced = ()
+        self.base = registry.state_dir / self.id
+
+    # ------------------------------------------------------------ life
+
+    @classmethod
+    async def open(cls, spec: SandboxSpec, registry: orphans.Registry) -> Self:
+        spec.check()
+        self = cls(spec, registry)
+        try:
+            await self._start()
+        except BaseException:
+            await settle(self.close())
+            raise
+        return self
+
+    @abstractmethod
+    def _prepare(self) -> list[str] | None:
+        """Make the folders (in a thread); the bwrap command line, or None."""
+
+    @abstractmethod
+    def _rlimits(self) -> dict[str, int]:
+        """Per-process limits of every command: name in `resource` -> value."""
+
+    async def _start(self) -> None:
+        self._record.dirs.append(str(self.base))
+        bwrap = await asyncio.to_thread(self._make)
+        mine, theirs = socket.socketpair()
+        try:
+            self._link = Link(mine)
+            self._process = await settle(asyncio.to_thread(self._spawn, theirs))
+        finally:
+            theirs.close()
+        procs = self._cgroup.procs if self._cgroup else []
+        ready, future = self._link.expect()
+        await self._link.send({"id": ready, "bwrap": bwrap, "cgroup_procs": procs})
+        try:
+            reply, _ = await future
+        except SandboxEnded:
+            log = await asyncio.to_thread((self.base / "supervisor.log").read_text, errors="replace")
+            raise SandboxError(f"the {self.kind} sandbox did not start: {log.strip()[-2000:]}") from None
+        pids = [self._process.pid] + ([reply["init"]] if reply["init"] else [])
+        self._record.add_processes(pids)
+        await asyncio.to_thread(self._registry.write, self._record)
+
+    def _make(self) -> list[str] | None:
+        self._registry.write(self._record)
+        self.base.mkdir(mode=0o700)
+        return self._prepare()
+
+    def _spawn(self, control: socket.socket) -> subprocess.Popen[bytes]:
+        script = Path(supervisor.__file__)
+        with (self.base / "supervisor.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", str(script), str(control.fileno())],
+                pass_fds=[control.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                cwd="/",
+                env={"PATH": os.defpath, "POLAR_SANDBOX_ID": self.id},
+                start_new_session=True,
+            )
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await settle(_join(self._closing))
+
+    async def _close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self._process is not None:
+            await asyncio.to_thread(_end_process, self._process)
+        for pipe in tuple(self._pipes):
+            pipe.close()
+        await asyncio.to_thread(self._remove)
+
+    def _remove(self) -> None:
+        # A supervisor that had to be killed, or a program inside that outlived it: found by the marker.
+        orphans.kill_marked({self.id})
+        if self._cgroup is not None:
+            self._cgroup.remove()
+        orphans.remove_dir(self.base)
+        self._registry.remove(self.id)
+
+    def _live(self) -> Link:
+        if self._link is None or self._closing is not None:
+            raise SandboxEnded("the sandbox is closed")
+        return self._link
+
+    # ------------------------------------------------------------ commands
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        timeout: float | None = None,
+        stdin: bytes = b"",
+        on_output: OutputCallback | None = None,
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> ExecResult:
+        link = self._live()
+        message = {
+            "op": "exec",
+            "argv": check_argv(argv),
+            "env": environment(self.base_env, self, self.spec.env, env),
+            "cwd": self.path(cwd or self.workdir),
+            "rlimits": self._rlimits(),
+        }
+        source = await asyncio.to_thread(_stdin_file, stdin)
+        ident, done = link.expect()
+        broken: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        out, err = (OutputPipe(output_limit, broken, on_output) for _ in range(2))
+        self._pipes |= {out, err}
+        start = time.monotonic()
+        timed_out = sent = False
+        try:
+            # From here on the command may be running; a cancelled send either went out whole or not at all.
+            sent = True
+            await link.send({"id": ident, **message}, [source, out.writer, err.writer])
+            for pipe in (out, err):
+                pipe.close_writer()
+            either: set[asyncio.Future[Any]] = {done, broken}
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if broken.done():
+                broken.result()  # raises the callback's error; the command is killed below
+            timed_out = not done.done()
+            if timed_out:
+                await settle(self._kill(link, ident, done))
+            reply, _ = done.result()
+            seconds = time.monotonic() - start
+            waits = [asyncio.ensure_future(pipe.ended.wait()) for pipe in (out, err)]
+            await asyncio.wait(waits, timeout=DRAIN_SECONDS)
+            for wait in waits:
+                wait.cancel()
+            if broken.done():
+                broken.result()
+            if reply.get("note"):
+                err.tail.add(f"{reply['note']}\n".encode())
+            truncated = out.tail.truncated or err.tail.truncated
+            return ExecResult(reply.get("exit", 137), out.tail.value(), err.tail.value(), timed_out, seconds, truncated)
+        except BaseException:
+            if sent and not done.done() and not link.ended.is_set():
+                await settle(self._kill(link, ident, done))
+            raise
+        finally:
+            os.close(source)
+            done.cancel()
+            broken.cancel()
+            for pipe in (out, err):
+                pipe.close_writer()
+                pipe.discard()
+            self._pipes = {p for p in self._pipes if not p.ended.is_set()}
+
+    async def _kill(self, link: Link, ident: int, done: asyncio.Future[Reply]) -> None:
+        """End a command's tree and wait for its end; whatever resists takes the sandbox with it."""
+        await link.call(op="kill", target=ident)
+        await asyncio.wait({done}, timeout=END_SECONDS)
+        if not done.done():
+            await self.close()
+            raise SandboxEnded("a command could not be killed, so the sandbox was closed")
+
+    async def kill_all(self) -> None:
+        await self._live().call(op="kill", target=None)
+        deadline = time.monotonic() + END_SECONDS
+        while (await self._live().call(op="running"))[0]["running"]:
+            if time.monotonic() > deadline:
+                await self.close()
+                raise SandboxEnded("a process could not be killed, so the sandbox was closed")
+            await asyncio.sleep(0.005)
+
+    # ------------------------------------------------------------ files and network
+
+    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        _, fds = await self._live().call(op="open", path=self.path(path), write=True, mode=mode)
+        await settle(asyncio.to_thread(_write_fd, fds[0], data))
+
+    async def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
+        _, fds = await self._live().call(op="open", path=self.path(path), write=False)
+        return await settle(asyncio.to_thread(_read_fd, fds[0], limit, path))
+
+
+async def _join(task: asyncio.Task[None]) -> None:
+    await asyncio.shield(task)
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _stdin_file(data: bytes) -> int:
+    """The program's stdin as an unlinked file: end of file comes by itself, and nothing has to be pumped."""
+    if not data:
+        return os.open(os.devnull, os.O_RDONLY)
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.seek(0)
+        return os.dup(file.fileno())
+
+
+def _write_fd(fd: int, data: bytes) -> None:
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+
+
+def _read_fd(fd: int, limit: int, path: str) -> bytes:
+    with os.fdopen(fd, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise FileTooLarge(f"{path} is larger than {limit} bytes")
+    return data

@@ -1,0 +1,53 @@
+"""The three kinds, each skipped with the way to get it where it cannot run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from sandboxes import Sandbox, SandboxSpec, available, open_sandbox
+
+KINDS = ["process", "bubblewrap", pytest.param("docker", marks=pytest.mark.full)]
+
+Opener = Callable[..., Awaitable[Sandbox]]
+
+
+@pytest.fixture(scope="session")
+def reasons() -> dict[str, str]:
+    """Why a kind cannot be used here, with the cure."""
+    return {a.kind: f"{a.why_not}; {a.how_to_get}" for a in available() if not a.ok}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest, reasons: dict[str, str]) -> str:
+    if request.param in reasons:
+        pytest.skip(reasons[request.param])
+    return str(request.param)
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+@pytest.fixture
+async def opener(kind: str, state_dir: Path) -> AsyncIterator[Opener]:
+    """Opens sandboxes of the kind under test; afterwards checks that closing left nothing."""
+    opened: list[Sandbox] = []
+
+    async def one(spec: SandboxSpec | None = None) -> Sandbox:
+        sandbox = await open_sandbox(kind, spec, state_dir=state_dir)  # type: ignore[arg-type]
+        opened.append(sandbox)
+        return sandbox
+
+    yield one
+    for sandbox in opened:
+        await sandbox.close()
+    assert not [p for p in state_dir.rglob("*") if p.name != "records"]
+
+
+@pytest.fixture
+async def sandbox(opener: Opener) -> Sandbox:
+    return await opener()

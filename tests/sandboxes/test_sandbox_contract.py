@@ -1,0 +1,420 @@
+"""The promises of `sandboxes/base.py`, one test each, for every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import venv
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from sandboxes import ExecResult, FileTooLarge, Limits, Mount, Sandbox, SandboxEnded, SandboxError, SandboxSpec
+
+Opener = Callable[..., Awaitable[Sandbox]]
+
+
+async def sh(sandbox: Sandbox, script: str, timeout: float | None = 60, **more: object) -> ExecResult:
+    return await sandbox.exec(["sh", "-c", script], timeout=timeout, **more)  # type: ignore[arg-type]
+
+
+async def running(sandbox: Sandbox, name: str) -> bool:
+    """Whether a process of this sandbox with this argument is alive inside (zombies have no command line)."""
+    script = (
+        f"for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline; done 2>/dev/null | grep -c 'sleep {name[0]}[{name[1:]}]'"
+    )
+    return (await sh(sandbox, script)).stdout.strip() != b"0"
+
+
+# ---------------------------------------------------------------- commands
+
+
+async def test_output_and_status_are_the_programs_own(sandbox: Sandbox) -> None:
+    result = await sh(sandbox, "echo out; echo err >&2; exit 3")
+    assert (result.exit_code, result.stdout, result.stderr) == (3, b"out\n", b"err\n")
+    assert not result.timed_out
+    assert not result.truncated
+    assert 0 < result.seconds < 60
+
+
+async def test_arguments_are_not_read_by_a_shell(sandbox: Sandbox) -> None:
+    nasty = ["$HOME", "a b", "'\"", "*", "", "-n", "line\nbreak", "ü"]
+    result = await sandbox.exec(["printf", "%s|", *nasty])
+    assert result.stdout.decode() == "|".join(nasty) + "|"
+    with pytest.raises(ValueError, match="argv"):
+        await sandbox.exec("ls")
+
+
+async def test_death_by_signal_is_128_plus_its_number(sandbox: Sandbox) -> None:
+    assert (await sh(sandbox, "kill -9 $$")).exit_code == 137
+    assert (await sh(sandbox, "kill -15 $$")).exit_code == 143
+
+
+async def test_what_cannot_be_started_says_so(sandbox: Sandbox) -> None:
+    missing = await sandbox.exec(["no-such-program"])
+    assert missing.exit_code == 127
+    assert b"no-such-program" in missing.stderr
+    assert (await sandbox.exec(["/etc"])).exit_code == 126
+    nowhere = await sandbox.exec(["true"], cwd="/no/such/folder")
+    assert nowhere.exit_code == 126
+    assert b"/no/such/folder" in nowhere.stderr
+
+
+async def test_stdin_and_its_end(sandbox: Sandbox) -> None:
+    assert (await sandbox.exec(["cat"], timeout=30)).stdout == b""
+    data = bytes(range(256)) * 4096
+    assert (await sandbox.exec(["cat"], stdin=data, timeout=30)).stdout == data
+    unread = await sandbox.exec(["true"], stdin=data, timeout=30)
+    assert unread.exit_code == 0
+
+
+async def test_environment_is_clean_and_given(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_API_KEY", "x")
+    sandbox = await opener(SandboxSpec(env={"A": "1", "B": "1"}))
+    result = await sandbox.exec(["env"], env={"B": "2", "C": "a=b c"})
+    env = dict(line.split("=", 1) for line in result.stdout.decode().splitlines())
+    assert "SECRET_API_KEY" not in env
+    assert (env["A"], env["B"], env["C"]) == ("1", "2", "a=b c")
+    assert env["HOME"] == sandbox.home
+    assert env["PATH"]
+
+
+async def test_home_and_workdir_are_empty_writable_and_own(opener: Opener) -> None:
+    first, second = await opener(), await opener()
+    script = 'pwd; ls -A . "$HOME"; touch here "$HOME/there"'
+    result = await sh(first, script)
+    assert result.exit_code == 0
+    lines = result.stdout.decode().split()
+    assert lines[0] == first.workdir
+    assert set(lines[1:]) <= {".:", f"{first.home}:"}
+    assert (await sh(second, "ls -A . ~ | grep -c here")).stdout == b"0\n"
+    assert first.id != second.id
+
+
+async def test_cwd_is_relative_to_workdir(sandbox: Sandbox) -> None:
+    await sandbox.write("deep/er/x", b"")
+    result = await sandbox.exec(["pwd"], cwd="deep/er")
+    assert result.stdout.decode().strip() == f"{sandbox.workdir}/deep/er"
+
+
+async def test_commands_share_files_and_background_processes(sandbox: Sandbox) -> None:
+    assert (await sh(sandbox, "echo 1 >file; sleep 417 & true")).exit_code == 0
+    assert (await sh(sandbox, "cat file")).stdout == b"1\n"
+    assert await running(sandbox, "417")
+    await sandbox.kill_all()
+    assert not await running(sandbox, "417")
+    assert (await sh(sandbox, "cat file")).stdout == b"1\n"
+
+
+async def test_a_background_process_does_not_hold_a_command(sandbox: Sandbox) -> None:
+    result = await sh(sandbox, "echo done; sleep 30 &", timeout=20)
+    assert result.stdout == b"done\n"
+    assert not result.timed_out
+    assert result.seconds < 10
+
+
+async def test_output_comes_while_the_command_runs(sandbox: Sandbox) -> None:
+    pieces: list[bytes] = []
+    seen = asyncio.Event()
+
+    def on_output(data: bytes) -> None:
+        pieces.append(data)
+        seen.set()
+
+    task = asyncio.ensure_future(
+        sandbox.exec(["sh", "-c", "echo one; while [ ! -e go ]; do sleep 0.05; done; echo two"], on_output=on_output)
+    )
+    await asyncio.wait_for(seen.wait(), 20)
+    assert b"".join(pieces) == b"one\n"
+    await sandbox.write("go", b"")
+    assert (await asyncio.wait_for(task, 20)).stdout == b"one\ntwo\n"
+    assert b"".join(pieces) == b"one\ntwo\n"
+
+
+async def test_an_error_of_the_callback_ends_the_command_and_comes_out(sandbox: Sandbox) -> None:
+    def on_output(data: bytes) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        await sandbox.exec(["sh", "-c", "echo x; sleep 418"], on_output=on_output, timeout=30)
+    assert not await running(sandbox, "418")
+
+
+async def test_long_output_keeps_its_tail(sandbox: Sandbox) -> None:
+    result = await sh(sandbox, "seq 1 200000; echo end >&2", output_limit=1000)
+    assert result.truncated
+    assert len(result.stdout) == 1000
+    assert result.stdout.endswith(b"\n199999\n200000\n")
+    assert result.stderr == b"end\n"
+
+
+# ---------------------------------------------------------------- ending things
+
+# Everything by which programs get away from their parent: background, new session, double fork.
+TREE = "sleep 421 & setsid sleep 422 & (setsid sh -c 'sleep 423 & sleep 424' &) ; trap '' TERM INT HUP; sleep 425; true"
+
+
+async def assert_gone(sandbox: Sandbox) -> None:
+    assert [n for n in ("421", "422", "423", "424", "425") if await running(sandbox, n)] == []
+
+
+async def test_timeout_ends_the_whole_tree(sandbox: Sandbox) -> None:
+    result = await sh(sandbox, f"echo started; {TREE}", timeout=1)
+    assert result.timed_out
+    assert result.exit_code == 137
+    assert result.stdout == b"started\n"
+    assert result.seconds < 15
+    await assert_gone(sandbox)
+
+
+async def test_cancellation_ends_the_whole_tree(sandbox: Sandbox) -> None:
+    started = asyncio.Event()
+    task = asyncio.ensure_future(sandbox.exec(["sh", "-c", f"echo started; {TREE}"], on_output=lambda _: started.set()))
+    await asyncio.wait_for(started.wait(), 20)
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await assert_gone(sandbox)
+    assert (await sh(sandbox, "echo still usable")).stdout == b"still usable\n"
+
+
+async def test_ending_one_command_leaves_the_others(sandbox: Sandbox) -> None:
+    other = asyncio.ensure_future(sh(sandbox, "while [ ! -e go ]; do sleep 0.05; done; echo fine"))
+    assert (await sh(sandbox, "sleep 60", timeout=0.5)).timed_out
+    await sandbox.write("go", b"")
+    assert (await other).stdout == b"fine\n"
+
+
+async def test_cancelling_at_any_moment_leaves_a_usable_sandbox(sandbox: Sandbox) -> None:
+    for step in range(8):
+        task = asyncio.ensure_future(sandbox.exec(["sleep", "426"]))
+        await asyncio.sleep(step * 0.002)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert not await running(sandbox, "426")
+
+
+async def test_close_ends_running_commands_and_is_final(opener: Opener) -> None:
+    sandbox = await opener()
+    task = asyncio.ensure_future(sandbox.exec(["sleep", "60"]))
+    await asyncio.sleep(0.3)
+    await asyncio.gather(sandbox.close(), sandbox.close())
+    with pytest.raises(SandboxEnded):
+        await task
+    with pytest.raises(SandboxEnded):
+        await sandbox.exec(["true"])
+    with pytest.raises(SandboxEnded):
+        await sandbox.read("x")
+
+
+async def test_many_at_once(opener: Opener, kind: str) -> None:
+    count = 6 if kind == "docker" else 24
+
+    async def one(number: int) -> bytes:
+        async with await opener() as sandbox:
+            await sandbox.write("n", str(number).encode())
+            results = await asyncio.gather(*(sandbox.exec(["cat", "n"]) for _ in range(3)))
+            assert len({r.stdout for r in results}) == 1
+            return results[0].stdout
+
+    assert await asyncio.gather(*map(one, range(count))) == [str(n).encode() for n in range(count)]
+
+
+async def test_opening_can_be_cancelled(opener: Opener, state_dir: Path) -> None:
+    for step in range(4):
+        task = asyncio.ensure_future(opener())
+        await asyncio.sleep(0.015 * step)
+        task.cancel()
+        try:
+            await (await task).close()
+        except asyncio.CancelledError:
+            continue
+    assert not list(state_dir.glob("records/*"))
+
+
+# ---------------------------------------------------------------- files
+
+
+async def test_files_go_in_and_out(sandbox: Sandbox) -> None:
+    data = bytes(range(256)) * 5000
+    await sandbox.write("a/b/data.bin", data)
+    assert await sandbox.read("a/b/data.bin") == data
+    await sandbox.write("a/b/data.bin", b"short")
+    assert await sandbox.read(f"{sandbox.workdir}/a/b/data.bin") == b"short"
+    await sandbox.write("run.sh", b"#!/bin/sh\necho ran\n", mode=0o755)
+    assert (await sandbox.exec(["./run.sh"])).stdout == b"ran\n"
+    await sandbox.write(f"{sandbox.home}/.config/x", b"1")
+    assert (await sh(sandbox, "cat ~/.config/x; stat -c %a run.sh ~/.config/x")).stdout == b"1755\n644\n"
+    await sandbox.write("empty", b"")
+    assert await sandbox.read("empty") == b""
+
+
+async def test_reading_refuses_what_is_no_file_or_too_large(sandbox: Sandbox) -> None:
+    with pytest.raises(FileNotFoundError):
+        await sandbox.read("missing")
+    with pytest.raises(IsADirectoryError):
+        await sandbox.read(".")
+    await sandbox.write("big", b"x" * 1001)
+    assert len(await sandbox.read("big", limit=1001)) == 1001
+    with pytest.raises(FileTooLarge):
+        await sandbox.read("big", limit=1000)
+    await sandbox.exec(["mkfifo", "fifo"])
+    with pytest.raises(OSError):
+        await asyncio.wait_for(sandbox.read("fifo"), 20)
+
+
+async def test_trees_are_written_below_their_root_only(sandbox: Sandbox) -> None:
+    await sandbox.write_tree({"a.py": b"1", "pkg/b.py": b"22", "pkg/deep/c.py": b""})
+    await sandbox.write_tree({"d": b"4"}, root="pkg/other")
+    found = (await sh(sandbox, "find . -type f | sort; cat pkg/b.py pkg/other/d")).stdout
+    assert found == b"./a.py\n./pkg/b.py\n./pkg/deep/c.py\n./pkg/other/d\n224"
+    for name in ("../x", "/etc/x", "a/../../x", "."):
+        with pytest.raises(ValueError, match="relative path"):
+            await sandbox.write_tree({"fine": b"", name: b""})
+
+
+# ---------------------------------------------------------------- mounts and limits
+
+
+async def test_mounts(opener: Opener, kind: str, tmp_path: Path) -> None:
+    shared, writable = tmp_path / "shared", tmp_path / "writable"
+    for folder in (shared, writable):
+        folder.mkdir()
+        (folder / "file").write_text("seen")
+    target = str(shared) if kind == "process" else "/mnt/deep/shared"
+    sandbox = await opener(SandboxSpec(mounts=(Mount(shared, target), Mount(writable, str(writable), read_only=False))))
+    assert (await sandbox.exec(["cat", f"{target}/file"])).stdout == b"seen"
+    assert (await sh(sandbox, f"echo new >{writable}/file")).exit_code == 0
+    assert (writable / "file").read_text() == "new\n"
+    written = await sh(sandbox, f"echo x >{target}/other")
+    if kind == "process":
+        assert any("read-only" in line for line in sandbox.unenforced)
+    else:
+        assert written.exit_code != 0
+        assert not (shared / "other").exists()
+
+
+async def test_impossible_mounts_are_refused_before_the_start(opener: Opener, tmp_path: Path) -> None:
+    for mount in (Mount(tmp_path / "missing", "/mnt"), Mount(tmp_path, "relative"), Mount(tmp_path, "/")):
+        with pytest.raises(SandboxError, match="cannot mount"):
+            await opener(SandboxSpec(mounts=(mount,)))
+
+
+async def test_a_python_of_the_host_runs_from_a_mounted_environment(opener: Opener, tmp_path: Path) -> None:
+    """As harnesses do: their environment is made on the host and appears inside, read-only, at the same path."""
+    home = tmp_path / "venv"
+    await asyncio.to_thread(venv.create, home, symlinks=True)
+    base = Path(sys.base_prefix)
+    mounts = [Mount(home, str(home))]
+    if not base.is_relative_to("/usr"):
+        mounts.append(Mount(base, str(base)))
+    sandbox = await opener(SandboxSpec(mounts=tuple(mounts)))
+    script = "import sys, ssl, sqlite3, ctypes, zlib, bz2, lzma, asyncio; print(sys.prefix, sys.version_info[:2])"
+    result = await sandbox.exec([f"{home}/bin/python", "-c", script], timeout=60)
+    assert result.stderr == b""
+    assert result.stdout.decode().strip() == f"{home} {sys.version_info[:2]}"
+
+
+async def test_git_works(sandbox: Sandbox) -> None:
+    script = """
+    git init -q . && git config --global user.email a@b && git config --global user.name n &&
+    echo 1 >f && git add f && git commit -qm one && echo 2 >f && git diff --stat && git status --short
+    """
+    result = await sh(sandbox, script)
+    assert result.exit_code == 0, result.stderr
+    assert b" M f" in result.stdout
+
+
+async def test_memory_limit(opener: Opener) -> None:
+    sandbox = await opener(SandboxSpec(limits=Limits(memory_mb=64)))
+    hog = 'x="0123456789abcdef"; while :; do x="$x$x"; done'  # doubles until it is refused or killed
+    result = await sh(sandbox, hog, timeout=60)
+    assert result.exit_code != 0
+    assert not result.timed_out
+    assert (await sh(sandbox, "echo alive")).stdout == b"alive\n"
+
+
+async def test_file_size_limit(opener: Opener) -> None:
+    sandbox = await opener(SandboxSpec(limits=Limits(file_mb=1)))
+    assert (await sh(sandbox, "head -c 3000000 /dev/zero >big")).exit_code != 0
+    assert int((await sh(sandbox, "stat -c %s big")).stdout) <= 1 << 20
+
+
+async def test_process_limit_or_the_word_that_there_is_none(opener: Opener) -> None:
+    sandbox = await opener(SandboxSpec(limits=Limits(pids=40)))
+    if any(line.startswith("pids") for line in sandbox.unenforced):
+        return
+    # Forks 100 sleeps and counts those that live; a refused fork ends the shell.
+    await sh(sandbox, "i=0; while [ $i -lt 100 ]; do sleep 427 & i=$((i+1)); done", timeout=30)
+    await sandbox.kill_all()
+    result = await sh(sandbox, "i=0; while [ $i -lt 100 ]; do sleep 20 & i=$((i+1)); done; echo all", timeout=10)
+    assert b"all" not in result.stdout
+    await sandbox.kill_all()
+
+
+# ---------------------------------------------------------------- network
+
+
+async def test_the_network_is_the_listening_socket_and_nothing_else(opener: Opener, kind: str) -> None:
+    sandbox, other = await opener(), await opener()
+    listening = await sandbox.listen()
+    if kind == "process":
+        assert listening is None
+        return
+    assert listening is not None
+    port = listening.getsockname()[1]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello " + await reader.readline())
+        writer.close()
+
+    ask = f"exec 3<>/dev/tcp/127.0.0.1/{port} && echo you >&3 && cat <&3"
+    server = await asyncio.start_server(answer, sock=listening)
+    async with server:
+        assert (await sandbox.exec(["bash", "-c", ask], timeout=20)).stdout == b"hello you\n"
+        assert (await other.exec(["bash", "-c", ask], timeout=20)).exit_code != 0
+        # A server of the host's own network on the same port number would be another one.
+        host = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with host:
+            elsewhere = host.sockets[0].getsockname()[1]
+            denied = await sandbox.exec(["bash", "-c", ask.replace(str(port), str(elsewhere))], timeout=20)
+            assert denied.exit_code != 0
+    assert (await sh(sandbox, "cat /proc/net/route | wc -l")).stdout.strip() in (b"0", b"1")
+    again = await sandbox.listen(port)
+    assert again is not None
+    assert again.getsockname()[1] == port
+    again.close()
+
+
+# ---------------------------------------------------------------- the event loop
+
+
+async def test_nothing_blocks_the_event_loop(opener: Opener) -> None:
+    """The largest pause of a ticker while a sandbox is opened, used and closed stays far below a second."""
+    worst = 0.0
+
+    async def ticker() -> None:
+        nonlocal worst
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.monotonic()
+            worst, last = max(worst, now - last), now
+
+    task = asyncio.ensure_future(ticker())
+    async with await opener() as sandbox:
+        await sandbox.write("x", b"x" * 5_000_000)
+        await sandbox.read("x")
+        await sh(sandbox, "seq 1 100000")
+        await sh(sandbox, "sleep 10", timeout=0.1)
+    task.cancel()
+    assert worst < 0.5
+
+
+async def test_it_says_what_it_is(sandbox: Sandbox, kind: str) -> None:
+    assert sandbox.kind == kind
+    assert sandbox.isolation.endswith(".")
