@@ -1,0 +1,153 @@
+"""vLLM's OpenAI server over HTTP, as an engine that records what was really sampled.
+
+Conversations go to `/v1/chat/completions`, raw prompts to `/v1/completions`, both with `return_token_ids` and
+log-probabilities on. The server proves at start that it can do this (`probe.py`); what it cannot do, the engine
+refuses to be used for.
+
+An answer is streamed from the server when the client streams or the request has tools. Without tools, a client that
+does not stream is served from one JSON object, which costs a fraction of 250 chunks. With tools the two forms differ:
+a call cut by `max_tokens` is raw text in one and a tool call in the other, and an agent must not be able to tell from
+its answer whether it streamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from polar_proxy.engines.base import Engine
+from polar_proxy.engines.openai_http import OpenAIHttp, SseDecoder, orjson_loads
+from polar_proxy.engines.probe import Probe
+from polar_proxy.engines.vllm_wire import (
+    AnswerParser,
+    chat_body,
+    prompt_body,
+    render_body,
+    score_body,
+    scores,
+    text_body,
+)
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent
+
+
+class VllmEngine(Engine):
+    """`async with VllmEngine("http://127.0.0.1:8000") as engine:` connects and verifies the server.
+
+    Raises EngineError on entering when the server cannot be reached, serves another model, or does not return token
+    ids and log-probabilities (unless `require_tokens` is off: then it answers, and nothing can be trained on).
+    """
+
+    def __init__(
+        self, url: str, *, model: str | None = None, api_key: str | None = None, require_tokens: bool = True
+    ) -> None:
+        """`model` may be left out where the server serves one model. `api_key` is sent as a bearer token."""
+        self._http = OpenAIHttp(url, api_key)
+        self._wanted = model
+        self._require_tokens = require_tokens
+        self._info: EngineInfo | None = None
+        self._tokenize_renders = False
+        self._has_weight_info = False
+        self._who = f"The engine at {self._http.url}"
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineError("The engine is not open: use it as `async with engine:`.", status=500)
+        return self._info
+
+    async def __aenter__(self) -> Self:
+        await self._http.open()
+        try:
+            found = await Probe(self._http, model=self._wanted, require_tokens=self._require_tokens).run()
+        except BaseException:
+            await self._http.close()
+            raise
+        self._info = found.info
+        self._tokenize_renders = found.tokenize_renders
+        self._has_weight_info = found.weight_version is not None
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.close()
+
+    async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
+        """As in `Engine.sample`; `stream=False` tells that the client wants the answer in one piece."""
+        info = self.info
+        parser = AnswerParser(request.sampling, self._who, expect_ids="token_ids" in info.capabilities)
+        if isinstance(request, ChatRequest):
+            stream = stream or bool(request.tools)
+            response = await self._http.post("/v1/chat/completions", chat_body(info.model, request, stream=stream))
+        else:
+            response = await self._http.post("/v1/completions", text_body(info.model, request, stream=stream))
+        try:
+            if stream:
+                decoder = SseDecoder(self._http.url)
+                while not decoder.done and (data := await self._http.read_some(response)):
+                    for event in self._parse(parser, decoder.feed(data)):
+                        yield event
+            else:
+                answer = orjson_loads(await self._http.read(response), self._http.url)
+                for event in self._parse(parser, [answer]):
+                    yield event
+            for event in parser.end():
+                yield event
+            await self._http.finish(response)
+        finally:
+            # An answer that was not read to its end closes the connection, at which vLLM aborts the generation.
+            response.close()
+
+    def _parse(self, parser: AnswerParser, chunks: list[Json]) -> list[SampleEvent]:
+        try:
+            return parser.feed(chunks)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"{self._who} sent an answer of an unknown shape: {error!r}.") from error
+
+    async def render(self, request: ChatRequest) -> list[int]:
+        """The prompt ids: by `/tokenize` where that was seen to agree with the chat route, else by a call of one token."""
+        if self._tokenize_renders:
+            answer = await self._http.json("POST", "/tokenize", render_body(self.info.model, request))
+            return list(self._field(answer, "tokens"))
+        answer = await self._http.json("POST", "/v1/chat/completions", prompt_body(self.info.model, request))
+        return list(self._field(answer, "prompt_token_ids"))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        answer = await self._http.json(
+            "POST", "/detokenize", {"model": self.info.model, "tokens": [int(token) for token in token_ids]}
+        )
+        return str(self._field(answer, "prompt"))
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """As in `Engine.score`. The engine adds one token of its own, so one position of the context stays free."""
+        ids = [int(token) for token in token_ids]
+        if len(ids) < 2:
+            return []
+        if "score" not in self.info.capabilities:
+            raise RequestError(f"{self._who} does not return the log-probabilities of a prompt.")
+        answer = await self._http.json("POST", "/v1/completions", score_body(self.info.model, ids))
+        return scores(ids, answer, self._who)
+
+    async def health(self) -> str | None:
+        try:
+            response = await self._http.send("GET", "/health")
+            await self._http.read(response)
+        except EngineError as error:
+            return str(error)
+        return None if response.status == 200 else f"{self._who} answers {response.status} to /health."
+
+    async def weight_version(self) -> str | None:
+        """What `/weight_info` says; None where the server has no such route (it needs vLLM's development mode)."""
+        if not self._has_weight_info:
+            return None
+        answer = await self._http.json("GET", "/weight_info")
+        version = answer.get("weight_version") if isinstance(answer, dict) else None
+        return None if version is None else str(version)
+
+    def _field(self, answer: Any, name: str) -> Any:
+        value = answer.get(name) if isinstance(answer, dict) else None
+        if value is None:
+            raise EngineError(f"{self._who} sent an answer without {name!r}.")
+        return value
