@@ -1,0 +1,239 @@
+"""Incremental parser of answers in the Hermes form: `<think>` reasoning, text,
+`<tool_call>{"name": .., "arguments": ..}</tool_call>`.
+
+Invariants, each tested:
+
+* The result does not depend on where the text is cut into chunks.
+* No character is lost. A tool call that does not parse is told as the text it was; so a call is held until it is whole.
+  Only the format's own characters go: the tags, and white space that merely separates blocks (behind `</think>` or
+  around a call).
+* `arguments` is the exact text of the JSON value that was sampled, not parsed and printed again.
+
+What is a call follows vLLM's hermes parser: strict JSON with a string `name` and `arguments`, an end tag or the end
+of the answer behind it. Unlike there, `</tool_call>` inside a JSON string does not end the call, and text behind a
+call is kept.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from json import JSONDecodeError, JSONDecoder
+from typing import Literal
+
+from polar_proxy.types import ToolDelta
+
+THINK, END_THINK = "<think>", "</think>"
+CALL, END_CALL = "<tool_call>", "</tool_call>"
+
+Reasoning = Literal["off", "tags", "open"]
+"""off: this model's answers have no reasoning; tags: they may begin with `<think>`; open: the prompt ended in it."""
+
+_JSON = JSONDecoder()
+_QUOTE_OR_ESCAPE = re.compile(r'["\\]')
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """What a chunk settled. Both texts are in the order of the answer; `tool_calls` are whole calls."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolDelta, ...] = ()
+
+
+def new_call_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+class HermesParser:
+    """Feed it the text of one answer; `calls` counts the tool calls found so far."""
+
+    def __init__(self, *, tools: bool, reasoning: Reasoning = "off", make_id: Callable[[], str] = new_call_id) -> None:
+        self._tools = tools
+        self._make_id = make_id
+        self._buffer = ""
+        self._state: Callable[[bool], bool] = {
+            "off": self._text, "tags": self._start, "open": self._think
+        }[reasoning]  # fmt: skip
+        self._blank = ""
+        """White space that is content only if other content follows."""
+        self._said = False
+        """Whether content stands in front of here (since the last block)."""
+        self._scan = _StringScan()
+        self._out_text: list[str] = []
+        self._out_reasoning: list[str] = []
+        self._out_calls: list[ToolDelta] = []
+        self.calls = 0
+
+    def feed(self, text: str) -> Parsed:
+        self._buffer += text
+        while self._state(False):
+            pass
+        return self._take()
+
+    def close(self) -> Parsed:
+        """The end of the answer: whatever is still held."""
+        while self._state(True):
+            pass
+        if not self.calls:
+            self._out_text.append(self._blank)
+            self._blank = ""
+        return self._take()
+
+    def _take(self) -> Parsed:
+        parsed = Parsed("".join(self._out_text), "".join(self._out_reasoning), tuple(self._out_calls))
+        self._out_text, self._out_reasoning, self._out_calls = [], [], []
+        return parsed
+
+    # Each state consumes what it can of the buffer and says whether another look may settle more.
+
+    def _start(self, final: bool) -> bool:
+        """Before anything was said: `<think>` is a tag only here, behind white space at most."""
+        body = self._buffer.lstrip()
+        if body.startswith(THINK):
+            self._buffer = body[len(THINK) :]
+            self._state = self._think
+            return True
+        if not final and THINK.startswith(body):
+            return False
+        self._state = self._text
+        return True
+
+    def _think(self, final: bool) -> bool:
+        head, tag, rest = self._buffer.partition(END_THINK)
+        if tag:
+            self._out_reasoning.append(head)
+            self._buffer = rest
+            self._state = self._text
+            return True
+        self._out_reasoning.append(self._release(END_THINK, final))
+        return False
+
+    def _text(self, final: bool) -> bool:
+        if not self._tools:
+            self._say(self._buffer)
+            self._buffer = ""
+            return False
+        head, tag, rest = self._buffer.partition(CALL)
+        if tag:
+            self._say(head)
+            self._buffer = rest
+            self._scan = _StringScan()
+            self._state = self._call
+            return True
+        self._say(self._release(CALL, final))
+        return False
+
+    def _call(self, final: bool) -> bool:
+        """Behind `<tool_call>`: hold everything up to the end tag that is not inside a JSON string."""
+        end = self._scan.find_end(self._buffer)
+        if end is not None:
+            return self._settle(self._buffer[:end], self._buffer[end + len(END_CALL) :], END_CALL)
+        if not final:
+            return False
+        if not parse_call(self._buffer) and END_CALL in self._buffer:
+            # A string that was never closed swallowed an end tag: then that tag was the end after all.
+            head, _, rest = self._buffer.partition(END_CALL)
+            return self._settle(head, rest, END_CALL)
+        return self._settle(self._buffer, "", "")
+
+    def _settle(self, body: str, rest: str, end_tag: str) -> bool:
+        self._buffer = rest
+        self._state = self._text
+        call = parse_call(body)
+        if call is None:
+            self._say(CALL + body + end_tag)
+            return True
+        self._blank, self._said = "", False
+        self._out_calls.append(ToolDelta(self.calls, self._make_id(), *call))
+        self.calls += 1
+        return True
+
+    def _say(self, text: str) -> None:
+        """Tell content; white space at its beginning waits until something else is said."""
+        if self._said:
+            self._out_text.append(text)
+        elif text.strip():
+            self._out_text.append(self._blank + text)
+            self._blank, self._said = "", True
+        else:
+            self._blank += text
+
+    def _release(self, tag: str, final: bool) -> str:
+        """Take from the buffer all that cannot be the beginning of `tag`."""
+        hold = 0
+        if not final:
+            sizes = range(min(len(self._buffer), len(tag) - 1), 0, -1)
+            hold = next((size for size in sizes if tag.startswith(self._buffer[-size:])), 0)
+        cut = len(self._buffer) - hold
+        text, self._buffer = self._buffer[:cut], self._buffer[cut:]
+        return text
+
+
+class _StringScan:
+    """Finds the first end tag outside JSON strings; remembers how far it came, so that a long call costs O(n)."""
+
+    def __init__(self) -> None:
+        self._at = 0
+        self._inside = False
+
+    def find_end(self, text: str) -> int | None:
+        while True:
+            mark = _QUOTE_OR_ESCAPE.search(text, self._at)
+            if not self._inside:
+                end = text.find(END_CALL, self._at, mark.start() if mark else len(text))
+                if end >= 0:
+                    return end
+            if mark is None:
+                # The tag itself has no quote: look again from where it may have begun.
+                self._at = len(text) if self._inside else max(self._at, len(text) - len(END_CALL) + 1)
+                return None
+            if mark.group() == "\\":
+                if self._inside and mark.end() == len(text):
+                    self._at = mark.start()
+                    return None
+                self._at = mark.end() + (1 if self._inside else 0)
+            else:
+                self._inside = not self._inside
+                self._at = mark.end()
+
+
+def parse_call(body: str) -> tuple[str, str] | None:
+    """(name, exact text of arguments) of the JSON object between the tags, or None if it is not a well-formed call."""
+    text = body.strip(" \t\r\n")
+    try:
+        value, end = _JSON.raw_decode(text)
+    except (JSONDecodeError, RecursionError):
+        return None
+    if end != len(text) or not isinstance(value, dict):
+        return None
+    name = value.get("name")
+    if not isinstance(name, str) or not name or "arguments" not in value:
+        return None
+    start, stop = _member(text, "arguments")
+    return name, text[start:stop]
+
+
+def _member(text: str, wanted: str) -> tuple[int, int]:
+    """Where the value of the (last) top-level member `wanted` stands in `text`, a JSON object known to be valid."""
+    place, found = text.index("{") + 1, (0, 0)
+    while True:
+        place = _skip(text, place)
+        if text[place] == "}":
+            return found
+        key, place = _JSON.raw_decode(text, place)
+        start = _skip(text, place)
+        _, place = _JSON.raw_decode(text, start)
+        if key == wanted:
+            found = (start, place)
+
+
+_BETWEEN = re.compile(r"[ \t\r\n,:]*")
+
+
+def _skip(text: str, place: int) -> int:
+    match = _BETWEEN.match(text, place)
+    return match.end() if match else place

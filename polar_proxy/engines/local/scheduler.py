@@ -1,0 +1,391 @@
+"""Continuous batching: one thread owns the model and runs step after step while there is work.
+
+A step drops what was cancelled, admits what waits, puts a bounded number of prompt tokens through (so that a long
+prompt does not stall the others), samples one token for every running row, and hands what came out to the event
+loops in one call each. A row leaves the batch with its last token; the last row moves into its slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from polar_proxy.engines.local.kv import MIN_REUSE, PrefixStore, RowKV, Slots, common_prefix
+from polar_proxy.engines.local.runner import ModelRunner
+from polar_proxy.engines.local.sampler import Drawn, RowSampler, draw
+from polar_proxy.engines.local.text import TextStream, Vocabulary
+from polar_proxy.errors import EngineError
+from polar_proxy.types import TokenIds
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PREFILL_ALONE, PREFILL_SHARED = 1024, 256
+"""Prompt tokens of one step when nothing else runs, and when rows wait for their next token."""
+
+
+class Started(NamedTuple):
+    """Prefill of the first choice begins; so many of the prompt's tokens came from the cache."""
+
+    cached_tokens: int
+
+
+class Piece(NamedTuple):
+    """One sampled token of one choice. `text` may lag behind; `finish` is stop or length with the last one."""
+
+    choice: int
+    token_id: int
+    logprob: float
+    text: str
+    top: list[tuple[int, float]]
+    finish: str | None
+
+
+Item = Started | Piece | EngineError
+
+
+class Outbox:
+    """What the worker tells one call: filled from the worker through the loop, read by the call's own task."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._items: list[Item] = []
+        self._ready = asyncio.Event()
+
+    def put(self, item: Item) -> None:
+        """On the loop's own thread only."""
+        self._items.append(item)
+        self._ready.set()
+
+    async def take(self) -> list[Item]:
+        """All that came since the last call; waits for something."""
+        await self._ready.wait()
+        self._ready.clear()
+        items, self._items = self._items, []
+        return items
+
+
+@dataclass(slots=True)
+class Work:
+    """One call: the same prompt for each of `samplers`, one choice each. `prompt` int32 [n], n >= 1."""
+
+    prompt: TokenIds
+    samplers: Sequence[RowSampler]
+    max_tokens: int
+    stop: tuple[str, ...]
+    outbox: Outbox
+    cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One choice. tokens[:count] are prompt and answer, the first `kv_len` of them are in the cache."""
+
+    work: Work
+    index: int
+    sampler: RowSampler
+    stream: TextStream
+    tokens: TokenIds
+    count: int
+    kv_len: int = 0
+    kv: RowKV | None = None
+    """Its own tensors while it is prefilled; then it lives in a slot."""
+    started: bool = False
+
+    @property
+    def known(self) -> TokenIds:
+        return self.tokens[: self.kv_len]
+
+
+@dataclass(slots=True)
+class Job:
+    """Something else the worker must do between steps, a part at each step: scoring, new weights."""
+
+    parts: Generator[None, None, Any]
+    future: Future[Any] = field(default_factory=Future)
+    begun: bool = False
+
+
+class Scheduler:
+    """Owns the worker thread. `submit`, `run_job`, `wake` and `close` may be called from any thread."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        vocabulary: Vocabulary,
+        eos_ids: frozenset[int],
+        *,
+        max_batch: int,
+        kv_bytes: int,
+        threads: int | None,
+    ) -> None:
+        self._runner = runner
+        self._vocabulary = vocabulary
+        self._eos = eos_ids
+        self._max_batch = max_batch
+        self._threads = threads
+        self._prefixes = PrefixStore(kv_bytes)
+        self._slots = Slots(runner.shape, max_batch, runner.context_length)
+        self._work_ready = threading.Condition()
+        self._new: list[Row] = []
+        self._jobs: deque[Job] = deque()
+        self._closing = False
+        self._waiting: deque[Row] = deque()
+        self._prefilling: list[Row] = []
+        self._running: list[Row] = []
+        """Row i is in slot i."""
+        self._letters: list[tuple[Outbox, Item]] = []
+        self.failure: str | None = None
+        """Why the worker no longer serves; None while it does."""
+        self._thread = threading.Thread(target=self._main, name="polar-local-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, work: Work) -> None:
+        """Queue a call. Raises EngineError when the worker is gone."""
+        rows = [self._new_row(work, index, sampler) for index, sampler in enumerate(work.samplers)]
+        with self._work_ready:
+            self._check_alive()
+            self._new += rows
+            self._work_ready.notify()
+
+    def run_job(self, parts: Generator[None, None, T]) -> Future[T]:
+        """Run a generator on the worker, one part between two steps; jobs run one after another."""
+        job = Job(parts)
+        with self._work_ready:
+            self._check_alive()
+            self._jobs.append(job)
+            self._work_ready.notify()
+        return job.future
+
+    def wake(self) -> None:
+        """Look at cancelled calls now."""
+        with self._work_ready:
+            self._work_ready.notify()
+
+    def close(self) -> None:
+        """Stop at the next step and join the thread; calls in flight get an EngineError."""
+        with self._work_ready:
+            self._closing = True
+            self._work_ready.notify()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def weights_changed(self) -> None:
+        """On the worker only (from a job): forget all keys and values; running rows compute theirs anew."""
+        self._prefixes.clear()
+        self._prefilling += self._running
+        self._running = []
+        for row in self._prefilling:
+            row.kv, row.kv_len = None, 0
+
+    def _check_alive(self) -> None:
+        if self.failure is not None or self._closing:
+            raise EngineError(self.failure or "The local engine is shut down.", status=503)
+
+    def _new_row(self, work: Work, index: int, sampler: RowSampler) -> Row:
+        count = len(work.prompt)
+        tokens = np.empty(count + work.max_tokens, dtype=np.int32)
+        tokens[:count] = work.prompt
+        return Row(work, index, sampler, TextStream(self._vocabulary.decoder(), work.stop), tokens, count)
+
+    # From here on: the worker thread.
+
+    def _main(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        error = EngineError("The local engine was shut down.", status=503)
+        try:
+            with torch.inference_mode():
+                while self._await_work():
+                    self._step()
+        except Exception as cause:
+            # The thread's end: nothing is swallowed, everyone who waits is told, health() says it from now on.
+            logger.exception("the local engine's worker failed")
+            error = EngineError(f"The local engine failed: {type(cause).__name__}: {cause}", status=500)
+            error.__cause__ = cause
+        self._fail_all(error)
+
+    def _await_work(self) -> bool:
+        with self._work_ready:
+            while not (self._closing or self._new or self._jobs or self._busy):
+                self._slots.shrink()
+                self._work_ready.wait()
+            self._waiting.extend(self._new)
+            self._new = []
+            return not self._closing
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._waiting or self._prefilling or self._running)
+
+    def _step(self) -> None:
+        if self._jobs:
+            self._advance_job(self._jobs[0])
+        self._drop_cancelled()
+        while self._waiting and len(self._prefilling) + len(self._running) < self._max_batch:
+            self._prefilling.append(self._waiting.popleft())
+        if self._prefilling:
+            self._prefill(PREFILL_SHARED if self._running else PREFILL_ALONE)
+        if self._running:
+            self._decode()
+        self._deliver()
+
+    def _advance_job(self, job: Job) -> None:
+        wanted = job.begun or job.future.set_running_or_notify_cancel()
+        job.begun = True
+        try:
+            if wanted:
+                next(job.parts)
+                return
+        except StopIteration as stop:
+            job.future.set_result(stop.value)
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits for the job
+            job.future.set_exception(error)
+        with self._work_ready:
+            self._jobs.popleft()
+
+    def _drop_cancelled(self) -> None:
+        if any(row.work.cancelled for row in self._waiting):
+            self._waiting = deque(row for row in self._waiting if not row.work.cancelled)
+        for row in [row for row in self._prefilling if row.work.cancelled]:
+            self._prefilling.remove(row)
+            if row.kv is not None:
+                self._prefixes.keep(row.known.copy(), row.kv.data)
+        self._retire([slot for slot, row in enumerate(self._running) if row.work.cancelled])
+
+    def _prefill(self, budget: int) -> None:
+        """Put up to `budget` prompt tokens through. The row with least left goes first: short prompts pass long
+        ones, and the second of two equal prompts finds the first one's keys."""
+        while budget > 0 and self._prefilling:
+            row = min(self._prefilling, key=lambda row: row.count - row.kv_len)
+            kv = row.kv or self._begin(row)
+            count = self._runner.chunk_size(row.kv_len, min(budget, row.count - row.kv_len))
+            count = min(count, row.count - row.kv_len)
+            chunk = row.tokens[row.kv_len : row.kv_len + count].tolist()
+            logits = self._runner.extend(kv, chunk, row.kv_len)
+            row.kv_len += count
+            budget -= count
+            if row.kv_len == row.count:
+                self._enter_batch(row, kv, draw(logits[None], [row.sampler]))
+
+    def _begin(self, row: Row) -> RowKV:
+        """Find the longest known beginning of the row's tokens, all but the last (whose logits are needed)."""
+        tokens = row.tokens[: row.count]
+        limit = row.count - 1
+        best, source = self._prefixes.find(tokens[:limit])
+        live = [(other, self._slots.row(slot)) for slot, other in enumerate(self._running)]
+        live += [(other, other.kv.data) for other in self._prefilling if other.kv is not None]
+        for other, data in live:
+            common = common_prefix(tokens[:limit], other.known)
+            if common > best and common >= MIN_REUSE:
+                best, source = common, data
+        row.kv = RowKV(self._runner.shape, row.count)
+        if source is not None:
+            row.kv.take(source, best)
+            row.kv_len = best
+        if row.index == 0 and not row.started:
+            self._letters.append((row.work.outbox, Started(best)))
+            row.started = True
+        return row.kv
+
+    def _enter_batch(self, row: Row, kv: RowKV, drawn: Drawn) -> None:
+        self._prefilling.remove(row)
+        if self._accept(row, drawn.ids[0], drawn.logprobs[0], drawn.top[0]):
+            self._prefixes.keep(row.known.copy(), kv.data)
+        else:
+            self._slots.fit(row.count, [other.kv_len for other in self._running])
+            self._slots.put(len(self._running), kv.data, row.kv_len)
+            self._running.append(row)
+        row.kv = None
+
+    def _decode(self) -> None:
+        """One token for every running row: its last token goes in, the next comes out."""
+        rows = self._running
+        positions = [row.kv_len for row in rows]
+        self._slots.fit(max(positions) + 1, positions)
+        last = [int(row.tokens[row.kv_len]) for row in rows]
+        drawn = draw(self._runner.step(self._slots, last, positions), [row.sampler for row in rows])
+        done: list[int] = []
+        for slot, row in enumerate(rows):
+            row.kv_len += 1
+            if self._accept(row, drawn.ids[slot], drawn.logprobs[slot], drawn.top[slot]):
+                done.append(slot)
+        self._retire(done)
+
+    def _accept(self, row: Row, token_id: int, logprob: float, top: list[tuple[int, float]]) -> bool:
+        """Add a sampled token to its row and tell it; True when it was the last."""
+        row.tokens[row.count] = token_id
+        row.count += 1
+        finish: str | None = None
+        text = ""
+        if token_id in self._eos:
+            finish = "stop"
+        else:
+            text = row.stream.feed(token_id)
+            if row.stream.stopped:
+                finish = "stop"
+            elif row.count == len(row.tokens):
+                finish = "length"
+        if finish is not None:
+            text += row.stream.close()
+        self._letters.append((row.work.outbox, Piece(row.index, token_id, logprob, text, top, finish)))
+        return finish is not None
+
+    def _retire(self, slots: Sequence[int]) -> None:
+        """Take rows out of the batch, keep their keys for a later turn, and close the gaps from the end."""
+        for slot in sorted(slots, reverse=True):
+            row = self._running[slot]
+            self._prefixes.keep(row.known.copy(), self._slots.row(slot))
+            last = self._running.pop()
+            if last is not row:
+                self._slots.put(slot, self._slots.row(len(self._running)), last.kv_len)
+                self._running[slot] = last
+
+    def _deliver(self) -> None:
+        letters, self._letters = self._letters, []
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Outbox, Item]]] = {}
+        for letter in letters:
+            by_loop.setdefault(letter[0].loop, []).append(letter)
+        for loop, batch in by_loop.items():
+            _call_on(loop, partial(_hand_out, batch))
+
+    def _fail_all(self, error: EngineError) -> None:
+        with self._work_ready:
+            self.failure = str(error)
+            rows = [*self._new, *self._waiting, *self._prefilling, *self._running]
+            jobs, self._jobs = list(self._jobs), deque()
+        for job in jobs:
+            if job.begun or job.future.set_running_or_notify_cancel():
+                job.future.set_exception(error)
+        for outbox in {id(row.work): row.work.outbox for row in rows}.values():
+            self._letters.append((outbox, error))
+        self._deliver()
+        self._new, self._prefilling, self._running = [], [], []
+        self._waiting.clear()
+        self._prefixes.clear()
+
+
+def _hand_out(batch: list[tuple[Outbox, Item]]) -> None:
+    for outbox, item in batch:
+        outbox.put(item)
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:
+        # A loop that was closed has nobody left to tell; its calls are cancelled by their generators' end.
+        if not loop.is_closed():
+            raise
