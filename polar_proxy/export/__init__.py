@@ -1,6 +1,6 @@
 """Datasets from the store."""
 
 from polar_proxy.export.rows import FORMATS, Selection
-from polar_proxy.export.where import FIELDS, Where, parse_where
+from polar_proxy.export.write import Report, export
 
-__all__ = ["FIELDS", "FORMATS", "Selection", "Where", "parse_where"]
+__all__ = ["FORMATS", "Report", "Selection", "export"]

@@ -12,25 +12,20 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from polar_proxy import __version__
-from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects import OpenAIChat, OpenAIText
 from polar_proxy.dialects.openai_common import error_object
 from polar_proxy.engines.base import Engine
 from polar_proxy.gateway.metrics import Metrics
-from polar_proxy.gateway.sessions import Sessions
-from polar_proxy.gateway.turn import CallSink, TurnPipeline
+from polar_proxy.gateway.turn import TurnPipeline
 
 _MODEL_ROUTES = (("/chat/completions", OpenAIChat()), ("/completions", OpenAIText()))
 _PREFIXES = ("/v1", "", "/s/{session}/v1", "/s/{session}")
 """With and without /v1: some clients' base URL includes it, some add it themselves."""
 
 
-def create_app(
-    engine: Engine, store: CallSink, sessions: Sessions, settings: GatewaySettings, metrics: Metrics
-) -> FastAPI:
+def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> FastAPI:
     """The application; the lifetimes of engine and store belong to the caller."""
     app = FastAPI(title="Polar", version=__version__, docs_url="/docs", redoc_url=None)
-    pipeline = TurnPipeline(engine, store, sessions, settings, metrics)
     for path, dialect in _MODEL_ROUTES:
         for prefix in _PREFIXES:
             app.router.routes.append(Route(prefix + path, pipeline.route(dialect), methods=["POST"]))

@@ -19,6 +19,7 @@ from polar_proxy.errors import UsageError
 from polar_proxy.gateway.app import create_app
 from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.sessions import Sessions
+from polar_proxy.gateway.turn import Observer, TurnPipeline
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,14 @@ class Gateway:
         self.settings = settings
         self.metrics = Metrics()
         self.sessions = Sessions(store, open_to_all=is_loopback(settings.host) and not settings.closed)
-        self.app = create_app(engine, store, self.sessions, settings, self.metrics)
+        self._pipeline = TurnPipeline(engine, store, self.sessions, settings, self.metrics)
+        self.app = create_app(engine, self._pipeline, self.metrics)
         self._grace = grace
         self._extra: dict[socket.socket, asyncio.Server] = {}
+
+    def observe(self, observer: Observer) -> None:
+        """Call `observer` with every call once it is committed."""
+        self._pipeline.observers.append(observer)
 
     @property
     def port(self) -> int:

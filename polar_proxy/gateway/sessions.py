@@ -58,8 +58,19 @@ class Session:
     policy: Json
     history: SessionHistory = field(default_factory=SessionHistory)
     in_flight: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while `in_flight` is 0; see `begin` and `end`."""
     lost: int = 0
     """Calls that were answered but could not be committed: the rollout is incomplete and not to be trained on."""
+
+    def begin(self, calls: int) -> None:
+        self.in_flight += calls
+        self.idle.clear()
+
+    def end(self, calls: int) -> None:
+        self.in_flight -= calls
+        if self.in_flight == 0:
+            self.idle.set()
 
 
 class Sessions:
@@ -67,7 +78,7 @@ class Sessions:
 
     def __init__(self, store: SessionStore, *, open_to_all: bool) -> None:
         self._store = store
-        self._open = open_to_all
+        self.open = open_to_all
         self._by_hash: OrderedDict[bytes, Session] = OrderedDict()
         self._by_id: dict[str, Session] = {}
         self._lock = asyncio.Lock()
@@ -85,10 +96,10 @@ class Sessions:
 
     async def _load(self, digest: bytes, path_key: str | None) -> Session:
         record = await self._store.session_by_key(digest)
-        if record is None and path_key is not None and self._open:
+        if record is None and path_key is not None and self.open:
             record = await self._store.session(path_key)
         if record is None:
-            if not self._open:
+            if not self.open:
                 raise RequestError(
                     "Incorrect API key provided. Polar accepts only keys made by `polar session new` here.",
                     status=401,
@@ -102,6 +113,7 @@ class Sessions:
         session = self._by_id.get(record.session_id)  # known already by another name (its id in the path)
         if session is None:
             session = Session(record.session_id, record.policy or {})
+            session.idle.set()
         self._by_hash[digest] = session
         self._by_id[session.session_id] = session
         self._evict()
@@ -112,9 +124,12 @@ class Sessions:
         session = self._by_id.get(session_id)
         return session.lost if session else 0
 
-    def in_flight(self, session_id: str) -> int:
+    async def idle(self, session_id: str, timeout: float) -> None:
+        """Wait until no call of this session is being answered. TimeoutError after `timeout` seconds."""
         session = self._by_id.get(session_id)
-        return session.in_flight if session else 0
+        if session is not None:
+            async with asyncio.timeout(timeout):
+                await session.idle.wait()
 
     def forget(self, session_id: str) -> None:
         """Drop a finished session from memory; its key is looked up afresh (and refused if it was closed)."""

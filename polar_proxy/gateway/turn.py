@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 from urllib.parse import parse_qs
@@ -35,6 +36,10 @@ log = logging.getLogger(__name__)
 
 _LARGE_BODY = 1 << 20
 _COMMIT_PATIENCE = 60.0
+
+
+Observer = Callable[[CallRecord], None]
+"""Told of each call once it is committed; runs in the event loop, so it must be quick."""
 
 
 class CallSink(Protocol):
@@ -66,6 +71,7 @@ class TurnPipeline:
         self._sessions = sessions
         self._settings = settings
         self._metrics = metrics
+        self.observers: list[Observer] = []
 
     def route(self, dialect: Dialect) -> _Route:
         return _Route(self, dialect)
@@ -127,6 +133,7 @@ class _Turn:
     ) -> None:
         self._engine = pipeline._engine
         self._store = pipeline._store
+        self._observers = pipeline.observers
         self._settings = pipeline._settings
         self._metrics = pipeline._metrics
         self._dialect = dialect
@@ -161,7 +168,7 @@ class _Turn:
                 every=self._settings.heartbeat_seconds,
                 patience=self._settings.headers_after_seconds,
             )
-        self._session.in_flight += len(self._parts)
+        self._session.begin(len(self._parts))
         self._metrics.in_flight.inc(len(self._parts))
         try:
             async with wire.ClientWatch(receive) as watch:
@@ -183,7 +190,7 @@ class _Turn:
         finally:
             if writer is not None:
                 writer.close()
-            self._session.in_flight -= len(self._parts)
+            self._session.end(len(self._parts))
             self._metrics.in_flight.dec(len(self._parts))
 
     async def _generate(self, encoder: Encoder, writer: wire.StreamWriter | None) -> None:
@@ -250,6 +257,9 @@ class _Turn:
                 self._session.lost += 1
                 self._metrics.lost.inc()
                 log.exception("call %s was answered but could not be recorded", part.call_id)
+            else:
+                for observer in self._observers:
+                    observer(record)
             self._metrics.commit.observe(time.perf_counter() - waited)
             if status == "ok" and part.answer.choices:
                 first = part.answer.choices[min(part.answer.choices)]

@@ -1,0 +1,52 @@
+"""The `polar` command. Thin: each verb parses, calls, prints."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from polar_proxy import __version__
+from polar_proxy.cli import db, doctor, export, run, serve, show
+from polar_proxy.errors import PolarError
+from sandboxes import SandboxError
+
+app = typer.Typer(
+    name="polar",
+    help="A flight recorder for coding agents: point an agent at Polar, get token-faithful trajectories.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("run")(run.run)
+app.command("serve")(serve.serve)
+app.command("sessions")(show.sessions)
+app.command("show")(show.show)
+app.command("export")(export.export)
+app.command("doctor")(doctor.doctor)
+app.add_typer(serve.session_app, name="session")
+app.add_typer(db.app, name="db")
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"polar {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point: a PolarError becomes one clear line on standard error and its exit code."""
+    try:
+        app()
+    except (PolarError, SandboxError) as error:
+        from polar_proxy.cli.common import err
+
+        err.print(f"[bold red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        sys.exit(getattr(error, "exit_code", 1))

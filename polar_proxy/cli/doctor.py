@@ -1,0 +1,138 @@
+"""`polar doctor`: what is installed, what is missing, how to get it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import typer
+from rich.markup import escape
+
+from polar_proxy.cli import common
+from polar_proxy.cli.common import DbOption, JsonOption
+from polar_proxy.config import Settings
+from polar_proxy.errors import PolarError
+
+State = Literal["ok", "missing", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding. `needed`: Polar's own demo cannot run without it."""
+
+    name: str
+    state: State
+    detail: str
+    fix: str = ""
+    needed: bool = False
+
+
+def doctor(
+    engine_url: Annotated[str | None, typer.Option(help="Also ask the vLLM server at this URL.")] = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what is there, what is missing and how to get it. Exit code 1 when something needed is missing."""
+    settings = common.load_settings(db, engine={"url": engine_url})
+    checks = common.run_async(_checks(settings, engine_url))
+    bad = [check for check in checks if check.needed and check.state != "ok"]
+    if as_json:
+        common.print_json({"ok": not bad, "checks": [asdict(check) for check in checks]})
+    else:
+        for check in checks:
+            colour = {"ok": "green", "missing": "yellow", "failed": "red"}[check.state]
+            mark = f"[{colour}]{check.state:<7}[/]"
+            common.out.print(f"{mark} {check.name}: {escape(check.detail)}", highlight=False)
+            if check.fix and check.state != "ok":
+                common.out.print(f"          -> {escape(check.fix)}", highlight=False)
+    if bad:
+        raise typer.Exit(1)
+
+
+async def _checks(settings: Settings, engine_url: str | None) -> list[Check]:
+    checks = [_python(), _program("git", "install git with your system's package manager", needed=True)]
+    checks += [
+        _package("torch", "the local engine", "pip install 'polar-proxy[local]'"),
+        _package("transformers", "the local engine", "pip install 'polar-proxy[local]'"),
+        _package("docker", "the docker sandbox", "pip install 'polar-proxy[docker]'"),
+        _package("asyncpg", "PostgreSQL", "pip install 'polar-proxy[postgres]'"),
+        _policy(),
+        *_sandboxes(),
+        *_harnesses(settings),
+        await _database(settings),
+    ]
+    if engine_url:
+        checks.append(await _engine(settings))
+    return checks
+
+
+def _python() -> Check:
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 11)
+    return Check("python", "ok" if good else "failed", version, "Polar needs Python 3.11 or newer", needed=True)
+
+
+def _program(name: str, fix: str, *, needed: bool = False) -> Check:
+    found = shutil.which(name)
+    return Check(name, "ok" if found else "missing", found or "not on PATH", fix, needed)
+
+
+def _package(name: str, purpose: str, fix: str) -> Check:
+    try:
+        return Check(name, "ok", f"{importlib.metadata.version(name)} (for {purpose})")
+    except importlib.metadata.PackageNotFoundError:
+        return Check(name, "missing", f"not installed (for {purpose})", fix)
+
+
+def _policy() -> Check:
+    from polar_proxy.engines.factory import POLAR_TINY
+
+    weights = POLAR_TINY / "model.safetensors"
+    if weights.is_file():
+        return Check("polar-tiny", "ok", f"bundled policy, {weights.stat().st_size / 1e6:.1f} MB")
+    return Check("polar-tiny", "missing", f"no weights in {POLAR_TINY}", "reinstall Polar")
+
+
+def _sandboxes() -> list[Check]:
+    from sandboxes import available
+
+    return [
+        Check(f"sandbox {item.kind}", "ok" if item.ok else "missing", item.why_not or "usable", item.how_to_get or "")
+        for item in available()
+    ]
+
+
+def _harnesses(settings: Settings) -> list[Check]:
+    from harness_adapters.base import get_adapter, list_adapters
+
+    checks = []
+    for name in list_adapters():
+        adapter = get_adapter(name)
+        ready = adapter.is_installed(settings.harness_cache)
+        detail = f"{adapter.default_version} " + ("installed" if ready else "is installed at its first run")
+        fix = "nothing to do: `polar run` does it"
+        checks.append(Check(f"harness {name}", "ok" if ready else "missing", detail, fix))
+    return checks
+
+
+async def _database(settings: Settings) -> Check:
+    try:
+        async with common.reader(settings) as store:
+            return Check("database", "ok", f"{store.display_url}, schema {await store.schema_revision()}")
+    except PolarError as error:
+        return Check("database", "missing", str(error), "`polar db upgrade` makes it; `polar run` and `serve` do too")
+
+
+async def _engine(settings: Settings) -> Check:
+    from polar_proxy.engines.factory import make_engine
+
+    try:
+        async with make_engine(settings.engine.model_copy(update={"kind": "vllm"})) as engine:
+            info = engine.info
+            able = ", ".join(sorted(info.capabilities))
+            return Check("engine", "ok", f"{info.engine} {info.version}, {info.model}, {info.logprob_mode}: {able}")
+    except PolarError as error:
+        return Check("engine", "failed", str(error), "start the server, or correct --engine-url")

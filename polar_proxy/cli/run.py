@@ -1,0 +1,147 @@
+"""`polar run`: rollouts of a task family, from nothing but Python to recorded, scored trajectories."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from polar_proxy.cli import common
+from polar_proxy.cli.common import DbOption, JsonOption
+from polar_proxy.cli.live import LiveView
+from polar_proxy.config import Settings
+from polar_proxy.errors import UsageError
+from polar_proxy.store import RolloutRow
+from polar_proxy.tasks.base import TaskSource, UnknownTaskFamilyError, get_source
+from polar_proxy.types import Json
+
+
+def run(
+    task: Annotated[str, typer.Argument(help="Task family, such as swe-task, or module:Class.")],
+    seed: Annotated[int | None, typer.Option(min=0, help="Run this one instance.")] = None,
+    instances: Annotated[int | None, typer.Option(min=1, help="Run instances 0 ... N-1.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Rollouts of each instance (a group).")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")] = None,
+    harness: Annotated[str | None, typer.Option(help="The agent: a harness name, or module:Class.")] = None,
+    sandbox: Annotated[str | None, typer.Option(help="auto, docker, bubblewrap or process.")] = None,
+    engine: Annotated[str | None, typer.Option(help="local, vllm, or module:Class.")] = None,
+    engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm).")] = None,
+    model: Annotated[str | None, typer.Option(help="local: a folder; vllm: the served name.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds the agent may take.")] = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run an agent on tasks; record, score and join what it did.
+
+    Exit code 0 when every rollout reached a final status, whatever its reward.
+    """
+    if seed is not None and instances is not None:
+        raise UsageError("Give --seed (one instance) or --instances (many), not both.")
+    settings = common.load_settings(
+        db,
+        engine={"kind": engine, "url": engine_url, "model": model},
+        run={
+            "samples": samples,
+            "concurrency": concurrency,
+            "harness": harness,
+            "sandbox": sandbox,
+            "temperature": temperature,
+            "timeout": timeout,
+        },
+    )
+    try:
+        source = get_source(task)
+    except (UnknownTaskFamilyError, TypeError) as error:
+        raise UsageError(str(error)) from error
+    seeds = [seed] if seed is not None else list(range(instances or 1))
+    rows = common.run_async(_run(settings, source, seeds, quiet=as_json))
+    url = common.database_url(settings)
+    if as_json:
+        common.print_json({"rollouts": [summary(row) for row in rows], "db": url})
+    else:
+        _print_summary(rows, url)
+
+
+async def _run(settings: Settings, source: TaskSource, seeds: list[int], *, quiet: bool) -> list[RolloutRow]:
+    # Loaded here: torch and the rest take seconds, which `polar --help` should not.
+    from polar_proxy.engines.factory import make_engine
+    from polar_proxy.rollout import Job, recover, run_job, serving
+
+    view = LiveView(common.err, interactive=not quiet)
+    async with common.writer(settings) as store:
+        for line in await recover(store):
+            view.note(line)
+        view.note(f"database: {store.url}")
+        async with make_engine(settings.engine) as engine:
+            view.note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
+            async with serving(settings, engine, store) as gateway:
+                gateway.observe(view.call)
+                with view.shown():
+                    ids = await run_job(
+                        Job(source, seeds, settings.run.samples), settings, engine, store, gateway, view, view.note
+                    )
+        rows = []
+        for rollout_id in ids:
+            row = await store.rollout(rollout_id)
+            assert row is not None
+            rows.append(row)
+        return rows
+
+
+def summary(row: RolloutRow) -> Json:
+    """A rollout as `--json` prints it."""
+    wall = None if row.started_at is None or row.ended_at is None else round(row.ended_at - row.started_at, 3)
+    return {
+        "rollout_id": row.rollout_id,
+        "task_id": row.task_id,
+        "group_id": row.group_id,
+        "seed": row.seed,
+        "status": row.status,
+        "reward": row.reward,
+        "calls": row.calls,
+        "traces": row.traces,
+        "prompt_tokens": row.prompt_tokens,
+        "completion_tokens": row.completion_tokens,
+        "trained_tokens": row.trained_tokens,
+        "wall_seconds": wall,
+        "exit_code": row.exit_code,
+        "session_id": row.session_id,
+        "error": row.error,
+    }
+
+
+def _print_summary(rows: list[RolloutRow], url: str) -> None:
+    table = Table(title="rollouts", title_justify="left")
+    columns: list[tuple[str, Any]] = [
+        ("rollout", "left"),
+        ("task", "left"),
+        ("status", "left"),
+        ("reward", "right"),
+        ("calls", "right"),
+        ("traces", "right"),
+        ("trained tokens", "right"),
+        ("seconds", "right"),
+    ]
+    for name, justify in columns:
+        table.add_column(name, justify=justify, no_wrap=True)
+    for row in rows:
+        told = summary(row)
+        reward = "-" if row.reward is None else f"{row.reward:g}"
+        seconds = "-" if told["wall_seconds"] is None else f"{told['wall_seconds']:.1f}"
+        cells = [row.rollout_id, row.task_id, row.status, reward]
+        table.add_row(*cells, str(row.calls), str(row.traces), str(row.trained_tokens), seconds)
+    common.out.print(table)
+    scored = [row.reward for row in rows if row.reward is not None]
+    solved = sum(reward >= 1 for reward in scored)
+    common.out.print(f"solved {solved} of {len(scored)} scored rollouts ({len(rows)} in all)", highlight=False)
+    for row in rows:
+        if row.error:
+            common.out.print(f"[yellow]{row.rollout_id}: {escape(row.error)}[/]", highlight=False)
+    common.out.print(f"database: {url}", highlight=False, soft_wrap=True)
+    if rows:
+        common.out.print(f"next:  polar show {rows[0].rollout_id}", highlight=False, soft_wrap=True)
+        export = "polar export --format tokens-jsonl --where 'reward>=1' --out train.jsonl"
+        common.out.print(f"       {export}", highlight=False)

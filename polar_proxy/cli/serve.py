@@ -1,0 +1,94 @@
+"""`polar serve`: the gateway alone. `polar session new`: a key for it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from polar_proxy.cli import common
+from polar_proxy.cli.common import DbOption, JsonOption
+from polar_proxy.config import Settings
+from polar_proxy.gateway import Gateway, hash_key, new_key
+
+session_app = typer.Typer(help="Make session keys.", no_args_is_help=True)
+
+
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 takes any free port.")] = None,
+    engine: Annotated[str | None, typer.Option(help="local, vllm, or module:Class.")] = None,
+    engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm).")] = None,
+    model: Annotated[str | None, typer.Option(help="local: a folder; vllm: the served name.")] = None,
+    closed: Annotated[bool | None, typer.Option("--closed", help="Refuse unknown keys on loopback too.")] = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve the gateway until stopped. With --json, one line of JSON when it is ready."""
+    settings = common.load_settings(
+        db,
+        gateway={"host": host, "port": port, "closed": closed},
+        engine={"kind": engine, "url": engine_url, "model": model},
+    )
+    common.run_async(_serve(settings, as_json))
+
+
+async def _serve(settings: Settings, as_json: bool) -> None:
+    from polar_proxy.engines.factory import make_engine
+    from polar_proxy.rollout import recover
+
+    async with common.writer(settings) as store:
+        for line in await recover(store):
+            common.err.print(f"[dim]{escape(line)}[/]", highlight=False)
+        async with make_engine(settings.engine) as engine, Gateway(engine, store, settings.gateway) as gateway:
+            if as_json:
+                ready = {"url": gateway.url, "db": store.url, "model": engine.info.model, "open": gateway.sessions.open}
+                common.print_json(ready)
+            else:
+                _welcome(gateway, store.url, engine.info.model)
+            # Ends by cancellation (SIGINT, SIGTERM).
+            await asyncio.Event().wait()
+
+
+def _welcome(gateway: Gateway, db: str, model: str) -> None:
+    say = common.out.print
+    say(f"[bold]Polar[/] serves {escape(model)} at {gateway.url} and records into {escape(db)}", highlight=False)
+    say("point an agent at it:", highlight=False)
+    say(f"  export OPENAI_BASE_URL={gateway.url}/v1", highlight=False, soft_wrap=True)
+    if gateway.sessions.open:
+        say("  export OPENAI_API_KEY=any-name-you-like    # one session per key", highlight=False)
+    else:
+        say("  export OPENAI_API_KEY=$(polar session new)   # only keys made so are taken", highlight=False)
+    say("then: polar sessions, polar show SESSION, polar export. Ctrl-C stops.", highlight=False)
+
+
+@session_app.command("new")
+def session_new(
+    label: Annotated[str | None, typer.Option(help="A name to find it by.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Replaces what the client asks for.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Upper bound of one answer.")] = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a session and print its key. The key is shown once and stored only as a hash."""
+    settings = common.load_settings(db)
+    policy = {
+        key: value for key, value in (("temperature", temperature), ("max_tokens", max_tokens)) if value is not None
+    }
+
+    async def make() -> tuple[str, str]:
+        key = new_key()
+        async with common.writer(settings) as store:
+            session = await store.create_session(
+                key_hash=hash_key(key), label=label, rollout_id=None, policy=policy or None, origin="key"
+            )
+        return session.session_id, key
+
+    session_id, key = common.run_async(make())
+    if as_json:
+        common.print_json({"session_id": session_id, "key": key})
+    else:
+        common.err.print(f"[dim]session {session_id}; its key:[/]", highlight=False)
+        typer.echo(key)
