@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
-from sqlalchemy import bindparam, case, insert, update
+from sqlalchemy import Connection, bindparam, case, insert, update
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database
-from polar_proxy.store.pack import Batch, Packer
+from polar_proxy.store.pack import Packed, Packer
 from polar_proxy.types import CallRecord
 
 _LARGEST_BATCH = 256
@@ -53,7 +52,6 @@ class GroupCommit:
         self._wake = asyncio.Event()
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="polar-store")
         self._insert_nodes = database.insert_new(schema.nodes)
         self._insert_engines = database.insert_new(schema.engines)
         self._insert_settings = database.insert_new(schema.settings)
@@ -66,7 +64,6 @@ class GroupCommit:
         self._wake.set()
         if self._task is not None:
             await self._task
-        self._thread.shutdown(wait=True)
 
     async def commit(self, record: CallRecord) -> None:
         if self._stopping or self._task is None:
@@ -104,29 +101,27 @@ class GroupCommit:
                     _fail(waiting[1], error)
 
     async def _commit_together(self, batch: Sequence[_Waiting]) -> None:
-        loop = asyncio.get_running_loop()
-        rows, refused = await loop.run_in_executor(self._thread, self._packer.pack, [record for record, _ in batch])
-        if rows.calls:
-            await self._write(rows)
-            self._packer.stored(rows)
+        records = [record for record, _ in batch]
+        rows, refused = await self._database.write_packed(lambda: self._packer.pack(records), self._write)
+        self._packer.stored(rows)
         for position, (_, future) in enumerate(batch):
             if position in refused:
                 _fail(future, refused[position])
             elif not future.done():
                 future.set_result(None)
 
-    async def _write(self, rows: Batch) -> None:
-        async with self._database.writing() as connection:
-            if rows.engines:
-                await connection.execute(self._insert_engines, [rows.engines[key] for key in sorted(rows.engines)])
-            if rows.settings:
-                await connection.execute(self._insert_settings, [rows.settings[key] for key in sorted(rows.settings)])
-            if rows.nodes:
-                await connection.execute(self._insert_nodes, rows.node_rows())
-            await connection.execute(_insert_calls, rows.calls)
-            if rows.completions:
-                await connection.execute(_insert_completions, rows.completions)
-            await connection.execute(_add_to_session, rows.session_rows())
+    def _write(self, connection: Connection, packed: Packed) -> None:
+        rows, _ = packed
+        for statement, values in (
+            (self._insert_engines, [rows.engines[key] for key in sorted(rows.engines)]),
+            (self._insert_settings, [rows.settings[key] for key in sorted(rows.settings)]),
+            (self._insert_nodes, rows.node_rows()),
+            (_insert_calls, rows.calls),
+            (_insert_completions, rows.completions),
+            (_add_to_session, rows.session_rows()),
+        ):
+            if values:
+                connection.execute(statement, values)
 
 
 def _fail(future: asyncio.Future[None], error: StoreError) -> None:

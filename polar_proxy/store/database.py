@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from typing import Any, Literal, TypeVar
 
-from sqlalchemy import Connection, Table, event
+from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import jsontext
 from polar_proxy.store.urls import display_url, sqlite_path
+
+T = TypeVar("T")
 
 Durability = Literal["process", "power"]
 """What a commit outlives: the death of every process (`process`), or the machine losing power as well (`power`).
@@ -31,23 +34,37 @@ _CHECKPOINT_PAGES = 4_000
 
 
 class Database:
-    """A pair of engines on one database. Writing transactions of this process are serialised on SQLite.
+    """The engines on one database, and who may write when.
 
     SQLite connections run with explicit BEGIN: a writer takes the lock at once (BEGIN IMMEDIATE), so that it waits in
-    the busy handler instead of failing half-way; a reader sees one snapshot and cannot write.
+    the busy handler instead of failing half-way; a reader sees one snapshot and cannot write. The writers of this
+    process take turns by an asyncio lock, which is woken at once where the busy handler would sleep.
     """
 
     def __init__(self, url: str, durability: Durability = "process") -> None:
         self.url = url
         self.path = sqlite_path(url)
         self.dialect: Literal["sqlite", "postgresql"] = "postgresql" if self.path is None else "sqlite"
+        self._turn = asyncio.Lock()
+        self._worker: ThreadPoolExecutor | None = None
+        self._worker_engine: Engine | None = None
         common: dict[str, Any] = {"json_serializer": jsontext.dumps_text, "json_deserializer": jsontext.loads}
         try:
             if self.path is not None:
                 self._writer = create_async_engine(url, pool_size=1, max_overflow=0, pool_timeout=120, **common)
                 self._reader = create_async_engine(url, pool_size=4, max_overflow=4, **common)
-                _sqlite_events(self._writer, durability, writes=True)
-                _sqlite_events(self._reader, durability, writes=False)
+                # aiosqlite crosses threads three times for every statement, so the hot path has a connection of its
+                # own in the thread that packs the rows, where a whole transaction is one crossing.
+                self._worker_engine = create_engine(
+                    make_url(url).set(drivername="sqlite"),
+                    pool_size=1,
+                    max_overflow=0,
+                    connect_args={"check_same_thread": False},  # closed from another thread, used in one
+                    **common,
+                )
+                _sqlite_events(self._writer.sync_engine, durability, writes=True)
+                _sqlite_events(self._reader.sync_engine, durability, writes=False)
+                _sqlite_events(self._worker_engine, durability, writes=True)
             else:
                 self._writer = create_async_engine(url, pool_size=4, max_overflow=4, **common)
                 self._reader = self._writer
@@ -64,8 +81,30 @@ class Database:
     async def writing(self) -> AsyncIterator[AsyncConnection]:
         """A transaction that is committed when the block ends without an error."""
         with self.translated():
-            async with self._writer.begin() as connection:
+            async with self._turn if self.path is not None else nullcontext(), self._writer.begin() as connection:
                 yield connection
+
+    async def write_packed(self, pack: Callable[[], T], write: Callable[[Connection, T], None]) -> T:
+        """The hot path: `pack` in the worker thread, then `write` in its own transaction; returns what was packed."""
+        loop = asyncio.get_running_loop()
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="polar-store")
+        engine = self._worker_engine
+        if engine is None:
+            packed = await loop.run_in_executor(self._worker, pack)
+            async with self.writing() as connection:
+                await connection.run_sync(write, packed)
+            return packed
+
+        def work() -> T:
+            packed = pack()
+            with engine.begin() as connection:
+                write(connection, packed)
+            return packed
+
+        with self.translated():
+            async with self._turn:
+                return await loop.run_in_executor(self._worker, work)
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
@@ -109,6 +148,10 @@ class Database:
         await asyncio.shield(self._dispose())
 
     async def _dispose(self) -> None:
+        if self._worker is not None:
+            await asyncio.to_thread(self._worker.shutdown)
+        if self._worker_engine is not None:
+            self._worker_engine.dispose()
         await self._writer.dispose()
         if self._reader is not self._writer:
             await self._reader.dispose()
@@ -125,7 +168,7 @@ def make_file(database: Database) -> None:
         raise StoreError(f"The database file {database.path} cannot be made: {error.strerror}") from error
 
 
-def _sqlite_events(engine: AsyncEngine, durability: Durability, *, writes: bool) -> None:
+def _sqlite_events(engine: Engine, durability: Durability, *, writes: bool) -> None:
     begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
 
     def on_connect(connection: Any, _: ConnectionPoolEntry) -> None:
@@ -145,5 +188,5 @@ def _sqlite_events(engine: AsyncEngine, durability: Durability, *, writes: bool)
     def on_begin(connection: Connection) -> None:
         connection.exec_driver_sql(begin)
 
-    event.listen(engine.sync_engine, "connect", on_connect)
-    event.listen(engine.sync_engine, "begin", on_begin)
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", on_begin)

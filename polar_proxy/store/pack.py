@@ -56,6 +56,9 @@ class Batch:
         ]
 
 
+Packed = tuple[Batch, dict[int, StoreError]]
+
+
 class Packer:
     """Turns records into rows and remembers what is stored already. Used by one thread at a time."""
 
@@ -64,7 +67,7 @@ class Packer:
         self._known = Known()
         self._engines: dict[EngineInfo, tuple[bytes, Row]] = {}
 
-    def pack(self, records: Sequence[CallRecord]) -> tuple[Batch, dict[int, StoreError]]:
+    def pack(self, records: Sequence[CallRecord]) -> Packed:
         """The rows of all records that can be stored, and by position why the others cannot."""
         batch = Batch()
         refused: dict[int, StoreError] = {}
