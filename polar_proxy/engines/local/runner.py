@@ -30,6 +30,7 @@ class ModelRunner:
         heads = config.num_attention_heads
         self.context_length: int = config.max_position_embeddings
         self.vocab_size: int = config.vocab_size
+        self.parameters = sum(tensor.numel() for tensor in model.parameters())
         self.shape = KVShape(
             layers=config.num_hidden_layers,
             heads=getattr(config, "num_key_value_heads", None) or heads,

@@ -7,25 +7,22 @@ loops in one call each. A row leaves the batch with its last token; the last row
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from polar_proxy.engines.local.kv import MIN_REUSE, PrefixStore, RowKV, Slots, common_prefix
+from polar_proxy.engines.local.kv import MIN_REUSE, PrefixStore, RowKV, common_prefix
 from polar_proxy.engines.local.runner import ModelRunner
 from polar_proxy.engines.local.sampler import Drawn, RowSampler, draw
 from polar_proxy.engines.local.text import TextStream, Vocabulary
+from polar_proxy.engines.local.work import Item, Job, Outbox, Piece, Pool, Row, Started, Work, hand_out
 from polar_proxy.errors import EngineError
-from polar_proxy.types import TokenIds
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,86 +31,12 @@ PREFILL_ALONE, PREFILL_SHARED = 1024, 256
 """Prompt tokens of one step when nothing else runs, and when rows wait for their next token."""
 
 
-class Started(NamedTuple):
-    """Prefill of the first choice begins; so many of the prompt's tokens came from the cache."""
-
-    cached_tokens: int
-
-
-class Piece(NamedTuple):
-    """One sampled token of one choice. `text` may lag behind; `finish` is stop or length with the last one."""
-
-    choice: int
-    token_id: int
-    logprob: float
-    text: str
-    top: list[tuple[int, float]]
-    finish: str | None
-
-
-Item = Started | Piece | EngineError
-
-
-class Outbox:
-    """What the worker tells one call: filled from the worker through the loop, read by the call's own task."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._items: list[Item] = []
-        self._ready = asyncio.Event()
-
-    def put(self, item: Item) -> None:
-        """On the loop's own thread only."""
-        self._items.append(item)
-        self._ready.set()
-
-    async def take(self) -> list[Item]:
-        """All that came since the last call; waits for something."""
-        await self._ready.wait()
-        self._ready.clear()
-        items, self._items = self._items, []
-        return items
-
-
-@dataclass(slots=True)
-class Work:
-    """One call: the same prompt for each of `samplers`, one choice each. `prompt` int32 [n], n >= 1."""
-
-    prompt: TokenIds
-    samplers: Sequence[RowSampler]
-    max_tokens: int
-    stop: tuple[str, ...]
-    outbox: Outbox
-    cancelled: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """One choice. tokens[:count] are prompt and answer, the first `kv_len` of them are in the cache."""
-
-    work: Work
-    index: int
-    sampler: RowSampler
-    stream: TextStream
-    tokens: TokenIds
-    count: int
-    kv_len: int = 0
-    kv: RowKV | None = None
-    """Its own tensors while it is prefilled; then it lives in a slot."""
-    started: bool = False
-
-    @property
-    def known(self) -> TokenIds:
-        return self.tokens[: self.kv_len]
-
-
-@dataclass(slots=True)
-class Job:
-    """Something else the worker must do between steps, a part at each step: scoring, new weights."""
-
-    parts: Generator[None, None, Any]
-    future: Future[Any] = field(default_factory=Future)
-    begun: bool = False
+def pool_limits(context_length: int, first: int = 4096) -> list[int]:
+    """Lengths at which rows move on: each four times the one before, up to the whole context."""
+    limits = [first]
+    while limits[-1] < context_length:
+        limits.append(4 * limits[-1])
+    return [min(limit, context_length) for limit in limits]
 
 
 class Scheduler:
@@ -135,15 +58,13 @@ class Scheduler:
         self._max_batch = max_batch
         self._threads = threads
         self._prefixes = PrefixStore(kv_bytes)
-        self._slots = Slots(runner.shape, max_batch, runner.context_length)
+        self._pools = [Pool(runner.shape, max_batch, limit) for limit in pool_limits(runner.context_length)]
         self._work_ready = threading.Condition()
         self._new: list[Row] = []
         self._jobs: deque[Job] = deque()
         self._closing = False
         self._waiting: deque[Row] = deque()
         self._prefilling: list[Row] = []
-        self._running: list[Row] = []
-        """Row i is in slot i."""
         self._letters: list[tuple[Outbox, Item]] = []
         self.failure: str | None = None
         """Why the worker no longer serves; None while it does."""
@@ -185,8 +106,9 @@ class Scheduler:
     def weights_changed(self) -> None:
         """On the worker only (from a job): forget all keys and values; running rows compute theirs anew."""
         self._prefixes.clear()
-        self._prefilling += self._running
-        self._running = []
+        for pool in self._pools:
+            self._prefilling += pool.rows
+            pool.rows = []
         for row in self._prefilling:
             row.kv, row.kv_len = None, 0
 
@@ -220,7 +142,8 @@ class Scheduler:
     def _await_work(self) -> bool:
         with self._work_ready:
             while not (self._closing or self._new or self._jobs or self._busy):
-                self._slots.shrink()
+                for pool in self._pools:
+                    pool.slots.shrink()
                 self._work_ready.wait()
             self._waiting.extend(self._new)
             self._new = []
@@ -230,16 +153,22 @@ class Scheduler:
     def _busy(self) -> bool:
         return bool(self._waiting or self._prefilling or self._running)
 
+    @property
+    def _running(self) -> int:
+        return sum(len(pool.rows) for pool in self._pools)
+
     def _step(self) -> None:
         if self._jobs:
             self._advance_job(self._jobs[0])
         self._drop_cancelled()
-        while self._waiting and len(self._prefilling) + len(self._running) < self._max_batch:
+        while self._waiting and len(self._prefilling) + self._running < self._max_batch:
             self._prefilling.append(self._waiting.popleft())
         if self._prefilling:
             self._prefill(PREFILL_SHARED if self._running else PREFILL_ALONE)
-        if self._running:
-            self._decode()
+        for pool in self._pools:
+            self._promote(pool)
+            if pool.rows:
+                self._decode(pool)
         self._deliver()
 
     def _advance_job(self, job: Job) -> None:
@@ -263,7 +192,8 @@ class Scheduler:
             self._prefilling.remove(row)
             if row.kv is not None:
                 self._prefixes.keep(row.known.copy(), row.kv.data)
-        self._retire([slot for slot, row in enumerate(self._running) if row.work.cancelled])
+        for pool in self._pools:
+            self._retire(pool, [slot for slot, row in enumerate(pool.rows) if row.work.cancelled])
 
     def _prefill(self, budget: int) -> None:
         """Put up to `budget` prompt tokens through. The row with least left goes first: short prompts pass long
@@ -285,7 +215,7 @@ class Scheduler:
         tokens = row.tokens[: row.count]
         limit = row.count - 1
         best, source = self._prefixes.find(tokens[:limit])
-        live = [(other, self._slots.row(slot)) for slot, other in enumerate(self._running)]
+        live = [(other, pool.data(slot)) for pool in self._pools for slot, other in enumerate(pool.rows)]
         live += [(other, other.kv.data) for other in self._prefilling if other.kv is not None]
         for other, data in live:
             common = common_prefix(tokens[:limit], other.known)
@@ -305,24 +235,32 @@ class Scheduler:
         if self._accept(row, drawn.ids[0], drawn.logprobs[0], drawn.top[0]):
             self._prefixes.keep(row.known.copy(), kv.data)
         else:
-            self._slots.fit(row.count, [other.kv_len for other in self._running])
-            self._slots.put(len(self._running), kv.data, row.kv_len)
-            self._running.append(row)
+            self._pool_for(row).add(row, kv.data)
         row.kv = None
 
-    def _decode(self) -> None:
-        """One token for every running row: its last token goes in, the next comes out."""
-        rows = self._running
+    def _pool_for(self, row: Row) -> Pool:
+        return next(pool for pool in self._pools if row.kv_len < pool.limit)
+
+    def _promote(self, pool: Pool) -> None:
+        """Move rows that have outgrown this pool on to the next."""
+        for slot in [slot for slot, row in enumerate(pool.rows) if row.kv_len >= pool.limit][::-1]:
+            row = pool.rows[slot]
+            self._pool_for(row).add(row, pool.data(slot))
+            pool.remove(slot)
+
+    def _decode(self, pool: Pool) -> None:
+        """One token for every row of the pool: its last token goes in, the next comes out."""
+        rows = pool.rows
         positions = [row.kv_len for row in rows]
-        self._slots.fit(max(positions) + 1, positions)
+        pool.slots.fit(max(positions) + 1, positions)
         last = [int(row.tokens[row.kv_len]) for row in rows]
-        drawn = draw(self._runner.step(self._slots, last, positions), [row.sampler for row in rows])
+        drawn = draw(self._runner.step(pool.slots, last, positions), [row.sampler for row in rows])
         done: list[int] = []
         for slot, row in enumerate(rows):
             row.kv_len += 1
             if self._accept(row, drawn.ids[slot], drawn.logprobs[slot], drawn.top[slot]):
                 done.append(slot)
-        self._retire(done)
+        self._retire(pool, done)
 
     def _accept(self, row: Row, token_id: int, logprob: float, top: list[tuple[int, float]]) -> bool:
         """Add a sampled token to its row and tell it; True when it was the last."""
@@ -343,28 +281,21 @@ class Scheduler:
         self._letters.append((row.work.outbox, Piece(row.index, token_id, logprob, text, top, finish)))
         return finish is not None
 
-    def _retire(self, slots: Sequence[int]) -> None:
-        """Take rows out of the batch, keep their keys for a later turn, and close the gaps from the end."""
+    def _retire(self, pool: Pool, slots: Sequence[int]) -> None:
+        """Take rows out of the batch and keep their keys for a later turn."""
         for slot in sorted(slots, reverse=True):
-            row = self._running[slot]
-            self._prefixes.keep(row.known.copy(), self._slots.row(slot))
-            last = self._running.pop()
-            if last is not row:
-                self._slots.put(slot, self._slots.row(len(self._running)), last.kv_len)
-                self._running[slot] = last
+            self._prefixes.keep(pool.rows[slot].known.copy(), pool.data(slot))
+            pool.remove(slot)
 
     def _deliver(self) -> None:
         letters, self._letters = self._letters, []
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Outbox, Item]]] = {}
-        for letter in letters:
-            by_loop.setdefault(letter[0].loop, []).append(letter)
-        for loop, batch in by_loop.items():
-            _call_on(loop, partial(_hand_out, batch))
+        hand_out(letters)
 
     def _fail_all(self, error: EngineError) -> None:
         with self._work_ready:
             self.failure = str(error)
-            rows = [*self._new, *self._waiting, *self._prefilling, *self._running]
+            running = [row for pool in self._pools for row in pool.rows]
+            rows = [*self._new, *self._waiting, *self._prefilling, *running]
             jobs, self._jobs = list(self._jobs), deque()
         for job in jobs:
             if job.begun or job.future.set_running_or_notify_cancel():
@@ -372,20 +303,6 @@ class Scheduler:
         for outbox in {id(row.work): row.work.outbox for row in rows}.values():
             self._letters.append((outbox, error))
         self._deliver()
-        self._new, self._prefilling, self._running = [], [], []
+        self._new, self._prefilling, self._pools = [], [], []
         self._waiting.clear()
         self._prefixes.clear()
-
-
-def _hand_out(batch: list[tuple[Outbox, Item]]) -> None:
-    for outbox, item in batch:
-        outbox.put(item)
-
-
-def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    try:
-        loop.call_soon_threadsafe(callback)
-    except RuntimeError:
-        # A loop that was closed has nobody left to tell; its calls are cancelled by their generators' end.
-        if not loop.is_closed():
-            raise
