@@ -71,16 +71,14 @@ class Probe:
                 raise EngineError(f"{self._who} (version {version}) {problem} {REFUSED}")
             info = EngineInfo("vllm", version, self._model, context_length, None, "raw", frozenset())
             return Found(info, tokenize_renders=False, weight_version=None)
-        mode, tools, required, schema, ids_prompt, score, tokenize, weights = await asyncio.gather(
+        mode, tools, required, schema, tokenize = await asyncio.gather(
             self._logprob_mode(),
             self._accepts(tools=[_TOOL], tool_choice="auto"),
             self._accepts(tools=[_TOOL], tool_choice="required"),
             self._accepts(response_format=_SCHEMA),
-            self._token_prompt(),
-            self._score(),
             self._tokenize_renders(),
-            self._weight_version(),
         )
+        ids_prompt, score, weights = await asyncio.gather(self._token_prompt(), self._score(), self._weight_version())
         if tools and tokenize:
             tokenize = await self._tokenize_renders(tools=[_TOOL])
         can = {
@@ -143,7 +141,7 @@ class Probe:
     async def _accepts(self, **more: Any) -> bool:
         try:
             await self._chat(**more)
-        except RequestError:
+        except (RequestError, EngineError):  # some servers answer 500 to what they do not support
             return False
         return True
 

@@ -19,6 +19,7 @@ from typing import Any, Self
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.openai_http import OpenAIHttp, SseDecoder, orjson_loads
 from polar_proxy.engines.probe import Probe
+from polar_proxy.engines.vllm_tokens import TokenTexts
 from polar_proxy.engines.vllm_wire import (
     AnswerParser,
     chat_body,
@@ -67,6 +68,8 @@ class VllmEngine(Engine):
         self._info = found.info
         self._tokenize_renders = found.tokenize_renders
         self._has_weight_info = found.weight_version is not None
+        separator = next(iter(found.info.eos_token_ids), None)
+        self._texts = TokenTexts(self._http, found.info.model, separator)
         return self
 
     async def __aexit__(
@@ -77,6 +80,7 @@ class VllmEngine(Engine):
     async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
         """As in `Engine.sample`; `stream=False` tells that the client wants the answer in one piece."""
         info = self.info
+        named = bool(request.sampling.top_logprobs)
         parser = AnswerParser(request.sampling, self._who, expect_ids="token_ids" in info.capabilities)
         if isinstance(request, ChatRequest):
             stream = stream or bool(request.tools)
@@ -87,27 +91,29 @@ class VllmEngine(Engine):
             if stream:
                 decoder = SseDecoder(self._http.url)
                 while not decoder.done and (data := await self._http.read_some(response)):
-                    for event in self._parse(parser, decoder.feed(data)):
+                    for event in await self._parse(parser, decoder.feed(data), named):
                         yield event
             else:
                 answer = orjson_loads(await self._http.read(response), self._http.url)
-                for event in self._parse(parser, [answer]):
+                for event in await self._parse(parser, [answer], named):
                     yield event
-            for event in parser.end():
+            for event in await self._parse(parser, None, named):
                 yield event
             await self._http.finish(response)
         finally:
             # An answer that was not read to its end closes the connection, at which vLLM aborts the generation.
             response.close()
 
-    def _parse(self, parser: AnswerParser, chunks: list[Json]) -> list[SampleEvent]:
+    async def _parse(self, parser: AnswerParser, chunks: list[Json] | None, named: bool) -> list[SampleEvent]:
+        """The events of these chunks, or of the end of the answer (None); `named`: with texts of alternatives."""
         try:
-            return parser.feed(chunks)
+            events = parser.end() if chunks is None else parser.feed(chunks)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"{self._who} sent an answer of an unknown shape: {error!r}.") from error
+        return await self._texts.named(events) if named and events else events
 
     async def render(self, request: ChatRequest) -> list[int]:
-        """The prompt ids: by `/tokenize` where that was seen to agree with the chat route, else by a call of one token."""
+        """The prompt ids: by `/tokenize` where it was seen to agree with the chat route, else by a one-token call."""
         if self._tokenize_renders:
             answer = await self._http.json("POST", "/tokenize", render_body(self.info.model, request))
             return list(self._field(answer, "tokens"))

