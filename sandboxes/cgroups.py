@@ -55,7 +55,7 @@ def settings(limits: Limits, version: int) -> dict[str, list[tuple[str, str, boo
     if limits.memory_mb is not None:
         size = str(limits.memory_mb << 20)
         found["memory"] = (
-            [("memory.max", size, True), ("memory.swap.max", "0", False), ("memory.oom.group", "0", False)]
+            [("memory.max", size, True), ("memory.swap.max", "0", False)]
             if version == 2
             else [("memory.limit_in_bytes", size, True), ("memory.memsw.limit_in_bytes", size, False)]
         )

@@ -176,8 +176,10 @@ class DockerSandbox(Sandbox):
         self._record.container = self.id  # the name: known before there is a container
         await asyncio.to_thread(self._registry.write, self._record)
         try:
-            self._container = await engine.containers.create(self._config(image), name=self.id)
-            await self._container.start()
+            # Cancelled half-way, the engine would make the container after we had looked for it in vain.
+            creating = engine.containers.create(self._config(image), name=self.id)
+            self._container = await settle(creating)
+            await settle(self._container.start())
         except _aiodocker().DockerError as error:
             raise SandboxError(f"the engine did not start a container of {image}: {error.message}") from error
         # The volumes come owned by root; an image's own user has to be able to write to them.
@@ -297,20 +299,33 @@ class DockerSandbox(Sandbox):
                 # Also when the reader failed (an error of the callback): the program may still be running.
                 await settle(self._kill(ident, task))
             raise
+        if exit_code == 137 and not timed_out and not await self._running():
+            raise SandboxEnded("the container ended while the command ran")
         truncated = run.out.truncated or run.err.truncated
         seconds = time.monotonic() - start
         return ExecResult(exit_code, run.out.value(), run.err.value(), timed_out, seconds, truncated)
 
     async def _kill(self, ident: str, task: asyncio.Task[int]) -> None:
         """End a command's tree and wait for its end; whatever resists takes the sandbox with it."""
-        await self._script(KILL, self._main, f"{EXEC_MARKER}={ident}")
-        await asyncio.wait({task}, timeout=END_SECONDS)
-        if not task.done():
-            task.cancel()
-            await self.close()
-            raise SandboxEnded("a command could not be killed, so the sandbox was closed")
+        deadline = time.monotonic() + END_SECONDS
+        while True:
+            await self._script(KILL, self._main, f"{EXEC_MARKER}={ident}")
+            # Again if need be: the engine may have been about to start the program.
+            await asyncio.wait({task}, timeout=0.5)
+            if task.done():
+                break
+            if time.monotonic() > deadline:
+                task.cancel()
+                await self.close()
+                raise SandboxEnded("a command could not be killed, so the sandbox was closed")
         if not task.cancelled():
             task.exception()  # seen: what matters of it has been raised already
+
+    async def _running(self) -> bool:
+        if self._closing is not None:
+            return False
+        with _translated():
+            return bool((await self._container.show())["State"]["Running"])
 
     async def _script(self, script: str, *args: str, stdin: bytes = b"", limit: int = OUTPUT_LIMIT) -> ExecResult:
         """A few lines of shell of our own, as the sandbox's user."""

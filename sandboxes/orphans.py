@@ -273,23 +273,22 @@ def _kill(pid: int, still_the_same: Callable[[], bool]) -> bool:
 
 
 def remove_dir(path: Path) -> None:
-    """Remove a tree, also where a program inside took away the owner's own permissions on a folder."""
+    """Remove a tree, also where a program inside took the owner's own permissions from a folder."""
+    try:
+        shutil.rmtree(path, onerror=_gone_is_fine)
+    except PermissionError:
+        os.chmod(path, 0o700)
+        for folder, folders, _files in os.walk(path):
+            for name in folders:
+                inner = os.path.join(folder, name)
+                if not os.path.islink(inner):
+                    os.chmod(inner, 0o700)
+        shutil.rmtree(path, onerror=_gone_is_fine)
 
-    def unlock(function: Callable[..., Any], name: str, error: tuple[Any, BaseException, Any]) -> None:
-        if isinstance(error[1], FileNotFoundError):
-            return
-        if not isinstance(error[1], PermissionError):
-            raise error[1]
-        for folder in {os.path.dirname(name), name}:
-            if os.path.isdir(folder) and not os.path.islink(folder):
-                os.chmod(folder, 0o700)
-        if os.path.isdir(name) and not os.path.islink(name):
-            shutil.rmtree(name)
-        else:
-            os.unlink(name)
 
-    if path.exists():
-        shutil.rmtree(path, onerror=unlock)
+def _gone_is_fine(_function: object, _name: str, error: tuple[Any, BaseException, Any]) -> None:
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
 
 
 def labels(record: Record) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from sandboxes import Sandbox, SandboxSpec, available, open_sandbox
+from sandboxes import Sandbox, SandboxSpec, available, docker, open_sandbox, orphans
 
 KINDS = ["process", "bubblewrap", pytest.param("docker", marks=pytest.mark.full)]
 
@@ -46,6 +48,16 @@ async def opener(kind: str, state_dir: Path) -> AsyncIterator[Opener]:
     for sandbox in opened:
         await sandbox.close()
     assert not [p for p in state_dir.rglob("*") if p.name != "records"]
+    if kind == "docker":
+        assert await my_containers() == []
+
+
+async def my_containers() -> list[str]:
+    owner = json.dumps(asdict(orphans.Owner.me()))
+    async with docker.client() as engine:
+        label = {"label": [f"{orphans.OWNER_LABEL}={owner}"]}
+        found = await engine.containers.list(all=True, filters=json.dumps(label))
+        return [container["Labels"][orphans.LABEL] for container in found]
 
 
 @pytest.fixture

@@ -1,0 +1,92 @@
+"""Make the default image of docker sandboxes: `python -m sandboxes.images.build [--force]`.
+
+With a registry in reach: `docker build` of the Dockerfile. Without one (closed networks, CI) but with a Debian mirror:
+the same packages by mmdebstrap (as root), imported. Both give the image the tag of the recipe, printed at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from . import DOCKERFILE, HERE, packages, tag
+
+SUITE = "bookworm"
+# Signed Release files and this machine's own mirrors, where it is the same distribution.
+HOST_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
+
+
+class BuildFailed(Exception):
+    """Neither way worked; the text says why for each."""
+
+
+def exists(image: str) -> bool:
+    return subprocess.run(["docker", "image", "inspect", image], capture_output=True, check=False).returncode == 0
+
+
+def _run(command: list[str], *, timeout: float) -> None:
+    """Run a command; its output goes to the terminal as well as into the error."""
+    print("+", " ".join(command), file=sys.stderr, flush=True)
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=timeout, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise BuildFailed(f"{command[0]} took longer than {timeout:.0f} s") from error
+    if done.returncode != 0:
+        raise BuildFailed(f"{' '.join(command[:2])} failed: {' '.join(done.stdout.split()[-60:])}")
+
+
+def by_dockerfile(image: str) -> None:
+    _run(["docker", "build", "--tag", image, "--file", str(DOCKERFILE), str(HERE)], timeout=900)
+
+
+def by_mmdebstrap(image: str) -> None:
+    if os.getuid() != 0:
+        raise BuildFailed("the way without a registry needs root")
+    if shutil.which("mmdebstrap") is None:
+        raise BuildFailed("the way without a registry needs mmdebstrap (apt-get install mmdebstrap)")
+    sources = [str(HOST_SOURCES)] if HOST_SOURCES.exists() and SUITE in HOST_SOURCES.read_text() else []
+    with tempfile.TemporaryDirectory(prefix="polar-image-") as folder:
+        archive = str(Path(folder) / "root.tar")
+        include = f"--include={','.join(packages())}"
+        _run(["mmdebstrap", "--variant=apt", include, SUITE, archive, *sources], timeout=900)
+        _run(["docker", "import", archive, image], timeout=300)
+
+
+def build(*, force: bool = False) -> str:
+    """Make the image unless it is there; returns its tag. Raises `BuildFailed`."""
+    image = tag()
+    if shutil.which("docker") is None:
+        raise BuildFailed("the docker command is not installed")
+    if exists(image) and not force:
+        return image
+    reasons = []
+    for way in (by_dockerfile, by_mmdebstrap):
+        try:
+            way(image)
+        except BuildFailed as error:
+            reasons.append(str(error))
+        else:
+            return image
+    raise BuildFailed("; ".join(reasons))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--force", action="store_true", help="make it again even if it is there")
+    try:
+        print(build(force=parser.parse_args().force))
+    except BuildFailed as error:
+        print(f"no image: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

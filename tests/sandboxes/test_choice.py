@@ -1,0 +1,65 @@
+"""What is available, and what `auto` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sandboxes import SandboxSpec, SandboxUnavailable, available, choose, images, open_sandbox
+
+
+def test_available_names_every_kind_with_reason_and_cure() -> None:
+    found = available()
+    assert [a.kind for a in found] == ["docker", "bubblewrap", "process"]
+    assert found[-1].ok
+    for a in found:
+        assert a.ok or (a.why_not and a.how_to_get)
+
+
+async def test_available_may_be_called_where_an_event_loop_runs() -> None:
+    assert len(available()) == 3
+
+
+def test_auto_takes_the_strongest_and_says_what_it_passed_over() -> None:
+    found = {a.kind: a for a in available()}
+    strongest = next(kind for kind, a in found.items() if a.ok)
+    choice = choose()
+    assert choice.kind == strongest
+    assert strongest in choice.reason
+    for kind, a in found.items():
+        if not a.ok:
+            assert f"no {kind}: {a.why_not}" in choice.reason
+
+
+async def test_auto_opens_it(tmp_path: Path) -> None:
+    async with await open_sandbox(state_dir=tmp_path) as sandbox:
+        assert sandbox.kind == choose().kind
+
+
+def test_without_bwrap_and_engine_there_is_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    choice = choose()
+    assert choice.kind == "process"
+    assert "bwrap is not installed" in choice.reason
+    with pytest.raises(SandboxUnavailable, match="apt-get install bubblewrap"):
+        choose("bubblewrap")
+
+
+async def test_an_explicit_kind_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    for kind in ("bubblewrap", "docker"):
+        with pytest.raises(SandboxUnavailable):
+            await open_sandbox(kind, SandboxSpec(), state_dir=tmp_path)  # type: ignore[arg-type]
+    assert not list(tmp_path.glob("records/*"))
+
+
+def test_the_images_tag_follows_its_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = images.tag()
+    changed = tmp_path / "packages.txt"
+    changed.write_text(images.PACKAGES.read_text() + "vim\n")
+    monkeypatch.setattr(images, "PACKAGES", changed)
+    assert images.tag() != before
+    assert {"python3", "git", "ca-certificates", "libssl3", "vim"} <= set(images.packages())

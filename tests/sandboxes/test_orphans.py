@@ -1,0 +1,207 @@
+"""`kill -9` of an owner leaves nothing once the sweep has run, and the sweep touches nothing of a living owner."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from sandboxes import Sandbox, SandboxError, docker, orphans, sweep
+
+ROOT = Path(__file__).parents[2]
+
+# An owner: opens a sandbox, leaves a background process and runs another, tells what there is, and waits to be killed.
+OWNER = """
+import asyncio, os, sys
+from pathlib import Path
+from sandboxes import open_sandbox
+
+async def main(kind, state_dir):
+    sandbox = await open_sandbox(kind, state_dir=Path(state_dir))
+    span = f"9{os.getpid()}"
+    await sandbox.exec(["sh", "-c", f"(setsid sleep {span} & env -i sleep {span} &) >/dev/null 2>&1"])
+    running = asyncio.ensure_future(sandbox.exec(["sh", "-c", f"sleep {span}; true"]))
+    await asyncio.sleep(0.3)
+    print(sandbox.id, flush=True)
+    await running
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+async def owner(kind: str, state_dir: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", OWNER, kind, str(state_dir), cwd=ROOT, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    ident = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
+    assert ident
+    yield process, ident
+    if process.returncode is None:
+        process.kill()
+        await process.wait()
+    await sweep(state_dir)
+
+
+def supervisors(ident: str, state_dir: Path) -> list[int]:
+    record = json.loads((state_dir / "records" / f"{ident}.json").read_text())
+    return [pid for pid, _start in record["processes"]]
+
+
+def alive(process: asyncio.subprocess.Process) -> int:
+    """How many of the three programs that this owner started live, seen from the host, with whatever environment."""
+    count = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                count += (entry / "cmdline").read_bytes() == f"sleep\0009{process.pid}\0".encode()
+    return count
+
+
+async def containers(ident: str) -> int:
+    async with docker.client() as engine:
+        label = json.dumps({"label": [f"{orphans.LABEL}={ident}"]})
+        return len(await engine.containers.list(all=True, filters=label))
+
+
+async def test_the_sweep_removes_what_a_killed_owner_left(
+    owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
+) -> None:
+    process, ident = owner
+    assert list(orphans.marked({ident}))
+    assert alive(process) == 3
+    process.kill()
+    await process.wait()
+    if kind != "docker":
+        # The supervisor's lifeline is cut: everything ends without any sweep, in a moment.
+        async with asyncio.timeout(10):
+            while list(orphans.marked({ident})) or alive(process):  # noqa: ASYNC110 - other processes set no event
+                await asyncio.sleep(0.02)
+    removed = await sweep(state_dir)
+    assert not list(orphans.marked({ident}))
+    assert alive(process) == 0
+    assert [p for p in state_dir.rglob("*") if p.name != "records"] == []
+    kinds = {r.what for r in removed if r.sandbox == ident}
+    assert kinds >= ({"container", "record"} if kind == "docker" else {"directory", "record"})
+    if kind == "docker":
+        assert await containers(ident) == 0
+    assert await sweep(state_dir) == []
+
+
+@pytest.mark.parametrize("kind", ["process", "bubblewrap"], indirect=True)  # a container has no supervisor
+async def test_the_sweep_ends_processes_whose_supervisor_was_killed_too(
+    owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
+) -> None:
+    process, ident = owner
+    process.send_signal(signal.SIGSTOP)  # so that it cannot clean up after its supervisor
+    for pid in supervisors(ident, state_dir)[:1]:
+        os.kill(pid, signal.SIGKILL)
+    process.kill()
+    await process.wait()
+    await sweep(state_dir)
+    assert not list(orphans.marked({ident}))
+    assert alive(process) == 0
+    assert [p for p in state_dir.rglob("*") if p.name != "records"] == []
+
+
+async def test_the_sweep_spares_living_owners(
+    owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
+) -> None:
+    process, ident = owner
+    before = sorted(pid for _, pid in orphans.marked({ident}))
+    assert before
+    assert await sweep(state_dir) == []
+    assert sorted(pid for _, pid in orphans.marked({ident})) == before
+    assert process.returncode is None
+
+
+@pytest.mark.parametrize("kind", [pytest.param("docker", marks=pytest.mark.full)], indirect=True)
+async def test_a_container_is_found_by_its_label_when_its_record_is_lost(
+    owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
+) -> None:
+    process, ident = owner
+    (state_dir / "records" / f"{ident}.json").unlink()
+    process.kill()
+    await process.wait()
+    removed = await sweep(state_dir)
+    assert [r for r in removed if r.sandbox == ident and r.what == "container"]
+    assert await containers(ident) == 0
+
+
+# ---------------------------------------------------------------- who is dead
+
+
+def test_an_owner_is_dead_only_if_that_is_certain() -> None:
+    me = orphans.Owner.me()
+    assert not me.dead()
+    assert replace(me, started="1").dead()  # the pid was given to another process
+    assert replace(me, boot="before").dead()
+    assert not replace(me, machine="another", pid=2**22 + 1).dead()
+    assert not replace(me, pid_namespace="pid:[1]", pid=2**22 + 1).dead()
+
+
+def test_a_zombie_owner_is_dead() -> None:
+    process = subprocess.Popen(["sleep", "30"])
+    owner = replace(orphans.Owner.me(), pid=process.pid, started=orphans.started(process.pid) or "")
+    assert not owner.dead()
+    os.kill(process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and not reaped
+    assert owner.dead()
+    process.wait()
+
+
+def test_a_process_with_a_reused_pid_is_not_killed(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "30"])
+    dead = replace(orphans.Owner.me(), started="1")
+    record = orphans.Record("polar-x", "process", dead, processes=[(process.pid, "1")])
+    registry = orphans.Registry(tmp_path)
+    registry.write(record)
+    asyncio.run(sweep(tmp_path))
+    assert process.poll() is None
+    process.kill()
+    process.wait()
+    assert registry.all() == []
+
+
+def test_records_of_a_newer_version_are_refused(tmp_path: Path) -> None:
+    registry = orphans.Registry(tmp_path)
+    record = orphans.Record("polar-x", "process", orphans.Owner.me())
+    registry.write(record)
+    path = tmp_path / "records" / "polar-x.json"
+    path.write_text(json.dumps({**asdict(record), "version": 2}))
+    with pytest.raises(SandboxError, match="newer"):
+        asyncio.run(sweep(tmp_path))
+
+
+def test_sweeping_where_nothing_ever_was(tmp_path: Path) -> None:
+    assert [r for r in asyncio.run(sweep(tmp_path / "none")) if r.what != "container"] == []
+
+
+async def test_a_crowd_of_sandboxes_closes_while_another_process_sweeps(
+    kind: str, state_dir: Path, opener: Callable[[], Awaitable[Sandbox]]
+) -> None:
+    async def life() -> None:
+        for _ in range(3):
+            async with await opener() as sandbox:
+                assert (await sandbox.exec(["true"])).exit_code == 0
+
+    async def sweeper(done: asyncio.Event) -> None:
+        while not done.is_set():
+            assert [r for r in await sweep(state_dir) if r.what != "container"] == []
+            await asyncio.sleep(0.01)
+
+    done = asyncio.Event()
+    task = asyncio.ensure_future(sweeper(done))
+    await asyncio.gather(*(life() for _ in range(3)))
+    done.set()
+    await task
