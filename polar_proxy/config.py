@@ -67,6 +67,9 @@ class Settings(BaseSettings):
 
     home: Path = Path("~/.polar")
     db: str | None = None
+    """Database URL or file; default polar.db in the home."""
+    harnesses: Path | None = None
+    """Where agents are installed, once a version; default harnesses/ in the home."""
     gateway: GatewaySettings = GatewaySettings()
     engine: EngineSettings = EngineSettings()
     run: RunSettings = RunSettings()
@@ -89,8 +92,4 @@ class Settings(BaseSettings):
 
     @property
     def harness_cache(self) -> Path:
-        return self.home / "harnesses"
-
-    @property
-    def sandbox_state(self) -> Path:
-        return self.home / "sandboxes"
+        return (self.harnesses or self.home / "harnesses").expanduser().absolute()

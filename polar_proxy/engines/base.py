@@ -31,8 +31,11 @@ class Engine(ABC):
         """The token ids of the prompt for this conversation, as the engine's own template makes them."""
 
     @abstractmethod
-    def sample(self, request: EngineRequest) -> AsyncGenerator[SampleEvent, None]:
-        """Generate. Raises RequestError (a bad request), EngineError (the engine failed)."""
+    def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
+        """Generate. Raises RequestError (a bad request), EngineError (the engine failed).
+
+        `stream=False` tells that nobody waits for pieces: the engine may yield the answer in fewer, larger events.
+        """
 
     @abstractmethod
     async def score(self, token_ids: Sequence[int]) -> list[float]:

@@ -9,26 +9,57 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
 
 from polar_proxy import __version__
-from polar_proxy.dialects import OpenAIChat, OpenAIText
+from polar_proxy.dialects import Dialect, OpenAIChat, OpenAIText
 from polar_proxy.dialects.openai_common import error_object
 from polar_proxy.engines.base import Engine
+from polar_proxy.errors import RequestError
+from polar_proxy.gateway import wire
 from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.turn import TurnPipeline
 
-_MODEL_ROUTES = (("/chat/completions", OpenAIChat()), ("/completions", OpenAIText()))
-_PREFIXES = ("/v1", "", "/s/{session}/v1", "/s/{session}")
-"""With and without /v1: some clients' base URL includes it, some add it themselves."""
+_MODEL_ROUTES: dict[str, Dialect] = {"/chat/completions": OpenAIChat(), "/completions": OpenAIText()}
 
 
-def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> FastAPI:
+class GatewayApp:
+    """The model routes straight to the pipeline, everything else to FastAPI.
+
+    A call passes no middleware: FastAPI's own costs a measurable share of a call and limits bodies to less than
+    agents send. Each route is served with and without `/v1` (some clients add it to the base URL, some do not), and
+    below `/s/{key}` for programs that hide their key.
+    """
+
+    def __init__(self, pipeline: TurnPipeline, rest: FastAPI) -> None:
+        self._pipeline = pipeline
+        self._rest = rest
+
+    async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
+        if scope["type"] == "http":
+            path_key, route = split_path(scope["path"])
+            dialect = _MODEL_ROUTES.get(route.removeprefix("/v1"))
+            if dialect is not None and scope["method"] == "POST":
+                await self._pipeline.serve(dialect, route, path_key, scope, receive, send)
+                return
+            if dialect is not None:
+                error = RequestError(f"{route} takes POST, not {scope['method']}.", status=405)
+                await wire.respond(send, 405, dialect.error(error), [(b"allow", b"POST")])
+                return
+            scope = {**scope, "path": route}
+        await self._rest(scope, receive, send)
+
+
+def split_path(path: str) -> tuple[str | None, str]:
+    """`/s/{key}/rest` as (key, /rest); any other path as (None, path)."""
+    if not path.startswith("/s/"):
+        return None, path
+    key, separator, rest = path[3:].partition("/")
+    return key, separator + rest
+
+
+def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> GatewayApp:
     """The application; the lifetimes of engine and store belong to the caller."""
     app = FastAPI(title="Polar", version=__version__, docs_url="/docs", redoc_url=None)
-    for path, dialect in _MODEL_ROUTES:
-        for prefix in _PREFIXES:
-            app.router.routes.append(Route(prefix + path, pipeline.route(dialect), methods=["POST"]))
     started = int(time.time())
 
     def model_card(name: str) -> dict[str, Any]:
@@ -40,16 +71,16 @@ def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> Fast
             "max_model_len": engine.info.context_length,
         }
 
-    async def models(request: Request) -> Response:
+    @app.get("/models")
+    @app.get("/v1/models")
+    async def models() -> Response:
         return JSONResponse({"object": "list", "data": [model_card(engine.info.model)]})
 
-    async def model(request: Request) -> Response:
+    @app.get("/models/{model:path}")
+    @app.get("/v1/models/{model:path}")
+    async def one_model(model: str) -> Response:
         # Any name is answered by the one engine, so any name exists.
-        return JSONResponse(model_card(request.path_params["model"]))
-
-    for prefix in _PREFIXES:
-        app.router.routes.append(Route(prefix + "/models", models, methods=["GET"]))
-        app.router.routes.append(Route(prefix + "/models/{model:path}", model, methods=["GET"]))
+        return JSONResponse(model_card(model))
 
     @app.get("/healthz")
     async def healthz() -> Response:
@@ -71,16 +102,11 @@ def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> Fast
 
     @app.exception_handler(HTTPException)
     async def not_served(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {_shown(request.url.path)}: {error.detail}"
+        message = f"{request.method} {request.url.path}: {error.detail}"
         return Response(
             orjson.dumps(error_object(message, error.status_code)),
             error.status_code,
             media_type="application/json",
         )
 
-    return app
-
-
-def _shown(path: str) -> str:
-    """A path without the key that `/s/{key}` may hold."""
-    return "/s/.../" + path.split("/", 3)[-1] if path.startswith("/s/") else path
+    return GatewayApp(pipeline, app)

@@ -61,7 +61,7 @@ class _Part:
 
 
 class TurnPipeline:
-    """Serves one gateway's model routes; `route(dialect)` gives the ASGI application of a dialect."""
+    """Serves the model routes of one gateway."""
 
     def __init__(
         self, engine: Engine, store: CallSink, sessions: Sessions, settings: GatewaySettings, metrics: Metrics
@@ -73,16 +73,22 @@ class TurnPipeline:
         self._metrics = metrics
         self.observers: list[Observer] = []
 
-    def route(self, dialect: Dialect) -> _Route:
-        return _Route(self, dialect)
-
-    async def serve(self, dialect: Dialect, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
+    async def serve(
+        self,
+        dialect: Dialect,
+        route: str,
+        path_key: str | None,
+        scope: wire.Scope,
+        receive: wire.Receive,
+        send: wire.Send,
+    ) -> None:
+        """Answer one HTTP request. `route` is its path without the key that `/s/{key}` holds: keys are not recorded."""
         started = time.time()
         try:
             headers = Headers(scope=scope)
             query = scope["query_string"]
             query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
-            session = await self._sessions.find(key_of(headers, query_key), scope["path_params"].get("session"))
+            session = await self._sessions.find(key_of(headers, query_key), path_key)
             body = await wire.read_body(receive, self._settings.max_body_mb << 20)
             parsed = await self._parse(dialect, body)
         except wire.Disconnected:
@@ -91,24 +97,13 @@ class TurnPipeline:
             self._metrics.refused.labels(error.status).inc()
             await wire.respond(send, error.status, dialect.error(error))
             return
-        turn = _Turn(self, dialect, session, parsed, scope["path"], started)
+        turn = _Turn(self, dialect, session, parsed, route, started)
         await turn.run(receive, send)
 
     async def _parse(self, dialect: Dialect, body: bytes) -> ParsedRequest:
         if len(body) > _LARGE_BODY:  # keep the loop free
             return await asyncio.to_thread(_parse_body, dialect, body)
         return _parse_body(dialect, body)
-
-
-class _Route:
-    """An ASGI application (a class, so that Starlette passes the raw scope on)."""
-
-    def __init__(self, pipeline: TurnPipeline, dialect: Dialect) -> None:
-        self._pipeline = pipeline
-        self._dialect = dialect
-
-    async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
-        await self._pipeline.serve(self._dialect, scope, receive, send)
 
 
 def _parse_body(dialect: Dialect, body: bytes) -> ParsedRequest:
@@ -183,8 +178,9 @@ class _Turn:
             else:
                 await wire.respond(send, 200, encoder.respond(answers), self._headers)
         except asyncio.CancelledError:
+            # The server cancels what outlasts its grace when it stops. The agent gets an error that it may retry.
             await self._settle("client_gone", 499, "the gateway was stopped")
-            raise
+            await self._tell(RequestError("The gateway was stopped.", status=503), encoder, writer, send)
         except (RequestError, EngineError) as error:
             await self._fail(error, encoder, writer, send)
         finally:
@@ -206,7 +202,7 @@ class _Turn:
 
     async def _pump(self, index: int, encoder: Encoder, writer: wire.StreamWriter | None) -> None:
         part = self._parts[index]
-        async with contextlib.aclosing(self._engine.sample(part.request)) as events:
+        async with contextlib.aclosing(self._engine.sample(part.request, stream=self._parsed.stream)) as events:
             async for event in events:
                 if part.first_at is None:
                     part.first_at = time.time()
@@ -233,11 +229,18 @@ class _Turn:
         writer: wire.StreamWriter | None,
         send: wire.Send,
     ) -> None:
+        await self._settle("upstream_error", error.status, str(error))
+        await self._tell(error, encoder, writer, send)
+
+    async def _tell(
+        self, error: RequestError | EngineError, encoder: Encoder, writer: wire.StreamWriter | None, send: wire.Send
+    ) -> None:
         message = str(error)
-        await self._settle("upstream_error", error.status, message)
-        if writer is not None and writer.started:
-            await writer.finish(encoder.fail(message, error.status))
-            return
+        if writer is not None:
+            writer.close()
+            if writer.started:
+                await writer.finish(encoder.fail(message, error.status))
+                return
         if isinstance(error, EngineError):
             error = RequestError(message, status=error.status, code="engine_error")
         # Clients such as Codex give up at once on a 429 that does not say when to come back.
@@ -306,7 +309,7 @@ class _Turn:
             call_id=part.call_id,
             session_id=self._session.session_id,
             dialect=self._dialect.name,
-            path=_without_key(self._path),
+            path=self._path,
             stream=self._parsed.stream,
             model=part.request.model,
             engine=info,
@@ -329,11 +332,6 @@ class _Turn:
             ended_at=ended,
             cached_tokens=answer.cached_tokens,
         )
-
-
-def _without_key(path: str) -> str:
-    """The route; `/s/{key}` goes, because a key is never written down."""
-    return "/" + path.split("/", 3)[3] if path.startswith("/s/") else path
 
 
 def _said(request: EngineRequest, raw: tuple[bytes, ...]) -> tuple[Message, ...]:

@@ -152,7 +152,7 @@ class LocalEngine(Engine):
     async def decode(self, token_ids: Sequence[int]) -> str:
         return self._now.vocabulary.decode(token_ids)
 
-    async def sample(self, request: EngineRequest) -> AsyncGenerator[SampleEvent, None]:
+    async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
         loaded = self._now
         prompt, parsers = await asyncio.to_thread(self._prepare, request)
         work = self._work(request, prompt)

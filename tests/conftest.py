@@ -1,0 +1,46 @@
+"""Fixtures that several test folders share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+import pytest
+
+from polar_proxy.config import GatewaySettings
+from polar_proxy.engines.base import Engine
+from polar_proxy.gateway import Gateway
+from polar_proxy.store import Store, open_store
+
+
+@pytest.fixture
+def polar_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Polar home of the test's own, so that nobody's real database is touched."""
+    home = tmp_path / "polar-home"
+    monkeypatch.setenv("POLAR_HOME", str(home))
+    monkeypatch.setenv("POLAR_DB", f"sqlite:///{home}/polar.db")
+    return home
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    async with open_store(f"sqlite:///{tmp_path}/calls.db") as opened:
+        yield opened
+
+
+Serve = Callable[..., AbstractAsyncContextManager[Gateway]]
+
+
+@pytest.fixture
+def serve(store: Store) -> Serve:
+    """`async with serve(engine, **gateway_settings) as gateway:` on a free loopback port."""
+
+    @contextlib.asynccontextmanager
+    async def make(engine: Engine, **settings: object) -> AsyncIterator[Gateway]:
+        given = GatewaySettings.model_validate({"port": 0, **settings})
+        async with engine, Gateway(engine, store, given) as gateway:
+            yield gateway
+
+    return make

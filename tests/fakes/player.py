@@ -1,0 +1,26 @@
+"""An engine that plays `swe-task` with the scripted expert of `examples/tiny_policy`: real runs without a model."""
+
+from __future__ import annotations
+
+import orjson
+
+from examples.tiny_policy.expert import LostError, next_action
+from polar_proxy.errors import RequestError
+from polar_proxy.types import ChatRequest, EngineRequest, ToolCall, new_id
+from tests.fakes.scripted_engine import Reply, ScriptedEngine
+
+
+def play(request: EngineRequest) -> Reply:
+    assert isinstance(request, ChatRequest)
+    try:
+        action = next_action([message.to_openai() for message in request.messages])
+    except LostError as error:
+        return RequestError(str(error))
+    return ToolCall(new_id("call"), "bash", orjson.dumps({"command": action.command}).decode())
+
+
+class PlayerEngine(ScriptedEngine):
+    """`--engine tests.fakes.player:PlayerEngine`."""
+
+    def __init__(self, delay: float = 0.0) -> None:
+        super().__init__(play, delay=delay)

@@ -1,0 +1,132 @@
+"""Who is let in, and which session a request belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+
+from polar_proxy.gateway import hash_key, new_key
+from polar_proxy.gateway.server import is_loopback
+from polar_proxy.gateway.sessions import apply_policy
+from polar_proxy.store import Store
+from polar_proxy.types import Sampling, TextRequest
+from tests.conftest import Serve
+from tests.fakes.scripted_engine import ScriptedEngine
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def ask(url: str, path: str = "/v1", **headers: str) -> httpx.Response:
+    async with httpx.AsyncClient() as http:
+        return await http.post(f"{url}{path}/chat/completions", json=CHAT, headers=headers)
+
+
+async def new_session(store: Store, key: str, policy: dict[str, object] | None = None) -> str:
+    row = await store.create_session(key_hash=hash_key(key), label=None, policy=policy, origin="key")
+    return row.session_id
+
+
+@pytest.mark.parametrize("header", ["authorization", "x-api-key", "x-goog-api-key"])
+async def test_key_headers(serve: Serve, store: Store, header: str) -> None:
+    key = new_key()
+    session_id = await new_session(store, key)
+    value = f"Bearer {key}" if header == "authorization" else key
+    async with serve(ScriptedEngine(), closed=True) as gateway:
+        answer = await ask(gateway.url, **{header: value})
+        assert answer.headers["x-polar-session-id"] == session_id
+        async with httpx.AsyncClient() as http:
+            by_query = await http.post(f"{gateway.url}/v1/chat/completions?key={key}", json=CHAT)
+        assert by_query.headers["x-polar-session-id"] == session_id
+        by_path = await ask(gateway.url, f"/s/{key}/v1")
+        assert by_path.headers["x-polar-session-id"] == session_id
+        assert (await store.calls(session_id))[-1].path == "/v1/chat/completions"
+
+
+async def test_open_on_loopback(serve: Serve, store: Store) -> None:
+    """Any key opens a session of its own, however many calls race to be the first."""
+    async with serve(ScriptedEngine()) as gateway:
+        answers = await asyncio.gather(
+            *(ask(gateway.url, authorization=f"Bearer agent-{number % 2}") for number in range(8)), ask(gateway.url)
+        )
+    assert all(answer.status_code == 200 for answer in answers)
+    ids = [answer.headers["x-polar-session-id"] for answer in answers]
+    assert len(set(ids)) == 3
+    assert len(set(ids[:8:2])) == 1
+    assert {row.origin for row in await store.sessions()} == {"open"}
+
+
+async def test_closed(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine(), closed=True) as gateway:
+        answer = await ask(gateway.url, authorization="Bearer sk-unknown")
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        by_path = await ask(gateway.url, "/s/unknown/v1")
+        assert by_path.status_code == 401
+    assert await store.sessions() == []
+
+
+async def test_bound_to_the_world_is_closed(serve: Serve) -> None:
+    async with serve(ScriptedEngine(), host="0.0.0.0") as gateway:
+        assert (await ask(gateway.url, authorization="Bearer x")).status_code == 401
+
+
+async def test_a_closed_session_is_refused(serve: Serve, store: Store) -> None:
+    session_id = await new_session(store, "k")
+    async with serve(ScriptedEngine()) as gateway:
+        assert (await ask(gateway.url, authorization="Bearer k")).status_code == 200
+        await store.close_session(session_id)
+        gateway.sessions.forget(session_id)
+        assert (await ask(gateway.url, authorization="Bearer k")).status_code == 401
+
+
+async def test_keys_are_nowhere_in_the_database(serve: Serve, store: Store, tmp_path: Path) -> None:
+    secret = "sk-very-secret-0123456789"
+    async with serve(ScriptedEngine()) as gateway:
+        assert (await ask(gateway.url, authorization=f"Bearer {secret}")).status_code == 200
+        assert (await ask(gateway.url, f"/s/{secret}/v1")).status_code == 200
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if secret.encode() in path.read_bytes()]
+
+
+async def test_policy(serve: Serve, store: Store) -> None:
+    session_id = await new_session(store, "k", {"temperature": 0.25, "max_tokens": 4})
+    async with serve(ScriptedEngine(lambda request: "abcdefgh")) as gateway:
+        await ask(gateway.url, authorization="Bearer k")
+    (call,) = await store.calls(session_id)
+    assert call.sampling["temperature"] == 0.25
+    assert call.choices[0].finish_reason == "length"
+    assert len(call.choices[0].token_ids) == 4
+
+
+@pytest.mark.parametrize(("asked", "limit", "got"), [(None, 10, 10), (5, 10, 5), (50, 10, 10), (5, None, 5)])
+def test_max_tokens_is_an_upper_bound(asked: int | None, limit: int | None, got: int) -> None:
+    request = TextRequest("m", "p", Sampling(max_tokens=asked))
+    policy = {} if limit is None else {"max_tokens": limit}
+    assert apply_policy(request, policy).sampling.max_tokens == got
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("127.3.4.5", True), ("0.0.0.0", False), ("gpu1", False)],
+)
+def test_is_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+async def test_side_routes(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(base_url=gateway.url) as http:
+        models = (await http.get("/v1/models")).json()
+        assert [model["id"] for model in models["data"]] == ["scripted-model"]
+        assert (await http.get("/s/abc/v1/models/any/name")).json()["id"] == "any/name"
+        assert (await http.get("/healthz")).json()["status"] == "ok"
+        missing = await http.post("/v1/embeddings", json={})
+        assert missing.status_code == 404
+        assert missing.json()["error"]["type"] == "not_found_error"
+        wrong = await http.get("/v1/chat/completions")
+        assert wrong.status_code == 405
+        assert "error" in wrong.json()
+    assert await store.sessions() == []

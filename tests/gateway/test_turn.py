@@ -1,0 +1,261 @@
+"""The turn pipeline over real HTTP: what the agent gets, what is recorded, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+
+import httpx
+import numpy as np
+import pytest
+
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.store import Store
+from polar_proxy.types import CallRecord, ToolCall
+from tests.conftest import Serve
+from tests.fakes.scripted_engine import END, ScriptedEngine, encode, logprob
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def only_call(store: Store) -> CallRecord:
+    sessions = await store.sessions()
+    assert len(sessions) == 1
+    calls = await store.calls(sessions[0].session_id)
+    assert len(calls) == 1
+    return calls[0]
+
+
+async def eventually(store: Store) -> CallRecord:
+    """The call of an answer that no client waited for."""
+    for _ in range(200):
+        if any(row.calls for row in await store.sessions()):
+            return await only_call(store)
+        await asyncio.sleep(0.02)
+    raise AssertionError("no call was recorded within 4 s")
+
+
+def client(url: str, key: str = "k1") -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url + "/v1", headers={"authorization": f"Bearer {key}"}, timeout=20)
+
+
+def events_of(body: str) -> list[str]:
+    return [line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answer_and_record(serve: Serve, store: Store, stream: bool) -> None:
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        answer = await http.post("/chat/completions", json={**CHAT, "stream": stream, "temperature": 0.5})
+        assert answer.status_code == 200
+        if stream:
+            chunks = events_of(answer.text)
+            assert chunks[-1] == "[DONE]"
+            parsed = [json.loads(chunk) for chunk in chunks[:-1]]
+            text = "".join(c["choices"][0]["delta"].get("content", "") for c in parsed)
+            assert parsed[-1]["choices"][0]["finish_reason"] == "stop"
+        else:
+            text = answer.json()["choices"][0]["message"]["content"]
+            assert answer.json()["usage"]["completion_tokens"] == 6
+    assert text == "hello"
+    call = await only_call(store)
+    assert call.status == "ok"
+    assert call.stream is stream
+    assert call.sampling["temperature"] == 0.5
+    assert call.choices[0].token_ids.tolist() == [*encode("hello"), END]
+    expected = np.array([logprob(t) for t in [*encode("hello"), END]], dtype=np.float32)
+    np.testing.assert_array_equal(call.choices[0].logprobs, expected)
+    assert call.prompt_ids is not None
+    assert call.prompt_ids.tolist() == [1, *encode("user:hi"), 2, 1, *encode("assistant:")]
+    assert answer.headers["x-polar-call-id"] == call.call_id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_recorded_before_told(serve: Serve, store: Store, stream: bool) -> None:
+    """While the commit hangs, the client has no last byte; when it is done, the client has it."""
+    release = asyncio.Event()
+    reached = asyncio.Event()
+    commit = store.commit_call
+
+    async def slow_commit(record: CallRecord) -> None:
+        reached.set()
+        await release.wait()
+        await commit(record)
+
+    store.commit_call = slow_commit  # type: ignore[method-assign]
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        request = asyncio.create_task(http.post("/chat/completions", json={**CHAT, "stream": stream}))
+        await asyncio.wait_for(reached.wait(), 5)
+        await asyncio.sleep(0.1)
+        assert not request.done()
+        release.set()
+        answer = await request
+    assert "hello" in answer.text or '"h"' in answer.text
+    assert (await only_call(store)).status == "ok"
+
+
+async def test_a_failing_store_costs_the_agent_nothing(serve: Serve, store: Store) -> None:
+    async def broken(record: CallRecord) -> None:
+        raise OSError("disk full")
+
+    store.commit_call = broken  # type: ignore[method-assign]
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        answer = await http.post("/chat/completions", json=CHAT)
+        assert answer.json()["choices"][0]["message"]["content"] == "hello"
+        session = answer.headers["x-polar-session-id"]
+        assert gateway.sessions.lost(session) == 1
+        assert "polar_lost_calls_total 1.0" in (await http.get(gateway.url + "/metrics")).text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_gone_aborts_and_is_recorded(serve: Serve, store: Store, stream: bool) -> None:
+    engine = ScriptedEngine(lambda request: "x" * 10_000, delay=0.01)
+    async with serve(engine) as gateway:
+        body = json.dumps({**CHAT, "stream": stream}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(head + body)
+        await asyncio.sleep(0.4)
+        writer.close()
+        await writer.wait_closed()
+        call = await eventually(store)
+        sampled = engine.sampled
+        await asyncio.sleep(0.1)
+        assert engine.aborted == 1
+        assert engine.sampled == sampled
+        assert reader is not None
+    assert call.status == "client_gone"
+    assert call.http_status == 499
+    assert 0 < len(call.choices[0].token_ids) < 10_000
+    assert len(call.choices[0].token_ids) == len(call.choices[0].logprobs)
+
+
+async def test_stopping_the_gateway_records_what_was_in_flight(serve: Serve, store: Store) -> None:
+    engine = ScriptedEngine(lambda request: "x" * 10_000, delay=0.01)
+    async with serve(engine) as gateway:
+        gateway._config.timeout_graceful_shutdown = 0
+        task = asyncio.create_task(client(gateway.url).post("/chat/completions", json=CHAT))
+        await asyncio.sleep(0.3)
+        assert engine.sampled
+    assert (await task).status_code == 503
+    call = await eventually(store)
+    assert call.status == "client_gone"
+    assert call.error == "the gateway was stopped"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_engine_errors_before_the_first_token(serve: Serve, store: Store, stream: bool) -> None:
+    too_long = RequestError("the prompt is too long", param="messages", code="context_length_exceeded")
+    async with serve(ScriptedEngine(lambda request: too_long)) as gateway, client(gateway.url) as http:
+        answer = await http.post("/chat/completions", json={**CHAT, "stream": stream})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    call = await only_call(store)
+    assert call.status == "upstream_error"
+    assert call.error == "the prompt is too long"
+
+
+async def test_engine_breaks_in_the_middle_of_a_stream(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine(fail_after=3)) as gateway, client(gateway.url) as http:
+        answer = await http.post("/chat/completions", json={**CHAT, "stream": True})
+    chunks = events_of(answer.text)
+    assert "error" in json.loads(chunks[-1])
+    assert "[DONE]" not in answer.text
+    call = await only_call(store)
+    assert call.status == "upstream_error"
+    assert call.choices[0].token_ids.tolist() == encode("hel")
+
+
+@pytest.mark.parametrize(("status", "retry"), [(503, "1"), (429, "1"), (502, None)])
+async def test_engine_error_status(serve: Serve, status: int, retry: str | None) -> None:
+    engine = ScriptedEngine(lambda request: EngineError("busy", status=status))
+    async with serve(engine) as gateway, client(gateway.url) as http:
+        answer = await http.post("/chat/completions", json=CHAT)
+    assert answer.status_code == status
+    assert answer.headers.get("retry-after") == retry
+
+
+async def test_slow_first_token_gets_headers_and_heartbeats(serve: Serve) -> None:
+    engine = ScriptedEngine(lambda request: "ab", delay=0.5)
+    settings = {"headers_after_seconds": 0.05, "heartbeat_seconds": 0.1}
+    async with (
+        serve(engine, **settings) as gateway,
+        client(gateway.url) as http,
+        http.stream("POST", "/chat/completions", json={**CHAT, "stream": True}) as answer,
+    ):
+        assert answer.status_code == 200
+        assert engine.sampled == 0
+        body = "".join([chunk async for chunk in answer.aiter_text()])
+    assert body.count(": keepalive\n\n") >= 2
+    assert events_of(body)[-1] == "[DONE]"
+
+
+async def test_tool_calls(serve: Serve, store: Store) -> None:
+    calls = [ToolCall("call_1", "bash", '{"command": "ls"}'), ToolCall("call_2", "bash", '{"command": "pwd"}')]
+    tools = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
+    async with serve(ScriptedEngine(lambda request: calls)) as gateway, client(gateway.url) as http:
+        answer = (await http.post("/chat/completions", json={**CHAT, "tools": tools})).json()
+    choice = answer["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [c.arguments for c in calls]
+    call = await only_call(store)
+    assert call.tools is not None
+    assert json.loads(call.tools) == tools
+
+
+async def test_several_choices_and_prompts(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        many = (await http.post("/chat/completions", json={**CHAT, "n": 3})).json()
+        prompts = {"model": "m", "prompt": ["one", "two"], "n": 2, "max_tokens": 3, "return_token_ids": True}
+        text = (await http.post("/completions", json=prompts)).json()
+    assert [choice["index"] for choice in many["choices"]] == [0, 1, 2]
+    assert [choice["index"] for choice in text["choices"]] == [0, 1, 2, 3]
+    assert [choice["finish_reason"] for choice in text["choices"]] == ["length"] * 4
+    assert text["choices"][2]["prompt_token_ids"] == encode("two")
+    assert text["choices"][3]["text"] == "hel"
+    (session,) = await store.sessions()
+    assert session.calls == 3
+
+
+async def test_continuation_is_placed(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        first = await http.post("/chat/completions", json=CHAT)
+        messages = [*CHAT["messages"], first.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
+        await http.post("/chat/completions", json={**CHAT, "messages": messages})
+        await http.post("/chat/completions", json={**CHAT, "messages": [{"role": "user", "content": "other"}]})
+    (session,) = await store.sessions()
+    calls = await store.calls(session.session_id)
+    assert [call.edge for call in calls] == ["root", "continues", "root"]
+    assert calls[1].parent_call_id == calls[0].call_id
+
+
+async def test_large_bodies(serve: Serve, store: Store) -> None:
+    """100 MB pass, and what is larger than the limit gets 413 in the dialect's own shape."""
+    big = {"model": "m", "messages": [{"role": "user", "content": "x" * 100_000_000}]}
+    engine = ScriptedEngine()
+
+    async def short(request: object) -> list[int]:
+        return [1, 2]
+
+    engine.render = short  # type: ignore[method-assign]
+    async with serve(engine, max_body_mb=101) as gateway, client(gateway.url) as http:
+        answer = await http.post("/chat/completions", json=big)
+        assert answer.status_code == 200
+        big["messages"].append({"role": "user", "content": "x" * 8_000_000})  # type: ignore[attr-defined]
+        refused = await http.post("/chat/completions", json=big)
+        assert refused.status_code == 413
+        assert refused.json()["error"]["type"] == "invalid_request_error"
+    assert len((await only_call(store)).messages[0]) > 100_000_000
+
+
+async def test_extra_listening_socket(serve: Serve) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    async with serve(ScriptedEngine()) as gateway, client(f"http://127.0.0.1:{port}") as http:
+        await gateway.serve_on(listener)
+        assert (await http.post("/chat/completions", json=CHAT)).status_code == 200
+        await gateway.stop_serving_on(listener)
+        with pytest.raises(httpx.HTTPError):
+            async with client(f"http://127.0.0.1:{port}") as late:
+                await late.post("/chat/completions", json=CHAT)
