@@ -1,0 +1,88 @@
+"""Every test of the store runs on SQLite, and on a real PostgreSQL server when `full` tests are asked for."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from polar_proxy.store import Store, open_store
+
+
+@dataclass(frozen=True)
+class PostgresServer:
+    """A temporary server; `new_database` gives the URL of an empty database on it."""
+
+    bin: Path
+    port: int
+    as_user: tuple[str, ...]
+
+    def new_database(self, name: str) -> str:
+        subprocess.run(
+            [
+                *self.as_user,
+                *(str(self.bin / "createdb"), "-h", "127.0.0.1", "-p", str(self.port), "-U", "postgres", name),
+            ],
+            check=True,
+            cwd="/",
+        )
+        return f"postgresql://postgres@127.0.0.1:{self.port}/{name}"
+
+
+def _postgres_bin() -> Path | None:
+    on_path = shutil.which("initdb")
+    candidates = [Path(on_path).resolve().parent] if on_path else []
+    candidates += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    return next((folder for folder in candidates if (folder / "initdb").exists()), None)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    folder = _postgres_bin()
+    if folder is None:
+        pytest.skip("PostgreSQL's server programs are not installed (Debian: apt-get install postgresql)")
+    as_user: tuple[str, ...] = ()
+    with tempfile.TemporaryDirectory(prefix="polar-pg-") as data:
+        if os.geteuid() == 0:  # the server refuses to run as root
+            account = pwd.getpwnam("postgres")
+            os.chown(data, account.pw_uid, account.pw_gid)
+            as_user = ("runuser", "-u", "postgres", "--")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        cluster = f"{data}/cluster"
+
+        def run(*command: str) -> None:
+            subprocess.run([*as_user, *command], check=True, cwd="/", stdout=subprocess.DEVNULL)
+
+        run(str(folder / "initdb"), "-D", cluster, "-A", "trust", "-U", "postgres", "--no-sync")
+        options = f"-p {port} -k {data} -c listen_addresses=127.0.0.1 -c fsync=off"
+        run(str(folder / "pg_ctl"), "-D", cluster, "-w", "-o", options, "-l", f"{data}/log", "start")
+        try:
+            yield PostgresServer(folder, port, as_user)
+        finally:
+            run(str(folder / "pg_ctl"), "-D", cluster, "-m", "immediate", "stop")
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.full)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The address of a database that does not exist yet (SQLite) or is empty (PostgreSQL)."""
+    if request.param == "sqlite":
+        return str(tmp_path / "home" / "polar.db")
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.new_database(f"t{os.urandom(6).hex()}")
+
+
+@pytest_asyncio.fixture
+async def store(url: str, tmp_path: Path) -> AsyncIterator[Store]:
+    async with open_store(url, artifacts=tmp_path / "artifacts") as opened:
+        yield opened

@@ -1,0 +1,150 @@
+"""Calls, traces and comparisons for the tests of the store."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+
+from polar_proxy.store import Store
+from polar_proxy.types import CallRecord, Choice, EngineInfo, Span, Trace, new_id
+
+END = 7
+"""The end-of-turn token of `INFO`."""
+
+INFO = EngineInfo(
+    engine="vllm",
+    version="0.27.0",
+    model="polar-tiny",
+    context_length=65536,
+    template_hash="abc",
+    logprob_mode="raw",
+    capabilities=frozenset({"token_ids", "logprobs", "tools"}),
+    eos_token_ids=(END,),
+)
+
+
+def ids(*values: int) -> Any:
+    return np.array(values, dtype=np.int32)
+
+
+def choice(index: int = 0, tokens: int = 5, seed: int = 0) -> Choice:
+    rng = np.random.default_rng(seed)
+    return Choice(
+        index=index,
+        message={"role": "assistant", "content": "Grüße\u2028, 世界 \\ud83d", "tool_calls": []},
+        finish_reason="stop",
+        token_ids=rng.integers(0, 150_000, tokens).astype(np.int32),
+        logprobs=(-rng.exponential(1, tokens)).astype(np.float32),
+    )
+
+
+_base = CallRecord(
+    call_id="",
+    session_id="",
+    dialect="openai_chat",
+    path="/v1/chat/completions",
+    stream=True,
+    model="polar-tiny",
+    engine=INFO,
+    weight_version="3",
+    logprob_mode="raw",
+    status="ok",
+    http_status=200,
+    error=None,
+    edge="root",
+    parent_call_id=None,
+    messages=(b'{"role":"system", "content":"be  exact"}', b'{"role":"user","content":"fix it"}'),
+    tools=b'[{"type": "function"}]',
+    params={"model": "polar-tiny", "temperature": 0.7, "nested": {"a": [1, None, True, 1.5]}},
+    sampling={"temperature": 1.0, "max_tokens": 4096},
+    prompt_ids=ids(1, 2, 3, END, 4, 5, 150_000),
+    choices=(choice(),),
+    started_at=1_700_000_000.125,
+    first_token_at=1_700_000_000.375,
+    ended_at=1_700_000_001.987654,
+    cached_tokens=3,
+)
+
+
+def record(session_id: str, **changes: Any) -> CallRecord:
+    return replace(_base, **{"call_id": new_id("call"), "session_id": session_id, **changes})
+
+
+async def new_session(store: Store, **changes: Any) -> str:
+    row = await store.create_session(**{"key_hash": None, "label": None, "origin": "key", **changes})
+    return row.session_id
+
+
+async def new_rollout(store: Store, session_id: str | None = None, **changes: Any) -> str:
+    await store.put_task("task-1", "swe-task", 11, "Fix the bug.", {"tests": ["a"]})
+    group_id = await store.create_group("task-1", 2, {"temperature": 1.0})
+    arguments = {
+        "group_id": group_id,
+        "task_id": "task-1",
+        "index": 0,
+        "harness": "mini-swe-agent",
+        "sandbox": "process",
+        "engine": "local",
+        "model": "polar-tiny",
+        "seed": 11,
+        "config": {"timeout": 60},
+        **changes,
+    }
+    rollout_id = await store.create_rollout(**arguments)
+    if session_id is not None:
+        await store.set_rollout(rollout_id, session_id=session_id)
+    return rollout_id
+
+
+def trace_of(calls: list[CallRecord], builder: str = "merged", rollout_id: str | None = None) -> Trace:
+    """The first call's prompt and answer, then of each later call only what its prompt adds and its answer."""
+    spans: list[Span] = []
+    pieces: list[Any] = []
+    for call in calls:
+        assert call.prompt_ids is not None
+        covered = sum(piece.size for piece in pieces)
+        spans.append(Span("context", call.call_id, covered, int(call.prompt_ids.size)))
+        pieces.append(call.prompt_ids[covered:])
+        spans.append(Span("sampled", call.call_id, 0, int(call.choices[0].token_ids.size)))
+        pieces.append(call.choices[0].token_ids)
+    token_ids = np.concatenate(pieces)
+    mask = np.concatenate([np.full(s.end - s.start, s.kind == "sampled", np.uint8) for s in spans])
+    logprobs = np.full(token_ids.size, np.nan, np.float32)
+    logprobs[mask == 1] = np.concatenate([call.choices[0].logprobs for call in calls])
+    prompt = calls[0].prompt_ids
+    assert prompt is not None
+    return Trace(
+        trace_id=new_id("trace"),
+        session_id=calls[0].session_id,
+        rollout_id=rollout_id,
+        builder=builder,
+        index=0,
+        prompt_length=int(prompt.size),
+        token_ids=token_ids,
+        loss_mask=mask,
+        logprobs=logprobs,
+        spans=tuple(spans),
+        call_ids=tuple(call.call_id for call in calls),
+        reward=None,
+        grade="exact",
+    )
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal in everything, arrays by dtype, shape and bits."""
+    assert type(found) is type(expected)
+    if isinstance(expected, np.ndarray):
+        assert found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        assert found.tobytes() == expected.tobytes()
+    elif isinstance(expected, tuple | list) and not all(isinstance(v, str | int) for v in expected):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, CallRecord | Choice | Trace):
+        for field in fields(expected):
+            assert_same(getattr(found, field.name), getattr(expected, field.name))
+    else:
+        assert found == expected

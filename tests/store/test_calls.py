@@ -1,0 +1,148 @@
+"""A call is read back as it was committed, and what calls have in common is stored once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from polar_proxy.store import Store, open_store
+from tests.store.records import END, INFO, assert_same, choice, ids, new_session, record
+
+_variants: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two choices": {"choices": (choice(0), choice(1, tokens=300, seed=1))},
+    "no ids from the engine": {"prompt_ids": None, "choices": (choice(tokens=0),), "logprob_mode": "processed"},
+    "failed": {
+        **{"status": "upstream_error", "http_status": 502, "error": "no “route” to host", "choices": ()},
+        **{"engine": None, "first_token_at": None, "prompt_ids": None, "cached_tokens": None},
+    },
+    "empty": {"messages": (), "tools": None, "params": {}, "sampling": {}, "prompt_ids": ids(), "choices": ()},
+    "empty parts": {"messages": (b"", b""), "tools": b""},
+    "odd bytes": {"messages": (b"\x00\xff not json",), "tools": b"\x00"},
+    "odd json": {"params": {"nul": "a\x00b", "lone": "\ud800", "big": 2**63, "key order": {"b": 1, "a": 2}}},
+    "odd answer": {"choices": (replace(choice(), message={"content": "\x00 \ud83d"}, finish_reason=None),)},
+    "continued": {"edge": "continues", "parent_call_id": "call_not_there_yet", "weight_version": None},
+    "special floats": {
+        "choices": (replace(choice(), logprobs=np.array([-0.0, 0, -np.inf, np.nan, -1e-45], dtype=np.float32)),)
+    },
+    "other engine": {"engine": replace(INFO, eos_token_ids=(), capabilities=frozenset(), template_hash=None)},
+}
+
+
+@pytest.mark.parametrize("variant", _variants)
+async def test_round_trip(store: Store, variant: str) -> None:
+    call = record(await new_session(store), **_variants[variant])
+    await store.commit_call(call)
+    found = await store.call(call.call_id)
+    assert_same(found, call)
+    assert_same(await store.calls(call.session_id), [call])
+
+
+async def test_unknown_ids_are_none_or_empty(store: Store) -> None:
+    assert await store.call("call_unknown") is None
+    assert await store.calls("sess_unknown") == []
+    assert await store.call_rows("sess_unknown") == []
+
+
+async def test_calls_come_in_the_order_of_their_start(store: Store) -> None:
+    session_id = await new_session(store)
+    late, early = record(session_id, started_at=20.0), record(session_id, started_at=10.0)
+    await store.commit_call(late)
+    await store.commit_call(early)
+    assert [call.call_id for call in await store.calls(session_id)] == [early.call_id, late.call_id]
+    assert [row.call_id for row in await store.call_rows(session_id)] == [early.call_id, late.call_id]
+
+
+async def test_listing(store: Store) -> None:
+    session_id = await new_session(store)
+    call = record(session_id, choices=(choice(0, 5), choice(1, 6)))
+    await store.commit_call(call)
+    (row,) = await store.call_rows(session_id)
+    assert (row.choices, row.finish_reason, row.message_count) == (2, "stop", 2)
+    assert (row.prompt_tokens, row.completion_tokens, row.cached_tokens) == (7, 11, 3)
+    assert (row.started_at, row.ended_at, row.stream) == (call.started_at, call.ended_at, True)
+
+
+def _turns(session_id: str, count: int, tokens: int = 100) -> list[Any]:
+    """A conversation that grows: every prompt begins with the one before."""
+    rng = np.random.default_rng(5)
+    prompt = rng.integers(100, 150_000, 2000).astype(np.int32)
+    prompt[-1] = END
+    messages = [rng.bytes(2000).hex().encode()]
+    calls = []
+    for number in range(count):
+        generation = ids(11, 12, 13)
+        calls.append(
+            record(
+                session_id,
+                prompt_ids=np.concatenate([prompt, generation]),
+                messages=tuple(messages),
+                started_at=float(number),
+                choices=(choice(0, tokens, seed=number),),
+            )
+        )
+        added = rng.integers(100, 150_000, tokens).astype(np.int32)
+        added[-1] = END
+        prompt = np.concatenate([prompt, generation, added])
+        messages.append(rng.bytes(100).hex().encode())
+    return calls
+
+
+async def test_a_growing_conversation_is_stored_linearly(store: Store) -> None:
+    session_id = await new_session(store)
+    calls = _turns(session_id, 30)
+    for call in calls:
+        await store.commit_call(call)
+    stats = await store.stats()
+    seen = sum(call.prompt_ids.size for call in calls)
+    assert stats["tokens"]["prompt_tokens"] == seen
+    assert stats["tokens"]["stored_prompt_tokens"] <= calls[-1].prompt_ids.size + 3 * 30
+    assert stats["rows"]["nodes"] <= 2 + 30 + 30 + 30 + 1  # system prompt, turns, generation prompts, messages, tools
+    assert stats["rows"]["settings"] == 2
+    assert_same(await store.calls(session_id), calls)
+
+
+async def test_sessions_share_what_they_have_in_common(store: Store) -> None:
+    for call in _turns(await new_session(store), 3):
+        await store.commit_call(call)
+    before = (await store.stats())["rows"]
+    for call in _turns(await new_session(store), 3):
+        await store.commit_call(call)
+    after = (await store.stats())["rows"]
+    assert (after["nodes"], after["calls"]) == (before["nodes"], 2 * before["calls"])
+
+
+async def test_a_second_process_shares_too(store: Store, url: str) -> None:
+    calls = _turns(await new_session(store), 3)
+    await store.commit_call(calls[0])
+    async with open_store(url) as other:
+        await other.commit_call(calls[1])
+    await store.commit_call(calls[2])
+    assert_same(await store.calls(calls[0].session_id), calls)
+
+
+_prompts = st.lists(st.lists(st.sampled_from([1, 2, END]), max_size=30), min_size=1, max_size=6)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(prompts=_prompts, messages=st.lists(st.lists(st.binary(max_size=3), max_size=4), min_size=6, max_size=6))
+async def test_random_trees_are_the_same_again(
+    prompts: list[list[int]], messages: list[list[bytes]], tmp_path: Path
+) -> None:
+    async with open_store(str(tmp_path / "polar.db")) as store:
+        session_id = await new_session(store)
+        calls = [
+            record(session_id, prompt_ids=ids(*prompt), messages=tuple(messages[n]), started_at=float(n))
+            for n, prompt in enumerate(prompts)
+        ]
+        for call in calls:
+            await store.commit_call(call)
+        assert_same(await store.calls(session_id), calls)

@@ -1,0 +1,69 @@
+"""Chains: joined again they are the prompt; what begins alike shares its nodes."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polar_proxy.store.chains import Known, bytes_chain, cuts, node_id, token_chain
+from tests.store.records import END, ids
+
+_tokens = st.lists(st.integers(0, 20), max_size=400).map(lambda values: np.array(values, dtype=np.int32))
+_ends = st.sampled_from([(), (END,), (END, 3)])
+
+
+@given(_tokens, _ends)
+def test_nodes_tile_the_prompt(prompt: np.ndarray, ends: tuple[int, ...]) -> None:
+    nodes = token_chain(prompt, ends)
+    pieces = [np.asarray(node.content) for node in nodes]
+    assert np.array_equal(np.concatenate([*pieces, ids()]), prompt)
+    assert [node.depth for node in nodes] == list(range(len(nodes)))
+    assert [node.parent for node in nodes] == [None, *(node.id for node in nodes)][: len(nodes)]
+    assert [node.total for node in nodes] == list(np.cumsum([piece.size for piece in pieces]))
+    assert all(node.length > 0 for node in nodes)
+
+
+@given(_tokens, _tokens, _tokens, _ends)
+def test_common_beginnings_share_all_but_the_last_segment(
+    start: np.ndarray, one: np.ndarray, other: np.ndarray, ends: tuple[int, ...]
+) -> None:
+    first = token_chain(np.concatenate([start, one]), ends)
+    second = token_chain(np.concatenate([start, other]), ends)
+    shared = {node.id for node in first} & {node.id for node in second}
+    inside = [cut for cut in cuts(start, ends)[:-1]]
+    assert len(shared) >= len(inside)
+
+
+def test_the_cut_is_behind_the_end_of_turn() -> None:
+    prompt = np.ones(40, dtype=np.int32)
+    prompt[[9, 11, 25]] = END
+    assert cuts(prompt, (END,)) == [10, 26, 40]  # the turn of two tokens is not worth a row
+
+
+def test_blocks_where_the_end_of_turn_is_unknown() -> None:
+    assert cuts(np.ones(600, dtype=np.int32), ()) == [256, 512, 600]
+
+
+def test_long_turns_are_cut_in_blocks() -> None:
+    prompt = np.ones(3000, dtype=np.int32)
+    prompt[2500] = END
+    assert cuts(prompt, (END,)) == [1024, 2048, 2501, 3000]
+
+
+def test_ids_stand_for_the_whole_chain() -> None:
+    one, other = bytes_chain("message", [b"a", b"c"]), bytes_chain("message", [b"b", b"c"])
+    assert one[1].id != other[1].id
+    assert one[0].id != bytes_chain("tools", [b"a"])[0].id
+    assert one[1].id == node_id(one[0].id, "message", b"c")
+
+
+def test_known_forgets_the_oldest_first() -> None:
+    known = Known(capacity=4)
+    for key in (b"a", b"b", b"c"):
+        known.add(key)
+    assert b"a" in known  # asking keeps it
+    for key in (b"d", b"e"):
+        known.add(key)
+    assert b"a" in known
+    assert b"b" not in known

@@ -1,0 +1,117 @@
+"""What opens and what is refused; migrations and models say the same."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection
+
+from polar_proxy.errors import StoreError
+from polar_proxy.store import Store, migrate, open_store, upgrade
+from polar_proxy.store.schema import VERSION_TABLE, metadata
+from tests.store.records import new_session
+
+
+async def test_the_migrations_make_the_tables_of_the_models(store: Store) -> None:
+    def differences(connection: Connection) -> Any:
+        context = MigrationContext.configure(
+            connection, opts={"compare_type": True, "compare_server_default": True, "version_table": VERSION_TABLE}
+        )
+        return compare_metadata(context, metadata)
+
+    async with store._database.reading() as connection:
+        assert await connection.run_sync(differences) == []
+
+
+def test_head_is_the_newest_migration() -> None:
+    folder = Path(migrate.__file__).parent / "migrations"
+    assert ScriptDirectory(str(folder)).get_heads() == [migrate.HEAD]
+
+
+async def test_opening_again_keeps_what_is_there(url: str) -> None:
+    async with open_store(url) as store:
+        session_id = await new_session(store)
+    assert await upgrade(url) == migrate.HEAD
+    async with open_store(url) as store:
+        assert await store.schema_revision() == migrate.HEAD
+        assert await store.session(session_id) is not None
+
+
+async def test_two_that_create_at_once(url: str) -> None:
+    async def create() -> str:
+        async with open_store(url) as store:
+            return await store.schema_revision()
+
+    assert await asyncio.gather(*(create() for _ in range(4))) == [migrate.HEAD] * 4
+
+
+@pytest.mark.parametrize("reader", [True, False])
+async def test_a_newer_schema_is_refused(url: str, reader: bool) -> None:
+    async with open_store(url) as store, store._database.writing() as connection:
+        await connection.exec_driver_sql(f"UPDATE {VERSION_TABLE} SET version_num = '9999'")
+    with pytest.raises(StoreError, match=r"newer Polar \(schema 9999.*update Polar"):
+        async with open_store(url, upgrade=not reader):
+            pass
+
+
+async def test_another_programs_database_is_refused(url: str) -> None:
+    async with open_store(url) as store, store._database.writing() as connection:
+        await connection.exec_driver_sql(f"DROP TABLE {VERSION_TABLE}")
+    with pytest.raises(StoreError, match="not a Polar database"):
+        async with open_store(url):
+            pass
+
+
+async def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_text("these are my notes, and quite a few of them\n" * 100)
+    with pytest.raises(StoreError, match="not a Polar database"):
+        async with open_store(str(file)):
+            pass
+    assert file.read_text().startswith("these are my notes")
+
+
+async def test_a_reader_makes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no database at"):
+        async with open_store(str(tmp_path / "none.db"), upgrade=False):
+            pass
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_reader_refuses_an_empty_database(tmp_path: Path) -> None:
+    file = tmp_path / "empty.db"
+    sqlite3.connect(file).close()
+    file.touch()
+    with pytest.raises(StoreError, match="polar db upgrade"):
+        async with open_store(str(file), upgrade=False):
+            pass
+
+
+async def test_unreachable_server() -> None:
+    with pytest.raises(StoreError, match="cannot be reached") as caught:
+        async with open_store("postgresql://me:hidden@127.0.0.1:1/polar"):
+            pass
+    assert "hidden" not in str(caught.value)
+
+
+async def test_the_file_is_for_its_owner_only(tmp_path: Path) -> None:
+    file = tmp_path / "home" / "polar.db"
+    async with open_store(str(file)):
+        pass
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+async def test_power_durability(tmp_path: Path) -> None:
+    async with open_store(str(tmp_path / "polar.db"), durability="power") as store:
+        async with store._database.writing() as connection:
+            assert (await connection.exec_driver_sql("PRAGMA synchronous")).scalar() == 2
+            assert (await connection.exec_driver_sql("PRAGMA journal_mode")).scalar() == "wal"
+            assert (await connection.exec_driver_sql("PRAGMA foreign_keys")).scalar() == 1
