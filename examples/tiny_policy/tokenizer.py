@@ -27,7 +27,7 @@ MIN_FREQUENCY = 300
 MAX_VOCABULARY = 2048
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-_PATTERN = r'\\u[0-9a-fA-F]{4}|\\[ntr"\\]|\p{L}+|\p{N}|\n+|[ \t]+|\\|[^\s\p{L}\p{N}\\]+|\s'
+_PATTERN = r'\\u[0-9a-fA-F]{4}|\\[ntr"\\]|\p{L}+|\p{N}|\\|[^\p{L}\p{N}\\]+'
 
 
 def corpus(dialogues: int) -> Iterator[str]:

@@ -159,7 +159,7 @@ def main() -> None:
             feed = batches(whole, max(1, args.batch // 2), rng)
         for _ in range(steps):
             batch = copies(numbers, 32, len(tokenizer)) if name == "copy" else next(feed)
-            rate = min(1.0, (step + 1) / 50) * max(0.1, 1.0 - 0.9 * step / total)
+            rate = min(1.0, (step + 1) / 30) * max(0.1, 1.0 - 0.9 * step / total)
             for group, peak in zip([g for o in chosen for g in o.param_groups], peaks, strict=True):
                 group["lr"] = peak * rate
             ids, positions, weights = collate(batch)

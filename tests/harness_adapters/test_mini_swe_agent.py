@@ -1,0 +1,86 @@
+"""The real mini-swe-agent, installed by its adapter, against a scripted endpoint."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness_adapters import Installed, LaunchContext, get_adapter
+from tests.harness_adapters.scripted_openai import Reply, Scripted, bash_call, serve
+
+ADAPTER = get_adapter("mini-swe-agent")
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The harness from `POLAR_CACHE_DIR`, where a cache exists already, or installed for this run."""
+    cache = os.environ.get("POLAR_CACHE_DIR")
+    return ADAPTER.install(Path(cache) if cache else tmp_path_factory.mktemp("cache"))
+
+
+def launch(installed: Installed, server: Scripted, tmp_path: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
+    home, workdir = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    workdir.mkdir()
+    context = LaunchContext(
+        base_url=server.base_url,
+        api_key="sk-test",
+        model="polar-tiny",
+        instruction='Say `hello`; it\'s "broken".',
+        home=str(home),
+        workdir=str(workdir),
+    )
+    plan = ADAPTER.launch(installed, replace(context, **changes))
+    env = {"PATH": "/usr/local/bin:/usr/bin:/bin", **plan.env}
+    return subprocess.run(
+        plan.argv, cwd=workdir, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+
+
+def test_a_run_works_in_the_workspace_and_is_read_as_submitted(installed: Installed, tmp_path: Path) -> None:
+    commands = ["pwd > where.txt; echo $HOME >> where.txt", SUBMIT]
+
+    def script(body: Mapping[str, Any]) -> Reply:
+        number = sum(message["role"] == "assistant" for message in body["messages"])
+        return bash_call(commands[number], number)
+
+    with serve(script) as server:
+        done = launch(installed, server, tmp_path)
+    assert ADAPTER.interpret(done.returncode, done.stdout) == ("ok", "submitted")
+    expected = f"{tmp_path / 'work'}\n{tmp_path / 'home'}\n"
+    assert (tmp_path / "work" / "where.txt").read_text() == expected
+    headers, body = server.requests[-1]
+    assert headers["Authorization"] == "Bearer sk-test"
+    assert set(body) == {"messages", "model", "tools"}
+    assert body["model"] == "polar-tiny"
+    assert 'Say `hello`; it\'s "broken".' in body["messages"][1]["content"]
+    assert body["messages"][2]["reasoning_content"] == "Let me see."
+
+
+def test_the_step_limit_ends_a_run(installed: Installed, tmp_path: Path) -> None:
+    with serve(lambda body: bash_call("true", len(body["messages"]))) as server:
+        done = launch(installed, server, tmp_path, max_steps=3)
+    assert ADAPTER.interpret(done.returncode, done.stdout) == ("ok", "ended by LimitsExceeded")
+    assert len(server.requests) == 3
+
+
+def test_a_failing_endpoint_ends_the_run_soon_and_is_read_as_failed(installed: Installed, tmp_path: Path) -> None:
+    error = {"error": {"message": "out of order", "type": "server_error", "code": None, "param": None}}
+    started = time.monotonic()
+    with serve(lambda _: (500, error)) as server:
+        done = launch(installed, server, tmp_path)
+    outcome, detail = ADAPTER.interpret(done.returncode, done.stdout)
+    assert outcome == "failed", detail
+    assert time.monotonic() - started < 60
+    assert len(server.requests) == 3
