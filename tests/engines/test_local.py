@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import polar_proxy
-from polar_proxy.engines.local import LocalEngine
-from tests.engines.contract import EngineContract
+from polar_proxy.engines.local import LocalEngine, scheduler
+from polar_proxy.engines.local.kv import PrefixStore, common_prefix, ids_array
+from polar_proxy.engines.local.runner import ModelRunner
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.types import ChatRequest, Message, Sampling, TextRequest
+from tests.engines.conftest import make_random_model
+from tests.engines.contract import PLAIN, WEATHER, EngineContract, Result, chat, run
 
 POLAR_TINY = Path(polar_proxy.__file__).parent / "models" / "polar_tiny"
 
@@ -18,16 +29,415 @@ POLAR_TINY = Path(polar_proxy.__file__).parent / "models" / "polar_tiny"
 def model_dir(request: pytest.FixtureRequest, random_model_dir: Path) -> Path:
     if request.param == "random":
         return random_model_dir
-    if not (POLAR_TINY / "config.json").is_file():
-        pytest.skip("polar-tiny's weights are not in the package yet")
+    if not (POLAR_TINY / "model.safetensors").is_file():
+        pytest.skip("polar-tiny's weights are not in the package: examples/tiny_policy makes them")
     return POLAR_TINY
 
 
 @pytest.fixture
 async def engine(model_dir: Path) -> AsyncIterator[LocalEngine]:
-    async with LocalEngine(model_dir, threads=1) as local:
+    async with LocalEngine(model_dir) as local:
+        yield local
+
+
+@pytest.fixture
+async def random_engine(random_model_dir: Path) -> AsyncIterator[LocalEngine]:
+    async with LocalEngine(random_model_dir, name="random", max_batch=4) as local:
         yield local
 
 
 class TestContract(EngineContract):
     pass
+
+
+def endless(engine: LocalEngine) -> Sampling:
+    """Sampling that does not end by itself: no end-of-turn token."""
+    return replace(PLAIN, max_tokens=3000, logit_bias={str(eos): -100.0 for eos in engine.info.eos_token_ids})
+
+
+def ignore_eos(engine: LocalEngine) -> None:
+    """Let answers run to max_tokens without a bias, so that their log-probabilities are the raw ones."""
+    engine._now.scheduler._eos = frozenset()
+
+
+async def assert_exact(engine: LocalEngine, result: Result) -> None:
+    for answer in result.choices:
+        fresh = (await engine.score([*result.prompt_ids, *answer.token_ids]))[len(result.prompt_ids) - 1 :]
+        assert answer.logprobs == pytest.approx(fresh, abs=1e-3)
+
+
+def prefilled(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the prompt chunks that go through the model from now on."""
+    runner, sizes = engine._now.runner, []
+    extend = runner.extend
+
+    def counting(row: Any, token_ids: Sequence[int], start: int, **options: Any) -> torch.Tensor:
+        sizes.append(len(token_ids))
+        return extend(row, token_ids, start, **options)
+
+    monkeypatch.setattr(runner, "extend", counting)
+    return sizes
+
+
+async def until_idle(engine: LocalEngine) -> None:
+    worker = engine._now.scheduler
+    for _ in range(500):
+        if not worker._busy and not worker._new:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the worker is still busy")
+
+
+# Exactness
+
+
+async def test_scores_are_those_of_the_models_own_forward_pass(
+    random_engine: LocalEngine, random_model_dir: Path
+) -> None:
+    ids = [(31 * place) % 990 for place in range(1500)]
+    model = AutoModelForCausalLM.from_pretrained(random_model_dir, dtype=torch.float32)
+    with torch.inference_mode():
+        own = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)[torch.arange(1499), torch.tensor(ids[1:])]
+    assert await random_engine.score(ids) == pytest.approx(own.tolist(), abs=1e-4)
+    assert await random_engine.score(ids[:1]) == []
+
+
+async def test_a_long_prompt_in_chunks_is_exact(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = prefilled(random_engine, monkeypatch)
+    ids = tuple((17 * place) % 990 for place in range(3001))
+    result = await run(random_engine, TextRequest("", ids, replace(PLAIN, max_tokens=20)))
+    assert sum(sizes) == 3001
+    assert len(sizes) > 2
+    await assert_exact(random_engine, result)
+
+
+async def test_rows_move_to_larger_pools_and_stay_exact(
+    random_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "pool_limits", lambda context: [48, 80, context])
+    async with LocalEngine(random_model_dir) as engine:
+        ignore_eos(engine)
+        requests = [
+            TextRequest("", tuple(range(100, 100 + size)), replace(PLAIN, max_tokens=70, n=2, seed=size))
+            for size in (5, 40, 47, 48, 79, 300)
+        ]
+        for result in await asyncio.gather(*(run(engine, request) for request in requests)):
+            assert [len(answer.token_ids) for answer in result.choices] == [70, 70]
+            await assert_exact(engine, result)
+
+
+def test_a_mask_never_spans_a_whole_long_prompt(random_model_dir: Path) -> None:
+    runner = ModelRunner.load(random_model_dir)
+    for start in (0, 1_000, 60_000, 250_000):
+        count = runner.chunk_size(start, 1024)
+        assert count * (start + count) <= 1 << 23
+        assert count >= 16
+
+
+async def test_another_architecture(random_model_dir: Path, tmp_path: Path) -> None:
+    make_random_model(tmp_path)
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=3,
+        num_key_value_heads=3, max_position_embeddings=512, initializer_range=0.3, eos_token_id=5, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    async with LocalEngine(tmp_path) as engine:
+        await assert_exact(engine, await run(engine, chat(sampling=replace(PLAIN, n=3))))
+
+
+async def test_a_model_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"no config\.json"):
+        await LocalEngine(tmp_path).__aenter__()
+
+
+# Reuse of keys and values
+
+
+async def test_the_next_turn_computes_only_what_is_new(
+    random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = await run(
+        random_engine, TextRequest("", tuple(range(100, 400)), replace(endless(random_engine), max_tokens=50))
+    )
+    sizes = prefilled(random_engine, monkeypatch)
+    ids = (*first.prompt_ids, *first.choices[0].token_ids, *range(500, 520))
+    second = await run(random_engine, TextRequest("", ids, PLAIN))
+    assert second.events[0].cached_tokens == 349, "all but the last sampled token, which never went in"
+    assert sum(sizes) == 21
+    await assert_exact(random_engine, second)
+
+
+async def test_siblings_share_their_prompt(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = prefilled(random_engine, monkeypatch)
+    prompt = tuple(range(100, 500))
+    results = await asyncio.gather(
+        run(random_engine, TextRequest("", prompt, replace(PLAIN, n=3))),
+        run(random_engine, TextRequest("", (*prompt, 7, 8), PLAIN)),
+    )
+    assert sum(sizes) <= 400 + 2 + 3
+    for result in results:
+        await assert_exact(random_engine, result)
+
+
+def test_the_prefix_store_keeps_one_row_for_a_session_and_its_bound() -> None:
+    def row(length: int) -> torch.Tensor:
+        return torch.arange(float(length)).view(1, 1, 1, 1, length, 1).expand(2, 2, 1, 1, length, 4)
+
+    store = PrefixStore(limit_bytes=2 * 2 * 4 * 4 * 100)
+    turn = ids_array(range(30))
+    store.keep(turn, row(40))
+    store.keep(ids_array([*range(30), *range(20)]), row(60))
+    assert len(store) == 1
+    store.keep(turn, row(30))
+    assert len(store) == 1, "already covered"
+    length, data = store.find(ids_array([*range(30), 99]))
+    assert length == 30
+    assert data is not None
+    assert data[0, 0, 0, 0, :, 0].tolist() == list(map(float, range(50)))
+    store.keep(ids_array(range(500, 560)), row(60))
+    assert len(store) == 1, "60 + 50 tokens are more than 100"
+    assert store.find(turn)[0] == 0
+    assert store.nbytes <= 2 * 2 * 4 * 4 * 100
+    store.keep(ids_array(range(1000)), row(1000))
+    assert store.find(ids_array(range(1000)))[0] == 0, "larger than the whole store"
+
+
+def test_common_prefix() -> None:
+    assert common_prefix(ids_array([]), ids_array([1])) == 0
+    assert common_prefix(ids_array([1, 2, 3]), ids_array([1, 2])) == 2
+    assert common_prefix(ids_array([1, 2, 3]), ids_array([1, 9, 3])) == 1
+    assert common_prefix(ids_array([1]), ids_array([2])) == 0
+
+
+# Scheduling, cancellation, failure
+
+
+async def test_short_calls_pass_a_long_prompt(random_engine: LocalEngine) -> None:
+    done: list[str] = []
+
+    async def call(name: str, length: int) -> None:
+        await run(random_engine, TextRequest("", tuple(range(100, 100 + length % 800)) * (1 + length // 800), PLAIN))
+        done.append(name)
+
+    long = asyncio.create_task(call("long", 799 * 5))
+    await asyncio.sleep(0)
+    await asyncio.gather(call("short", 20), long)
+    assert done == ["short", "long"]
+
+
+async def test_more_calls_than_slots(random_engine: LocalEngine) -> None:
+    results = await asyncio.gather(*(run(random_engine, chat(f"{n}", sampling=replace(PLAIN, n=2))) for n in range(6)))
+    assert [len(result.choices) for result in results] == [2] * 6
+
+
+async def test_closing_frees_the_slots(random_engine: LocalEngine) -> None:
+    for _ in range(3):
+        async with aclosing(random_engine.sample(chat(sampling=replace(endless(random_engine), n=4)))) as events:
+            async for event in events:
+                if event.token_ids:
+                    break
+    await asyncio.wait_for(until_idle(random_engine), timeout=2)
+
+
+async def test_a_call_cancelled_before_it_began_is_dropped(random_engine: LocalEngine) -> None:
+    tasks = [asyncio.create_task(run(random_engine, chat(sampling=endless(random_engine)))) for _ in range(8)]
+    await asyncio.sleep(0.1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.wait_for(until_idle(random_engine), timeout=2)
+
+
+async def test_leaving_the_engine_tells_calls_in_flight(random_model_dir: Path) -> None:
+    async with LocalEngine(random_model_dir) as engine:
+        task = asyncio.create_task(run(engine, chat(sampling=endless(engine))))
+        scoring = asyncio.create_task(engine.score(list(range(900)) * 4))
+        await asyncio.sleep(0.05)
+        worker = engine._now.scheduler._thread
+    assert not worker.is_alive()
+    with pytest.raises(EngineError, match="shut down"):
+        await task
+    outcome = (await asyncio.gather(scoring, return_exceptions=True))[0]
+    assert isinstance(outcome, EngineError | list)
+    assert await engine.health() is not None
+    with pytest.raises(EngineError, match="shut down"):
+        await run(engine, chat())
+
+
+async def test_a_failing_worker_tells_everyone(
+    random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(random_engine._now.runner, "step", broken)
+    outcomes = await asyncio.gather(*(run(random_engine, chat()) for _ in range(6)), return_exceptions=True)
+    assert all(isinstance(outcome, EngineError) and "out of luck" in str(outcome) for outcome in outcomes)
+    assert "out of luck" in (await random_engine.health() or "")
+    with pytest.raises(EngineError, match="out of luck"):
+        await run(random_engine, chat())
+    with pytest.raises(EngineError, match="out of luck"):
+        await random_engine.score([1, 2, 3])
+    assert "worker failed" in caplog.text
+
+
+async def test_the_loop_is_free_while_the_model_works(random_engine: LocalEngine) -> None:
+    worst = 0.0
+
+    async def watch() -> None:
+        nonlocal worst
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(0.002)
+            worst = max(worst, loop.time() - before)
+
+    watcher = asyncio.create_task(watch())
+    await run(random_engine, TextRequest("", tuple(range(100, 900)) * 4, replace(PLAIN, n=4, max_tokens=30)))
+    watcher.cancel()
+    assert worst < 0.5
+
+
+# Requests
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        (Sampling(temperature=-1.0), "temperature"),
+        (Sampling(top_p=0.0), "top_p"),
+        (Sampling(min_p=2.0), "min_p"),
+        (Sampling(max_tokens=0), "max_tokens"),
+        (Sampling(n=0), "n"),
+        (Sampling(top_logprobs=99), "top_logprobs"),
+        (Sampling(logit_bias={"x": 1.0}), "logit_bias"),
+        (Sampling(logit_bias={"70000": 1.0}), "logit_bias"),
+    ],
+)
+async def test_what_cannot_be_sampled(random_engine: LocalEngine, sampling: Sampling, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        await run(random_engine, chat(sampling=sampling))
+    assert caught.value.param == param
+
+
+async def test_bad_prompts(random_engine: LocalEngine) -> None:
+    for prompt in ((), (5000,), (-1,)):
+        with pytest.raises(RequestError):
+            await run(random_engine, TextRequest("", prompt, PLAIN))
+    with pytest.raises(RequestError, match="Unexpected role"):
+        await run(random_engine, ChatRequest("", (Message("user", "a"), Message("clown", "b")), PLAIN))
+
+
+async def test_max_tokens_is_cut_to_the_window(random_engine: LocalEngine) -> None:
+    room = 6
+    ids = tuple(range(100, 900)) * 6
+    prompt = ids[: random_engine.info.context_length - room]
+    for asked in (None, 100_000):
+        answer = (
+            await run(random_engine, TextRequest("", prompt, replace(endless(random_engine), max_tokens=asked)))
+        ).choices[0]
+        assert (len(answer.token_ids), answer.finish_reason) == (room, "length")
+
+
+async def test_an_engine_seed_repeats_a_run(random_model_dir: Path) -> None:
+    runs = []
+    for _ in range(2):
+        async with LocalEngine(random_model_dir, seed=4) as engine:
+            runs.append([(await run(engine, chat())).choices[0].token_ids for _ in range(3)])
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+
+
+async def script(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, text: str, *, prompt: ChatRequest) -> Result:
+    """Let the model say exactly `text` to `prompt`, by making each of its tokens certain."""
+    runner, vocabulary = engine._now.runner, engine._now.vocabulary
+    tokens = [*engine._now.template.encode(text), engine.info.eos_token_ids[0]]
+    base = len(await engine.render(prompt))
+    assert vocabulary.decode(tokens[:-1]) == text
+
+    def certain(place: int) -> torch.Tensor:
+        logits = torch.full((runner.vocab_size,), -30.0)
+        logits[tokens[place]] = 30.0
+        return logits
+
+    monkeypatch.setattr(runner, "extend", lambda row, ids, start, **_: certain(max(start + len(ids) - base, 0)))
+    monkeypatch.setattr(runner, "step", lambda slots, ids, at: torch.stack([certain(place + 1 - base) for place in at]))
+    return await run(engine, prompt)
+
+
+async def test_tool_calls_reach_the_agent(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city":"Paris"}}\n</tool_call>'
+    result = await script(random_engine, monkeypatch, said, prompt=chat(tools=(WEATHER,), sampling=Sampling()))
+    answer = result.choices[0]
+    assert (answer.text, answer.reasoning, answer.finish_reason) == ("", "\nhm\n", "tool_calls")
+    assert (answer.names, answer.arguments) == ({0: "get_weather"}, {0: '{"city":"Paris"}'})
+    ids = [delta.id for event in result.events for delta in event.tool_calls]
+    assert len(ids) == 1
+    assert str(ids[0]).startswith("call_")
+
+
+async def test_tool_calls_are_text_when_tools_are_off(
+    random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = 'a <tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
+    request = chat(tools=(WEATHER,), tool_choice="none", sampling=Sampling())
+    answer = (await script(random_engine, monkeypatch, said, prompt=request)).choices[0]
+    assert (answer.text, answer.names, answer.finish_reason) == (said, {}, "stop")
+
+
+# Weights
+
+
+def other_weights(model_dir: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(9)
+    return {
+        name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+
+
+async def test_new_weights_between_calls(random_engine: LocalEngine, random_model_dir: Path, tmp_path: Path) -> None:
+    ids = list(range(100, 200))
+    before = await random_engine.score(ids)
+    await run(random_engine, TextRequest("", tuple(ids), PLAIN))
+    assert await random_engine.weight_version() == "0"
+    await random_engine.load_weights(other_weights(random_model_dir), "7")
+    assert await random_engine.weight_version() == "7"
+    assert await random_engine.score(ids) != pytest.approx(before, abs=0.01)
+    result = await run(random_engine, TextRequest("", tuple(ids), PLAIN))
+    assert result.events[0].cached_tokens == 0, "keys of the old weights are forgotten"
+    await assert_exact(random_engine, result)
+    await random_engine.load_weights(random_model_dir, "8")
+    assert await random_engine.score(ids) == pytest.approx(before, abs=1e-5)
+
+
+async def test_new_weights_in_mid_answer(random_engine: LocalEngine, random_model_dir: Path) -> None:
+    weights = other_weights(random_model_dir)
+    ignore_eos(random_engine)
+    request = TextRequest("", tuple(range(100, 130)), replace(PLAIN, max_tokens=400))
+    task = asyncio.create_task(run(random_engine, request))
+    await asyncio.sleep(0.2)
+    await random_engine.load_weights(weights, "1")
+    result = await task
+    answer = result.choices[0]
+    assert len(answer.token_ids) == 400
+    fresh = (await random_engine.score([*result.prompt_ids, *answer.token_ids]))[29:]
+    exact = [abs(one - two) < 1e-3 for one, two in zip(answer.logprobs, fresh, strict=True)]
+    switch = exact.index(True) if True in exact else len(exact)
+    assert all(exact[-20:]), "what is sampled behind the switch is exact for the new weights, past included"
+    assert 0 < switch < 400
+
+
+async def test_foreign_weights_change_nothing(random_engine: LocalEngine, random_model_dir: Path) -> None:
+    before = await random_engine.score(list(range(50)))
+    weights = other_weights(random_model_dir)
+    weights["model.norm.weight"] = torch.zeros(3)
+    for wrong in (weights, {"a": torch.zeros(1)}):
+        with pytest.raises(EngineError, match="not this model's"):
+            await random_engine.load_weights(wrong, "x")
+    assert await random_engine.weight_version() == "0"
+    assert await random_engine.score(list(range(50))) == before
+    assert await random_engine.health() is None

@@ -1,0 +1,183 @@
+"""The Hermes parser: independent of chunks, loses nothing, keeps arguments as they were sampled."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, HermesParser, Parsed, Reasoning, parse_call
+
+GOOD = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+def parse(chunks: Iterable[str], *, tools: bool = True, reasoning: Reasoning = "off") -> Parsed:
+    numbers = itertools.count()
+    parser = HermesParser(tools=tools, reasoning=reasoning, make_id=lambda: f"call_{next(numbers)}")
+    parts = [*(parser.feed(chunk) for chunk in chunks), parser.close()]
+    return Parsed(
+        "".join(part.text for part in parts),
+        "".join(part.reasoning for part in parts),
+        tuple(call for part in parts for call in part.tool_calls),
+    )
+
+
+def calls(parsed: Parsed) -> list[tuple[str | None, str]]:
+    return [(call.name, call.arguments) for call in parsed.tool_calls]
+
+
+# What vLLM's hermes parser answered to the same texts (recorded from a real server), where both agree.
+
+
+def test_a_call_as_vllm_parses_it() -> None:
+    parsed = parse([GOOD])
+    assert (parsed.text, calls(parsed)) == ("", [("get_weather", '{"city": "Paris"}')])
+
+
+def test_text_and_a_call_as_vllm_parses_it() -> None:
+    parsed = parse(["I will look. " + GOOD])
+    assert (parsed.text, calls(parsed)) == ("I will look. ", [("get_weather", '{"city": "Paris"}')])
+
+
+def test_a_malformed_call_stays_text_as_with_vllm() -> None:
+    text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": \n</tool_call>'
+    parsed = parse([text])
+    assert (parsed.text, parsed.tool_calls) == (text, ())
+
+
+def test_a_call_cut_off_by_max_tokens_stays_text() -> None:
+    text = 'Look: <tool_call>\n{"name": "get_weather", "arguments": {"ci'
+    assert parse([text]) == Parsed(text)
+
+
+def test_a_whole_call_without_its_end_tag_counts() -> None:
+    assert calls(parse([GOOD.removesuffix("</tool_call>")])) == [("get_weather", '{"city": "Paris"}')]
+
+
+def test_without_tools_everything_is_text() -> None:
+    assert parse([GOOD], tools=False) == Parsed(GOOD)
+
+
+def test_several_calls_with_white_space_between() -> None:
+    parsed = parse(["\n\n", GOOD, "\n", GOOD.replace("Paris", "Rome"), "\n"])
+    assert parsed.text == ""
+    assert calls(parsed) == [("get_weather", '{"city": "Paris"}'), ("get_weather", '{"city": "Rome"}')]
+    assert [(call.index, call.id) for call in parsed.tool_calls] == [(0, "call_0"), (1, "call_1")]
+
+
+def test_text_behind_a_call_is_kept() -> None:
+    parsed = parse([GOOD, "\nDone."])
+    assert (parsed.text, len(parsed.tool_calls)) == ("\nDone.", 1)
+
+
+def test_an_end_tag_inside_a_string_is_part_of_it() -> None:
+    arguments = '{"text": "say \\"</tool_call>\\" twice"}'
+    parsed = parse([f'<tool_call>{{"name": "say", "arguments": {arguments}}}</tool_call>'])
+    assert calls(parsed) == [("say", arguments)]
+
+
+def test_a_string_never_closed_does_not_swallow_the_next_call() -> None:
+    broken = '<tool_call>{"name": "a, "arguments": {}}</tool_call>'
+    parsed = parse([broken, "\n", GOOD])
+    assert parsed.text == broken + "\n"
+    assert calls(parsed) == [("get_weather", '{"city": "Paris"}')]
+
+
+@pytest.mark.parametrize(
+    "body",
+    ['{"name": "a"}', '{"arguments": {}}', '{"name": 1, "arguments": {}}', "[]", "", '{"name": "", "arguments": {}}',
+     '{"name": "a", "arguments": {}} x', "{'name': 'a', 'arguments': {}}"],
+)  # fmt: skip
+def test_what_is_no_call(body: str) -> None:
+    assert parse_call(body) is None
+    assert parse([CALL + body + END_CALL]) == Parsed(CALL + body + END_CALL)
+
+
+def test_arguments_are_not_printed_again() -> None:
+    arguments = '{ "b":1.0,"a" : [1,  2e3], "s":"\\u00fc\\/" }'
+    body = f'{{"arguments": {arguments} , "name":"f", "arguments_too": {{"arguments": 1}}}}'
+    assert parse_call(body) == ("f", arguments)
+
+
+def test_deep_nesting_is_text_not_a_crash() -> None:
+    text = CALL + '{"name": "f", "arguments": ' + "[" * 200_000 + END_CALL
+    assert parse([text]) == Parsed(text)
+
+
+def test_reasoning_in_tags() -> None:
+    parsed = parse(["<think>\nhm <tool_call>\n</think>\n\n", GOOD], reasoning="tags")
+    assert (parsed.text, parsed.reasoning, len(parsed.tool_calls)) == ("", "\nhm <tool_call>\n", 1)
+
+
+def test_reasoning_that_the_prompt_opened() -> None:
+    assert parse(["so</think>\n\nYes"], reasoning="open") == Parsed("\n\nYes", "so")
+    assert parse(["never ", "closed </thi"], reasoning="open") == Parsed("", "never closed </thi")
+
+
+def test_a_think_tag_inside_the_answer_is_text() -> None:
+    assert parse(["Use <think> and </think>."], reasoning="tags") == Parsed("Use <think> and </think>.")
+    assert parse(["<think>a</think>"], reasoning="off") == Parsed("<think>a</think>")
+
+
+def test_text_is_told_as_soon_as_it_is_certain() -> None:
+    parser = HermesParser(tools=True)
+    assert parser.feed("Hello <b").text == "Hello <b"
+    assert parser.feed(" <tool_").text == " "
+    assert parser.feed("box>").text == "<tool_box>"
+
+
+FRAGMENTS = st.lists(
+    st.sampled_from(
+        [THINK, END_THINK, CALL, END_CALL, GOOD, "<", "</", "tool_call>", "think>", " ", "\n", '"', "\\", "{", "}",
+         '{"name": "f", "arguments": {}}', '{"name": "f", "arguments": "', "word", "ü🙂"]
+    ),
+    max_size=14,
+).map("".join)  # fmt: skip
+REASONING = st.sampled_from(["off", "tags", "open"])
+
+
+@given(FRAGMENTS, REASONING, st.booleans(), st.data())
+def test_chunks_make_no_difference(text: str, reasoning: Reasoning, tools: bool, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    chunks = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    whole = parse([text], tools=tools, reasoning=reasoning)
+    assert parse(chunks, tools=tools, reasoning=reasoning) == whole
+    assert parse(list(text), tools=tools, reasoning=reasoning) == whole
+
+
+@given(FRAGMENTS, REASONING, st.booleans())
+def test_nothing_is_lost(text: str, reasoning: Reasoning, tools: bool) -> None:
+    parsed = parse([text], tools=tools, reasoning=reasoning)
+    if reasoning == "off" and not parsed.tool_calls:
+        assert parsed.text == text
+    told = parsed.text + parsed.reasoning + "".join(f"{name}{arguments}" for name, arguments in calls(parsed))
+    for word in ("word", "ü🙂", "Paris"):
+        assert told.count(word) == text.count(word)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.just(END_CALL),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(min_size=1, max_size=8), st.dictionaries(st.text(max_size=5), JSON, max_size=3)), min_size=1
+    ),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+)
+def test_every_well_formed_call_is_found(made: list[tuple[str, object]], indent: int | None, ascii_only: bool) -> None:
+    printed = [(name, json.dumps(value, indent=indent, ensure_ascii=ascii_only)) for name, value in made]
+    text = "\n".join(
+        f'{CALL}\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n{END_CALL}' for name, arguments in printed
+    )
+    parsed = parse(list(text))
+    assert parsed.text == ""
+    assert calls(parsed) == printed
