@@ -110,8 +110,7 @@ async def test_the_file_is_for_its_owner_only(tmp_path: Path) -> None:
 
 
 async def test_power_durability(tmp_path: Path) -> None:
-    async with open_store(str(tmp_path / "polar.db"), durability="power") as store:
-        async with store._database.writing() as connection:
-            assert (await connection.exec_driver_sql("PRAGMA synchronous")).scalar() == 2
-            assert (await connection.exec_driver_sql("PRAGMA journal_mode")).scalar() == "wal"
-            assert (await connection.exec_driver_sql("PRAGMA foreign_keys")).scalar() == 1
+    store = open_store(str(tmp_path / "polar.db"), durability="power")
+    async with store, store._database.writing() as connection:
+        for pragma, value in (("synchronous", 2), ("journal_mode", "wal"), ("foreign_keys", 1)):
+            assert (await connection.exec_driver_sql(f"PRAGMA {pragma}")).scalar() == value

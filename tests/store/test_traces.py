@@ -1,0 +1,116 @@
+"""Traces come back as they were put, from spans alone; a trace that is not what its spans say is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from polar_proxy.errors import StoreError, UsageError
+from polar_proxy.store import Store
+from polar_proxy.types import CallRecord, Span, Trace
+from tests.store.records import END, assert_same, choice, ids, new_rollout, new_session, record, trace_of
+
+
+async def _two_turns(store: Store) -> tuple[str, list[CallRecord]]:
+    session_id = await new_session(store)
+    first = record(session_id, started_at=1.0)
+    assert first.prompt_ids is not None
+    prompt = np.concatenate([first.prompt_ids, first.choices[0].token_ids, ids(20, 21, END, 22)])
+    second = record(session_id, started_at=2.0, prompt_ids=prompt, choices=(choice(0, 30, seed=9),))
+    for call in (first, second):
+        await store.commit_call(call)
+    return session_id, [first, second]
+
+
+async def test_round_trip(store: Store) -> None:
+    session_id, calls = await _two_turns(store)
+    rollout_id = await new_rollout(store, session_id)
+    trace = trace_of(calls, rollout_id=rollout_id)
+    side = record(session_id, started_at=3.0)
+    await store.commit_call(side)
+    await store.put_traces([trace], {side.call_id: "side_call"}, "merged", session_id, rollout_id)
+
+    assert_same(await store.traces(session_id=session_id), [trace])
+    assert_same(await store.traces(rollout_id=rollout_id), [trace])
+    assert await store.exclusions(session_id) == {side.call_id: "side_call"}
+    assert await store.certificates(session_id=session_id) == {trace.trace_id: None}
+    row = await store.rollout(rollout_id)
+    assert row is not None
+    assert (row.traces, row.trained_tokens) == (1, 35)
+    other = await store.rollout(rollout_id, builder="per_call")
+    assert other is not None
+    assert (other.traces, other.trained_tokens) == (0, 0)
+
+
+async def test_putting_again_replaces_only_the_same_builder(store: Store) -> None:
+    session_id, calls = await _two_turns(store)
+    merged = trace_of(calls)
+    single = [replace(trace_of([call], "per_call"), index=n) for n, call in enumerate(calls)]
+    await store.put_traces([merged], {}, "merged", session_id)
+    await store.put_traces(single, {}, "per_call", session_id)
+    again = replace(trace_of(calls[:1]), reward=0.5, grade="spliced")
+    await store.put_traces(
+        [again], {calls[1].call_id: "no_tokens"}, "merged", session_id, certificates={again.trace_id: {"v": 1}}
+    )
+    assert_same(await store.traces(session_id=session_id), [again])
+    assert_same(await store.traces(session_id=session_id, builder="per_call"), single)
+    assert await store.exclusions(session_id) == {calls[1].call_id: "no_tokens"}
+    assert await store.exclusions(session_id, builder="per_call") == {}
+    assert await store.certificates(session_id=session_id) == {again.trace_id: {"v": 1}}
+
+
+async def test_a_reward_can_be_given_to_a_trace(store: Store) -> None:
+    session_id, calls = await _two_turns(store)
+    rollout_id = await new_rollout(store, session_id)
+    trace = trace_of(calls, rollout_id=rollout_id)
+    await store.put_traces([trace], {}, "merged", session_id, rollout_id)
+    await store.add_reward(rollout_id, 0.25, "judge", {}, trace_id=trace.trace_id)
+    await store.add_reward(rollout_id, 0.75, "judge", {}, call_id=calls[0].call_id)
+    assert_same(await store.traces(session_id=session_id), [replace(trace, reward=0.25)])
+    row = await store.rollout(rollout_id)
+    assert row is not None
+    assert row.reward is None
+
+
+def _wrong(trace: Trace) -> dict[str, Trace]:
+    tokens, mask, logprobs = trace.token_ids.copy(), trace.loss_mask.copy(), trace.logprobs.copy()
+    tokens[0] += 1
+    mask[0] = 1
+    logprobs[-1] -= 0.1
+    beyond = Span("sampled", trace.call_ids[-1], 0, 31)
+    unknown = Span("sampled", "call_unknown", 0, 30)
+    return {
+        "token": replace(trace, token_ids=tokens),
+        "mask": replace(trace, loss_mask=mask),
+        "logprob": replace(trace, logprobs=logprobs),
+        "span missing": replace(trace, spans=trace.spans[:-1]),
+        "span beyond": replace(trace, spans=(*trace.spans[:-1], beyond)),
+        "unknown call": replace(trace, spans=(*trace.spans[:-1], unknown)),
+        "unknown choice": replace(trace, spans=(*trace.spans[:-1], replace(trace.spans[-1], choice=4))),
+        "other session": replace(trace, session_id="sess_other"),
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("token", "mask", "logprob", "span missing", "span beyond"),
+        *("unknown call", "unknown choice", "other session"),
+    ],
+)
+async def test_a_wrong_trace_changes_nothing(store: Store, wrong: str) -> None:
+    session_id, calls = await _two_turns(store)
+    right = trace_of(calls)
+    await store.put_traces([right], {}, "merged", session_id)
+    with pytest.raises(StoreError, match="trace"):
+        await store.put_traces([_wrong(trace_of(calls))[wrong]], {}, "merged", session_id)
+    assert_same(await store.traces(session_id=session_id), [right])
+
+
+async def test_asking_for_nothing_in_particular(store: Store) -> None:
+    with pytest.raises(UsageError):
+        await store.traces()
+    assert await store.traces(session_id="sess_unknown") == []
+    assert await store.exclusions("sess_unknown") == {}
