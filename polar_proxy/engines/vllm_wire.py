@@ -279,14 +279,10 @@ class AnswerParser:
                 if not self._expect_ids:
                     return
                 ids = (UNKNOWN_ID,) * len(values)
-            else:
-                values = [nan] * len(ids)
-                texts, tops = texts and [""] * len(ids), ()
+            values = [nan] * len(ids)
+            texts, tops = [""] * len(ids), [()] * len(ids)
         pending.ids.extend(ids)
-        pending.logprobs.extend(
-            value if value is not None and value > MISSING_BELOW and token != UNKNOWN_ID else nan
-            for token, value in zip(ids, values, strict=True)
-        )
+        pending.logprobs.extend(value if value is not None and value > MISSING_BELOW else nan for value in values)
         if self._texts:
             pending.tokens.extend(texts)
         if self._tops:

@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from typing import Any, Self
 
@@ -42,10 +43,16 @@ def text_of(token_ids: list[int]) -> str:
     return out.decode(errors="replace")
 
 
+@cache
+def _logits(previous: int, temperature: float) -> tuple[list[float], float]:
+    logits = [((previous * 7 + other * 13) % 29) / 4 / temperature for other in range(VOCABULARY)]
+    return logits, math.log(sum(map(math.exp, logits)))
+
+
 def logprob(previous: int, token: int, temperature: float = 1.0) -> float:
     """The log-probability of `token` behind `previous`: softmax over `((previous * 7 + token * 13) % 29) / 4`."""
-    logits = [((previous * 7 + other * 13) % 29) / 4 / temperature for other in range(VOCABULARY)]
-    return logits[token] - math.log(sum(map(math.exp, logits)))
+    logits, normaliser = _logits(previous, temperature)
+    return logits[token] - normaliser
 
 
 @dataclass

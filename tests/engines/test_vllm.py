@@ -1,0 +1,305 @@
+"""The vLLM engine against the scripted server: what it finds out at start, faults, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from polar_proxy.engines.probe import logprob_mode
+from polar_proxy.engines.vllm import VllmEngine
+from polar_proxy.errors import EngineError, PolarError, RequestError
+from polar_proxy.types import SampleEvent, Sampling
+from tests.engines.contract import WEATHER, chat, gather, run
+from tests.fakes.vllm_server import END, Answer, FakeVllm, Fault, ids, text_of
+
+TOOLS = {"tools": (WEATHER,)}
+
+
+async def entered(fake: FakeVllm, **more: Any) -> VllmEngine:
+    async with VllmEngine(fake.url, **more) as engine:
+        return engine
+
+
+async def test_what_the_probe_finds() -> None:
+    async with FakeVllm(weight_version="7") as fake, VllmEngine(fake.url + "/v1/") as engine:
+        info = engine.info
+        assert (info.engine, info.version, info.model, info.context_length) == ("vllm", "0.32.0", "fake", 4096)
+        assert info.logprob_mode == "raw"
+        assert info.eos_token_ids == (END,)
+        every = {"token_ids", "logprobs", "tools", "tool_choice_required", "json_schema", "token_prompt", "score"}
+        assert info.capabilities == every
+        assert await engine.weight_version() == "7"
+        assert await engine.health() is None
+
+
+async def test_the_template_hash_follows_the_template() -> None:
+    async with FakeVllm() as fake:
+        one = (await entered(fake)).info.template_hash
+        fake.render = lambda body: [1, *FakeVllm.render(fake, body)]  # type: ignore[method-assign]
+        assert (await entered(fake)).info.template_hash != one
+
+
+@pytest.mark.parametrize("limits", [set(), {"no_tokenize"}])
+async def test_rendering_agrees_with_the_prompt(limits: set[str]) -> None:
+    async with FakeVllm(limits=frozenset(limits)) as fake, VllmEngine(fake.url) as engine:
+        assert (engine.info.eos_token_ids == ()) == bool(limits)
+        for request in (chat(), chat(**TOOLS), chat(sampling=Sampling(n=2, stop=("x",)))):
+            assert list((await run(engine, request)).prompt_ids) == await engine.render(request)
+
+
+@pytest.mark.parametrize(
+    ("fake", "capability"),
+    [
+        (FakeVllm(limits=frozenset({"no_tools"})), "tools"),
+        (FakeVllm(limits=frozenset({"no_score"})), "score"),
+    ],
+    ids=["tools", "score"],
+)
+async def test_what_a_server_cannot_do_is_not_claimed(fake: FakeVllm, capability: str) -> None:
+    async with fake, VllmEngine(fake.url) as engine:
+        assert capability not in engine.info.capabilities
+
+
+async def test_scoring_needs_the_capability() -> None:
+    async with FakeVllm(limits=frozenset({"no_score"})) as fake, VllmEngine(fake.url) as engine:
+        with pytest.raises(RequestError, match="does not return the log-probabilities of a prompt"):
+            await engine.score([5, 6])
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("no_ids", "does not return token ids.*update it"),
+        ("no_stream_ids", "loses them in streamed ones"),
+        ("no_logprobs", "does not return log-probabilities.*--max-logprobs"),
+        ("logits", "returns logits.*raw_logprobs"),
+    ],
+)
+async def test_a_server_without_evidence_is_refused(limit: str, words: str) -> None:
+    async with FakeVllm(limits=frozenset({limit})) as fake:
+        with pytest.raises(EngineError, match=words + r".*Recording for training is refused\."):
+            await entered(fake)
+
+
+async def test_without_evidence_it_answers_when_that_is_allowed() -> None:
+    fake = FakeVllm(limits=frozenset({"no_ids", "no_logprobs"}))
+    async with fake, VllmEngine(fake.url, require_tokens=False) as engine:
+        assert engine.info.capabilities == frozenset()
+        events = [event async for event in engine.sample(chat())]
+        assert "".join(event.text for event in events) == "Hello."
+        assert not any(event.token_ids for event in events)
+
+
+@pytest.mark.parametrize("processed", [False, True])
+async def test_the_mode_is_measured(processed: bool) -> None:
+    async with FakeVllm(processed=processed) as fake:
+        assert (await entered(fake)).info.logprob_mode == ("processed" if processed else "raw")
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "expected"),
+    [
+        ({"a": -0.1, "b": -4.1}, {"a": -0.1, "b": -4.1}, "raw"),
+        ({"a": -0.1, "b": -4.1}, {"a": -0.3, "b": -2.3}, "processed"),
+        ({"a": -0.1, "b": -4.1, "c": -9999.0}, {"a": -0.3, "b": -2.3, "c": -9999.0}, "processed"),
+        ({"a": -0.1, "b": -4.1, "d": -6.0}, {"b": -4.09, "a": -0.11, "e": -5.0}, "raw"),
+        ({"a": -0.7, "b": -0.7}, {"a": -0.7, "b": -0.7}, "one and the same probability"),
+        ({"a": -0.1, "b": -4.1}, {"a": -0.3, "b": -3.3}, "neither in raw nor in processed"),
+        ({"a": 12.0, "b": 3.0}, {"a": 12.0, "b": 3.0}, "logits"),
+        ({"a": -0.1, "b": -0.2}, {"a": -0.1, "b": -0.2}, "logits"),
+        ({"a": -0.1}, {"b": -0.1}, "one and the same"),
+    ],
+)
+def test_the_gap_tells_the_mode(one: dict[str, float], two: dict[str, float], expected: str) -> None:
+    if expected in ("raw", "processed"):
+        assert logprob_mode(one, two) == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            logprob_mode(one, two)
+
+
+async def test_the_model_is_named_in_errors() -> None:
+    async with FakeVllm(model="qwen") as fake:
+        with pytest.raises(EngineError, match=r"does not serve 'llama'. It serves: qwen\."):
+            await entered(fake, model="llama")
+
+
+async def test_nothing_listens() -> None:
+    async with FakeVllm() as fake:
+        url = fake.url
+    with pytest.raises(EngineError, match="cannot be reached") as caught:
+        async with VllmEngine(url):
+            pass
+    assert caught.value.status == 502
+
+
+async def test_the_key_goes_out_and_a_wrong_one_is_the_set_ups_fault() -> None:
+    async with FakeVllm(api_key="k") as fake:
+        assert (await entered(fake, api_key="k")).info.model == "fake"
+        with pytest.raises(EngineError, match="refused the key") as caught:
+            await entered(fake, api_key="wrong")
+        assert caught.value.status == 502
+        assert "wrong" not in str(caught.value)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("fault", "kind", "status", "param", "code"),
+    [
+        (Fault(400, "bad top_p", "top_p"), RequestError, 400, "top_p", None),
+        (Fault(422, "bad"), RequestError, 422, None, None),
+        (
+            Fault(400, "This model's maximum context length is 9 tokens.", "input_tokens"),
+            RequestError,
+            400,
+            "input_tokens",
+            "context_length_exceeded",
+        ),
+        (Fault(429, "later"), EngineError, 429, None, None),
+        (Fault(503, "loading"), EngineError, 503, None, None),
+        (Fault(500, "died"), EngineError, 502, None, None),
+        (Fault(502, body=b"<html>bad gateway</html>"), EngineError, 502, None, None),
+        (Fault(200, body=b"{"), EngineError, 502, None, None),
+    ],
+    ids=["400", "422", "too long", "429", "503", "500", "html", "malformed"],
+)
+async def test_faults_become_typed_errors(
+    fault: Fault, kind: type[PolarError], status: int, param: str | None, code: str | None, stream: bool
+) -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.script(fault)
+        with pytest.raises(kind) as caught:
+            _ = [event async for event in engine.sample(chat(), stream=stream)]
+        assert getattr(caught.value, "status", None) == status
+        if isinstance(caught.value, RequestError):
+            assert (caught.value.param, caught.value.code) == (param, code)
+        assert (await run(engine, chat())).choices[0].text == "Hello."
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Answer(drop_after=3), "broke off"),
+        (Answer(garbage_after=3), "malformed JSON"),
+        (Answer(error_after=3), "EngineCore encountered"),
+    ],
+    ids=["dropped", "malformed", "error chunk"],
+)
+async def test_a_stream_that_breaks_keeps_what_came(answer: Answer, words: str) -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        answer.delay = 0.02
+        fake.script(answer)
+        events: list[SampleEvent] = []
+
+        async def listen() -> None:
+            async for event in engine.sample(chat()):
+                events.append(event)
+
+        with pytest.raises(EngineError, match=words):
+            await listen()
+        assert [token for event in events for token in event.token_ids] == ids("He")
+        assert events[0].prompt_ids is not None
+
+
+async def test_a_connection_that_was_closed_while_idle_is_opened_again() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.script(Fault(status=None))
+        assert (await run(engine, chat())).choices[0].text == "Hello."
+        fake.script(Fault(status=None), Fault(status=None))
+        with pytest.raises(EngineError, match="broke off"):
+            await run(engine, chat())
+
+
+async def test_text_comes_as_it_is_made_and_a_slow_start_is_waited_for() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.script(Answer("abcdef", first_delay=0.3, delay=0.02))
+        events = [event async for event in engine.sample(chat())]
+        assert len(events) > 4
+        assert gather(events).choices[0].text == "abcdef"
+
+
+@pytest.mark.parametrize("how", ["close", "cancel"])
+async def test_a_client_that_leaves_aborts_the_generation(how: str) -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.script(Answer("x" * 500, delay=0.05))
+        if how == "close":
+            async with aclosing(engine.sample(chat())) as events:
+                await anext(events)
+        else:
+            task = asyncio.create_task(run(engine, chat()))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        for _ in range(100):
+            if fake.aborted:
+                break
+            await asyncio.sleep(0.02)
+        assert fake.aborted == 1
+
+
+async def test_a_whole_answer_that_is_cancelled_aborts_the_generation() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.script(Answer(first_delay=30))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                _ = [event async for event in engine.sample(chat(), stream=False)]
+        for _ in range(100):
+            if fake.aborted:
+                break
+            await asyncio.sleep(0.02)
+        assert fake.aborted == 1
+
+
+@pytest.mark.parametrize("more", [{}, TOOLS], ids=["plain", "tools"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_when_the_upstream_is_streamed(more: dict[str, Any], stream: bool) -> None:
+    """With tools always: a call that `max_tokens` cuts reads differently in a whole answer."""
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.bodies.clear()
+        fake.script(Answer("Hi", tool_calls=(("get_weather", '{"city":"Bern"}'),)))
+        request = chat(sampling=Sampling(max_tokens=200), **more)
+        answer = gather([event async for event in engine.sample(request, stream=stream)]).choices[0]
+        assert (answer.text, answer.names, answer.arguments) == ("Hi", {0: "get_weather"}, {0: '{"city":"Bern"}'})
+        assert bool(fake.bodies[0].get("stream")) == (stream or bool(more))
+
+
+async def test_a_floored_logprob_is_recorded_as_missing() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.script(Answer(token_ids=[*ids("ab"), END], logprobs=[-0.5, None, -0.25]))
+        events = [event async for event in engine.sample(chat())]
+        values = [value for event in events for value in event.logprobs]
+        assert values == pytest.approx([-0.5, math.nan, -0.25], nan_ok=True)
+
+
+async def test_alternatives_have_their_ids_and_texts() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        for stream in (True, False):
+            fake.script(Answer("hé"))
+            request = chat(sampling=Sampling(top_logprobs=3))
+            events = [event async for event in engine.sample(request, stream=stream)]
+            for event in events:
+                for token, row in zip(event.token_ids, event.top, strict=True):
+                    assert row[0].token_id == token
+                    assert [entry.token for entry in row] == [text_of([entry.token_id]) for entry in row]
+
+
+async def test_connections_are_used_again() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        for stream in (True, False, True):
+            await run(engine, chat())
+            _ = [event async for event in engine.sample(chat(), stream=stream)]
+        session = engine._http._session
+        assert session is not None
+        assert session.connector is not None
+        pooled = sum(len(entry) for entry in session.connector._conns.values())  # type: ignore[attr-defined]
+        assert 1 <= pooled <= 8  # no more than the probe opened at once
+
+
+async def test_health_says_why_not() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        await fake._runner.cleanup()
+        assert "cannot be reached" in str(await engine.health()) or "broke off" in str(await engine.health())
