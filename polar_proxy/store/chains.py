@@ -28,7 +28,7 @@ _TURN_BLOCK = 1024
 """A turn longer than this is cut here too, so that templates without an end of turn after the system prompt share."""
 _PLAIN_BLOCK = 256
 """Length of the segments where the engine's end-of-turn tokens are not known."""
-_SHORTEST_TURN = 8
+_SHORTEST_TURN = 32
 """Shorter turns are joined to the next one: a row costs more than it saves."""
 
 

@@ -35,9 +35,9 @@ def test_common_beginnings_share_all_but_the_last_segment(
 
 
 def test_the_cut_is_behind_the_end_of_turn() -> None:
-    prompt = np.ones(40, dtype=np.int32)
-    prompt[[9, 11, 25]] = END
-    assert cuts(prompt, (END,)) == [10, 26, 40]  # the turn of two tokens is not worth a row
+    prompt = np.ones(120, dtype=np.int32)
+    prompt[[39, 41, 95]] = END
+    assert cuts(prompt, (END,)) == [40, 96, 120]  # the turn of two tokens is not worth a row
 
 
 def test_blocks_where_the_end_of_turn_is_unknown() -> None:
