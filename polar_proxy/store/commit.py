@@ -11,6 +11,8 @@ import logging
 from collections.abc import Sequence
 
 from sqlalchemy import Connection, bindparam, case, insert, update
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
@@ -80,33 +82,31 @@ class GroupCommit:
             while self._waiting:
                 batch = self._waiting[:_LARGEST_BATCH]
                 del self._waiting[:_LARGEST_BATCH]
-                try:
-                    await self._commit_batch(batch)
-                except Exception as error:  # noqa: BLE001 (every caller is told, and the writer lives on)
-                    _log.exception("group commit failed")
-                    for record, future in batch:
-                        _fail(future, StoreError(f"The call {record.call_id} was not stored: {error}"))
+                await self._commit_batch(batch)
 
-    async def _commit_batch(self, batch: Sequence[_Waiting]) -> None:
+    async def _commit_batch(self, batch: Sequence[_Waiting], *, again: bool = True) -> None:
+        """Whatever happens, every future of the batch is resolved, and the writer lives on for the next one."""
         try:
             await self._commit_together(batch)
-        except StoreError:
-            # Nothing of the batch is stored. Perhaps one record spoils it, perhaps another process has removed rows
-            # that were known to exist: offer everything again, one record at a time.
-            for waiting in batch:
-                self._packer.forget()
-                try:
-                    await self._commit_together([waiting])
-                except StoreError as error:
-                    _fail(waiting[1], error)
+        except Exception as error:  # noqa: BLE001 (each caller is told)
+            # Nothing of the batch is stored. Rows that were known to exist may be gone: offer all of them again.
+            self._packer.forget()
+            if not again:
+                for record, future in batch:
+                    _fail(future, record, error)
+            elif len(batch) == 1 or _is_about_the_database(error):
+                await self._commit_batch(batch, again=False)
+            else:
+                for waiting in batch:  # one record spoils it, and it shall fail alone
+                    await self._commit_batch([waiting])
 
     async def _commit_together(self, batch: Sequence[_Waiting]) -> None:
         records = [record for record, _ in batch]
         rows, refused = await self._database.write_packed(lambda: self._packer.pack(records), self._write)
         self._packer.stored(rows)
-        for position, (_, future) in enumerate(batch):
+        for position, (record, future) in enumerate(batch):
             if position in refused:
-                _fail(future, refused[position])
+                _fail(future, record, refused[position])
             elif not future.done():
                 future.set_result(None)
 
@@ -124,6 +124,18 @@ class GroupCommit:
                 connection.execute(statement, values)
 
 
-def _fail(future: asyncio.Future[None], error: StoreError) -> None:
-    if not future.done():
-        future.set_exception(error)
+def _is_about_the_database(error: Exception) -> bool:
+    """Whether it would meet any other record alike: locked, full, unreachable."""
+    cause = error.__cause__
+    return isinstance(cause, OperationalError | PoolTimeout | OSError) or (
+        isinstance(cause, DBAPIError) and cause.connection_invalidated
+    )
+
+
+def _fail(future: asyncio.Future[None], record: CallRecord, error: Exception) -> None:
+    if future.done():
+        _log.error("the call %s, whose caller is gone, was not stored: %s", record.call_id, error)
+        return
+    reason = StoreError(f"The call {record.call_id} was not stored. {error}")
+    reason.__cause__ = error
+    future.set_exception(reason)

@@ -66,7 +66,13 @@ class Database:
                 _sqlite_events(self._reader.sync_engine, durability, writes=False)
                 _sqlite_events(self._worker_engine, durability, writes=True)
             else:
-                self._writer = create_async_engine(url, pool_size=4, max_overflow=4, **common)
+                self._writer = create_async_engine(
+                    url,
+                    pool_size=4,
+                    max_overflow=4,
+                    pool_pre_ping=True,  # a server may have been restarted since
+                    **common,
+                )
                 self._reader = self._writer
         except ModuleNotFoundError as error:
             raise StoreError("PostgreSQL needs its driver asyncpg: pip install 'polar-proxy[postgres]'") from error

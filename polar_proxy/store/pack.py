@@ -56,7 +56,7 @@ class Batch:
         ]
 
 
-Packed = tuple[Batch, dict[int, StoreError]]
+Packed = tuple[Batch, dict[int, Exception]]
 
 
 class Packer:
@@ -70,14 +70,12 @@ class Packer:
     def pack(self, records: Sequence[CallRecord]) -> Packed:
         """The rows of all records that can be stored, and by position why the others cannot."""
         batch = Batch()
-        refused: dict[int, StoreError] = {}
+        refused: dict[int, Exception] = {}
         for position, record in enumerate(records):
             try:
                 self._add(batch, record)
             except (StoreError, TypeError, ValueError, RecursionError, OverflowError, AttributeError) as error:
-                reason = StoreError(f"The call {record.call_id} cannot be stored: {error}")
-                reason.__cause__ = error
-                refused[position] = reason
+                refused[position] = error
         return batch, refused
 
     def stored(self, batch: Batch) -> None:

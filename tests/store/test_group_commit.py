@@ -39,8 +39,9 @@ async def test_one_bad_record_fails_alone(store: Store) -> None:
         record(session_id, prompt_ids=np.zeros(3, dtype=np.int64)),
         record(session_id, choices=(replace(choice(), logprobs=np.zeros(4, dtype=np.float32)),)),
         record(session_id, params={"not": object()}),
+        record(session_id, http_status=2**70),
     ]
-    mixed = [good[0], bad[0], good[1], bad[1], bad[2], good[2], bad[3], good[3], bad[4], good[4]]
+    mixed = [good[0], bad[0], good[1], bad[1], bad[2], good[2], bad[3], good[3], bad[4], good[4], bad[5]]
     results = await asyncio.gather(*(store.commit_call(call) for call in mixed), return_exceptions=True)
     for call, result in zip(mixed, results, strict=True):
         if any(call is other for other in bad):
