@@ -174,7 +174,7 @@ class DockerSandbox(Sandbox):
         engine = self._engine = await self._stack.enter_async_context(client())
         image = await find_image(engine, self.spec.image)
         self._record.container = self.id  # the name: known before there is a container
-        await asyncio.to_thread(self._registry.write, self._record)
+        await settle(asyncio.to_thread(self._registry.write, self._record))
         try:
             # Cancelled half-way, the engine would make the container after we had looked for it in vain.
             creating = engine.containers.create(self._config(image), name=self.id)
@@ -294,10 +294,13 @@ class DockerSandbox(Sandbox):
                 if timed_out:
                     await settle(self._kill(ident, task))
                 exit_code = task.result()
-        except BaseException:
+        except BaseException as error:
             if task is not None and self._closing is None:
                 # Also when the reader failed (an error of the callback): the program may still be running.
-                await settle(self._kill(ident, task))
+                try:
+                    await settle(self._kill(ident, task))
+                except SandboxError as failed:
+                    error.add_note(f"and the command could not be ended: {failed}")
             raise
         if exit_code == 137 and not timed_out and not await self._running():
             raise SandboxEnded("the container ended while the command ran")
@@ -473,22 +476,27 @@ async def remove_container(engine: aiodocker.Docker, name: str) -> bool:
 
 async def sweep_containers(
     records: Sequence[orphans.Record], removed: list[orphans.Removed], problems: list[str]
-) -> None:
-    """The containers of dead owners, by record and by label. Without an engine, records wait for the next sweep."""
+) -> set[str]:
+    """Remove the containers of dead owners, by record and by label.
+
+    Returns the names that have to wait, because no engine answers.
+    """
     named = {record.container for record in records if record.container}
     try:
         async with client() as engine:
-            found = await engine.containers.list(all=True, filters=json.dumps({"label": [orphans.LABEL]}))
+            found = await engine.containers.list(all=True, filters=json.dumps({"label": [orphans.OWNER_LABEL]}))
             for container in found:
                 labels = container["Labels"]
                 if orphans.Owner.parse(json.loads(labels[orphans.OWNER_LABEL])).dead():
                     named.add(labels[orphans.LABEL])
             for name in sorted(named):
-                if await remove_container(engine, name):
-                    removed.append(orphans.Removed(name, "container", name))
+                try:
+                    if await remove_container(engine, name):
+                        removed.append(orphans.Removed(name, "container", name))
+                except SandboxError as error:
+                    problems.append(f"{name}: {error}")
     except SandboxUnavailable as error:
         if named:
-            log.warning("left-over containers %s stay until an engine answers: %s", sorted(named), error)
-            problems += [f"{name}: {error}" for name in named]
-    except SandboxError as error:
-        problems.append(str(error))
+            log.warning("left-over containers %s stay until a Docker engine answers: %s", sorted(named), error)
+        return named
+    return set()

@@ -8,7 +8,6 @@ process namespace cannot be mistaken for the owner's death: (machine, boot, proc
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -18,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
 from .base import MARKER, SandboxError
+from .supervisor.shim import descendants
 
 LABEL = "polar.sandbox"
 OWNER_LABEL = "polar.owner"
@@ -77,10 +77,9 @@ def _here() -> tuple[str, str, str]:
         import platform
 
         return platform.node(), "", ""
-    with contextlib.suppress(FileNotFoundError):
-        machine = Path("/etc/machine-id").read_text().strip()
-        return machine, _boot(), os.readlink("/proc/self/ns/pid")
-    return os.uname().nodename, _boot(), os.readlink("/proc/self/ns/pid")
+    machine = Path("/etc/machine-id")
+    name = machine.read_text().strip() if machine.exists() else ""
+    return name or os.uname().nodename, _boot(), os.readlink("/proc/self/ns/pid")
 
 
 def _boot() -> str:
@@ -170,6 +169,7 @@ async def sweep(state_dir: Path | None = None) -> list[Removed]:
     """Remove what dead owners of this state directory left, and containers of dead owners whoever registered them.
 
     Returns what was removed. Raises `SandboxError` when something could not be; everything else is removed before.
+    Containers of an engine that does not answer now stay registered for the next sweep, with a warning in the log.
     """
     if state_dir is None:
         state_dir = await asyncio.to_thread(default_state_dir)
@@ -180,9 +180,9 @@ async def sweep(state_dir: Path | None = None) -> list[Removed]:
     await asyncio.to_thread(_sweep_local, records, removed, problems)
     from . import docker  # it imports this module
 
-    await docker.sweep_containers(records, removed, problems)
+    waiting = await docker.sweep_containers(records, removed, problems)
     for record in records:
-        if not any(problem.startswith(record.id) for problem in problems):
+        if record.id not in waiting and not any(problem.startswith(record.id) for problem in problems):
             await asyncio.to_thread(registry.remove, record.id)
             removed.append(Removed(record.id, "record", f"owner {record.owner.pid}"))
     if problems:
@@ -192,12 +192,12 @@ async def sweep(state_dir: Path | None = None) -> list[Removed]:
 
 def _sweep_local(records: list[Record], removed: list[Removed], problems: list[str]) -> None:
     for record in records:
-        for pid, start in record.processes:
-            if _kill(pid, lambda pid=pid, start=start: started(pid) == start):  # type: ignore[misc]
-                removed.append(Removed(record.id, "process", str(pid)))
-    if records:
-        for ident, pid in kill_marked({record.id for record in records}):
+        # The marked trees first: without its supervisor a tree would be harder to find.
+        for ident, pid in kill_marked({record.id}):
             removed.append(Removed(ident, "process", str(pid)))
+        for pid, start in record.processes:
+            if _signal(pid, start, signal.SIGKILL):
+                removed.append(Removed(record.id, "process", str(pid)))
     for record in records:
         try:
             _remove_folders(record, removed)
@@ -237,24 +237,42 @@ def _marker(pid: int) -> str:
 
 
 def kill_marked(idents: set[str], seconds: float = 5.0) -> list[tuple[str, int]]:
-    """End every process with one of these markers; repeated until none is left, for one may fork meanwhile."""
-    killed: list[tuple[str, int]] = []
+    """End every process with one of these markers and all below them, repeated until none is left.
+
+    Stopped first, killed then: a killed parent would let go of children whose environment shows no marker.
+    """
+    killed: dict[tuple[int, str], str] = {}
     deadline = time.monotonic() + seconds
-    while found := list(marked(idents)):
-        for ident, pid in found:
-            if _kill(pid, lambda pid=pid, ident=ident: _marker(pid) == ident) and (ident, pid) not in killed:  # type: ignore[misc]
-                killed.append((ident, pid))
+    while list(marked(idents)):
+        stopped: dict[tuple[int, str], str] = {}
+        while fresh := _trees(idents).items() - stopped.items():
+            for process, _ident in fresh:
+                _signal(*process, signal.SIGSTOP)
+            stopped.update(fresh)
+        for process, ident in stopped.items():
+            if _signal(*process, signal.SIGKILL):
+                killed[process] = ident
         if time.monotonic() > deadline:
-            raise SandboxError(f"processes of {sorted({i for i, _ in found})} do not end: {[p for _, p in found]}")
+            raise SandboxError(f"processes of {sorted(set(stopped.values()))} do not end: {sorted(stopped)}")
         time.sleep(0.005)
-    return killed
+    return [(ident, pid) for (pid, _start), ident in killed.items()]
 
 
-def _kill(pid: int, still_the_same: Callable[[], bool]) -> bool:
-    """SIGKILL, checked through a handle on the process, so that a reused pid is never hit."""
+def _trees(idents: set[str]) -> dict[tuple[int, str], str]:
+    """(pid, start) -> sandbox of the processes with a marker and of all below them; never this process."""
+    found: dict[tuple[int, str], str] = {}
+    for ident, pid in list(marked(idents)):
+        for member in {pid, *descendants(pid)} - {os.getpid()}:
+            if (start := started(member)) is not None:
+                found[member, start] = ident
+    return found
+
+
+def _signal(pid: int, start: str, number: signal.Signals) -> bool:
+    """Signal a process through a handle on it, so that a reused pid is never hit; False if it is gone."""
     if not LINUX:
-        if still_the_same():
-            os.kill(pid, signal.SIGKILL)
+        if started(pid) == start:
+            os.kill(pid, number)
             return True
         return False
     try:
@@ -262,9 +280,9 @@ def _kill(pid: int, still_the_same: Callable[[], bool]) -> bool:
     except ProcessLookupError:
         return False
     try:
-        if not still_the_same():
+        if started(pid) != start:
             return False
-        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        signal.pidfd_send_signal(handle, number)
     except ProcessLookupError:
         return False
     finally:

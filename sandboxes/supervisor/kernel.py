@@ -1,0 +1,77 @@
+"""What Python has no call for: namespaces, capabilities, process attributes (Linux)."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import struct
+import sys
+
+LINUX = sys.platform == "linux"
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NAME = 1, 4, 15
+PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 24, 36, 38
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+NS_GET_USERNS = 0xB701
+CLONE_NEWUSER = 0x10000000
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, value: int = 0, third: int = 0) -> int:
+    return int(libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(third), 0, 0))
+
+
+def check(result: int, what: str) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+
+
+def rename_process(name: bytes) -> None:
+    """Change comm and command line, so that an agent's `pkill python` does not end the shim of its own command."""
+    libc.prctl(PR_SET_NAME, ctypes.c_char_p(name), 0, 0, 0)
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    if end > start > 0:
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, name, min(len(name), end - start - 1))
+
+
+def enter_namespaces(pid: int) -> None:
+    """Join all namespaces of a process, as root or as the user who made them.
+
+    bwrap nests two user namespaces: the outer one owns the others, the inner one holds the processes. Joining needs
+    the privileges of the outer one, so: outer, then the rest, then inner.
+    """
+    fds = {name: os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("cgroup", "ipc", "net", "uts", "pid")}
+    fds["mnt"] = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
+    inner = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY)
+    outer = fcntl.ioctl(fds["mnt"], NS_GET_USERNS)
+    own = os.stat("/proc/self/ns/user").st_ino
+    if os.fstat(outer).st_ino != own:
+        check(libc.setns(outer, CLONE_NEWUSER), "setns(user)")
+    for name, fd in fds.items():
+        check(libc.setns(fd, 0), f"setns({name})")
+    if os.fstat(inner).st_ino not in (own, os.fstat(outer).st_ino):
+        check(libc.setns(inner, CLONE_NEWUSER), "setns(inner user)")
+    for fd in (*fds.values(), inner, outer):
+        os.close(fd)
+    os.chdir("/")
+
+
+def drop_privileges() -> None:
+    """No capability now or ever, and no reading of this process's memory or descriptors from inside."""
+    for capability in range(64):
+        if prctl(PR_CAPBSET_DROP, capability) != 0:
+            if ctypes.get_errno() != errno.EINVAL:
+                check(-1, "dropping a capability")
+            break
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    check(libc.capset(header, b"\0" * 24), "capset")
+    check(prctl(PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
+    prctl(PR_SET_DUMPABLE, 0)

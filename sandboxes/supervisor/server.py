@@ -1,0 +1,210 @@
+"""The supervisor's loop: requests of the owner in, reports of the shims out."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import selectors
+import signal
+import socket
+import stat
+from typing import Any
+
+from . import kernel
+from .shim import send_signal, shim
+from .wire import Channel
+
+
+class Server:
+    def __init__(self, control: Channel) -> None:
+        self.control = control
+        self.selector = selectors.DefaultSelector()
+        self.orders: dict[int, int] = {}  # command id -> pipe to its shim
+        self.shims: dict[int, tuple[int, int, bytearray]] = {}  # status fd -> command id, shim pid, text
+        self.cgroups: list[int] = []
+        self.init = 0
+        self.init_fds: tuple[int, int] | None = None
+
+    def start(self, config: dict[str, Any]) -> None:
+        """Open the limits, start bwrap if asked to and move into its namespaces."""
+        self.cgroups = [os.open(path, os.O_WRONLY) for path in config["cgroup_procs"]]
+        if config["bwrap"]:
+            inner = self.start_bwrap(config["bwrap"])
+            kernel.enter_namespaces(inner)
+            kernel.drop_privileges()
+        self.control.send({"id": config["id"], "init": self.init})
+
+    def start_bwrap(self, argv: list[str]) -> int:
+        """Start bwrap around `cat`, the sandbox's init, and return the pid of its first process inside.
+
+        cat's echo tells that all mounts stand; it ends with this process, because its stdin closes.
+        """
+        stdin_read, stdin_write = os.pipe()
+        stdout_read, stdout_write = os.pipe()
+        info_read, info_write = os.pipe()
+        self.init = os.fork()
+        if self.init == 0:
+            try:
+                for fd in self.cgroups:
+                    os.write(fd, b"0")
+                os.dup2(stdin_read, 0)
+                os.dup2(stdout_write, 1)
+                options = os.memfd_create("options", 0)  # not on the command line: programs inside could read that
+                os.write(options, "\0".join(["--info-fd", str(info_write), *argv[1:]]).encode())
+                os.lseek(options, 0, os.SEEK_SET)
+                os.set_inheritable(info_write, True)
+                os.execve(argv[0], ["bwrap", "--args", str(options), "--", "cat"], {"PATH": os.environ["PATH"]})
+            finally:
+                os._exit(127)
+        for fd in (stdin_read, stdout_write, info_write):
+            os.close(fd)
+        os.write(stdin_write, b"\n")
+        if os.read(stdout_read, 1) != b"\n":
+            raise OSError(f"bwrap did not start the sandbox (see the lines above); exit {os.waitpid(self.init, 0)[1]}")
+        with os.fdopen(info_read, "rb") as info:
+            pid = int(json.loads(info.read())["child-pid"])
+        self.init_fds = (stdin_write, stdout_read)
+        self.selector.register(stdout_read, selectors.EVENT_READ)
+        return pid
+
+    def serve(self) -> None:
+        self.selector.register(self.control.sock, selectors.EVENT_READ)
+        while True:
+            for key, _events in self.selector.select():
+                if key.fileobj is self.control.sock:
+                    if not self.control.feed():
+                        return
+                    while (request := self.control.next()) is not None:
+                        self.answer(*request)
+                elif self.init_fds and key.fd == self.init_fds[1]:
+                    return  # init is gone, and all other processes inside with it
+                else:
+                    self.shim_says(key.fd)
+
+    def answer(self, message: dict[str, Any], fds: list[int]) -> None:
+        reply: dict[str, Any] = {"id": message["id"]}
+        out: list[int] = []
+        try:
+            if message["op"] == "exec":
+                self.exec(message, fds)
+                return  # answered when it ends
+            if message["op"] == "kill":
+                self.kill(message["target"])
+            elif message["op"] == "running":
+                reply["running"] = len(self.shims)
+            elif message["op"] == "open":
+                out.append(open_file(message))
+            elif message["op"] == "listen":
+                out.append(listen(message["port"]))
+        except OSError as error:
+            reply["error"], reply["errno"] = str(error), error.errno
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self.control.send(reply, out)
+        for fd in out:
+            os.close(fd)
+
+    def exec(self, message: dict[str, Any], fds: list[int]) -> None:
+        orders_read, orders_write = os.pipe()
+        status_read, status_write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 0
+            try:
+                shim(message, fds, self.cgroups, orders_read, status_write)
+            except BaseException as error:  # noqa: BLE001 - a fork must never return into the server
+                os.write(2, f"shim: {error!r}\n".encode())
+                code = 70
+            finally:
+                os._exit(code)
+        os.close(orders_read)
+        os.close(status_write)
+        self.orders[message["id"]] = orders_write
+        self.shims[status_read] = (message["id"], pid, bytearray())
+        self.selector.register(status_read, selectors.EVENT_READ)
+
+    def kill(self, target: int | None) -> None:
+        for ident, fd in self.orders.items():
+            if target in (None, ident):
+                try:
+                    os.write(fd, b"k")
+                except BrokenPipeError:
+                    continue  # its tree is empty already
+
+    def shim_says(self, fd: int) -> None:
+        ident, pid, text = self.shims[fd]
+        data = os.read(fd, 1 << 16)
+        text += data
+        if b"\n" in text:
+            line, _, rest = bytes(text).partition(b"\n")
+            text[:] = rest
+            self.control.send({"id": ident, **json.loads(line)})
+        if not data:
+            self.selector.unregister(fd)
+            os.close(fd)
+            os.close(self.orders.pop(ident))
+            del self.shims[fd]
+            os.waitpid(pid, 0)
+            # The owner ignores this if it already knows the exit status.
+            self.control.send({"id": ident, "gone": True})
+
+    def end(self) -> None:
+        """End bwrap (its process namespace dies with it), or tell every shim to kill its tree; wait for both."""
+        if self.init:
+            send_signal(self.init, signal.SIGKILL)
+        self.kill(None)
+        for _ident, pid, _text in self.shims.values():
+            os.waitpid(pid, 0)
+        if self.init:
+            try:
+                os.waitpid(self.init, 0)
+            except ChildProcessError:
+                return
+
+
+def open_file(message: dict[str, Any]) -> int:
+    """Open a regular file for the owner, with this process's own (inside) view of paths."""
+    path = message["path"]
+    if not message["write"]:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(fd)
+            code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+            raise OSError(code, "not a regular file", path)
+        return fd
+    os.umask(0o022)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    # O_NONBLOCK: a FIFO without a reader fails instead of blocking the supervisor.
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, 0o600)
+    os.fchmod(fd, message["mode"])
+    return fd
+
+
+def listen(port: int) -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", port))
+        sock.listen(1024)
+        return sock.detach()
+
+
+def main(control_fd: str) -> int:
+    # A daemon of the owner: Ctrl-C in the owner's terminal is the owner's affair.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    control = Channel(socket.socket(fileno=int(control_fd)))
+    control.sock.set_inheritable(False)
+    while (first := control.next()) is None:
+        if not control.feed():
+            return 0
+    server = Server(control)
+    try:
+        server.start(first[0])
+        server.serve()
+    except BrokenPipeError:
+        return 0  # the owner is gone in the middle of an answer
+    finally:
+        server.end()
+    return 0

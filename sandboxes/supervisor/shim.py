@@ -1,0 +1,152 @@
+"""The shim: parent and reaper of one command and of all that the command detaches."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import selectors
+import signal
+from typing import Any, NoReturn
+
+from . import kernel
+
+
+def descendants(*roots: int) -> set[int]:
+    """All living processes below these."""
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", "rb") as file:
+                    state, ppid = file.read().rpartition(b")")[2].split()[:2]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if state not in (b"Z", b"X"):
+                parents[int(entry)] = int(ppid)
+    children: dict[int, list[int]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    found: set[int] = set()
+    todo = list(roots)
+    while todo:
+        for pid in children.get(todo.pop(), ()):
+            if pid not in found:
+                found.add(pid)
+                todo.append(pid)
+    return found
+
+
+def kill_tree(root: int, group: int) -> None:
+    """End everything below `root`: first stop it all, so that nothing can fork away, then kill."""
+    if not kernel.LINUX:  # no /proc and no subreaper: the command's process group is what can be found
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            return
+        return
+    seen: set[int] = set()
+    while fresh := descendants(root) - seen:
+        for pid in fresh:
+            send_signal(pid, signal.SIGSTOP)
+        seen |= fresh
+    for pid in seen:
+        send_signal(pid, signal.SIGKILL)
+
+
+def send_signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return  # gone, or a set-user-id program in a `process` sandbox, which isolates nothing
+
+
+def run_command(message: dict[str, Any], fds: list[int], cgroups: list[int], errors: int) -> NoReturn:
+    """In the command's own process: set it up and become the program."""
+    try:
+        os.setsid()
+        if kernel.LINUX:
+            kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        for fd in cgroups:
+            os.write(fd, b"0")
+        for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        for name, value in message["rlimits"].items():
+            which = getattr(resource, name)
+            hard = resource.getrlimit(which)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(which, (value, value))
+        os.umask(0o022)
+        os.chdir(message["cwd"])
+        for target, fd in enumerate(fds):
+            os.dup2(fd, target)
+        argv, env = message["argv"], message["env"]
+        os.execvpe(argv[0], argv, env)
+    except OSError as error:
+        code = 127 if error.errno == errno.ENOENT and not missing_cwd(message) else 126
+        where = message["cwd"] if missing_cwd(message) else message["argv"][0]
+        os.write(errors, json.dumps([code, f"{where}: {os.strerror(error.errno or 0)}"]).encode())
+    except BaseException as error:  # noqa: BLE001 - the last thing this process says
+        os.write(errors, json.dumps([126, repr(error)]).encode())
+    os._exit(126)
+
+
+def missing_cwd(message: dict[str, Any]) -> bool:
+    return not os.path.isdir(message["cwd"])
+
+
+def shim(message: dict[str, Any], fds: list[int], cgroups: list[int], orders: int, status: int) -> None:
+    """Parent and reaper of one command; ends when its tree is empty, when told so, or without the supervisor."""
+    first = 3
+    for fd in sorted([orders, status, *fds, *cgroups]):  # above all not the control socket: it is the lifeline
+        os.closerange(first, fd)
+        first = fd + 1
+    os.closerange(first, 4096)
+    os.setsid()
+    if kernel.LINUX:
+        kernel.rename_process(b"polar-init")
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+        kernel.check(kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1), "subreaper")
+    wake_read, wake_write = os.pipe()
+    os.set_blocking(wake_write, False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    failed_read, failed_write = os.pipe()
+    command = os.fork()
+    if command == 0:
+        run_command(message, fds, cgroups, failed_write)
+    os.close(failed_write)
+    for fd in (*fds, *cgroups):
+        os.close(fd)
+    failure = os.read(failed_read, 1 << 16)
+    os.close(failed_read)
+    selector = selectors.DefaultSelector()
+    selector.register(orders, selectors.EVENT_READ)
+    selector.register(wake_read, selectors.EVENT_READ)
+    killing = False
+    while True:
+        while True:
+            try:
+                pid, code = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                break
+            if pid == command:
+                exit_code = os.waitstatus_to_exitcode(code)
+                exit_code = 128 - exit_code if exit_code < 0 else exit_code
+                note = None
+                if failure:
+                    exit_code, note = json.loads(failure)
+                report = json.dumps({"exit": exit_code, "note": note})
+                os.write(status, report.encode() + b"\n")
+        if killing:
+            kill_tree(os.getpid(), command)
+        for key, _events in selector.select(0.01 if killing else None):
+            data = os.read(key.fd, 4096)
+            if key.fd == orders:  # an order or the end of the supervisor: both mean kill
+                killing = True
+                kill_tree(os.getpid(), command)
+                if not data:
+                    selector.unregister(orders)

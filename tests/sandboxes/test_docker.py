@@ -1,0 +1,117 @@
+"""What is docker's alone: hardening, images, the engine's traps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sandboxes import (
+    Limits,
+    SandboxEnded,
+    SandboxError,
+    SandboxSpec,
+    SandboxUnavailable,
+    docker,
+    images,
+    netns,
+    open_sandbox,
+    orphans,
+    sweep,
+)
+
+full = pytest.mark.full
+on_docker = pytest.mark.parametrize("kind", [pytest.param("docker", marks=full)], indirect=True)
+
+
+@on_docker
+async def test_no_privilege_and_no_way_to_one(kind: str, state_dir: Path) -> None:
+    async with await open_sandbox("docker", state_dir=state_dir) as sandbox:
+        status = (await sandbox.exec(["cat", "/proc/self/status"])).stdout.decode()
+        for line in ("CapEff:\t0000000000000000", "CapBnd:\t0000000000000000", "NoNewPrivs:\t1"):
+            assert line in status
+
+
+@on_docker
+async def test_an_out_of_memory_kill_is_137_and_the_sandbox_lives_on(kind: str, state_dir: Path) -> None:
+    spec = SandboxSpec(limits=Limits(memory_mb=64))
+    async with await open_sandbox("docker", spec, state_dir=state_dir) as sandbox:
+        done = await sandbox.exec(["python3", "-c", "x = bytearray(200 << 20)"], timeout=60)
+        assert (done.exit_code, done.timed_out) == (137, False)
+        assert (await sandbox.exec(["echo", "alive"])).stdout == b"alive\n"
+
+
+@on_docker
+async def test_a_container_killed_from_outside_is_told(kind: str, state_dir: Path) -> None:
+    async with await open_sandbox("docker", state_dir=state_dir) as sandbox:
+        task = asyncio.ensure_future(sandbox.exec(["sleep", "60"]))
+        await asyncio.sleep(0.5)
+        process = await asyncio.create_subprocess_exec("docker", "kill", sandbox.id, stdout=subprocess.DEVNULL)
+        await process.wait()
+        with pytest.raises(SandboxEnded):
+            await task
+        with pytest.raises(SandboxEnded):
+            await sandbox.exec(["true"])
+    assert orphans.Registry(state_dir).all() == []
+
+
+@on_docker
+async def test_a_missing_image_names_the_cure(kind: str, state_dir: Path) -> None:
+    with pytest.raises(SandboxUnavailable, match="docker pull no-such-image:1"):
+        await open_sandbox("docker", SandboxSpec(image="no-such-image:1"), state_dir=state_dir)
+    assert orphans.Registry(state_dir).all() == []
+
+
+@on_docker
+async def test_labels(kind: str, state_dir: Path) -> None:
+    async with await open_sandbox("docker", SandboxSpec(labels={"task": "7"}), state_dir=state_dir) as sandbox:
+        async with docker.client() as engine:
+            labels = (await engine.containers.container(sandbox.id).show())["Config"]["Labels"]
+        assert labels["task"] == "7"
+        assert labels[orphans.LABEL] == sandbox.id
+
+
+@pytest.fixture
+def unprivileged_image(kind: str, tmp_path: Path) -> Iterator[str]:
+    """The default image with a user of its own and files where home and working directory will be."""
+    name = f"polar-test-user:{os.getpid()}"
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {images.tag()}\nRUN mkdir -p /workspace && touch /workspace/old && useradd -u 1234 -m other\n"
+        'USER other\nENTRYPOINT ["false"]\n'
+    )
+    subprocess.run(["docker", "build", "--network=none", "-q", "-t", name, str(tmp_path)], check=True, timeout=120)
+    yield name
+    subprocess.run(["docker", "rmi", "-f", name], check=True, stdout=subprocess.DEVNULL, timeout=60)
+
+
+@on_docker
+async def test_an_image_with_its_own_user_and_entrypoint(kind: str, state_dir: Path, unprivileged_image: str) -> None:
+    async with await open_sandbox("docker", SandboxSpec(image=unprivileged_image), state_dir=state_dir) as sandbox:
+        done = await sandbox.exec(["sh", "-c", "id -u; ls -A . ~; touch x ~/y && echo written"])
+        assert done.stdout.split() == [b"1234", b".:", f"{sandbox.home}:".encode(), b"written"]
+        await sandbox.write_tree({"a/b": b"1"})
+        assert await sandbox.read("a/b") == b"1"
+        result = await sandbox.exec(["sh", "-c", "sleep 60 & sleep 60"], timeout=0.3)
+        assert result.timed_out
+
+
+# ---------------------------------------------------------------- without an engine
+
+
+async def test_records_of_containers_wait_for_an_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    dead = replace(orphans.Owner.me(), started="1")
+    registry = orphans.Registry(tmp_path)
+    registry.write(orphans.Record("polar-x", "docker", dead, container="polar-x"))
+    assert await sweep(tmp_path) == []
+    assert [record.id for record in registry.all()] == ["polar-x"]
+
+
+def test_the_network_of_a_process_that_is_not_the_containers_is_not_entered() -> None:
+    with pytest.raises(SandboxError, match="same Linux"):
+        netns.listen(os.getpid(), "polar-other", 0)
