@@ -105,20 +105,21 @@ def dialogues(encoder: Encoder, first_seed: int, count: int) -> Iterator[Sequenc
         yield encoder.full(play_expert(source.task(seed), some_system(rng), rng))
 
 
-def copies(rng: np.random.Generator, count: int, vocabulary: int, length: int = 96) -> list[Sequence1]:
-    """Random tokens in which stretches come again: what a network learns to copy from before it learns words."""
+def copies(rng: np.random.Generator, count: int, alphabet: IntArray, length: int = 128) -> list[Sequence1]:
+    """Sequences over a small alphabet in which stretches come again: copying, before there is anything to read.
+
+    Only what can be known is weighed: a stretch's tokens from the third on, because two may stand elsewhere too.
+    """
     made = []
     for _ in range(count):
-        ids = rng.integers(3, vocabulary, length)
+        ids = rng.choice(alphabet, length)
         weights = np.zeros(length, dtype=np.float32)
         filled = length // 3
         while filled < length:
-            size = int(rng.integers(3, 12))
+            size = min(int(rng.integers(4, 14)), length - filled)
             start = int(rng.integers(0, filled - size))
-            size = min(size, length - filled)
             ids[filled : filled + size] = ids[start : start + size]
-            # The first token of a stretch cannot be known; those after it can.
-            weights[filled + 1 : filled + size] = 1.0
+            weights[filled + 2 : filled + size] = 1.0
             filled += size
-        made.append(Sequence1(ids.astype(np.int64), np.arange(length) + int(rng.integers(0, 2000)), weights))
+        made.append(Sequence1(ids, np.arange(length) + int(rng.integers(0, 2000)), weights))
     return made

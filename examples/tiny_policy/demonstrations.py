@@ -1,6 +1,6 @@
 """The training half of the family `swe-task` as a task source of its own: instance n has seed 1,000,000 + n.
 
-    polar run examples.tiny_policy.demonstrations:TrainingTasks --instances 100 --engine ...
+polar run examples.tiny_policy.demonstrations:TrainingTasks --instances 100 --engine ...
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 The pre-tokenizer decides what a small model can learn to copy. Runs of letters stand alone, without the space,
 quote or slash before them, so that a name is the same tokens wherever it stands; the JSON escapes `\\n`, `\\t`
 and `\\"`, which mini-swe-agent's observations are full of, are cut off from the word that follows; digits are
-single. Merges rarer than `MIN_FREQUENCY` are not made: the words of the prompt and the syllables of the names are
-above it, pairs of syllables below, so that no name has tokens that are seen once in a thousand dialogues.
+single. The first merges are the syllables of the task family's names, whatever their count in a corpus: a name is
+then always its syllables, and no token is so rare that its embedding stays untrained. All further merges are
+ordinary BPE on the constant text: the prompt, the template, reports, commands and outputs without their names.
 
     python -m examples.tiny_policy.tokenizer --out polar_proxy/models/polar_tiny
 """
@@ -12,58 +13,104 @@ above it, pairs of syllables below, so that no name has tokens that are seen onc
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from examples.tiny_policy.dialogues import PROMPT, opening, play_expert, some_system
+from examples.tiny_policy.dialogues import PROMPT, play_expert, some_system
 from polar_proxy.tasks import get_source
-from polar_proxy.tasks.swe_task import TRAIN_SEEDS
+from polar_proxy.tasks.swe_task import SYLLABLES, TRAIN_SEEDS
 
-MIN_FREQUENCY = 300
 MAX_VOCABULARY = 2048
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 _PATTERN = r'\\u[0-9a-fA-F]{4}|\\[ntr"\\]|\p{L}+|\p{N}|\\|[^\p{L}\p{N}\\]+'
+_CORPUS_SEEDS = TRAIN_SEEDS.start + 500_000_000
 
 
-def corpus(dialogues: int) -> Iterator[str]:
-    """Texts to train on: the prompt, whole dialogues and repositories from training seeds."""
-    source, rng = get_source("swe-task"), random.Random("tokenizer/1")
-    for _ in range(2 * MIN_FREQUENCY):
-        yield PROMPT["system"] + PROMPT["user"] + json.dumps(PROMPT["tools"])
-        yield (Path(__file__).parent / "chat_template.jinja").read_text()
-    for index in range(dialogues):
-        task = source.task(TRAIN_SEEDS.start + 500_000_000 + index)
-        yield opening(task.instruction, some_system(rng))[1]["content"][:300]
-        for message in play_expert(task, some_system(rng), rng)[2:]:
-            yield message.get("content") or message["reasoning_content"]
-            for call in message.get("tool_calls", ()):
-                yield call["function"]["arguments"]
-        yield from task.files.values()
-
-
-def train(dialogues: int = 4000) -> Tokenizer:
-    """Train the tokenizer; deterministic."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    """Cuts text by `_PATTERN` and maps its bytes to printable characters."""
+    return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
+
+
+def corpus() -> Iterator[str]:
+    """The constant text, and dialogues for their wording."""
+    source, rng = get_source("swe-task"), random.Random("tokenizer/1")
+    template = (Path(__file__).parent / "chat_template.jinja").read_text()
+    # More than once, so that each of its words becomes whole.
+    yield from (PROMPT["system"], PROMPT["user"], json.dumps(PROMPT["tools"]), template) * 3
+    for seed in range(_CORPUS_SEEDS, _CORPUS_SEEDS + 100):
+        task = source.task(seed)
+        yield task.instruction
+        yield from task.files.values()
+        for message in play_expert(task, some_system(rng), rng)[2:]:
+            yield message.get("content") or message["reasoning_content"]
+            for call in message.get("tool_calls", ()):
+                yield call["function"]["arguments"]
+
+
+def words(texts: Iterable[str]) -> Counter[str]:
+    """Counts of the pre-tokens that are no names: a name's letters split into syllables without rest."""
+    cut = pre_tokenizer()
+    counts = Counter(piece for text in texts for piece, _ in cut.pre_tokenize_str(text))
+    spelled = set(SYLLABLES)
+
+    def is_name(word: str) -> bool:
+        return len(word) in (4, 6) and all(word[i : i + 2] in spelled for i in range(0, len(word), 2))
+
+    return Counter({word: count for word, count in counts.items() if not is_name(word)})
+
+
+def merges(counts: Counter[str], room: int) -> list[tuple[str, str]]:
+    """Syllables first; then the most frequent pair, again and again, until pairs are seen once or room ends."""
+    made = [(syllable[0], syllable[1]) for syllable in SYLLABLES]
+    split = {word: list(word) for word in counts}
+    for pair in made:
+        split = {word: _apply(parts, pair) for word, parts in split.items()}
+    while len(made) < room:
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, parts in split.items():
+            for pair in itertools.pairwise(parts):
+                pairs[pair] += counts[word]
+        if not pairs:
+            break
+        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
+        if pairs[best] < 2:
+            break
+        made.append(best)
+        split = {word: _apply(parts, best) for word, parts in split.items()}
+    return made
+
+
+def _apply(parts: list[str], pair: tuple[str, str]) -> list[str]:
+    out: list[str] = []
+    for part in parts:
+        if out and (out[-1], part) == pair:
+            out[-1] += part
+        else:
+            out.append(part)
+    return out
+
+
+def train() -> Tokenizer:
+    """Make the tokenizer; deterministic."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = merges(words(corpus()), MAX_VOCABULARY - len(SPECIAL) - len(alphabet) - len(MARKS))
+    entries = [*SPECIAL, *alphabet, *dict.fromkeys(left + right for left, right in made)]
+    tokenizer = Tokenizer(models.BPE({entry: index for index, entry in enumerate(entries)}, made))
+    tokenizer.pre_tokenizer = pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=MAX_VOCABULARY - len(MARKS),
-        min_frequency=MIN_FREQUENCY,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus(dialogues), trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     # Like Qwen3: the marks are single tokens, but ordinary text, so that parsers find them in decoded answers.
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
     return tokenizer
@@ -89,7 +136,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(description="Make polar-tiny's tokenizer.")
     parser.add_argument("--out", type=Path, required=True)
     save(train(), parser.parse_args().out)
 

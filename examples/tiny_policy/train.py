@@ -24,7 +24,8 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from examples.tiny_policy.data import Encoder, Sequence1, copies, dialogues
 from examples.tiny_policy.muon import Muon
-from polar_proxy.tasks.swe_task import TRAIN_SEEDS
+from examples.tiny_policy.verify_export import read_rows
+from polar_proxy.tasks.swe_task import SYLLABLES, TRAIN_SEEDS
 
 HELD_OUT_SEEDS = 900_000_000
 
@@ -130,7 +131,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of log and checkpoints")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stages", default="copy:300,short:1500,full:400", help="name:steps, comma separated")
-    parser.add_argument("--dialogues", type=int, default=6000)
+    parser.add_argument("--dialogues", type=int, default=5000, help="how many the expert plays offline")
+    parser.add_argument("--recorded", type=Path, help="tokens-jsonl export, for the stage `recorded`")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--muon-rate", type=float, default=0.02)
     parser.add_argument("--adam-rate", type=float, default=0.004)
@@ -140,6 +142,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     encoder, rng = Encoder(tokenizer), random.Random(args.seed)
     numbers = np.random.default_rng(args.seed)
+    alphabet = np.array(tokenizer.convert_tokens_to_ids([*SYLLABLES, *"0123456789/.(:"]))
     model = Qwen3ForCausalLM.from_pretrained(args.init) if args.init else new_model(tokenizer, args.seed)
     print(f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer)}", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -157,8 +160,12 @@ def main() -> None:
             feed = batches([encoder.short(s, rng) for s in whole], args.batch, rng)
         elif name == "full":
             feed = batches(whole, max(1, args.batch // 2), rng)
+        elif name == "recorded":
+            rows = [encoder.from_ids(row["prompt_ids"] + row["response_ids"]) for row in read_rows(args.recorded)]
+            print(f"{len(rows)} recorded dialogues", flush=True)
+            feed = batches(rows, max(1, args.batch // 2), rng)
         for _ in range(steps):
-            batch = copies(numbers, 32, len(tokenizer)) if name == "copy" else next(feed)
+            batch = copies(numbers, 24, alphabet) if name == "copy" else next(feed)
             rate = min(1.0, (step + 1) / 30) * max(0.1, 1.0 - 0.9 * step / total)
             for group, peak in zip([g for o in chosen for g in o.param_groups], peaks, strict=True):
                 group["lr"] = peak * rate

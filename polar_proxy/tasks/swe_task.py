@@ -20,8 +20,9 @@ from polar_proxy.tasks.base import Task
 EVAL_SEEDS = range(100_000)
 TRAIN_SEEDS = range(1_000_000, 1_000_000_000)
 
-_CONSONANTS = "bdfgklmnprstvz"
-_VOWELS = "aeiou"
+SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou")
+"""All that names are made of."""
+
 # Words the syllables can spell that mean something to Python or to the repository's own layout.
 _RESERVED = frozenset({"base", "decimal", "locale", "site", "time", "timeit", "token", "tokenize", "wave"})
 
@@ -81,7 +82,7 @@ def _names(rng: random.Random) -> Iterator[tuple[str, str]]:
     """Yield endless (three-syllable, two-syllable) names, all different within one instance."""
     seen = set(_RESERVED)
     while True:
-        syllables = [rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(5)]
+        syllables = [rng.choice(SYLLABLES) for _ in range(5)]
         long, short = "".join(syllables[:3]), "".join(syllables[3:])
         if long in seen or short in seen:
             continue
