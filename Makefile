@@ -1,0 +1,44 @@
+# make demo: set up and run the main job.  make test: set up and test.  See README.md.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+.PHONY: setup demo test test-full lint types format image clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Polar needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[local,docker,postgres,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/polar run swe-task
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# What needs no service: everything but the tests marked `full`.
+test: lint types
+	$(BIN)/pytest -m 'not full' --cov --cov-report=term:skip-covered
+
+# With a real vLLM, harness CLIs, Docker and PostgreSQL; scripts/with_services.sh installs, starts and stops them.
+test-full: setup
+	scripts/with_services.sh $(BIN)/pytest -m full
+
+image:
+	docker build -t polar:latest .
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .coverage

