@@ -1,7 +1,7 @@
 """One tree of settings: defaults < polar.toml < environment (POLAR_...) < flags. The only reader of the environment.
 
-`polar.toml` is looked for in the working directory, then in the Polar home (`~/.polar`, or $POLAR_HOME). Nested
-settings use two underscores in the environment: `POLAR_GATEWAY__PORT=9000`.
+Of `polar.toml` there may be one in the Polar home (`~/.polar`, or $POLAR_HOME) and one in the working directory,
+which wins setting by setting. Nested settings use two underscores in the environment: `POLAR_GATEWAY__PORT=9000`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="POLAR_",
         env_nested_delimiter="__",
-        extra="ignore",
+        extra="forbid",
         nested_model_default_partial_update=True,
     )
 
@@ -85,7 +85,7 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         home = Path(os.environ.get("POLAR_HOME", "~/.polar")).expanduser()
         files = [path for path in (home / "polar.toml", Path("polar.toml")) if path.is_file()]
-        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls, files))
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls, files, deep_merge=True))
 
     def model_post_init(self, context: Any, /) -> None:
         self.home = self.home.expanduser().absolute()

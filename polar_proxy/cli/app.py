@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import typer
+from rich.markup import escape
 
 from polar_proxy import __version__
 from polar_proxy.cli import db, doctor, export, run, serve, show
@@ -48,5 +49,5 @@ def main() -> None:
     except (PolarError, SandboxError) as error:
         from polar_proxy.cli.common import err
 
-        err.print(f"[bold red]error:[/] {error}", highlight=False, markup=True, soft_wrap=True)
+        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, markup=True, soft_wrap=True)
         sys.exit(getattr(error, "exit_code", 1))

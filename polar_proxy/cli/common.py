@@ -41,7 +41,10 @@ def load_settings(db: str | None = None, **sections: dict[str, Any]) -> Settings
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"Bad setting {where}: {first['msg']} (got {first.get('input')!r}).") from error
+        got = "" if "key" in where else f" (got {first.get('input')!r})"  # secrets are not shown
+        raise UsageError(f"Bad setting {where}: {first['msg']}{got}.") from error
+    except ValueError as error:  # not TOML, or a section in the environment that is no JSON
+        raise UsageError(f"The settings (polar.toml, POLAR_... variables) cannot be read: {error}.") from error
 
 
 def database_url(settings: Settings) -> str:

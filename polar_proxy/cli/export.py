@@ -67,12 +67,22 @@ def export(
 def _target(file: str) -> Iterator[BinaryIO]:
     """Standard output, or a file that appears under its name only when it is complete."""
     if file == "-":
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
+        try:
+            yield sys.stdout.buffer
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:  # the reader (`| head`) has enough; Python's own flush at exit must not fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
         return
-    path = Path(file)
+    path = Path(file).resolve()
+    if not file or path.is_dir():
+        raise UsageError(f"Cannot write {file!r}: --out takes the name of a file.")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        if path.exists() and not path.is_file():  # /dev/null, a named pipe: written to, never replaced
+            with path.open("wb") as target:
+                yield target
+            return
         with partial.open("wb") as target:
             yield target
         partial.replace(path)

@@ -72,16 +72,15 @@ class Answer:
             state.tokens.extend(event.tokens)
             state.top.extend(event.top)
         for delta in event.tool_calls:
-            if delta.index == len(state.tool_calls):
-                state.tool_calls.append(ToolCall(delta.id or "", delta.name or "", delta.arguments))
-            else:
-                call = state.tool_calls[delta.index]
-                state.tool_calls[delta.index] = replace(
-                    call,
-                    id=delta.id or call.id,
-                    name=call.name or delta.name or "",
-                    arguments=call.arguments + delta.arguments,
-                )
+            while delta.index >= len(state.tool_calls):  # parallel calls may be heard of in any order
+                state.tool_calls.append(ToolCall("", "", ""))
+            call = state.tool_calls[delta.index]
+            state.tool_calls[delta.index] = replace(
+                call,
+                id=call.id or delta.id or "",
+                name=call.name or delta.name or "",
+                arguments=call.arguments + delta.arguments,
+            )
         if event.finish_reason is not None:
             state.finish_reason = event.finish_reason
 
@@ -148,6 +147,19 @@ class Dialect(ABC):
     @abstractmethod
     def error(self, error: RequestError) -> bytes:
         """The body of an error answer in the provider's own shape."""
+
+
+def to_json(value: Any, param: str) -> bytes:
+    """A part of a body as JSON bytes; RequestError for what cannot be written again, and so neither be kept."""
+    # orjson reads deeper nesting than it writes. The lists leave room for those in which others will wrap the value.
+    try:
+        return orjson.dumps([[[[[[[[value]]]]]]]])[8:-8]
+    except TypeError as error:
+        raise RequestError(
+            f"Invalid '{param}': nested too deeply, or it holds an integer of more than 64 bits or broken Unicode.",
+            param=param,
+            code="invalid_value",
+        ) from error
 
 
 def sse(payload: Any) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects.base import Answer, Dialect, Encoder, ParsedRequest, assistant_message, sse
+from polar_proxy.dialects.base import Answer, Dialect, Encoder, ParsedRequest, assistant_message, sse, to_json
 from polar_proxy.dialects.openai_common import (
     chat_logprobs,
     error_body,
@@ -49,12 +49,15 @@ class OpenAIChat(Dialect):
             response_format=_parse_response_format(body),
             template_kwargs=take(body, "chat_template_kwargs", dict) or {},
         )
+        params = {key: value for key, value in body.items() if key not in ("messages", "tools")}
+        to_json(params, "body")
         return ParsedRequest(
             requests=(request,),
             stream=bool(take(body, "stream", bool)),
-            messages=(tuple(orjson.dumps(item) for item in raw_messages),),
-            tools=orjson.dumps(body["tools"]) if tools else None,
-            params={key: value for key, value in body.items() if key not in ("messages", "tools")},
+            messages=(tuple(to_json(item, f"messages[{i}]") for i, item in enumerate(raw_messages)),),
+            # All of them, those of a type that no engine here is told of too: what came is kept.
+            tools=to_json(body["tools"], "tools") if body.get("tools") else None,
+            params=params,
             options={
                 "model": request.model,
                 "usage": stream_options(body),
@@ -75,16 +78,20 @@ def parse_message(item: Any, position: int) -> Message:
     if not isinstance(item, dict):
         raise RequestError(f"Invalid type for '{where}': expected an object.", param=where, code="invalid_type")
     role = item.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(
-            f"Invalid value for '{where}.role': {role!r} is not one of {', '.join(sorted(_ROLES))}.",
+            f"Invalid value for '{where}.role': expected one of {', '.join(sorted(_ROLES))}.",
             param=f"{where}.role",
             code="invalid_value",
         )
     content = item.get("content")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) for part in content):
-            raise RequestError(f"Invalid '{where}.content': expected content parts.", param=f"{where}.content")
+        for number, part in enumerate(content):
+            if not _is_part(part):
+                path = f"{where}.content[{number}]"
+                raise RequestError(
+                    f"Invalid '{path}': expected a content part with a type, and text in one of type text.", param=path
+                )
     elif content is not None and not isinstance(content, str):
         raise RequestError(
             f"Invalid type for '{where}.content': expected a string or an array of content parts.",
@@ -106,6 +113,12 @@ def parse_message(item: Any, position: int) -> Message:
     )
 
 
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        return False
+    return part["type"] != "text" or isinstance(part.get("text"), str)
+
+
 def _parse_tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
     if value is None:
         return ()
@@ -117,10 +130,13 @@ def _parse_tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"Invalid '{path}': each call needs a function with a name.", param=path)
-        arguments = function.get("arguments", "")
-        if not isinstance(arguments, str):
-            arguments = orjson.dumps(arguments).decode()
-        calls.append(ToolCall(str(call.get("id") or ""), function["name"], arguments))
+        arguments = function.get("arguments")
+        if arguments is None:
+            arguments = ""
+        elif not isinstance(arguments, str):
+            arguments = to_json(arguments, path).decode()
+        call_id = call.get("id")
+        calls.append(ToolCall(call_id if isinstance(call_id, str) else "", function["name"], arguments))
     return tuple(calls)
 
 
@@ -134,6 +150,9 @@ def _parse_tools(body: Json) -> tuple[Json, ...]:
             function = tool.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise RequestError(f"Invalid '{path}.function': a function needs a name.", param=f"{path}.function")
+            if not isinstance(function.get("parameters"), dict | None):
+                param = f"{path}.function.parameters"
+                raise RequestError(f"Invalid '{param}': expected a JSON schema object.", param=param)
     return tuple(tool for tool in tools if tool["type"] == "function")
 
 

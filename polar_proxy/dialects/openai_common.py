@@ -5,7 +5,8 @@ Source: https://platform.openai.com/docs/api-reference (chat, completions, error
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import re
+from typing import Any, TypeVar, cast
 
 import orjson
 
@@ -14,6 +15,8 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, Sampling, TopLogprob
 
 T = TypeVar("T")
+
+_TOKEN_ID = re.compile("[0-9]{1,10}")
 
 _NAMES = {
     bool: "a boolean",
@@ -25,29 +28,27 @@ _NAMES = {
 }
 
 
-def take(body: Json, key: str, kind: type[T], *, low: float | None = None, high: float | None = None) -> T | None:
+def take(body: Json, key: str, kind: type[T], *, low: float = -(2**63), high: float = 2**63 - 1) -> T | None:
     """body[key] if it is of this kind (JSON null counts as absent), within [low, high]; else a 400 naming the field."""
     value: Any = body.get(key)
     if value is None:
         return None
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
         raise RequestError(
             f"Invalid type for '{key}': expected {_NAMES.get(kind, kind.__name__)}.",
             param=key,
             code="invalid_type",
         )
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and not _within(value, low, high):
-        bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
-        raise RequestError(f"Invalid value for '{key}': it must be {bounds}.", param=key, code="invalid_value")
-    return value
-
-
-def _within(value: float, low: float | None, high: float | None) -> bool:
-    return value == value and (low is None or value >= low) and (high is None or value <= high)  # NaN is not
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not low <= value <= high:  # NaN is not
+            bounds = f"at least {low:g}" if value < low else f"at most {high:g}"
+            raise RequestError(f"Invalid value for '{key}': it must be {bounds}.", param=key, code="invalid_value")
+        if kind is float:
+            value = float(value)
+    return cast(T, value)
 
 
 def required(body: Json, key: str, kind: type[T]) -> T:
@@ -69,9 +70,11 @@ def parse_sampling(body: Json, *, max_tokens: int | None, logprobs: bool, top_lo
     else:
         raise RequestError("Invalid type for 'stop': expected a string or an array of strings.", param="stop")
     bias = take(body, "logit_bias", dict)
-    if bias is not None and not all(isinstance(value, (int, float)) for value in bias.values()):
-        raise RequestError("Invalid 'logit_bias': expected numbers.", param="logit_bias")
-    top_k = take(body, "top_k", int, low=-1)
+    if bias is not None and not all(_is_bias(key, value) for key, value in bias.items()):
+        raise RequestError(
+            "Invalid 'logit_bias': expected token ids with numbers between -100 and 100.", param="logit_bias"
+        )
+    top_k = take(body, "top_k", int, low=-1, high=2**31 - 1)
     return Sampling(
         temperature=take(body, "temperature", float, low=0, high=2),
         top_p=take(body, "top_p", float, low=0, high=1),
@@ -87,6 +90,11 @@ def parse_sampling(body: Json, *, max_tokens: int | None, logprobs: bool, top_lo
         logprobs=logprobs,
         top_logprobs=top_logprobs,
     )
+
+
+def _is_bias(key: str, value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and -100 <= value <= 100 and _TOKEN_ID.fullmatch(key) is not None
 
 
 def stream_options(body: Json) -> bool:
@@ -125,7 +133,7 @@ def chat_logprobs(tokens: list[str], logprobs: list[float], top: list[tuple[TopL
                 ],
             }
         )
-    return {"content": content}
+    return {"content": content, "refusal": None}
 
 
 _TYPES = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects.base import Answer, ChoiceState, Dialect, Encoder, ParsedRequest, sse
+from polar_proxy.dialects.base import Answer, ChoiceState, Dialect, Encoder, ParsedRequest, sse, to_json
 from polar_proxy.dialects.openai_common import (
     error_body,
     error_object,
@@ -51,12 +51,14 @@ class OpenAIText(Dialect):
             logprobs=top is not None,
             top_logprobs=top or 0,
         )
+        params = {key: value for key, value in body.items() if key != "prompt"}
+        to_json(params, "body")
         return ParsedRequest(
             requests=tuple(TextRequest(model, prompt, sampling) for prompt in prompts),
             stream=bool(take(body, "stream", bool)),
-            messages=tuple((orjson.dumps(prompt),) for prompt in prompts),
+            messages=tuple((to_json(prompt, "prompt"),) for prompt in prompts),
             tools=None,
-            params={key: value for key, value in body.items() if key != "prompt"},
+            params=params,
             options={
                 "model": model,
                 "usage": stream_options(body),

@@ -41,7 +41,7 @@ class Report:
     rollouts: int = 0
     sessions: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Traces by grade and calls by reason."""
+    """Traces by grade and calls by reason (`not_built_yet`: of a rollout that still runs)."""
 
     def to_json(self) -> Json:
         return {**asdict(self), "left_out": dict(self.left_out)}
@@ -60,15 +60,21 @@ async def export(
     """Write rows of `form` through `write`, a line at a time.
 
     With `where` the rollouts that fulfil it; with `session_ids` just these sessions; with neither, every rollout and
-    every session that belongs to none. Raises UsageError for an unknown format, builder or condition.
+    every session that belongs to none. Raises UsageError for an unknown format, builder, condition or session.
     """
     if form not in FORMATS:
         raise UsageError(f"There is no format {form!r}: choose {', '.join(FORMATS)}.")
     if builder not in BUILDERS:
         raise UsageError(f"There is no builder {builder!r}: choose {', '.join(BUILDERS)}.")
+    if where is not None and session_ids:
+        raise UsageError("Conditions choose rollouts: give either conditions or sessions.")
     report = Report()
     async for selection in _selections(store, where, session_ids, builder, report):
         report.left_out.update(selection.excluded.values())
+        placed = {call_id for trace in selection.traces for call_id in trace.call_ids} | set(selection.excluded)
+        # A rollout's traces are built when it ends.
+        if unplaced := sum(call.call_id not in placed for call in selection.calls):
+            report.left_out["not_built_yet"] += unplaced
         kept: list[Trace] = []
         for trace in selection.traces:
             if all_grades or trace.grade in TRAINABLE:

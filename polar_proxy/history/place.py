@@ -73,7 +73,7 @@ def _text(content: str | list[Json] | None) -> object:
 def _canonical(arguments: str) -> object:
     try:
         return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
-    except orjson.JSONDecodeError:
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # no JSON, or nested deeper than can be written
         return arguments
 
 

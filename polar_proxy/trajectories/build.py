@@ -9,12 +9,12 @@ Invariants, checked by `account` for every build and by property tests:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from polar_proxy.types import CallRecord, Choice, Span, TokenIds, Trace, new_id
+from polar_proxy.types import CallRecord, Choice, Logprobs, Span, TokenIds, Trace, new_id
 
 MISSING_LOGPROB = -9000.0
 """Engines write -9999 where they have no log-probability; nothing at or below this is evidence of a sample."""
@@ -119,13 +119,18 @@ def exclusion(call: CallRecord) -> str | None:
         return "retry_of"
     if call.edge == "side_call":
         return "side_call"
-    if call.prompt_ids is None or any(len(choice.token_ids) != len(choice.logprobs) for choice in call.choices):
+    sampled = [(len(choice.token_ids), len(choice.logprobs)) for choice in call.choices]
+    if call.prompt_ids is None or not sampled or any(tokens == 0 or tokens != values for tokens, values in sampled):
         return "no_tokens"
-    if any(not np.all(choice.logprobs > MISSING_LOGPROB) for choice in call.choices):  # NaN fails this too
+    if not all(_reported(choice.logprobs) for choice in call.choices):
         return "no_logprobs"
     if _constrained(call):
         return "constrained"
     return None
+
+
+def _reported(logprobs: Logprobs) -> bool:
+    return bool(np.all(np.isfinite(logprobs) & (logprobs > MISSING_LOGPROB)))
 
 
 def _constrained(call: CallRecord) -> bool:
@@ -144,6 +149,9 @@ def _warped(call: CallRecord) -> bool:
         and sampling.get("top_p") in (None, 1.0)
         and not sampling.get("top_k")  # 0: switched off
         and not sampling.get("min_p")
+        and not sampling.get("presence_penalty")
+        and not sampling.get("frequency_penalty")
+        and not sampling.get("logit_bias")
     )
     return call.logprob_mode == "raw" and not plain
 
@@ -197,24 +205,54 @@ class AccountingError(AssertionError):
 
 
 def account(calls: Sequence[CallRecord], built: Built) -> None:
-    """Check that recorded = trained + excluded, call by call and token by token."""
-    trained: dict[tuple[str, int], int] = {}
+    """Check that recorded = trained + excluded, call by call and token by token. Raises AccountingError."""
+    by_id = {call.call_id: call for call in calls}
+    trained: set[tuple[str, int]] = set()
     for trace in built.traces:
+        _check_trace(trace, by_id, built.builder)
         for span in trace.spans:
             if span.kind == "sampled":
                 key = (span.call_id, span.choice)
                 if key in trained:
                     raise AccountingError(f"{built.builder}: choice {key} is trained twice")
-                trained[key] = span.end - span.start
-        if int(trace.loss_mask.sum()) != int(np.isfinite(trace.logprobs).sum()):
-            raise AccountingError(f"{built.builder}: mask and log-probabilities of {trace.trace_id} disagree")
-    for call in calls:
+                trained.add(key)
+    if strange := set(built.excluded) - set(by_id):
+        raise AccountingError(f"{built.builder}: calls that were never recorded are excluded: {sorted(strange)}")
+    for call in by_id.values():
+        given = {choice.index for choice in call.choices if (call.call_id, choice.index) in trained}
         if call.call_id in built.excluded:
-            continue
-        for choice in call.choices:
-            if trained.get((call.call_id, choice.index)) != len(choice.token_ids):
-                raise AccountingError(f"{built.builder}: call {call.call_id} is neither trained whole nor excluded")
-    known = {call.call_id for call in calls}
-    strange = (set(built.excluded) | {call_id for call_id, _ in trained}) - known
-    if strange:
-        raise AccountingError(f"{built.builder}: calls that were never recorded: {sorted(strange)}")
+            if given:
+                raise AccountingError(f"{built.builder}: call {call.call_id} is both trained and excluded")
+        elif not given or len(given) != len(call.choices):
+            raise AccountingError(f"{built.builder}: call {call.call_id} is neither trained whole nor excluded")
+
+
+def _check_trace(trace: Trace, calls: Mapping[str, CallRecord], builder: str) -> None:
+    """The trace is what its spans say, position by position, and each sampled span is a whole choice."""
+    n = len(trace.token_ids)
+    if not n == len(trace.loss_mask) == len(trace.logprobs) == sum(span.end - span.start for span in trace.spans):
+        raise AccountingError(f"{builder}: the spans of {trace.trace_id} do not tile its {n} tokens")
+    position = 0
+    heard: dict[str, None] = {}
+    for span in trace.spans:
+        call = calls.get(span.call_id)
+        if call is None:
+            raise AccountingError(f"{builder}: {trace.trace_id} has the call {span.call_id}, which was never recorded")
+        here = slice(position, position + span.end - span.start)
+        position = here.stop
+        if span.kind == "context":
+            source = call.prompt_ids
+            right = not trace.loss_mask[here].any() and bool(np.isnan(trace.logprobs[here]).all())
+        else:
+            heard[span.call_id] = None
+            choice = next((choice for choice in call.choices if choice.index == span.choice), None)
+            if choice is None or (span.start, span.end) != (0, len(choice.token_ids)):
+                raise AccountingError(f"{builder}: call {call.call_id} is not trained whole in {trace.trace_id}")
+            source = choice.token_ids
+            right = bool((trace.loss_mask[here] == 1).all()) and np.array_equal(trace.logprobs[here], choice.logprobs)
+        if not right:
+            raise AccountingError(f"{builder}: mask or log-probabilities of {trace.trace_id} are not those sampled")
+        if source is None or not np.array_equal(trace.token_ids[here], source[span.start : span.end]):
+            raise AccountingError(f"{builder}: tokens of {trace.trace_id} are not those of call {span.call_id}")
+    if tuple(heard) != trace.call_ids:
+        raise AccountingError(f"{builder}: {trace.trace_id} does not name the calls that it trains")
