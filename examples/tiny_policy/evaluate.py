@@ -76,7 +76,6 @@ class Batch:
         self.cache = DynamicCache(config=model.config)
         self.mask = torch.zeros(rows, 0, dtype=torch.long)
 
-    @torch.no_grad()
     def read(self, feeds: Sequence[Sequence[int]], positions: Sequence[int]) -> torch.Tensor:
         """Read `feeds[row]`, which starts at `positions[row]`; return logits behind the last token, [rows, vocab]."""
         width = max(len(feed) for feed in feeds)
@@ -89,13 +88,14 @@ class Batch:
                 places[row, -len(feed) :] = torch.arange(positions[row], positions[row] + len(feed))
                 mask[row, -len(feed) :] = 1
         self.mask = torch.cat([self.mask, mask], dim=1)
-        out = self.model(
-            input_ids=ids,
-            attention_mask=self.mask,
-            position_ids=places,
-            past_key_values=self.cache,
-            logits_to_keep=1,
-        )
+        with torch.no_grad():
+            out = self.model(
+                input_ids=ids,
+                attention_mask=self.mask,
+                position_ids=places,
+                past_key_values=self.cache,
+                logits_to_keep=1,
+            )
         logits: torch.Tensor = out.logits[:, -1]
         return logits
 

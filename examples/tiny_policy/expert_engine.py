@@ -59,7 +59,9 @@ class ExpertEngine(Engine):
         )
         return self._encode(text)
 
-    async def sample(self, request: EngineRequest) -> AsyncGenerator[SampleEvent, None]:
+    async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
+        # The answer is known at once, so there is one event whether or not somebody waits for pieces.
+        del stream
         if not isinstance(request, ChatRequest):
             raise RequestError("The expert answers conversations only, not raw prompts.")
         try:

@@ -24,25 +24,27 @@ def orthogonalise(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
     return x.T if tall else x
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followed, see pyproject
     """Momentum (Nesterov), orthogonalised, scaled by sqrt(max(1, rows / columns))."""
 
     def __init__(self, params: Iterable[torch.Tensor], lr: float, momentum: float = 0.95, decay: float = 0.0):
         super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """One update of all matrices."""
-        for group in self.param_groups:
-            for matrix in group["params"]:
-                if matrix.grad is None:
-                    continue
-                state = self.state[matrix]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(matrix)
-                average = state["momentum"].lerp_(matrix.grad, 1.0 - group["momentum"])
-                update = orthogonalise(matrix.grad.lerp(average, group["momentum"]))
-                scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
-                matrix.mul_(1.0 - group["lr"] * group["decay"])
-                matrix.add_(update, alpha=-group["lr"] * scale)
-        return None
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One update of all matrices; there is no closure to call."""
+        del closure
+        with torch.no_grad():
+            for group in self.param_groups:
+                for matrix in group["params"]:
+                    if matrix.grad is not None:
+                        self._update(matrix, group)
+
+    def _update(self, matrix: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[matrix]
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(matrix)
+        average = state["momentum"].lerp_(matrix.grad, 1.0 - group["momentum"])
+        update = orthogonalise(matrix.grad.lerp(average, group["momentum"]))
+        scale = max(1.0, matrix.shape[0] / matrix.shape[1]) ** 0.5
+        matrix.mul_(1.0 - group["lr"] * group["decay"])
+        matrix.add_(update, alpha=-group["lr"] * scale)

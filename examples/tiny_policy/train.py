@@ -73,7 +73,6 @@ def losses(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tens
     return F.cross_entropy(out.logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
 
 
-@torch.no_grad()
 def evaluate(model: Any, held_out: Sequence[Sequence1]) -> dict[str, float]:
     """Teacher-forced on unseen dialogues.
 
@@ -84,7 +83,9 @@ def evaluate(model: Any, held_out: Sequence[Sequence1]) -> dict[str, float]:
     for start in range(0, len(held_out), 8):
         ids, positions, weights = collate(held_out[start : start + 8])
         mask = torch.ones_like(ids)
-        logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).logits[:, :-1]
+        with torch.no_grad():
+            out = model(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
+        logits = out.logits[:, :-1]
         answer = weights[:, 1:] == 1.0
         nll = F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none") * answer
         total += float(nll.sum())
