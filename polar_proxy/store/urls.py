@@ -37,8 +37,9 @@ def normalise_url(text: str) -> str:
 
 
 def display_url(url: str) -> str:
-    """The address without its password, for people and logs."""
-    return make_url(normalise_url(url)).render_as_string(hide_password=True)
+    """The address without its password and without the driver's name: what people write, and may give back."""
+    parsed = make_url(normalise_url(url))
+    return parsed.set(drivername=parsed.get_backend_name()).render_as_string(hide_password=True)
 
 
 def sqlite_path(url: str) -> Path | None:

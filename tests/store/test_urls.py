@@ -27,7 +27,7 @@ def test_postgres() -> None:
     for typed in ("postgresql://me:secret@db:5432/polar", "postgres://me:secret@db:5432/polar", url):
         assert normalise_url(typed) == url
     assert normalise_url("postgresql://db/polar?sslmode=require") == "postgresql+asyncpg://db/polar?ssl=require"
-    assert display_url(url) == "postgresql+asyncpg://me:***@db:5432/polar"
+    assert display_url(url) == "postgresql://me:***@db:5432/polar"
 
 
 @pytest.mark.parametrize("typed", ["", "  ", "mysql://db/x", "sqlite://", "sqlite:///:memory:", "http://[bad"])
