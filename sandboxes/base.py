@@ -66,7 +66,10 @@ class Mount:
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper bounds of one sandbox; None is no bound. `Sandbox.unenforced` names those that a kind cannot hold."""
+    """Upper bounds of one sandbox; None is no bound. `Sandbox.unenforced` names those that a kind cannot hold.
+
+    `file_mb` is the size of any one file. Memory includes what lies in /tmp where that is in memory (bubblewrap).
+    """
 
     memory_mb: int | None = 4096
     cpus: float | None = None

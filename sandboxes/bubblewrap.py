@@ -7,12 +7,16 @@ inside, unless it is mounted on purpose.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
 import stat
 import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 
 from . import cgroups, orphans
 from .base import SandboxError, SandboxSpec
@@ -122,7 +126,7 @@ def hidden() -> tuple[str, ...]:
 
 
 def why_not() -> str | None:
-    """The reason why bubblewrap cannot be used here, or None. Blocking, some ten milliseconds."""
+    """The reason why bubblewrap cannot be used here, or None. Blocking, some 100 ms."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
     try:
@@ -131,7 +135,18 @@ def why_not() -> str | None:
         return "bwrap does not answer"
     if done.returncode != 0:
         return f"bwrap fails: {done.stderr.strip() or done.returncode}"
+    # A system may let bwrap make namespaces and yet not let this process enter them: only a trial tells.
+    with tempfile.TemporaryDirectory(prefix="polar-trial-") as folder, ThreadPoolExecutor(1) as pool:
+        try:
+            pool.submit(asyncio.run, _trial(Path(folder))).result()
+        except SandboxError as error:
+            return str(error)
     return None
+
+
+async def _trial(folder: Path) -> None:
+    async with await BubblewrapSandbox.open(SandboxSpec(), orphans.Registry(folder)) as sandbox:
+        await sandbox.exec(["true"], timeout=30)
 
 
 def installed() -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from . import bubblewrap, docker, orphans
+from . import bubblewrap, docker, docker_engine, orphans
 from .base import Kind, Sandbox, SandboxSpec, SandboxUnavailable
 from .process import ProcessSandbox
 
@@ -100,8 +100,8 @@ def _availability(kind: Kind, image: str | None) -> Availability:
 
 def _docker_why_not(image: str | None) -> str | None:
     async def probe() -> None:
-        async with docker.client() as engine:
-            await docker.find_image(engine, image)
+        async with docker_engine.client() as engine:
+            await docker_engine.find_image(engine, image)
 
     try:
         # A loop of its own in a thread of its own: this function may be called where a loop is running already.

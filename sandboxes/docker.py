@@ -1,9 +1,6 @@
 """`docker`: a container without a network, driven through the engine's API.
 
-aiodocker and not docker-py: an agent's command runs for minutes and many run at once, which with docker-py costs a
-thread each, and its exec socket loses output that arrives together with the response header.
-
-Inside nothing but a POSIX shell and the usual small tools (sh, cat, head, mkdir, tar, tr, grep) is needed.
+Inside nothing but a POSIX shell and the usual small tools is needed (see `docker_scripts`).
 """
 
 from __future__ import annotations
@@ -11,17 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-import json
-import logging
 import posixpath
 import socket
 import tarfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from . import images, netns, orphans
+from . import docker_scripts as scripts
+from . import netns, orphans
 from .base import (
     MARKER,
     OUTPUT_LIMIT,
@@ -33,108 +29,21 @@ from .base import (
     SandboxEnded,
     SandboxError,
     SandboxSpec,
-    SandboxUnavailable,
-    Tail,
     check_argv,
     environment,
     new_id,
     settle,
     tree_paths,
 )
+from .docker_engine import Run, client, find_image, module, remove_container, translated
 
 if TYPE_CHECKING:
     import aiodocker
-
-log = logging.getLogger(__name__)
 
 HOME = "/home/agent"
 WORKDIR = "/workspace"
 EXEC_MARKER = "POLAR_EXEC_ID"
 END_SECONDS = 10.0
-DRAIN_SECONDS = 0.1
-
-# `cd` here and not by the engine, which would create a missing folder; the shell names what cannot be started.
-RUN = 'cd "$1" || exit 126; shift; exec "$@"'
-# The engine offers no end of stdin that its clients agree on, so the shell takes exactly the bytes that were sent.
-RUN_STDIN = 'cd "$1" || exit 126; n=$2; shift 2; head -c "$n" | "$@"'
-
-# Ending the client of an exec, or its connection, leaves the program running: it has to be killed from inside.
-# $2: what the environment of the command shows; that, and all below it, is killed until none is left. Without $2
-# everything is. Spared are init, $1 (the container's own program) and this shell. Zombies are dead already.
-KILL = r"""
-me=$$; keep=$1; mark=$2
-while :; do
-  hit=" "; more=1
-  for d in /proc/[0-9]*; do
-    p=${d#/proc/}
-    case $p in 1|"$me"|"$keep") continue;; esac
-    if [ -z "$mark" ]; then
-      IFS= read -r line <"$d/stat" || continue
-      set -- ${line##*) }
-      [ "$1" = Z ] || hit="$hit$p "
-    elif tr '\0' '\n' <"$d/environ" | grep -qx -- "$mark"; then
-      hit="$hit$p "
-    fi
-  done
-  while [ $more = 1 ]; do
-    more=0
-    for d in /proc/[0-9]*; do
-      p=${d#/proc/}
-      case $hit in *" $p "*) continue;; esac
-      IFS= read -r line <"$d/stat" || continue
-      set -- ${line##*) }
-      [ "$1" = Z ] && continue
-      case $hit in *" $2 "*) hit="$hit$p "; more=1;; esac
-    done
-  done
-  [ "$hit" = " " ] && exit 0
-  kill -9 $hit
-done 2>/dev/null
-"""
-# The container's own program is the only process besides init when the first command comes.
-FIRST = (
-    'for d in /proc/[0-9]*; do p=${d#/proc/}; case $p in 1|$$) ;; *) echo $p;; esac; done; test -w "$1" && test -w "$2"'
-)
-READ = '[ -e "$1" ] || exit 2; [ -d "$1" ] && exit 21; [ -f "$1" ] || exit 22; head -c "$2" -- "$1"'
-WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1" && chmod "$2" -- "$1"'
-UNPACK = 'mkdir -p -- "$1" && tar -xof - -C "$1"'
-
-
-def _aiodocker() -> Any:
-    try:
-        import aiodocker
-    except ImportError as error:
-        raise SandboxUnavailable("aiodocker is not installed (pip install 'polar-proxy[docker]')") from error
-    return aiodocker
-
-
-@contextlib.asynccontextmanager
-async def client() -> AsyncIterator[aiodocker.Docker]:
-    """A client of the engine that DOCKER_HOST or the current context names. Raises `SandboxUnavailable`."""
-    module = _aiodocker()
-    try:
-        engine: aiodocker.Docker = module.Docker()
-    except (AssertionError, ValueError) as error:  # aiodocker asserts that it found an address
-        raise SandboxUnavailable("no Docker engine: no socket was found and DOCKER_HOST is not set") from error
-    async with engine:
-        try:
-            await engine.system.info()
-        except (module.DockerError, OSError) as error:
-            raise SandboxUnavailable(f"the Docker engine does not answer: {error}") from error
-        yield engine
-
-
-async def find_image(engine: aiodocker.Docker, image: str | None) -> str:
-    """The image to run, checked to be there. Raises `SandboxUnavailable` with the way to get it."""
-    name = image or images.tag()
-    try:
-        await engine.images.inspect(name)
-    except _aiodocker().DockerError as error:
-        if error.status != 404:
-            raise
-        cure = f"docker pull {image}" if image else "python -m sandboxes.images.build"
-        raise SandboxUnavailable(f"the image {name} is not on this machine (get it with: {cure})") from error
-    return name
 
 
 class DockerSandbox(Sandbox):
@@ -148,7 +57,7 @@ class DockerSandbox(Sandbox):
         self.id = new_id()
         self.spec = spec
         self.home, self.workdir = HOME, WORKDIR
-        self.unenforced = ("file_mb: is held for each file, by its writer",) if spec.limits.file_mb else ()
+        self.unenforced = ()
         self._registry = registry
         self._record = orphans.Record.mine(self.id, self.kind)
         self._stack = contextlib.AsyncExitStack()
@@ -180,10 +89,10 @@ class DockerSandbox(Sandbox):
             creating = engine.containers.create(self._config(image), name=self.id)
             self._container = await settle(creating)
             await settle(self._container.start())
-        except _aiodocker().DockerError as error:
+        except module().DockerError as error:
             raise SandboxError(f"the engine did not start a container of {image}: {error.message}") from error
         # The volumes come owned by root; an image's own user has to be able to write to them.
-        done = await self._script(FIRST, HOME, WORKDIR)
+        done = await self._script(scripts.FIRST, HOME, WORKDIR)
         self._main = done.stdout.split()[0].decode() if done.stdout else "1"
         if done.exit_code:
             await self._own_volumes()
@@ -281,12 +190,16 @@ class DockerSandbox(Sandbox):
         variables = {**environment({}, self, self.spec.env, env), EXEC_MARKER: ident}
         where = self.path(cwd or self.workdir)
         args = check_argv(argv)
-        shell = ["sh", "-c", RUN_STDIN, "sh", where, str(len(stdin))] if stdin else ["sh", "-c", RUN, "sh", where]
+        shell = (
+            ["sh", "-c", scripts.RUN_STDIN, "sh", where, str(len(stdin))]
+            if stdin
+            else ["sh", "-c", scripts.RUN, "sh", where]
+        )
         start = time.monotonic()
         run = Run(stdin, on_output, output_limit)
         task: asyncio.Task[int] | None = None
         try:
-            with _translated():
+            with translated():
                 execution = await container.exec([*shell, *args], environment=variables, stdin=bool(stdin), workdir="/")
                 task = asyncio.ensure_future(run.follow(execution))
                 await asyncio.wait({task}, timeout=timeout)
@@ -312,7 +225,7 @@ class DockerSandbox(Sandbox):
         """End a command's tree and wait for its end; whatever resists takes the sandbox with it."""
         deadline = time.monotonic() + END_SECONDS
         while True:
-            await self._script(KILL, self._main, f"{EXEC_MARKER}={ident}")
+            await self._script(scripts.KILL, self._main, f"{EXEC_MARKER}={ident}")
             # Again if need be: the engine may have been about to start the program.
             await asyncio.wait({task}, timeout=0.5)
             if task.done():
@@ -327,7 +240,7 @@ class DockerSandbox(Sandbox):
     async def _running(self) -> bool:
         if self._closing is not None:
             return False
-        with _translated():
+        with translated():
             return bool((await self._container.show())["State"]["Running"])
 
     async def _script(self, script: str, *args: str, stdin: bytes = b"", limit: int = OUTPUT_LIMIT) -> ExecResult:
@@ -335,12 +248,12 @@ class DockerSandbox(Sandbox):
         return await self.exec(["sh", "-c", script, "sh", *args], cwd="/", stdin=stdin, output_limit=limit)
 
     async def kill_all(self) -> None:
-        await self._script(KILL, self._main, "")
+        await self._script(scripts.KILL, self._main, "")
 
     # ------------------------------------------------------------ files and network
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        done = await self._script(WRITE, self.path(path), f"{mode:o}", stdin=data)
+        done = await self._script(scripts.WRITE, self.path(path), f"{mode:o}", stdin=data)
         if done.exit_code:
             raise OSError(f"cannot write {path} in the sandbox: {done.stderr.decode(errors='replace').strip()}")
 
@@ -350,12 +263,12 @@ class DockerSandbox(Sandbox):
         if not files:
             return
         data = await asyncio.to_thread(_archive, files)
-        done = await self._script(UNPACK, self.path(root or self.workdir), stdin=data)
+        done = await self._script(scripts.UNPACK, self.path(root or self.workdir), stdin=data)
         if done.exit_code:
             raise OSError(f"cannot write files in the sandbox: {done.stderr.decode(errors='replace').strip()}")
 
     async def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
-        done = await self._script(READ, self.path(path), str(limit + 1), limit=limit + 1)
+        done = await self._script(scripts.READ, self.path(path), str(limit + 1), limit=limit + 1)
         if done.exit_code == 2:
             raise FileNotFoundError(2, "no such file in the sandbox", path)
         if done.exit_code == 21:
@@ -368,66 +281,11 @@ class DockerSandbox(Sandbox):
         return done.stdout
 
     async def listen(self, port: int = 0) -> socket.socket | None:
-        with _translated():
+        with translated():
             state = (await self._live().show())["State"]
         if not state["Running"]:
             raise SandboxEnded("the container has ended")
         return await asyncio.to_thread(netns.listen, state["Pid"], self.id, port)
-
-
-class Run:
-    """The output of one command."""
-
-    def __init__(self, stdin: bytes, callback: OutputCallback | None, limit: int) -> None:
-        self.out, self.err = Tail(limit), Tail(limit)
-        self._stdin = stdin
-        self._callback = callback
-
-    async def follow(self, execution: Any) -> int:
-        """Start the command, collect its output, return its exit status.
-
-        The stream ends only when the last holder of the output does, which may be a background process; so the
-        engine is also asked, ever more seldom, whether the command itself is over.
-        """
-        async with execution.start(detach=False) as stream:
-            reader = asyncio.ensure_future(self._read(stream))
-            writer = asyncio.ensure_future(self._write(stream)) if self._stdin else None
-            try:
-                pause = 0.25
-                while not (await asyncio.wait({reader}, timeout=pause))[0]:
-                    if not (await execution.inspect())["Running"]:
-                        await asyncio.wait({reader}, timeout=DRAIN_SECONDS)
-                        break
-                    pause = min(2.0, pause * 1.5)
-                if reader.done():
-                    reader.result()
-            finally:
-                for task in (reader, writer):
-                    if task is not None:
-                        task.cancel()
-                        await asyncio.wait({task})
-        return await self._exit_code(execution)
-
-    async def _exit_code(self, execution: Any) -> int:
-        # The stream may end a moment before the engine knows the exit status.
-        pause = 0.002
-        while (state := await execution.inspect())["Running"] or state["ExitCode"] is None:
-            await asyncio.sleep(pause)
-            pause = min(0.1, pause * 2)
-        return int(state["ExitCode"])
-
-    async def _read(self, stream: Any) -> None:
-        while (message := await stream.read_out()) is not None:
-            (self.out if message.stream == 1 else self.err).add(message.data)
-            if self._callback is not None:
-                self._callback(message.data)
-
-    async def _write(self, stream: Any) -> None:
-        try:
-            for offset in range(0, len(self._stdin), 1 << 16):
-                await stream.write_in(self._stdin[offset : offset + (1 << 16)])
-        except (ConnectionError, RuntimeError):
-            return  # the program ended without reading it all: its exit status tells
 
 
 def _archive(files: Mapping[str, bytes]) -> bytes:
@@ -440,63 +298,5 @@ def _archive(files: Mapping[str, bytes]) -> bytes:
     return buffer.getvalue()
 
 
-@contextlib.contextmanager
-def _translated() -> Any:
-    """The engine's errors as ours."""
-    module = _aiodocker()
-    try:
-        yield
-    except module.DockerError as error:
-        if error.status in (404, 409):
-            raise SandboxEnded(f"the container has ended: {error.message}") from error
-        raise SandboxError(f"the Docker engine: {error.message}") from error
-    except OSError as error:
-        if type(error).__module__.startswith("aiohttp"):
-            raise SandboxEnded(f"the Docker engine went away: {error}") from error
-        raise
-
-
 async def _join(task: asyncio.Task[None]) -> None:
     await asyncio.shield(task)
-
-
-async def remove_container(engine: aiodocker.Docker, name: str) -> bool:
-    """Kill and remove a container with its volumes; False if there is none."""
-    module = _aiodocker()
-    try:
-        await engine.containers.container(name).delete(force=True, v=True)
-    except module.DockerError as error:
-        if error.status == 404:
-            return False
-        if error.status == 409 and "already in progress" in error.message:
-            return True
-        raise SandboxError(f"container {name} could not be removed: {error.message}") from error
-    return True
-
-
-async def sweep_containers(
-    records: Sequence[orphans.Record], removed: list[orphans.Removed], problems: list[str]
-) -> set[str]:
-    """Remove the containers of dead owners, by record and by label.
-
-    Returns the names that have to wait, because no engine answers.
-    """
-    named = {record.container for record in records if record.container}
-    try:
-        async with client() as engine:
-            found = await engine.containers.list(all=True, filters=json.dumps({"label": [orphans.OWNER_LABEL]}))
-            for container in found:
-                labels = container["Labels"]
-                if orphans.Owner.parse(json.loads(labels[orphans.OWNER_LABEL])).dead():
-                    named.add(labels[orphans.LABEL])
-            for name in sorted(named):
-                try:
-                    if await remove_container(engine, name):
-                        removed.append(orphans.Removed(name, "container", name))
-                except SandboxError as error:
-                    problems.append(f"{name}: {error}")
-    except SandboxUnavailable as error:
-        if named:
-            log.warning("left-over containers %s stay until a Docker engine answers: %s", sorted(named), error)
-        return named
-    return set()

@@ -178,9 +178,9 @@ async def sweep(state_dir: Path | None = None) -> list[Removed]:
     removed: list[Removed] = []
     problems: list[str] = []
     await asyncio.to_thread(_sweep_local, records, removed, problems)
-    from . import docker  # it imports this module
+    from . import docker_engine  # it imports this module
 
-    waiting = await docker.sweep_containers(records, removed, problems)
+    waiting = await docker_engine.sweep_containers(records, removed, problems)
     for record in records:
         if record.id not in waiting and not any(problem.startswith(record.id) for problem in problems):
             await asyncio.to_thread(registry.remove, record.id)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import Sandbox, SandboxSpec, available, docker, open_sandbox, orphans
+from sandboxes import Sandbox, SandboxSpec, available, docker_engine, open_sandbox, orphans
 
 KINDS = ["process", "bubblewrap", pytest.param("docker", marks=pytest.mark.full)]
 
@@ -54,7 +54,7 @@ async def opener(kind: str, state_dir: Path) -> AsyncIterator[Opener]:
 
 async def my_containers() -> list[str]:
     owner = json.dumps(asdict(orphans.Owner.me()))
-    async with docker.client() as engine:
+    async with docker_engine.client() as engine:
         label = {"label": [f"{orphans.OWNER_LABEL}={owner}"]}
         found = await engine.containers.list(all=True, filters=json.dumps(label))
         return [container["Labels"][orphans.LABEL] for container in found]

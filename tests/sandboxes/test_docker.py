@@ -17,7 +17,7 @@ from sandboxes import (
     SandboxError,
     SandboxSpec,
     SandboxUnavailable,
-    docker,
+    docker_engine,
     images,
     netns,
     open_sandbox,
@@ -70,7 +70,7 @@ async def test_a_missing_image_names_the_cure(kind: str, state_dir: Path) -> Non
 @on_docker
 async def test_labels(kind: str, state_dir: Path) -> None:
     async with await open_sandbox("docker", SandboxSpec(labels={"task": "7"}), state_dir=state_dir) as sandbox:
-        async with docker.client() as engine:
+        async with docker_engine.client() as engine:
             labels = (await engine.containers.container(sandbox.id).show())["Config"]["Labels"]
         assert labels["task"] == "7"
         assert labels[orphans.LABEL] == sandbox.id

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import Sandbox, SandboxError, docker, orphans, sweep
+from sandboxes import Sandbox, SandboxError, docker_engine, orphans, sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +69,7 @@ def alive(process: asyncio.subprocess.Process) -> int:
 
 
 async def containers(ident: str) -> int:
-    async with docker.client() as engine:
+    async with docker_engine.client() as engine:
         label = json.dumps({"label": [f"{orphans.LABEL}={ident}"]})
         return len(await engine.containers.list(all=True, filters=label))
 
