@@ -1,0 +1,1 @@
+"""What `benchmarks/proxy.py` measures and measures with."""

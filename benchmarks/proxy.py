@@ -1,0 +1,290 @@
+"""How many model calls a second go through the gateway, recorded and committed, and how much time it adds to one.
+
+    python benchmarks/proxy.py [--json] [--seconds N] [--rounds N] [--quick] [--stacks NAME,...]
+
+Against the engine without a proxy, a bare pass-through, LiteLLM's proxy and rllm-model-gateway, in one interleaved
+run: a 20 KB chat request, an answer of 250 tokens with ids and log-probabilities, streamed and not, 1 and 64 clients.
+Each proxy is one process on one core; the engine and the load share another. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shutil
+import sqlite3
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+import uvloop  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from benchmarks._stacks.load import Result, measure  # noqa: E402
+from benchmarks._stacks.stacks import (  # noqa: E402
+    Running,
+    Unavailable,
+    free_port,
+    spawn,
+    start_litellm,
+    start_passthrough,
+    start_polar,
+    start_rllm,
+    wait_ready,
+)
+
+CELLS = [(1, False), (1, True), (64, False), (64, True)]
+WARM_UP_SECONDS = 0.7
+NEAR_THE_LIMIT = 0.6
+say = Console(stderr=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement (4)")
+    parser.add_argument("--rounds", type=int, default=3, help="the median of these is reported (3)")
+    parser.add_argument("--quick", action="store_true", help="one round of one second")
+    parser.add_argument("--stacks", default="direct,passthrough,polar,litellm,rllm-model-gateway")
+    parser.add_argument("--tokens", type=int, default=250, help="of an answer (250)")
+    parser.add_argument("--tokens-per-chunk", type=int, default=1, help="of a streamed answer (1)")
+    parser.add_argument("--keep", type=Path, help="keep databases and logs in this folder")
+    asked = parser.parse_args()
+    if asked.quick:
+        asked.seconds, asked.rounds = 1.0, 1
+    asked.seconds = min(max(asked.seconds, 0.2), 60.0)
+    asked.rounds = min(max(asked.rounds, 1), 20)
+    return asked
+
+
+def cores() -> tuple[int | None, int | None]:
+    """(for the proxies, for the load and the engine); None where there is only one."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return (allowed[0], allowed[1]) if len(allowed) > 1 else (None, None)
+
+
+def start_all(
+    asked: argparse.Namespace, folder: Path, upstream: Running, core: int | None
+) -> tuple[list[Running], dict[str, str]]:
+    """The stacks that run, and why the others do not."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polar" / "benchmarks"
+    url = f"http://127.0.0.1:{upstream.port}"
+    starters: dict[str, Callable[[], Running]] = {
+        "direct": lambda: Running("direct", "no proxy", upstream.port),
+        "passthrough": partial(start_passthrough, url, core, folder),
+        "polar": partial(start_polar, url, core, folder),
+        "litellm": partial(start_litellm, url, core, folder, cache),
+        "rllm-model-gateway": partial(start_rllm, url, core, folder, cache),
+    }
+    running, missing = [], {}
+    for name in asked.stacks.split(","):
+        say.print(f"[dim]starting {name}[/]")
+        try:
+            running.append(starters[name]())
+        except KeyError:
+            missing[name] = f"unknown; choose from {', '.join(starters)}"
+        except Unavailable as error:
+            missing[name] = str(error)
+        if name in missing:
+            say.print(f"[yellow]{name} is left out: {missing[name]}[/]", highlight=False)
+    return running, missing
+
+
+async def rounds(
+    asked: argparse.Namespace, stacks: list[Running]
+) -> tuple[dict[tuple[str, int, bool], list[Result]], dict[str, int]]:
+    """Every stack in every cell, one behind the other, round by round; and the answers of each stack in all."""
+    numbers = count(1)
+    results: dict[tuple[str, int, bool], list[Result]] = defaultdict(list)
+    answered: dict[str, int] = defaultdict(int)
+
+    async def one(stack: Running, clients: int, stream: bool, seconds: float) -> Result:
+        before = stack.cpu_seconds()
+        result = await measure(
+            stack.port, stack.path, stack.name, clients, stream=stream, seconds=seconds, numbers=numbers
+        )
+        result.cpu_seconds = stack.cpu_seconds() - before
+        answered[stack.name] += result.answered
+        return result
+
+    for stack in stacks:
+        for stream in (False, True):
+            first = await one(stack, 4, stream, WARM_UP_SECONDS)
+            if first.first_error:
+                say.print(f"[red]{stack.name}: {first.first_error}[/]", highlight=False)
+    for number in range(asked.rounds):
+        for clients, stream in CELLS:
+            for stack in stacks:
+                result = await one(stack, clients, stream, asked.seconds)
+                results[stack.name, clients, stream].append(result)
+                say.print(
+                    f"[dim]round {number + 1}: {stack.name}, {clients} clients, "
+                    f"{'streamed' if stream else 'whole'}: {result.rps:.0f}/s[/]",
+                    highlight=False,
+                )
+    return results, dict(answered)
+
+
+def median(values: list[float]) -> float | None:
+    real = [value for value in values if not math.isnan(value)]
+    return round(statistics.median(real), 3) if real else None
+
+
+def rows_of(results: dict[tuple[str, int, bool], list[Result]]) -> list[dict[str, Any]]:
+    rows = []
+    for (name, clients, stream), measured in results.items():
+        row: dict[str, Any] = {"stack": name, "clients": clients, "stream": stream}
+        row["rps"] = median([result.rps for result in measured])
+        row["p50_ms"] = median([result.quantile_ms(0.5) for result in measured])
+        row["p99_ms"] = median([result.quantile_ms(0.99) for result in measured])
+        calls = sum(result.answered for result in measured)
+        row["cpu_ms"] = round(sum(result.cpu_seconds for result in measured) * 1e3 / calls, 3) if calls else None
+        row["requests"] = sum(len(result.latencies) for result in measured)
+        row["errors"] = sum(result.errors for result in measured)
+        row["first_error"] = next((result.first_error for result in measured if result.first_error), None)
+        rows.append(row)
+    return rows
+
+
+def added(rows: list[dict[str, Any]], field: str) -> dict[str, dict[str, float]]:
+    """What each proxy adds at one client."""
+    base = {row["stream"]: row[field] for row in rows if row["stack"] == "direct" and row["clients"] == 1}
+    out: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if row["clients"] == 1 and row["stack"] != "direct" and row[field] is not None and base.get(row["stream"]):
+            kind = "streamed" if row["stream"] else "whole"
+            out.setdefault(row["stack"], {})[kind] = round(row[field] - base[row["stream"]], 3)
+    return out
+
+
+def near_the_limit(rows: list[dict[str, Any]]) -> list[str]:
+    """Rows whose rate is so near to the engine's own that the load generator may have held them back."""
+    limit = {(row["clients"], row["stream"]): row["rps"] for row in rows if row["stack"] == "direct"}
+    return [
+        f"{row['stack']}, {row['clients']} clients, {'streamed' if row['stream'] else 'whole'}"
+        for row in rows
+        if row["stack"] != "direct"
+        and row["clients"] > 1
+        and (row["rps"] or 0) > NEAR_THE_LIMIT * (limit.get((row["clients"], row["stream"])) or math.inf)
+    ]
+
+
+def committed(database: Path, answered: int, tokens: int) -> dict[str, Any]:
+    """Whether each answered request is in the database, whole."""
+    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+        calls, whole = connection.execute(
+            "SELECT COUNT(*), SUM(status = 'ok' AND completion_tokens = ?) FROM v_calls", (tokens,)
+        ).fetchone()
+    size = sum(path.stat().st_size for path in database.parent.glob(database.name + "*"))
+    return {
+        "answered": answered,
+        "calls": calls,
+        "ok_with_all_tokens": whole or 0,
+        "equal": calls == answered == (whole or 0),
+        "bytes_per_call": round(size / calls) if calls else None,
+    }
+
+
+def report(asked: argparse.Namespace, document: dict[str, Any]) -> None:
+    if asked.json:
+        print(json.dumps(document, indent=2))
+        return
+    table = Table(title="Model calls through one proxy process on one core")
+    for name in ("stack", "clients", "answer", "calls/s", "p50 ms", "p99 ms", "CPU ms", "errors"):
+        table.add_column(name, justify="left" if name in ("stack", "answer") else "right")
+    for row in sorted(document["rows"], key=lambda row: (row["clients"], row["stream"])):
+        figures = [f"{row['rps']:,.0f}"] + [
+            f"{row[key]:.2f}" if row[key] else "-" for key in ("p50_ms", "p99_ms", "cpu_ms")
+        ]
+        kind = "streamed" if row["stream"] else "whole"
+        table.add_row(row["stack"], str(row["clients"]), kind, *figures, str(row["errors"]))
+    out = Console()
+    out.print(table)
+    for name, gains in document["added_p50_ms"].items():
+        out.print(f"{name} adds " + ", ".join(f"{value} ms ({kind})" for kind, value in gains.items()))
+    for name, reason in document["missing"].items():
+        out.print(f"[yellow]{name} was not measured: {reason}[/]")
+    for note in document["notes"]:
+        out.print(note)
+
+
+def main() -> int:
+    asked = arguments()
+    proxy_core, load_core = cores()
+    folder = asked.keep or Path(tempfile.mkdtemp(prefix="polar-benchmark-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks._stacks.upstream"]
+    command += [str(port), str(asked.tokens), str(asked.tokens_per_chunk)]
+    process, log = spawn("upstream", command, load_core, folder)
+    stacks: list[Running] = []
+    upstream = Running("upstream", "", port, process=process, log=log)
+    try:
+        try:
+            wait_ready(upstream, f"http://127.0.0.1:{port}/health")
+        except Unavailable as error:
+            say.print(f"[red]the benchmark's engine: {error}[/]", highlight=False)
+            return 1
+        stacks, missing = start_all(asked, folder, upstream, proxy_core)
+        if load_core is not None:
+            os.sched_setaffinity(0, {load_core})
+        results, answered = uvloop.run(rounds(asked, stacks))
+        memory = {stack.name: stack.rss_mb() for stack in stacks if stack.process is not None}
+    finally:
+        for stack in [*stacks, upstream]:
+            stack.stop()
+    rows = rows_of(results)
+    notes = []
+    if load_core is None:
+        notes.append("There is one core only: the proxies shared it with the load, and the figures say little.")
+    for where in near_the_limit(rows):
+        notes.append(f"{where}: the load generator or the engine may have been the bottleneck, it can be more.")
+    document: dict[str, Any] = {
+        "rows": rows,
+        "added_p50_ms": added(rows, "p50_ms"),
+        "added_p99_ms": added(rows, "p99_ms"),
+        "missing": missing,
+        "versions": {stack.name: stack.version for stack in stacks},
+        "rss_mb": memory,
+        "setting": {
+            "seconds": asked.seconds,
+            "rounds": asked.rounds,
+            "answer_tokens": asked.tokens,
+            "tokens_per_chunk": asked.tokens_per_chunk,
+            "proxy_core": proxy_core,
+            "load_core": load_core,
+            "python": platform.python_version(),
+            "load_average": os.getloadavg(),
+        },
+        "notes": notes,
+    }
+    failed = False
+    if "polar" in answered:
+        document["committed"] = committed(folder / "polar.db", answered["polar"], asked.tokens)
+        failed = not document["committed"]["equal"]
+        word = "NOT " if failed else ""
+        notes.append(f"polar: the {answered['polar']} answered requests are {word}all committed with all their tokens.")
+    report(asked, document)
+    if asked.keep is None and not failed:
+        shutil.rmtree(folder)
+    elif failed:
+        say.print(f"[red]the database and the logs are in {folder}[/]")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
