@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.metadata import version as installed
@@ -21,6 +21,8 @@ from transformers import AutoTokenizer
 
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.hermes import HermesParser
+from polar_proxy.engines.local import grammar
+from polar_proxy.engines.local.grammar import GrammarMask, Grammars
 from polar_proxy.engines.local.kv import ids_array
 from polar_proxy.engines.local.params import Defaults, resolve
 from polar_proxy.engines.local.runner import ModelRunner
@@ -52,8 +54,18 @@ class _Loaded:
     runner: ModelRunner
     vocabulary: Vocabulary
     template: ChatTemplate
+    grammars: Grammars
     defaults: Defaults
     scheduler: Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request as tokens; for a conversation with one parser for each choice."""
+
+    prompt: list[int]
+    parsers: list[HermesParser] | None = None
+    grammar: Callable[[], GrammarMask] | None = None
 
 
 class LocalEngine(Engine):
@@ -107,7 +119,11 @@ class LocalEngine(Engine):
         vocabulary = Vocabulary(tokenizer)
         template = ChatTemplate(tokenizer)
         eos = _eos_ids(runner.model, tokenizer)
-        capabilities = {"token_ids", "logprobs", "token_prompt", "score"} | ({"tools"} if template.tools else set())
+        capabilities = {"token_ids", "logprobs", "token_prompt", "score"}
+        if template.tools:
+            capabilities.add("tools")
+        if grammar.available():
+            capabilities |= {"json_schema", "tool_choice_required"} if template.tools else {"json_schema"}
         info = EngineInfo(
             engine="local",
             version=f"transformers {installed('transformers')}, torch {installed('torch')}",
@@ -126,7 +142,8 @@ class LocalEngine(Engine):
             kv_bytes=self._kv_bytes,
             threads=self._threads or (1 if runner.parameters < SMALL_MODEL else None),
         )
-        return _Loaded(info, runner, vocabulary, template, Defaults.of(runner.model), scheduler)
+        grammars = Grammars(tokenizer, runner.vocab_size, eos)
+        return _Loaded(info, runner, vocabulary, template, grammars, Defaults.of(runner.model), scheduler)
 
     @property
     def _now(self) -> _Loaded:
@@ -154,37 +171,33 @@ class LocalEngine(Engine):
 
     async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
         loaded = self._now
-        prompt, parsers = await asyncio.to_thread(self._prepare, request)
-        work = self._work(request, prompt)
+        prepared = await asyncio.to_thread(self._prepare, request)
+        work = self._work(request, prepared)
         loaded.scheduler.submit(work)
         try:
-            async with aclosing(self._events(work, parsers)) as events:
+            async with aclosing(self._events(work, prepared.parsers)) as events:
                 async for event in events:
                     yield event
         finally:
             work.cancelled = True
             loaded.scheduler.wake()
 
-    def _prepare(self, request: EngineRequest) -> tuple[list[int], list[HermesParser] | None]:
-        """Prompt ids, and for a conversation one parser for each choice. In a thread: both can take long."""
+    def _prepare(self, request: EngineRequest) -> _Prepared:
+        """Render, tokenise, compile grammars. In a thread: all of it can take long. Raises RequestError."""
         template = self._now.template
         if isinstance(request, TextRequest):
             ids = template.encode_plain(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
-            return ids, None
+            return _Prepared(ids)
         if request.sampling.n < 1:
             raise RequestError("n must be at least 1.", param="n")
-        if request.response_format is not None and request.response_format.get("type", "text") != "text":
-            raise RequestError("This engine does not support response_format.", param="response_format")
-        if request.tool_choice not in (None, "auto", "none"):
-            raise RequestError("This engine supports tool_choice auto and none only.", param="tool_choice")
         text = template.render(request)
         tools, reasoning = uses_tools(request), template.reasoning(text)
         parsers = [HermesParser(tools=tools, reasoning=reasoning) for _ in range(request.sampling.n)]
-        return template.encode(text), parsers
+        return _Prepared(template.encode(text), parsers, self._now.grammars.for_request(request, reasoning))
 
-    def _work(self, request: EngineRequest, prompt: list[int]) -> Work:
+    def _work(self, request: EngineRequest, prepared: _Prepared) -> Work:
         """Check and complete what was asked. Raises RequestError."""
-        loaded, sampling = self._now, request.sampling
+        loaded, sampling, prompt = self._now, request.sampling, prepared.prompt
         limit, vocab = loaded.runner.context_length, loaded.runner.vocab_size
         if not prompt:
             raise RequestError("The prompt is empty.", param="prompt")
@@ -201,7 +214,10 @@ class LocalEngine(Engine):
         seed = self._seeds.getrandbits(62) if sampling.seed is None else sampling.seed
         return Work(
             prompt=ids_array(prompt),
-            samplers=[RowSampler(params, seed + index, vocab) for index in range(sampling.n)],
+            samplers=[
+                RowSampler(params, seed + index, vocab, prepared.grammar() if prepared.grammar else None)
+                for index in range(sampling.n)
+            ],
             max_tokens=max_tokens,
             stop=sampling.stop,
             outbox=Outbox(asyncio.get_running_loop()),

@@ -23,7 +23,9 @@ _BLOCK = 64
 
 
 class TokenMask(Protocol):
-    """A grammar: which tokens may come next."""
+    """A grammar: which tokens may come next. `error` says why it can go no further."""
+
+    error: str | None
 
     def apply(self, logits: torch.Tensor) -> None:
         """Set logits [V] of forbidden tokens to -inf, in place."""

@@ -266,6 +266,11 @@ class Scheduler:
         """Add a sampled token to its row and tell it; True when it was the last."""
         row.tokens[row.count] = token_id
         row.count += 1
+        if row.sampler.grammar is not None and row.sampler.grammar.error is not None:
+            error = EngineError(f"The grammar of this request failed: {row.sampler.grammar.error}", status=500)
+            self._letters.append((row.work.outbox, error))
+            row.work.cancelled = True
+            return True
         finish: str | None = None
         text = ""
         if token_id in self._eos:

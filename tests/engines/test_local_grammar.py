@@ -1,0 +1,129 @@
+"""Answers that must have a form, from a model that knows nothing of forms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from polar_proxy.engines.local import LocalEngine, grammar
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.types import Json, Sampling
+from tests.engines.contract import WEATHER, chat, run
+
+pytest.importorskip("llguidance", reason="needs llguidance (the `local` extra)")
+
+CITY: Json = {"type": "string", "enum": ["Paris", "Zürich"]}
+TOOL: Json = {
+    "type": "function",
+    "function": {
+        "name": "set_city",
+        "parameters": {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"],
+                       "additionalProperties": False, "$defs": {"city": CITY}},
+    },
+}  # fmt: skip
+SHORT = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=300, seed=1)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(random_model_dir: Path) -> AsyncIterator[LocalEngine]:
+    async with LocalEngine(random_model_dir) as local:
+        yield local
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def short(engine: LocalEngine, **bias: float) -> Sampling:
+    """A thought has no end that a random model would find: a bias towards its end tag helps."""
+    ids = engine._now.vocabulary.ids
+    biases = {"</think>": 20.0, **bias}
+    return replace(SHORT, logit_bias={str(ids[text]): value for text, value in biases.items()})
+
+
+async def test_an_engine_that_can_says_so(engine: LocalEngine) -> None:
+    assert {"json_schema", "tool_choice_required"} <= engine.info.capabilities
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+async def test_a_required_call_is_made(engine: LocalEngine, thinking: bool) -> None:
+    request = chat(
+        tools=(TOOL,),
+        tool_choice="required",
+        parallel_tool_calls=False,
+        template_kwargs={"open_thinking": thinking},
+        sampling=replace(short(engine), n=2),
+    )
+    for answer in (await run(engine, request)).choices:
+        assert answer.finish_reason == "tool_calls"
+        assert answer.names == {0: "set_city"}
+        assert json.loads(answer.arguments[0])["city"] in CITY["enum"]
+        assert answer.arguments[0].startswith('{"city": "')
+
+
+async def test_a_named_function_is_called(engine: LocalEngine) -> None:
+    choice: Any = {"type": "function", "function": {"name": "set_city"}}
+    answer = (await run(engine, chat(tools=(WEATHER, TOOL), tool_choice=choice, sampling=short(engine)))).choices[0]
+    assert answer.names == {0: "set_city"}
+
+
+async def test_an_answer_follows_its_schema(engine: LocalEngine) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}, "city": CITY}, "required": ["ok", "city"],
+              "additionalProperties": False}  # fmt: skip
+    form: Json = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    result = await run(engine, chat(response_format=form, sampling=short(engine)))
+    value = json.loads(result.choices[0].text)
+    assert isinstance(value["ok"], bool)
+    assert value["city"] in CITY["enum"]
+    assert result.choices[0].finish_reason == "stop"
+    # The forbidden tokens are out of the distribution that the log-probabilities speak of.
+    assert any(logprob == pytest.approx(0.0, abs=1e-6) for logprob in result.choices[0].logprobs)
+
+
+async def test_any_json_object(engine: LocalEngine) -> None:
+    sampling = short(engine, **{"}": 30.0})
+    answer = (await run(engine, chat(response_format={"type": "json_object"}, sampling=sampling))).choices[0]
+    assert isinstance(json.loads(answer.text), dict)
+
+
+async def test_what_cannot_be_enforced_is_refused(engine: LocalEngine) -> None:
+    for request in (
+        chat(tool_choice="required"),
+        chat(tools=(TOOL,), tool_choice={"type": "function", "function": {"name": "other"}}),
+        chat(response_format={"type": "json_schema"}),
+        chat(response_format={"type": "grammar"}),
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}),
+    ):
+        with pytest.raises(RequestError):
+            await run(engine, request)
+
+
+async def test_without_the_package_it_says_what_to_install(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar, "available", lambda: False)
+    with pytest.raises(RequestError, match="pip install llguidance"):
+        await run(engine, chat(response_format={"type": "json_object"}))
+
+
+async def test_a_grammar_that_fails_costs_only_its_own_call(
+    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def compute_logit_bias(self) -> bytes:
+            return bytes(engine._now.runner.vocab_size)
+
+        def get_error(self) -> str:
+            return "too deep"
+
+    monkeypatch.setattr(engine._now.grammars, "for_request", lambda *_: lambda: grammar.GrammarMask(Broken()))
+    with pytest.raises(EngineError, match="too deep"):
+        await run(engine, chat())
+    monkeypatch.undo()
+    assert await engine.health() is None
+    assert (await run(engine, chat())).choices[0].token_ids
