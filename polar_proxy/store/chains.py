@@ -56,12 +56,12 @@ def node_id(parent: bytes | None, kind: NodeKind, content: bytes | memoryview) -
     return digest.digest()
 
 
-def bytes_chain(kind: NodeKind, contents: Sequence[bytes]) -> list[Node]:
-    """The chain of messages (or the single node of a tools list), root first."""
+def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: Node | None = None) -> list[Node]:
+    """The chain of messages (or the single node of a tools list), root first; `after`: the node that it continues."""
     nodes: list[Node] = []
-    parent: bytes | None = None
-    total = 0
-    for depth, content in enumerate(contents):
+    parent = None if after is None else after.id
+    total = 0 if after is None else after.total
+    for depth, content in enumerate(contents, 0 if after is None else after.depth + 1):
         total += len(content)
         this = node_id(parent, kind, content)
         nodes.append(Node(this, parent, kind, depth, len(content), total, content))
@@ -69,14 +69,18 @@ def bytes_chain(kind: NodeKind, contents: Sequence[bytes]) -> list[Node]:
     return nodes
 
 
-def token_chain(ids: TokenIds, end_of_turn: Sequence[int]) -> list[Node]:
-    """The chain of a prompt, root first; empty for an empty prompt. `ids`: int32 [n]."""
+def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: Node | None = None) -> list[Node]:
+    """The chain of a prompt, root first; empty for an empty prompt. `ids`: int32 [n].
+
+    `after`: the node whose chain is `ids[: after.total]`, cut by the same rule; then only what follows it is made.
+    """
     little = np.ascontiguousarray(ids, dtype="<i4")
     raw = little.data.cast("B")
     nodes: list[Node] = []
-    parent: bytes | None = None
-    start = 0
-    for depth, end in enumerate(cuts(little, end_of_turn)):
+    parent = None if after is None else after.id
+    offset = start = 0 if after is None else after.total
+    ends = cuts(little[offset:], end_of_turn)
+    for depth, end in enumerate((offset + end for end in ends), 0 if after is None else after.depth + 1):
         this = node_id(parent, "tokens", raw[4 * start : 4 * end])
         nodes.append(Node(this, parent, "tokens", depth, end - start, end, little[start:end]))
         parent, start = this, end

@@ -9,8 +9,9 @@ import numpy as np
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import jsontext
-from polar_proxy.store.chains import Known, Node, bytes_chain, content_hash, token_chain
+from polar_proxy.store.chains import Known, Node, bytes_chain, content_hash
 from polar_proxy.store.codec import Codec
+from polar_proxy.store.memo import Asked, LastAsked, message_chain, prompt_chain
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Json
 
 Row = dict[str, object]
@@ -65,6 +66,7 @@ class Packer:
     def __init__(self) -> None:
         self._codec = Codec()
         self._known = Known()
+        self._last = LastAsked()
         self._engines: dict[EngineInfo, tuple[bytes, Row]] = {}
 
     def pack(self, records: Sequence[CallRecord]) -> Packed:
@@ -86,12 +88,15 @@ class Packer:
     def forget(self) -> None:
         """Offer everything again (another process may have removed rows)."""
         self._known.forget_all()
+        self._last.forget_all()
 
     def _add(self, batch: Batch, record: CallRecord) -> None:
         # All that can fail comes first: a refused record leaves nothing in the batch.
-        messages = bytes_chain("message", record.messages)
+        last = self._last.get(record.session_id)
+        messages, stored = message_chain(record.messages, last)
         tools = bytes_chain("tools", [record.tools] if record.tools is not None else [])
-        prompt = self._prompt(record)
+        prompt, before = self._prompt(record, last)
+        prompt_head = prompt[-1] if prompt else before
         params, sampling = _setting(record.params), _setting(record.sampling)
         completions = [self._completion(record.call_id, choice) for choice in record.choices]
         engine = self._engine(record.engine)
@@ -101,7 +106,7 @@ class Packer:
                 batch.settings[key] = row
         if engine is not None and engine[0] not in self._known:
             batch.engines[engine[0]] = engine[1]
-        for chain in (messages, tools, prompt):
+        for chain in (messages[stored:], tools, prompt):
             for node in chain:
                 if node.id not in self._known and node.id not in batch.nodes:
                     batch.nodes[node.id] = (node.depth, self._node_row(node))
@@ -129,7 +134,7 @@ class Packer:
                 "tools_node": tools[-1].id if tools else None,
                 "params_hash": params[0],
                 "sampling_hash": sampling[0],
-                "prompt_node": prompt[-1].id if prompt else None,
+                "prompt_node": prompt_head.id if prompt_head else None,
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": completion_tokens,
                 "cached_tokens": record.cached_tokens,
@@ -139,6 +144,8 @@ class Packer:
             }
         )
         batch.completions.extend(completions)
+        links = (*messages[:stored], *map(_link, messages[stored:]))
+        self._last.put(record.session_id, _asked(record, links, prompt, before))
         counts = batch.sessions.setdefault(record.session_id, Counts())
         counts.calls += 1
         counts.failed += record.status != "ok"
@@ -146,11 +153,11 @@ class Packer:
         counts.completion += completion_tokens
         counts.last = max(counts.last, record.ended_at)
 
-    def _prompt(self, record: CallRecord) -> list[Node]:
+    def _prompt(self, record: CallRecord, last: Asked | None) -> tuple[list[Node], Node | None]:
         if record.prompt_ids is None:
-            return []
+            return [], None
         _require_array(record.prompt_ids, np.int32, "prompt_ids")
-        return token_chain(record.prompt_ids, record.engine.eos_token_ids if record.engine else ())
+        return prompt_chain(record.prompt_ids, _end_of_turn(record), last)
 
     def _completion(self, call_id: str, choice: Choice) -> Row:
         _require_array(choice.token_ids, np.int32, "token_ids")
@@ -195,6 +202,28 @@ class Packer:
             "total": node.total,
             "data": (self._codec.pack_bytes(content) if isinstance(content, bytes) else self._codec.pack_ids(content)),
         }
+
+
+def _end_of_turn(record: CallRecord) -> tuple[int, ...]:
+    return record.engine.eos_token_ids if record.engine else ()
+
+
+def _link(node: Node) -> Node:
+    """The node without its content, to remember it by."""
+    return Node(node.id, node.parent, node.kind, node.depth, node.length, node.total, b"")
+
+
+def _asked(record: CallRecord, links: tuple[Node, ...], prompt: list[Node], before: Node | None) -> Asked:
+    # The last segment ends where the prompt ends, which is no place to cut a longer one.
+    link = prompt[-2] if len(prompt) > 1 else before
+    ids = record.prompt_ids
+    return Asked(
+        messages=record.messages,
+        message_links=links,
+        end_of_turn=_end_of_turn(record),
+        prompt=ids[: link.total].copy() if ids is not None and link is not None else np.empty(0, np.int32),
+        prompt_link=None if link is None else _link(link),
+    )
 
 
 def _setting(value: Json) -> tuple[bytes, Row]:

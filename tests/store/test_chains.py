@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_proxy.store.chains import Known, bytes_chain, cuts, node_id, token_chain
-from tests.store.records import END, ids
+from polar_proxy.store.memo import Asked, LastAsked
+from polar_proxy.store.pack import Packer
+from tests.store.records import END, INFO, ids, record
 
 _tokens = st.lists(st.integers(0, 20), max_size=400).map(lambda values: np.array(values, dtype=np.int32))
 _ends = st.sampled_from([(), (END,), (END, 3)])
@@ -66,3 +70,38 @@ def test_known_forgets_the_oldest_first() -> None:
         known.add(key)
     assert b"a" in known
     assert b"b" not in known
+
+
+@given(_tokens, _tokens, _ends)
+def test_continuing_a_chain_gives_the_same_nodes(start: np.ndarray, more: np.ndarray, ends: tuple[int, ...]) -> None:
+    whole = token_chain(np.concatenate([start, more]), ends)
+    for node in token_chain(start, ends)[:-1]:
+        rest = token_chain(np.concatenate([start, more]), ends, after=node)
+        assert [n.id for n in whole[node.depth + 1 :]] == [n.id for n in rest]
+        assert [(n.depth, n.total) for n in whole[node.depth + 1 :]] == [(n.depth, n.total) for n in rest]
+
+
+@given(st.lists(st.tuples(st.lists(st.binary(max_size=2), max_size=4), _tokens, _ends), max_size=6), st.booleans())
+def test_what_was_asked_last_changes_nothing_but_the_work(
+    asked: list[tuple[list[bytes], np.ndarray, tuple[int, ...]]], growing: bool
+) -> None:
+    """A packer that remembers makes the rows of one that hashes everything, less those it has made before."""
+    remembering, seen, before = Packer(), {}, ids()
+    for messages, prompt, ends in asked:
+        if growing:
+            before = prompt = np.concatenate([before, prompt])
+        call = record("sess_1", messages=tuple(messages), prompt_ids=prompt, engine=replace(INFO, eos_token_ids=ends))
+        fresh, _ = Packer().pack([call])
+        mine, _ = remembering.pack([call])
+        assert mine.calls == fresh.calls
+        assert {key: seen[key] for key in fresh.nodes if key in seen} | mine.nodes == fresh.nodes
+        seen |= mine.nodes
+        remembering.stored(mine)
+
+
+def test_last_asked_is_bounded() -> None:
+    last = LastAsked(capacity=10_000)
+    for number in range(50):
+        last.put(f"sess_{number}", Asked((bytes(1000),), (), (), ids(), None))
+    kept = [number for number in range(50) if last.get(f"sess_{number}")]
+    assert kept == list(range(42, 50))
