@@ -1,11 +1,12 @@
 """Makes polar-tiny's tokenizer: byte-level BPE with about a thousand entries.
 
-The pre-tokenizer decides what a small model can learn to copy. Runs of letters stand alone, without the space,
-quote or slash before them, so that a name is the same tokens wherever it stands; the JSON escapes `\\n`, `\\t`
-and `\\"`, which mini-swe-agent's observations are full of, are cut off from the word that follows; digits are
-single. The first merges are the syllables of the task family's names, whatever their count in a corpus: a name is
-then always its syllables, and no token is so rare that its embedding stays untrained. All further merges are
-ordinary BPE on the constant text: the prompt, the template, reports, commands and outputs without their names.
+The pre-tokenizer decides what a small model can learn to copy. Runs of letters stand alone, without the
+space, quote or slash before them, so that a name is the same tokens wherever it stands; the JSON escapes
+`\\n`, `\\t` and `\\"`, which mini-swe-agent's observations are full of, are cut off from the word that
+follows; digits are single. The first merges are the syllables of the task family's names, whatever their
+count in a corpus: a name is then its syllables (but for one in a hundred, which holds a word such as `file`),
+and no token is so rare that its embedding stays untrained. All further merges are ordinary BPE on the
+constant text: the prompt, the template, reports, commands and outputs without their names.
 
     python -m examples.tiny_policy.tokenizer --out polar_proxy/models/polar_tiny
 """
@@ -111,7 +112,8 @@ def train() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    # Like Qwen3: the marks are single tokens, but ordinary text, so that parsers find them in decoded answers.
+    # Like Qwen3: the marks are single tokens, but ordinary text, so that parsers find them in decoded
+    # answers.
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
     return tokenizer
 

@@ -1,0 +1,79 @@
+"""The offline play says what really running the commands says, and the expert solves every instance."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+
+from examples.tiny_policy.dialogues import Workspace, assistant, observation, opening, play_expert
+from examples.tiny_policy.expert import SUBMIT, LostError, next_action, read_report
+from polar_proxy.tasks import get_source
+from polar_proxy.tasks.swe_task import SweTaskSource
+
+SOURCE = get_source("swe-task")
+
+
+def without_times(messages: list[dict[str, Any]]) -> str:
+    return re.sub(r"in 0\.\d+s", "in time", repr(messages))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_offline_play_is_the_real_one(seed: int) -> None:
+    task = SOURCE.task(seed)
+    real = opening(task.instruction, "Linux")
+    with Workspace(task) as workspace:
+        for step in range(10):
+            action = next_action(real)
+            real.append(assistant(action.thought, action.command, f"call_{step}"))
+            if action.command == SUBMIT:
+                break
+            output, code, exception = workspace.run(action.command)
+            real.append(observation(output, code, f"call_{step}", exception))
+        assert workspace.solved()
+    assert without_times(real) == without_times(play_expert(task, "Linux", random.Random(0)))
+
+
+def test_a_workspace_in_which_nothing_was_done_is_not_solved() -> None:
+    with Workspace(SOURCE.task(3)) as workspace:
+        assert not workspace.solved()
+
+
+def test_every_report_is_understood() -> None:
+    source = SweTaskSource()
+    for seed in range(300):
+        task = source.task(seed)
+        report = read_report(task.instruction)
+        assert report.function == task.metadata["function"]
+        left, op1, right, op2, value = report.formula
+        assert left != right
+        solution = source.solution(seed)[task.metadata["path"]]
+        names = re.search(rf"def {report.function}\((\w+), (\w+)\):\n    return (.*)\n", solution)
+        assert names is not None
+        given = {"x": names[1], "y": names[2]}
+        assert names[3] == f"{given[left]} {op1} {given[right]} {op2} {value}"
+
+
+def test_the_expert_says_so_when_it_is_lost() -> None:
+    with pytest.raises(LostError, match="no bug report"):
+        next_action([{"role": "user", "content": "Hello."}])
+    messages = opening(SOURCE.task(1).instruction, "Linux")
+    messages.append(assistant("x", "grep", "call_0"))
+    messages.append(observation("", 1, "call_0"))
+    with pytest.raises(LostError, match="grep did not find"):
+        next_action(messages)
+
+
+def test_a_long_output_is_cut_as_mini_swe_agent_cuts_it() -> None:
+    content = observation("<" + "a" * 10000, 0, "call_0")["content"]
+    assert '"output_head": "\\u003caaa' in content
+    assert '"elided_chars": 1,' in content
+
+
+def test_a_command_that_hangs_is_stopped() -> None:
+    with Workspace(SOURCE.task(1)) as workspace:
+        output, code, exception = workspace.run("echo before; sleep 60", timeout=1)
+    assert (output, code) == ("before\n", -1)
+    assert "timed out" in exception
