@@ -167,7 +167,7 @@ def _parse_tool_choice(body: Json, tools: tuple[Json, ...]) -> str | Json | None
         name = function.get("name") if isinstance(function, dict) else None
         if isinstance(name, str):
             if name not in {tool["function"]["name"] for tool in tools}:
-                raise RequestError(f"Tool choice {name!r} is not among the tools.", param="tool_choice")
+                raise RequestError(f"Invalid 'tool_choice': {name!r} is not among the tools.", param="tool_choice")
             return {"type": "function", "function": {"name": name}}
     raise RequestError("Invalid value for 'tool_choice'.", param="tool_choice", code="invalid_value")
 
