@@ -119,9 +119,7 @@ asyncio.run(main())
 
 async def test_kill_9_loses_nothing_that_was_told(url: str) -> None:
     root = Path(__file__).parents[2]
-    process = subprocess.Popen(  # noqa: ASYNC220 (nothing else runs on this loop)
-        [sys.executable, "-c", _WRITER, url], stdout=subprocess.PIPE, text=True, cwd=root
-    )
+    process = subprocess.Popen([sys.executable, "-c", _WRITER, url], stdout=subprocess.PIPE, text=True, cwd=root)
     assert process.stdout is not None
     session_id = process.stdout.readline().strip()
     told = [process.stdout.readline().strip() for _ in range(100)]
