@@ -90,7 +90,10 @@ class ModelRunner:
         count = len(token_ids)
         end = start + count
         places = torch.arange(start, end, device=self.shape.device)
-        mask = torch.arange(end, device=self.shape.device) <= places[:, None]
+        behind = torch.arange(end, device=self.shape.device) > places[:, None]
+        # As numbers, not booleans: attention would turn booleans into numbers again in every layer.
+        mask = torch.zeros(behind.shape, dtype=self.shape.dtype, device=self.shape.device)
+        mask.masked_fill_(behind, float("-inf"))
         out = self.model(
             input_ids=self._ids([token_ids]),
             position_ids=places[None],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
@@ -27,8 +28,10 @@ from polar_proxy.errors import EngineError
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PREFILL_ALONE, PREFILL_SHARED = 1024, 256
-"""Prompt tokens of one step when nothing else runs, and when rows wait for their next token."""
+PREFILL_MOST, PREFILL_LEAST = 1024, 64
+"""Prompt tokens of one step: the most when nothing else runs, and bounds when rows wait for their next token."""
+PREFILL_SECONDS = 0.05
+"""How long rows may wait for another's prompt at each step; its number of tokens follows from the measured speed."""
 
 
 def pool_limits(context_length: int, first: int = 4096) -> list[int]:
@@ -63,6 +66,7 @@ class Scheduler:
         self._new: list[Row] = []
         self._jobs: deque[Job] = deque()
         self._closing = False
+        self._shared_budget = 4 * PREFILL_LEAST
         self._waiting: deque[Row] = deque()
         self._prefilling: list[Row] = []
         self._letters: list[tuple[Outbox, Item]] = []
@@ -164,7 +168,7 @@ class Scheduler:
         while self._waiting and len(self._prefilling) + self._running < self._max_batch:
             self._prefilling.append(self._waiting.popleft())
         if self._prefilling:
-            self._prefill(PREFILL_SHARED if self._running else PREFILL_ALONE)
+            self._prefill_step()
         for pool in self._pools:
             self._promote(pool)
             if pool.rows:
@@ -195,9 +199,21 @@ class Scheduler:
         for pool in self._pools:
             self._retire(pool, [slot for slot, row in enumerate(pool.rows) if row.work.cancelled])
 
-    def _prefill(self, budget: int) -> None:
+    def _prefill_step(self) -> None:
+        """Prefill with a budget: all that fits when nothing else runs, else about PREFILL_SECONDS' worth."""
+        if not self._running:
+            self._prefill(PREFILL_MOST)
+            return
+        began = time.perf_counter()
+        used_up = self._prefill(self._shared_budget)
+        pace = PREFILL_SECONDS / (time.perf_counter() - began)
+        if used_up or pace < 1:
+            budget = int(self._shared_budget * min(max(pace, 0.5), 2.0))
+            self._shared_budget = min(max(budget, PREFILL_LEAST), PREFILL_MOST)
+
+    def _prefill(self, budget: int) -> bool:
         """Put up to `budget` prompt tokens through. The row with least left goes first: short prompts pass long
-        ones, and the second of two equal prompts finds the first one's keys."""
+        ones, and the second of two equal prompts finds the first one's keys. True when the budget ran out."""
         while budget > 0 and self._prefilling:
             row = min(self._prefilling, key=lambda row: row.count - row.kv_len)
             kv = row.kv or self._begin(row)
@@ -209,6 +225,7 @@ class Scheduler:
             budget -= count
             if row.kv_len == row.count:
                 self._enter_batch(row, kv, draw(logits[None], [row.sampler]))
+        return budget <= 0
 
     def _begin(self, row: Row) -> RowKV:
         """Find the longest known beginning of the row's tokens, all but the last (whose logits are needed)."""
