@@ -1,9 +1,9 @@
 """Turns dialogues into training sequences.
 
-A sequence is the dialogue as the chat template renders it, with a weight per token: 1 on what the assistant wrote
-(its end of turn included), `CONTEXT_WEIGHT` on the rest of the dialogue, 0 on the prompt's constant text. The
-short form leaves that constant text out and keeps every other token at its true position, so that attention learns
-the real distances at a third of the price.
+A sequence is the dialogue as the chat template renders it, with a weight per token: 1 on what the assistant
+wrote (its end of turn included), `CONTEXT_WEIGHT` on the rest of the dialogue, 0 on the prompt's constant
+text. The short form leaves that constant text out and keeps every other token at its true position, so that
+attention learns the real distances at a third of the price. The partial form keeps a random stretch of it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class Sequence1:
+class Example:
     """One dialogue: `ids`, `positions` int64 [n] and `weights` float32 [n] (the weight of predicting ids[i])."""
 
     ids: IntArray
@@ -48,12 +48,12 @@ class Encoder:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    def full(self, messages: Sequence[Message]) -> Sequence1:
+    def full(self, messages: Sequence[Message]) -> Example:
         """The whole dialogue, as it is sampled."""
         text = self.tokenizer.apply_chat_template(list(messages), tools=TOOLS, tokenize=False)
         return self.from_ids(self._encode(text))
 
-    def from_ids(self, token_ids: Sequence[int]) -> Sequence1:
+    def from_ids(self, token_ids: Sequence[int]) -> Example:
         """A recorded trace, given the ids of the whole dialogue."""
         ids = np.asarray(token_ids, dtype=np.int64)
         weights = np.full(len(ids), CONTEXT_WEIGHT, dtype=np.float32)
@@ -67,7 +67,7 @@ class Encoder:
                 answering = token != self.end
             elif token == self._answer[-1] and list(ids[index - 2 : index + 1]) == self._answer:
                 answering = True
-        return Sequence1(ids, np.arange(len(ids)), weights)
+        return Example(ids, np.arange(len(ids)), weights)
 
     def task_start(self, ids: IntArray) -> int:
         """Index of the first token of the user's message mark."""
@@ -78,14 +78,26 @@ class Encoder:
         first = _find(ids, self._task_end, self.task_start(ids))
         return first, first + int(np.argmax(ids[first:] == self.end))
 
-    def short(self, whole: Sequence1, rng: random.Random) -> Sequence1:
+    def short(self, whole: Example, rng: random.Random) -> Example:
         """The short form of a dialogue; distances across the cut vary a little, as prompts do."""
         start = self.task_start(whole.ids)
         first, last = self.constant(whole.ids)
         keep = np.concatenate([np.arange(start, first), np.arange(last, len(whole.ids))])
         positions = whole.positions[keep].copy()
         positions[first - start :] += rng.randrange(-100, 300)
-        return Sequence1(whole.ids[keep], positions, whole.weights[keep])
+        return Example(whole.ids[keep], positions, whole.weights[keep])
+
+    def partial(self, whole: Example, rng: random.Random) -> Example:
+        """Between short and full: a random stretch of the constant text stays, for attention to learn to skip."""
+        start = self.task_start(whole.ids)
+        first, last = self.constant(whole.ids)
+        size = int((last - first) * rng.uniform(0.1, 0.6))
+        left = rng.randrange(first, last - size + 1)
+        parts = [np.arange(start, first), np.arange(left, left + size), np.arange(last, len(whole.ids))]
+        if rng.random() < 0.3:
+            parts.insert(0, np.arange(start))
+        keep = np.concatenate(parts)
+        return Example(whole.ids[keep], whole.positions[keep], whole.weights[keep])
 
 
 def _find(ids: IntArray, pattern: Sequence[int], start: int) -> int:
@@ -97,7 +109,7 @@ def _find(ids: IntArray, pattern: Sequence[int], start: int) -> int:
     return start + int(hits[0])
 
 
-def dialogues(encoder: Encoder, first_seed: int, count: int) -> Iterator[Sequence1]:
+def dialogues(encoder: Encoder, first_seed: int, count: int) -> Iterator[Example]:
     """The expert's dialogues with tasks `first_seed`, ..., in full form, played offline."""
     source = get_source("swe-task")
     for seed in range(first_seed, first_seed + count):
@@ -105,10 +117,11 @@ def dialogues(encoder: Encoder, first_seed: int, count: int) -> Iterator[Sequenc
         yield encoder.full(play_expert(source.task(seed), some_system(rng), rng))
 
 
-def copies(rng: np.random.Generator, count: int, alphabet: IntArray, length: int = 128) -> list[Sequence1]:
+def copies(rng: np.random.Generator, count: int, alphabet: IntArray, length: int = 128) -> list[Example]:
     """Sequences over a small alphabet in which stretches come again: copying, before there is anything to read.
 
-    Only what can be known is weighed: a stretch's tokens from the third on, because two may stand elsewhere too.
+    Only what can be known is weighed: a stretch's tokens from the third on, because two may stand elsewhere
+    too.
     """
     made = []
     for _ in range(count):
@@ -121,5 +134,5 @@ def copies(rng: np.random.Generator, count: int, alphabet: IntArray, length: int
             ids[filled : filled + size] = ids[start : start + size]
             weights[filled + 2 : filled + size] = 1.0
             filled += size
-        made.append(Sequence1(ids, np.arange(length) + int(rng.integers(0, 2000)), weights))
+        made.append(Example(ids, np.arange(length) + int(rng.integers(0, 2000)), weights))
     return made

@@ -1,8 +1,9 @@
 """Trains polar-tiny from scratch on a CPU.
 
-Three stages, all with the same loss (cross-entropy with the weights of `data.py`): copying of random tokens,
-dialogues in the short form, dialogues in full. Hidden matrices are trained with Muon, the rest with AdamW; the
-learning rate rises over the first steps and falls linearly to a tenth over each stage's share of the run.
+Stages, all with the same loss (cross-entropy with the weights of `data.py`): `copy` of random stretches,
+dialogues in the `short` form, the `partial` form and in `full`, and `recorded`, full dialogues as Polar exported
+them. Hidden matrices are trained with Muon, the rest with AdamW; the learning rate rises over the first steps and
+falls linearly to a tenth over all of them.
 
     python -m examples.tiny_policy.train --model polar_proxy/models/polar_tiny --out out/tiny
 """
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from examples.tiny_policy.data import Encoder, Sequence1, copies, dialogues
+from examples.tiny_policy.data import Encoder, Example, copies, dialogues
 from examples.tiny_policy.muon import Muon
 from examples.tiny_policy.verify_export import read_rows
 from polar_proxy.tasks.swe_task import SYLLABLES, TRAIN_SEEDS
@@ -52,7 +53,7 @@ def new_model(tokenizer: Any, seed: int) -> Any:
     return Qwen3ForCausalLM(config)
 
 
-def collate(batch: Sequence[Sequence1]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def collate(batch: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pad on the right to (ids, positions, weights), each [batch, longest]; causal attention needs no mask."""
     longest = max(len(sequence.ids) for sequence in batch)
     ids = torch.zeros(len(batch), longest, dtype=torch.long)
@@ -73,7 +74,7 @@ def losses(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tens
     return F.cross_entropy(out.logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
 
 
-def evaluate(model: Any, held_out: Sequence[Sequence1]) -> dict[str, float]:
+def evaluate(model: Any, held_out: Sequence[Example]) -> dict[str, float]:
     """Teacher-forced on unseen dialogues.
 
     `loss` (nats per assistant token), `right` (share of assistant tokens that are the most likely one), `path` (mean
@@ -105,7 +106,7 @@ def optimisers(model: Any, muon_rate: float, adam_rate: float) -> list[torch.opt
     ]
 
 
-def batches(sequences: Sequence[Sequence1], size: int, rng: random.Random) -> Iterator[list[Sequence1]]:
+def batches(sequences: Sequence[Example], size: int, rng: random.Random) -> Iterator[list[Example]]:
     """Endless batches of sequences of like length, each epoch in a new order."""
     while True:
         order = list(range(len(sequences)))
@@ -159,6 +160,8 @@ def main() -> None:
     for name, steps in stages:
         if name == "short":
             feed = batches([encoder.short(s, rng) for s in whole], args.batch, rng)
+        elif name == "partial":
+            feed = batches([encoder.partial(s, rng) for s in whole], args.batch, rng)
         elif name == "full":
             feed = batches(whole, max(1, args.batch // 2), rng)
         elif name == "recorded":

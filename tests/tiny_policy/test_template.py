@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def test_each_prompt_begins_with_the_last_prompt_and_the_sampled_answer(tokenize
     messages = play_expert(get_source("swe-task").task(seed), "Linux 6.1 x86_64", random.Random(0))
     asked = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     assert len(asked) >= 4
-    for now, later in zip(asked, asked[1:], strict=False):
+    for now, later in pairwise(asked):
         prompt = encode(tokenizer, render(tokenizer, messages[:now], prompt=True))
         answer = encode(tokenizer, next_action(messages[:now]).answer() + "<|im_end|>")
         following = encode(tokenizer, render(tokenizer, messages[:later], prompt=True))
