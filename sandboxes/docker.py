@@ -44,6 +44,7 @@ HOME = "/home/agent"
 WORKDIR = "/workspace"
 EXEC_MARKER = "POLAR_EXEC_ID"
 END_SECONDS = 10.0
+PROBE = ["true"]
 
 
 class DockerSandbox(Sandbox):
@@ -215,7 +216,7 @@ class DockerSandbox(Sandbox):
                 except SandboxError as failed:
                     error.add_note(f"and the command could not be ended: {failed}")
             raise
-        if exit_code == 137 and not timed_out and not await self._running():
+        if exit_code == 137 and not timed_out and args != PROBE and await self._ended():
             raise SandboxEnded("the container ended while the command ran")
         truncated = run.out.truncated or run.err.truncated
         seconds = time.monotonic() - start
@@ -237,11 +238,22 @@ class DockerSandbox(Sandbox):
         if not task.cancelled():
             task.exception()  # seen: what matters of it has been raised already
 
-    async def _running(self) -> bool:
-        if self._closing is not None:
-            return False
-        with translated():
-            return bool((await self._container.show())["State"]["Running"])
+    async def _ended(self) -> bool:
+        """Whether the container died, and not only the command.
+
+        The engine calls a container that was just killed running for a moment longer; a new command tells at once if
+        it still is. That may fail for other reasons, such as a process limit: then the engine's word counts.
+        """
+        with contextlib.suppress(SandboxError):
+            if (await self.exec(PROBE, cwd="/")).exit_code == 0:
+                return False
+        deadline = time.monotonic() + 2.0
+        while self._closing is None and time.monotonic() < deadline:
+            with translated():
+                if not (await self._container.show())["State"]["Running"]:
+                    return True
+            await asyncio.sleep(0.1)
+        return self._closing is not None
 
     async def _script(self, script: str, *args: str, stdin: bytes = b"", limit: int = OUTPUT_LIMIT) -> ExecResult:
         """A few lines of shell of our own, as the sandbox's user."""
@@ -285,7 +297,12 @@ class DockerSandbox(Sandbox):
             state = (await self._live().show())["State"]
         if not state["Running"]:
             raise SandboxEnded("the container has ended")
-        return await asyncio.to_thread(netns.listen, state["Pid"], self.id, port)
+        try:
+            return await asyncio.to_thread(netns.listen, state["Pid"], self.id, port)
+        except netns.CannotEnter as error:
+            assert self._engine is not None
+            labels = {**orphans.labels(self._record), orphans.LABEL: f"{self.id}-net"}
+            return await netns.listen_by_helper(self._engine, self.id, port, labels, error)
 
 
 def _archive(files: Mapping[str, bytes]) -> bytes:

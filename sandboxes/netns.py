@@ -3,19 +3,34 @@
 The namespace of a sandbox has a loopback interface and nothing else. A socket keeps the namespace it was made in, so a
 thread visits the namespace for the moment of `bind`; afterwards the owner accepts on it like on any other socket.
 Nothing runs inside for it, and no firewall rule is needed. The socket keeps the namespace alive: close it.
+
+Entering needs root. A user who may only talk to the Docker engine gets the same socket from a helper container that
+shares the sandbox's network for a moment: it binds, and hands the socket out through a Unix socket on a shared folder.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import ctypes
 import os
 import socket
+import tempfile
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from .base import MARKER, SandboxError
+from .base import MARKER, SandboxError, settle
+from .docker_engine import find_image, remove_container, translated
+
+if TYPE_CHECKING:
+    import aiodocker
 
 CLONE_NEWNET = 0x40000000
+
+
+class CannotEnter(SandboxError):
+    """This process may not, or cannot, enter the namespace itself."""
 
 
 def listen(pid: int, ident: str, port: int) -> socket.socket:
@@ -34,9 +49,7 @@ def listen(pid: int, ident: str, port: int) -> socket.socket:
     thread.start()
     thread.join()
     if isinstance(result[0], PermissionError):
-        raise SandboxError(
-            "entering a container's network needs root (CAP_SYS_ADMIN): run as root, or use the bubblewrap sandbox"
-        ) from result[0]
+        raise CannotEnter("entering a container's network needs root (CAP_SYS_ADMIN)") from result[0]
     if isinstance(result[0], OSError):
         raise result[0]
     return result[0]
@@ -47,13 +60,11 @@ def _check(pid: int, ident: str) -> None:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except PermissionError as error:
-        raise SandboxError(
-            "entering a container's network needs root: run as root, or use the bubblewrap sandbox"
-        ) from error
+        raise CannotEnter("entering a container's network needs root") from error
     except (FileNotFoundError, ProcessLookupError):
         environment = []
     if f"{MARKER}={ident}".encode() not in environment:
-        raise SandboxError(
+        raise CannotEnter(
             f"process {pid} of the container is not a process of this machine: the Docker engine has to run on the "
             "same Linux, not in a virtual machine or on another host"
         )
@@ -77,4 +88,72 @@ def _bind(pid: int, port: int) -> socket.socket:
     except OSError:
         listening.close()
         raise
+    return listening
+
+
+HELPER = """
+import socket, sys
+s = socket.socket()
+s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+s.bind(("127.0.0.1", int(sys.argv[1])))
+s.listen(1024)
+out = socket.socket(socket.AF_UNIX)
+out.connect("/handover/socket")
+socket.send_fds(out, [b"x"], [s.fileno()])
+out.recv(1)
+"""
+HELPER_SECONDS = 30.0
+
+
+async def listen_by_helper(
+    engine: aiodocker.Docker, sandbox: str, port: int, labels: dict[str, str], why: CannotEnter
+) -> socket.socket:
+    """The same as `listen` without root, from a helper container of the default image (it has a Python)."""
+    image = await find_image(engine, None)
+    name = f"{sandbox}-net"
+    loop = asyncio.get_running_loop()
+    with (
+        contextlib.ExitStack() as stack,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as door,
+    ):
+        # Short, for the path of a Unix socket; the outer folder is private, so that the inner one can be open.
+        outer = stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-net-"))
+        inner = Path(outer) / "s"
+        inner.mkdir()
+        inner.chmod(0o777)
+        door.bind(str(inner / "socket"))
+        (inner / "socket").chmod(0o777)
+        door.listen(1)
+        config: dict[str, Any] = {
+            "Image": image,
+            "Entrypoint": ["python3", "-c", HELPER, str(port)],
+            "Labels": labels,
+            "HostConfig": {
+                "NetworkMode": f"container:{sandbox}",
+                "Binds": [f"{inner}:/handover"],
+                "CapDrop": ["ALL"],
+                "SecurityOpt": ["no-new-privileges"],
+            },
+        }
+        try:
+            with translated():
+                container = await settle(engine.containers.create(config, name=name))
+                await settle(container.start())
+                ended = asyncio.ensure_future(container.wait())
+                handover = asyncio.ensure_future(loop.sock_accept(door))
+                await asyncio.wait({ended, handover}, timeout=HELPER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                for task in (ended, handover):
+                    task.cancel()
+                if not handover.done() or handover.cancelled():
+                    said = "".join(await container.log(stdout=True, stderr=True)).strip()
+                    raise SandboxError(
+                        f"no socket in the container's network: {why}; a helper container did not help: {said}"
+                    )
+            with handover.result()[0] as connection:
+                connection.setblocking(True)
+                fds = (await settle(asyncio.to_thread(socket.recv_fds, connection, 1, 1)))[1]
+        finally:
+            await settle(remove_container(engine, name))
+    listening = socket.socket(fileno=fds[0])
+    listening.setblocking(False)
     return listening

@@ -52,10 +52,11 @@ start() {
     if ! alive "$(pid_of $file)"; then rm -f "$file"; fi
   done
   setsid dockerd --host "unix://$SOCKET" --pidfile /var/run/docker.pid >"$LOG" 2>&1 </dev/null 9>&- &
-  echo $! >"$PIDFILE"
+  engine=$!
+  echo "$engine" >"$PIDFILE"
   n=0
   until answers; do
-    if ! ours || [ $n -ge 600 ]; then
+    if ! alive "$engine" || [ $n -ge 600 ]; then
       echo "docker_engine: dockerd did not come up; the end of $LOG:" >&2
       tail -20 "$LOG" >&2
       exit 1

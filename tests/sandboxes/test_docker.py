@@ -76,6 +76,33 @@ async def test_labels(kind: str, state_dir: Path) -> None:
         assert labels[orphans.LABEL] == sandbox.id
 
 
+@on_docker
+async def test_the_listening_socket_without_root(kind: str, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member of the docker group may not enter namespaces: a helper container hands the socket over."""
+
+    def denied(*_: object) -> None:
+        raise netns.CannotEnter("needs root")
+
+    monkeypatch.setattr(netns, "listen", denied)
+    async with await open_sandbox("docker", state_dir=state_dir) as sandbox:
+        listening = await sandbox.listen(8123)
+        assert listening is not None
+        assert listening.getsockname() == ("127.0.0.1", 8123)
+
+        async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"hello\n")
+            writer.close()
+
+        async with await asyncio.start_server(answer, sock=listening):
+            done = await sandbox.exec(["bash", "-c", "cat </dev/tcp/127.0.0.1/8123"], timeout=30)
+        assert done.stdout == b"hello\n"
+        with pytest.raises(SandboxError, match="helper"):
+            await sandbox.listen(80_000)
+        async with docker_engine.client() as engine:
+            names = [name for c in await engine.containers.list(all=True) for name in c["Names"]]
+        assert f"/{sandbox.id}-net" not in names
+
+
 @pytest.fixture
 def unprivileged_image(kind: str, tmp_path: Path) -> Iterator[str]:
     """The default image with a user of its own and files where home and working directory will be."""

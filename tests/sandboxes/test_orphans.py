@@ -85,7 +85,7 @@ async def test_the_sweep_removes_what_a_killed_owner_left(
     if kind != "docker":
         # The supervisor's lifeline is cut: everything ends without any sweep, in a moment.
         async with asyncio.timeout(10):
-            while list(orphans.marked({ident})) or alive(process):  # noqa: ASYNC110 - other processes set no event
+            while list(orphans.marked({ident})) or alive(process):
                 await asyncio.sleep(0.02)
     removed = await sweep(state_dir)
     assert not list(orphans.marked({ident}))
