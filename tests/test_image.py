@@ -50,12 +50,12 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _base(context: Path, wheels: Path) -> str:
     """The sandbox image with pip in it."""
-    from sandboxes.images import default_image
+    from sandboxes.images import tag
 
     (pip,) = wheels.glob("pip-*.whl")
     recipe = context / "Base"
     recipe.write_text(
-        f"FROM {default_image()}\nCOPY wheelhouse/{pip.name} /tmp/\n"
+        f"FROM {tag()}\nCOPY wheelhouse/{pip.name} /tmp/\n"
         f"RUN python3 /tmp/{pip.name}/pip install --no-index --break-system-packages /tmp/{pip.name}\n"
     )
     run("docker", "build", "-q", "-t", "polar-image-base:latest", "-f", str(recipe), str(context))

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
-from polar_proxy.store import Store, default_url, open_store
+from polar_proxy.store import Store, default_url, normalise_url, open_store
 
 T = TypeVar("T")
 
@@ -53,12 +53,19 @@ def database_url(settings: Settings) -> str:
 
 def reader(settings: Settings) -> Store:
     """The store for looking at; it must exist already."""
-    return open_store(database_url(settings), create=False)
+    return _store(settings, create=False)
 
 
 def writer(settings: Settings) -> Store:
     """The store for recording; made or brought up to date when needed."""
-    return open_store(database_url(settings), create=True)
+    return _store(settings, create=True)
+
+
+def _store(settings: Settings, *, create: bool) -> Store:
+    url = database_url(settings)
+    # Artifacts lie beside an SQLite file; a database server has no such place on this machine.
+    beside = normalise_url(url).startswith("sqlite")
+    return open_store(url, create=create, artifacts=None if beside else settings.home / "artifacts")
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

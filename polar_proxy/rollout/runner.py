@@ -104,12 +104,17 @@ class RolloutRunner:
             await self._store.add_reward(rollout.rollout_id, score.reward, "tests", score.detail)
             await self._finish(rollout, session_id, end.status, end.detail, reward=score.reward)
         except asyncio.CancelledError:
-            await settle(self._finish(rollout, session_id, "cancelled", "cancelled by the user"))
+            await settle(self._cancelled(rollout, session_id))
             raise
         except (PolarError, SandboxError, OSError, TimeoutError) as error:
             after = f"after {time.monotonic() - started:.0f} s"
             text = str(error) or f"{type(error).__name__} {after}"
             await self._finish(rollout, session_id, "failed", text)
+
+    async def _cancelled(self, rollout: Rollout, session_id: str | None) -> None:
+        row = await self._store.rollout(rollout.rollout_id)
+        if row is None or not row.final:  # final: the cancellation came when all was done
+            await self._finish(rollout, session_id, "cancelled", "cancelled by the user")
 
     def _policy(self) -> dict[str, float | int]:
         # Sampled from the whole distribution, so that the recorded log-probabilities are those of the samples.
