@@ -11,14 +11,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     {"types", "config", "errors"},
-    {"dialects", "engines", "store"},
-    {"history", "trajectories", "rewards", "tasks"},
+    {"dialects", "engines", "store", "tasks"},
+    {"history", "trajectories", "rewards"},
     {"gateway"},
     {"rollout", "export"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
-SOURCES = sorted(path for name in ("polar_proxy", "harness_adapters", "sandboxes") for path in (ROOT / name).rglob("*.py"))
+SOURCES = sorted(
+    path for name in ("polar_proxy", "harness_adapters", "sandboxes") for path in (ROOT / name).rglob("*.py")
+)
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.markup import escape
@@ -114,25 +114,15 @@ def summary(row: RolloutRow) -> Json:
 
 
 def _print_summary(rows: list[RolloutRow], url: str) -> None:
-    table = Table(title="rollouts", title_justify="left")
-    columns: list[tuple[str, Any]] = [
-        ("rollout", "left"),
-        ("task", "left"),
-        ("status", "left"),
-        ("reward", "right"),
-        ("calls", "right"),
-        ("traces", "right"),
-        ("trained tokens", "right"),
-        ("seconds", "right"),
-    ]
-    for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=True)
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    for name in ("rollout", "task", "status", "reward", "calls", "trained", "s"):
+        left = name in ("rollout", "task", "status")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for row in rows:
-        told = summary(row)
+        wall = summary(row)["wall_seconds"]
         reward = "-" if row.reward is None else f"{row.reward:g}"
-        seconds = "-" if told["wall_seconds"] is None else f"{told['wall_seconds']:.1f}"
-        cells = [row.rollout_id, row.task_id, row.status, reward]
-        table.add_row(*cells, str(row.calls), str(row.traces), str(row.trained_tokens), seconds)
+        seconds = "-" if wall is None else f"{wall:.1f}"
+        table.add_row(row.rollout_id, row.task_id, row.status, reward, str(row.calls), str(row.trained_tokens), seconds)
     common.out.print(table)
     scored = [row.reward for row in rows if row.reward is not None]
     solved = sum(reward >= 1 for reward in scored)

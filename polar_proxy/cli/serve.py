@@ -44,7 +44,12 @@ async def _serve(settings: Settings, as_json: bool) -> None:
             common.err.print(f"[dim]{escape(line)}[/]", highlight=False)
         async with make_engine(settings.engine) as engine, Gateway(engine, store, settings.gateway) as gateway:
             if as_json:
-                ready = {"url": gateway.url, "db": store.display_url, "model": engine.info.model, "open": gateway.sessions.open}
+                ready = {
+                    "url": gateway.url,
+                    "db": store.display_url,
+                    "model": engine.info.model,
+                    "open": gateway.sessions.open,
+                }
                 common.print_json(ready)
             else:
                 _welcome(gateway, store.display_url, engine.info.model)
