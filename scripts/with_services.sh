@@ -18,7 +18,7 @@ apt_has() { dpkg -s "$1" >/dev/null 2>&1; }
 
 install_packages() {
     local missing=() name
-    for name in bubblewrap postgresql mmdebstrap; do
+    for name in bubblewrap postgresql mmdebstrap procps; do
         apt_has "$name" || missing+=("$name")
     done
     [ ${#missing[@]} -eq 0 ] && return 0

@@ -57,7 +57,7 @@ async def _checks(settings: Settings, engine_url: str | None) -> list[Check]:
     checks += [
         _package("torch", "the local engine", "pip install 'polar-proxy[local]'"),
         _package("transformers", "the local engine", "pip install 'polar-proxy[local]'"),
-        _package("docker", "the docker sandbox", "pip install 'polar-proxy[docker]'"),
+        _package("aiodocker", "the docker sandbox", "pip install 'polar-proxy[docker]'"),
         _package("asyncpg", "PostgreSQL", "pip install 'polar-proxy[postgres]'"),
         _policy(),
         *_sandboxes(),
