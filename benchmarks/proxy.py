@@ -100,7 +100,7 @@ def start_all(
         except Unavailable as error:
             missing[name] = str(error)
         if name in missing:
-            say.print(f"[yellow]{name} is left out: {missing[name]}[/]", highlight=False)
+            say.print(f"{name} is left out: {missing[name]}", style="yellow", highlight=False, markup=False)
     return running, missing
 
 
@@ -125,15 +125,16 @@ async def rounds(
         for stream in (False, True):
             first = await one(stack, 4, stream, WARM_UP_SECONDS)
             if first.first_error:
-                say.print(f"[red]{stack.name}: {first.first_error}[/]", highlight=False)
+                say.print(f"{stack.name}: {first.first_error}", style="red", highlight=False, markup=False)
     for number in range(asked.rounds):
         for clients, stream in CELLS:
             for stack in stacks:
                 result = await one(stack, clients, stream, asked.seconds)
                 results[stack.name, clients, stream].append(result)
                 say.print(
-                    f"[dim]round {number + 1}: {stack.name}, {clients} clients, "
-                    f"{'streamed' if stream else 'whole'}: {result.rps:.0f}/s[/]",
+                    f"round {number + 1}: {stack.name}, {clients} clients, "
+                    f"{'streamed' if stream else 'whole'}: {result.rps:.0f}/s",
+                    style="dim",
                     highlight=False,
                 )
     return results, dict(answered)
@@ -217,7 +218,7 @@ def report(asked: argparse.Namespace, document: dict[str, Any]) -> None:
     for name, gains in document["added_p50_ms"].items():
         out.print(f"{name} adds " + ", ".join(f"{value} ms ({kind})" for kind, value in gains.items()))
     for name, reason in document["missing"].items():
-        out.print(f"[yellow]{name} was not measured: {reason}[/]")
+        out.print(f"{name} was not measured: {reason}", style="yellow", markup=False)
     for note in document["notes"]:
         out.print(note)
 
@@ -237,7 +238,7 @@ def main() -> int:
         try:
             wait_ready(upstream, f"http://127.0.0.1:{port}/health")
         except Unavailable as error:
-            say.print(f"[red]the benchmark's engine: {error}[/]", highlight=False)
+            say.print(f"the benchmark's engine: {error}", style="red", highlight=False, markup=False)
             return 1
         stacks, missing = start_all(asked, folder, upstream, proxy_core)
         if load_core is not None:

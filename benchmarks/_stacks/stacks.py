@@ -19,7 +19,7 @@ from benchmarks._stacks.traffic import MODEL
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 120
 # Newer LiteLLMs need newer certificates than some package mirrors have; the choice changes nothing that is measured.
-PEERS = {"litellm": ("1.106.10", "litellm[proxy]"), "rllm-model-gateway": ("0.1.0", "rllm-model-gateway")}
+PEERS = {"litellm": ("1.106.0", "litellm[proxy]"), "rllm-model-gateway": ("0.1.0", "rllm-model-gateway")}
 
 
 class Unavailable(Exception):

@@ -112,6 +112,8 @@ class OpenAIHttp:
 
     async def finish(self, response: aiohttp.ClientResponse) -> None:
         """Takes the end of a body whose content is complete, so that its connection can be used again."""
+        if response.content.at_eof():
+            return
         try:
             async with asyncio.timeout(FINISH_SECONDS):
                 while await response.content.readany():

@@ -12,6 +12,7 @@ its answer whether it streamed.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -32,6 +33,8 @@ from polar_proxy.engines.vllm_wire import (
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent
 
+WEIGHT_VERSION_SECONDS = 1.0
+
 
 class VllmEngine(Engine):
     """`async with VllmEngine("http://127.0.0.1:8000") as engine:` connects and verifies the server.
@@ -49,7 +52,8 @@ class VllmEngine(Engine):
         self._require_tokens = require_tokens
         self._info: EngineInfo | None = None
         self._tokenize_renders = False
-        self._has_weight_info = False
+        self._weight_version: str | None = None
+        self._weight_version_at = 0.0
         self._who = f"The engine at {self._http.url}"
 
     @property
@@ -67,7 +71,8 @@ class VllmEngine(Engine):
             raise
         self._info = found.info
         self._tokenize_renders = found.tokenize_renders
-        self._has_weight_info = found.weight_version is not None
+        self._weight_version = found.weight_version
+        self._weight_version_at = time.monotonic()
         separator = next(iter(found.info.eos_token_ids), None)
         self._texts = TokenTexts(self._http, found.info.model, separator)
         return self
@@ -145,12 +150,18 @@ class VllmEngine(Engine):
         return None if response.status == 200 else f"{self._who} answers {response.status} to /health."
 
     async def weight_version(self) -> str | None:
-        """What `/weight_info` says; None where the server has no such route (it needs vLLM's development mode)."""
-        if not self._has_weight_info:
+        """What `/weight_info` said within the last second; None where the server has no such route.
+
+        (vLLM has it in development mode.) Each call that is recorded asks; a request for each would cost as much as
+        the rest of the recording. Whoever updates weights pauses the engine first, for longer than this.
+        """
+        if self._weight_version is None:
             return None
-        answer = await self._http.json("GET", "/weight_info")
-        version = answer.get("weight_version") if isinstance(answer, dict) else None
-        return None if version is None else str(version)
+        if time.monotonic() - self._weight_version_at > WEIGHT_VERSION_SECONDS:
+            answer = await self._http.json("GET", "/weight_info")
+            self._weight_version = str(self._field(answer, "weight_version"))
+            self._weight_version_at = time.monotonic()
+        return self._weight_version
 
     def _field(self, answer: Any, name: str) -> Any:
         value = answer.get(name) if isinstance(answer, dict) else None

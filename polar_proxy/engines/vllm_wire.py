@@ -194,9 +194,8 @@ class AnswerParser:
                 logprobs = choice.get("logprobs")
                 if plain and ids and logprobs and len(ids) == len(entries := logprobs.get("content") or []) == 1:
                     # Most chunks of most streams: one token. The same as below, at a third of the time.
-                    value = entries[0]["logprob"]
                     pending.ids.append(ids[0])
-                    pending.logprobs.append(value if value is not None and value > MISSING_BELOW else nan)
+                    pending.logprobs.append(_real(entries[0]["logprob"]))
                 elif ids or logprobs:
                     self._evidence(pending, ids or (), logprobs)
                 if finish := choice.get("finish_reason"):
@@ -264,7 +263,7 @@ class AnswerParser:
 
     def _evidence(self, pending: _Pending, ids: Sequence[int], logprobs: Json | None) -> None:
         """Adds the ids of one chunk with their log-probabilities."""
-        values: list[float | None] = []
+        values: list[Any] = []
         texts: list[str] = []
         tops: Sequence[Any] = ()
         if logprobs is not None:
@@ -292,7 +291,7 @@ class AnswerParser:
             values = [nan] * len(ids)
             texts, tops = [""] * len(ids), [()] * len(ids)
         pending.ids.extend(ids)
-        pending.logprobs.extend(value if value is not None and value > MISSING_BELOW else nan for value in values)
+        pending.logprobs.extend(values if _all_real(values) else [_real(value) for value in values])
         if self._texts:
             pending.tokens.extend(texts)
         if self._tops:
@@ -319,6 +318,17 @@ class AnswerParser:
                 self._cached if last else None,
             )
         )
+
+
+def _all_real(values: list[Any]) -> bool:
+    try:
+        return min(values, default=0.0) > MISSING_BELOW
+    except TypeError:  # a null among them
+        return False
+
+
+def _real(value: float | None) -> float:
+    return value if value is not None and value > MISSING_BELOW else nan
 
 
 def _has_prompt(choice: Json) -> bool:
