@@ -46,6 +46,12 @@ def test_a_drifted_turn_splits() -> None:
     assert [tell(trace) for trace in built.traces] == [([1, 2, 3, 4], "0011", 2), ([1, 2, 34, 5, 6, 7], "000011", 4)]
 
 
+def test_a_drift_in_the_middle_splits() -> None:
+    """The prompt agrees with the trace in length and last token, and differs before it."""
+    built = merged([call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 99, 4, 5], [6])])
+    assert [tell(trace) for trace in built.traces] == [([1, 2, 3, 4], "0011", 2), ([1, 2, 99, 4, 5, 6], "000001", 5)]
+
+
 def test_an_answer_that_was_cut_does_not_join() -> None:
     """The next prompt holds only a part of the answer."""
     built = merged([call("a", 0, [1, 2], [3, 4, 5]), call("b", 1, [1, 2, 3, 4], [6])])
