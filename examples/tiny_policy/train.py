@@ -1,7 +1,7 @@
 """Trains polar-tiny from scratch on a CPU.
 
 Stages, all with the same loss (cross-entropy with the weights of `data.py`): `copy` of random stretches,
-dialogues in the `short` form, the `partial` form and in `full`, and `recorded`, full dialogues as Polar exported
+dialogues in the forms `focus`, `short`, `partial` and `full`, and `recorded`, full dialogues as Polar exported
 them. Hidden matrices are trained with Muon, the rest with AdamW; the learning rate rises over the first steps and
 falls linearly to a tenth over all of them.
 
@@ -160,6 +160,8 @@ def main() -> None:
     for name, steps in stages:
         if name == "short":
             feed = batches([encoder.short(s, rng) for s in whole], args.batch, rng)
+        elif name == "focus":
+            feed = batches([encoder.focus(s, rng) for s in whole], 2 * args.batch, rng)
         elif name == "partial":
             feed = batches([encoder.partial(s, rng) for s in whole], args.batch, rng)
         elif name == "full":

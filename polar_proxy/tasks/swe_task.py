@@ -1,9 +1,8 @@
-"""The built-in family `swe-task`: a small repository, one wrong return line, and a bug report about it.
+"""The built-in family `swe-task`: a small repository, one function that breaks its docstring, and a bug report.
 
-Every name is made of random syllables and every number is drawn, so an instance can only be solved by
-reading: the function's name comes from the report, its file and its parameter names from the repository, the
-formula from the report again. The rest (ordinary Python, `unittest`, standard library) is the same
-everywhere.
+Every name is made of random syllables and every number is drawn, so an instance can only be solved by reading: the
+function's name comes from the report, its file from a search, the right formula from the docstring in that file. The
+rest (ordinary Python, `unittest`, standard library) is the same everywhere.
 
 Seeds: 0 to 99,999 are for users and for evaluation; 1,000,000 and above are for training data. Keep to that,
 and no policy is ever measured on an instance it was trained on.
@@ -26,15 +25,13 @@ SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnprstvz" for vowel 
 # Words the syllables can spell that mean something to Python or to the repository's own layout.
 _RESERVED = frozenset({"base", "decimal", "locale", "site", "time", "timeit", "token", "tokenize", "wave"})
 
-_OPERATORS = {"+": "plus", "-": "minus", "*": "times", "%": "modulo"}
-
 _REPORTS = (
-    "`{name}` gives wrong results. It should return {words}.",
-    "The function `{name}` is broken: `{name}(x, y)` must return `{symbols}`.",
-    "Bug in `{name}`: it has to return {words}, but it does not.",
-    "`{name}(x, y)` should be `{symbols}`. Please correct it.",
-    "I called `{name}({a}, {b})` and got {wrong}, but I expected {right}. It should return {words}.",
-    "`{name}({a}, {b})` returns {wrong} instead of {right}. The formula for `{name}(x, y)` is `{symbols}`.",
+    "`{name}` does not do what its docstring says. Please correct the code.",
+    "Bug: `{name}` returns something else than its docstring promises.",
+    "The code of `{name}` disagrees with its docstring. The docstring is right.",
+    "I called `{name}({a}, {b})` and got {wrong}, but by its docstring it should be {right}.",
+    "`{name}({a}, {b})` returns {wrong} instead of {right}. Its docstring has the right formula.",
+    "Please fix `{name}`: the docstring is right and the code is wrong.",
 )
 
 
@@ -52,12 +49,6 @@ class Formula:
         left, right = (second, first) if self.swapped else (first, second)
         return f"{left} {self.op1} {right} {self.op2} {self.value}"
 
-    def words(self) -> str:
-        """The formula in English, without parameter names."""
-        first, second = "its first argument", "its second argument"
-        left, right = (second, first) if self.swapped else (first, second)
-        return f"{left} {_OPERATORS[self.op1]} {right}, {_OPERATORS[self.op2]} {self.value}"
-
     def __call__(self, first: int, second: int) -> int:
         left, right = (second, first) if self.swapped else (first, second)
         core = {"+": left + right, "-": left - right, "*": left * right, "%": left % right}[self.op1]
@@ -71,11 +62,15 @@ class Function:
     name: str
     first: str
     second: str
+    promise: Formula
+    """What the docstring says."""
     formula: Formula
+    """What the code does."""
 
     def source(self) -> str:
+        promise = self.promise.text(self.first, self.second)
         body = self.formula.text(self.first, self.second)
-        return f"def {self.name}({self.first}, {self.second}):\n    return {body}\n"
+        return f'def {self.name}({self.first}, {self.second}):\n    """Return {promise}."""\n    return {body}\n'
 
 
 def _names(rng: random.Random) -> Iterator[tuple[str, str]]:
@@ -98,7 +93,7 @@ def _broken(rng: random.Random, right: Formula) -> Formula:
     """A formula that differs from `right` in one or two places and gives other numbers nearly everywhere."""
     wrong = replace(right, value=rng.randrange(11, 500)) if rng.random() < 0.6 else right
     if wrong == right or rng.random() < 0.4:
-        wrong = replace(wrong, op1=rng.choice([op for op in _OPERATORS if op != right.op1]))
+        wrong = replace(wrong, op1=rng.choice([op for op in "+-*%" if op != right.op1]))
     return wrong
 
 
@@ -129,7 +124,6 @@ class _Instance:
     modules: dict[str, list[Function]]
     module: str
     target: int
-    right: Formula
     report: str
     cases: list[tuple[int, int]]
     other_cases: list[tuple[int, int]]
@@ -141,17 +135,17 @@ class _Instance:
     def module_source(self, module: str, *, solved: bool = False) -> str:
         functions = list(self.modules[module])
         if solved and module == self.module:
-            functions[self.target] = replace(functions[self.target], formula=self.right)
+            target = functions[self.target]
+            functions[self.target] = replace(target, formula=target.promise)
         return "\n\n".join(function.source() for function in functions)
 
     def tests(self, visible: bool) -> str:
         functions = self.modules[self.module]
         tests = []
         for index, function in enumerate(functions):
-            formula = self.right if index == self.target else function.formula
             cases = self.cases if index == self.target else self.other_cases
             # The repository's own tests show one case each; the hidden ones try them all.
-            rows = [(a, b, formula(a, b)) for a, b in (cases[:1] if visible else cases)]
+            rows = [(a, b, function.promise(a, b)) for a, b in (cases[:1] if visible else cases)]
             tests.append((function.name, rows))
         return _test_module(self.package, self.module, tests)
 
@@ -159,7 +153,8 @@ class _Instance:
 def _build(seed: int) -> _Instance:
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}")
-    rng = random.Random(f"swe-task/1/{seed}")
+    # The number rises when instances change.
+    rng = random.Random(f"swe-task/2/{seed}")
     names = _names(rng)
     package, _ = next(names)
     modules: dict[str, list[Function]] = {}
@@ -168,10 +163,11 @@ def _build(seed: int) -> _Instance:
         modules[module] = []
         for _ in range(rng.randrange(2, 4)):
             (name, first), (_, second) = next(names), next(names)
-            modules[module].append(Function(name, first, second, _formula(rng)))
+            formula = _formula(rng)
+            modules[module].append(Function(name, first, second, formula, formula))
     module = rng.choice(sorted(modules))
     target = rng.randrange(len(modules[module]))
-    right = _formula(rng)
+    right = modules[module][target].promise
     wrong = _broken(rng, right)
     modules[module][target] = replace(modules[module][target], formula=wrong)
     cases = _cases(rng, right, wrong, 4)
@@ -179,14 +175,12 @@ def _build(seed: int) -> _Instance:
     a, b = cases[0]
     report = rng.choice(_REPORTS).format(
         name=modules[module][target].name,
-        words=right.words(),
-        symbols=right.text("x", "y"),
         a=a,
         b=b,
         wrong=wrong(a, b),
         right=right(a, b),
     )
-    return _Instance(package, modules, module, target, right, report, cases, others)
+    return _Instance(package, modules, module, target, report, cases, others)
 
 
 class SweTaskSource:

@@ -11,7 +11,6 @@ import pytest
 from examples.tiny_policy.dialogues import Workspace, assistant, observation, opening, play_expert
 from examples.tiny_policy.expert import SUBMIT, LostError, next_action, read_report
 from polar_proxy.tasks import get_source
-from polar_proxy.tasks.swe_task import SweTaskSource
 
 SOURCE = get_source("swe-task")
 
@@ -42,18 +41,9 @@ def test_a_workspace_in_which_nothing_was_done_is_not_solved() -> None:
 
 
 def test_every_report_is_understood() -> None:
-    source = SweTaskSource()
     for seed in range(300):
-        task = source.task(seed)
-        report = read_report(task.instruction)
-        assert report.function == task.metadata["function"]
-        left, op1, right, op2, value = report.formula
-        assert left != right
-        solution = source.solution(seed)[task.metadata["path"]]
-        names = re.search(rf"def {report.function}\((\w+), (\w+)\):\n    return (.*)\n", solution)
-        assert names is not None
-        given = {"x": names[1], "y": names[2]}
-        assert names[3] == f"{given[left]} {op1} {given[right]} {op2} {value}"
+        task = SOURCE.task(seed)
+        assert read_report(task.instruction) == task.metadata["function"]
 
 
 def test_the_expert_says_so_when_it_is_lost() -> None:
