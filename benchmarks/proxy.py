@@ -61,7 +61,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round of one second")
     parser.add_argument("--stacks", default="direct,passthrough,polar,litellm,rllm-model-gateway")
     parser.add_argument("--tokens", type=int, default=250, help="of an answer (250)")
-    parser.add_argument("--tokens-per-chunk", type=int, default=1, help="of a streamed answer (1)")
+    parser.add_argument("--tokens-per-chunk", type=int, default=10, help="of a streamed answer (10)")
     parser.add_argument("--keep", type=Path, help="keep databases and logs in this folder")
     asked = parser.parse_args()
     if asked.quick:

@@ -303,3 +303,11 @@ async def test_health_says_why_not() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         await fake._runner.cleanup()
         assert "cannot be reached" in str(await engine.health()) or "broke off" in str(await engine.health())
+
+
+async def test_the_weight_version_is_asked_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with FakeVllm(weight_version="7") as fake, VllmEngine(fake.url) as engine:
+        fake.weight_version = "8"
+        assert await engine.weight_version() == "7"
+        monkeypatch.setattr("polar_proxy.engines.vllm.WEIGHT_VERSION_SECONDS", -1.0)
+        assert await engine.weight_version() == "8"
