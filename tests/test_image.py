@@ -36,7 +36,10 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.skip(f"no Docker engine: {docker.why_not}. {docker.how_to_get}")
     context = tmp_path_factory.mktemp("context")
     shutil.copytree(
-        ROOT, context, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".venv", ".git", "*_cache", "__pycache__", "out")
+        ROOT,
+        context,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns(".venv", ".git", "*_cache", "__pycache__", "out"),
     )
     wheels = context / "wheelhouse"
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -44,7 +47,18 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> str:
     run(*pip, "download", "-d", str(wheels), "hatchling>=1.25", "setuptools", cwd=context)
     base = _base(context, wheels)
     offline = "--no-index --find-links wheelhouse --break-system-packages"
-    run("docker", "build", "-q", "-t", TAG, "--build-arg", f"BASE={base}", "--build-arg", f"PIP_ARGS={offline}", str(context))
+    run(
+        "docker",
+        "build",
+        "-q",
+        "-t",
+        TAG,
+        "--build-arg",
+        f"BASE={base}",
+        "--build-arg",
+        f"PIP_ARGS={offline}",
+        str(context),
+    )
     return TAG
 
 

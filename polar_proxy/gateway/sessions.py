@@ -144,16 +144,20 @@ class Sessions:
                 self._by_id.pop(session.session_id, None)
 
 
+_DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+"""OpenAI's own defaults. An engine's (a model's generation_config) may cut the distribution, and then raw
+log-probabilities would not be those of the samples, without anything in the record that says so."""
+
+
 def apply_policy(request: EngineRequest, policy: Json) -> EngineRequest:
-    """The request as the session's policy wants it sampled.
+    """The request as the session's policy wants it sampled, with nothing left to the engine's own defaults.
 
     `policy` may hold temperature, top_p, top_k, min_p, seed (these replace the client's) and max_tokens (an upper
     bound, and the value where the client gave none).
     """
-    if not policy:
-        return request
     sampling: Sampling = request.sampling
-    changes: Json = {key: policy[key] for key in ("temperature", "top_p", "top_k", "min_p", "seed") if key in policy}
+    changes: Json = {key: value for key, value in _DEFAULTS.items() if getattr(sampling, key) is None}
+    changes |= {key: policy[key] for key in ("temperature", "top_p", "top_k", "min_p", "seed") if key in policy}
     limit = policy.get("max_tokens")
     if limit is not None:
         changes["max_tokens"] = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens)

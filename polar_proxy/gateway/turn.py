@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -110,10 +111,24 @@ def _parse_body(dialect: Dialect, body: bytes) -> ParsedRequest:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
+        value = _with_half_characters(body, error)
     if not isinstance(value, dict):
         raise RequestError("The request body must be a JSON object.", code="invalid_type")
     return dialect.parse(value)
+
+
+def _with_half_characters(body: bytes, error: orjson.JSONDecodeError) -> object:
+    """JavaScript clients that cut a text in the middle of an emoji send one half of it, escaped. orjson refuses that;
+    no model can read it: it becomes a question mark. Raises RequestError for what is not JSON at all."""
+    try:
+        value = json.loads(body, parse_constant=_no_constant)
+        return orjson.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
 
 
 class _Turn:
@@ -183,6 +198,10 @@ class _Turn:
             await self._tell(RequestError("The gateway was stopped.", status=503), encoder, writer, send)
         except (RequestError, EngineError) as error:
             await self._fail(error, encoder, writer, send)
+        except Exception as error:
+            log.exception("call %s failed inside Polar", self._parts[0].call_id)
+            fault = EngineError(f"Internal error in Polar: {type(error).__name__}: {error}", status=500)
+            await self._fail(fault, encoder, writer, send)
         finally:
             if writer is not None:
                 writer.close()
@@ -264,9 +283,9 @@ class _Turn:
                 for observer in self._observers:
                     observer(record)
             self._metrics.commit.observe(time.perf_counter() - waited)
-            if status == "ok" and part.answer.choices:
-                first = part.answer.choices[min(part.answer.choices)]
-                self._session.history.answered(part.place, assistant_message(first), part.call_id)
+            if status == "ok":
+                for state in part.answer.choices.values():
+                    self._session.history.answered(part.place, assistant_message(state), part.call_id)
 
     def _count(self, record: CallRecord) -> None:
         metrics = self._metrics

@@ -191,6 +191,30 @@ async def test_slow_first_token_gets_headers_and_heartbeats(serve: Serve) -> Non
     assert events_of(body)[-1] == "[DONE]"
 
 
+async def test_a_fault_of_ours_loses_no_call(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine(lambda request: KeyError("a bug"))) as gateway, client(gateway.url) as http:
+        answer = await http.post("/chat/completions", json=CHAT)
+    assert answer.status_code == 500
+    assert "KeyError" in answer.json()["error"]["message"]
+    assert (await only_call(store)).status == "upstream_error"
+
+
+async def test_half_an_emoji(serve: Serve, store: Store) -> None:
+    body = b'{"model": "m", "messages": [{"role": "user", "content": "cut \\ud83d"}]}'
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        assert (await http.post("/chat/completions", content=body)).status_code == 200
+        for bad in (b"{", b'{"a": NaN}', b"\xff", b"[" * 100_000):
+            assert (await http.post("/chat/completions", content=bad)).status_code == 400
+    assert json.loads((await only_call(store)).messages[0])["content"] == "cut ?"
+
+
+async def test_nothing_is_left_to_the_engines_defaults(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        await http.post("/chat/completions", json=CHAT)
+    sampling = (await only_call(store)).sampling
+    assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (1.0, 1.0, 0)
+
+
 async def test_tool_calls(serve: Serve, store: Store) -> None:
     calls = [ToolCall("call_1", "bash", '{"command": "ls"}'), ToolCall("call_2", "bash", '{"command": "pwd"}')]
     tools = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]

@@ -159,7 +159,7 @@ async def _until_calls(home: Path, count: int) -> None:
                         return
             except Exception as error:  # noqa: BLE001  the schema may be half made yet
                 print(error)
-        time.sleep(0.2)  # noqa: ASYNC251
+        time.sleep(0.2)
     raise AssertionError(f"{count} calls were not recorded within 120 s")
 
 
