@@ -206,7 +206,7 @@ def report(asked: argparse.Namespace, document: dict[str, Any]) -> None:
         return
     table = Table(title="Model calls through one proxy process on one core")
     for name in ("stack", "clients", "answer", "calls/s", "p50 ms", "p99 ms", "CPU ms", "errors"):
-        table.add_column(name, justify="left" if name in ("stack", "answer") else "right")
+        table.add_column(name, justify="left" if name in ("stack", "answer") else "right", no_wrap=True)
     for row in sorted(document["rows"], key=lambda row: (row["clients"], row["stream"])):
         figures = [f"{row['rps']:,.0f}"] + [
             f"{row[key]:.2f}" if row[key] else "-" for key in ("p50_ms", "p99_ms", "cpu_ms")

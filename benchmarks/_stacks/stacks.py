@@ -170,7 +170,13 @@ def start_litellm(upstream: str, core: int | None, folder: Path, cache: Path) ->
         "litellm_settings: {telemetry: false, num_retries: 0}\n"
     )
     command = [str(python.with_name("litellm")), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
-    process, log = spawn("litellm", command, core, folder, LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR")
+    settings = {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LITELLM_LOG": "ERROR",
+        # It listens on loopback for these minutes only.
+        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+    }
+    process, log = spawn("litellm", command, core, folder, **settings)
     return wait_ready(
         Running("litellm", version, port, process=process, log=log), f"http://127.0.0.1:{port}/health/liveliness"
     )
