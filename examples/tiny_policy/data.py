@@ -41,8 +41,10 @@ class Encoder:
         self.start = tokenizer.convert_tokens_to_ids("<|im_start|>")
         self.end = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self._answer = self._encode("<|im_start|>assistant\n")
-        self._task = self._encode("<|im_start|>user\nPlease solve this issue")
-        self._task_end = self._encode("You can execute bash commands")
+        self._task = self._encode("<|im_start|>user\nPlease solve this issue:")
+        self._task_end = self._encode(
+            "You can execute bash commands and edit files to implement the necessary changes."
+        )
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]

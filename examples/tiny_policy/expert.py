@@ -1,7 +1,7 @@
 """The expert: a scripted player of the family `swe-task`, which reads what the agent's model would read.
 
-`next_action` is a pure function of the conversation. It never sees the task object: the name comes from the bug
-report in the prompt, the file and the formula from the output of its own commands. Where
+`next_action` is a pure function of the conversation. It never sees the task object: the name and the formula come
+from the bug report in the prompt, the file and the parameter names from the output of its own commands. Where
 there are several equally good ways to go on, it picks one by a hash of the report, so that demonstrations vary
 while each one is reproducible.
 """
@@ -18,6 +18,7 @@ from typing import Any
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 _NAME = re.compile(r"`([a-z]+)[`(]")
+_FORMULA = re.compile(r"`([xy]) ([-+*%]) ([xy]) ([-+]) (\d+)`")
 _REPORT = re.compile(r"Please solve this issue: (.*?)\n\nYou can execute", re.DOTALL)
 _FOUND = re.compile(r"^\./(\S+\.py):(\d+):def ", re.MULTILINE)
 
@@ -40,12 +41,24 @@ class Action:
         return f"<think>\n{self.thought}\n</think>\n\n<tool_call>\n{body}\n</tool_call>"
 
 
-def read_report(text: str) -> str:
-    """Return the function that a bug report of the family names. Raises `LostError` when it names none."""
+@dataclass(frozen=True)
+class Report:
+    """What the bug report says: the function and the formula, as (x or y, operator, x or y, operator, value)."""
+
+    function: str
+    formula: tuple[str, str, str, str, str]
+
+
+def read_report(text: str) -> Report:
+    """Parse a bug report of the family. Raises `LostError` when it is none."""
     name = _NAME.search(text)
     if name is None:
         raise LostError("the report names no function")
-    return name[1]
+    formula = _FORMULA.search(text)
+    if formula is None:
+        raise LostError("the report states no formula")
+    left, op1, right, op2, value = formula.groups()
+    return Report(name[1], (left, op1, right, op2, value))
 
 
 def next_action(messages: Sequence[Mapping[str, Any]]) -> Action:
@@ -56,8 +69,8 @@ def next_action(messages: Sequence[Mapping[str, Any]]) -> Action:
     found = next((_REPORT.search(_text(m)) for m in messages if m["role"] == "user"), None)
     if found is None:
         raise LostError("there is no bug report in the conversation")
-    function = read_report(found[1])
-    rng = random.Random(f"expert/2/{found[1]}")
+    report = read_report(found[1])
+    rng = random.Random(f"expert/3/{found[1]}")
     # All choices are drawn at once, so that each depends on the report alone and not on how far the run is.
     finder = rng.choice(("", "", "--include='*.py' "))
     reader = rng.choice(("cat -n", "cat -n", "nl -ba"))
@@ -67,18 +80,20 @@ def next_action(messages: Sequence[Mapping[str, Any]]) -> Action:
 
     outputs = [_output(m) for m in messages if m["role"] == "tool"]
     if not outputs:
-        return Action(f"{opening} {function}.", f"grep -rn 'def {function}' {finder}.")
+        return Action(f"{opening} {report.function}.", f"grep -rn 'def {report.function}' {finder}.")
     place = _FOUND.search(outputs[0])
     if place is None:
-        raise LostError(f"grep did not find {function}")
+        raise LostError(f"grep did not find {report.function}")
     path = place[1]
     if len(outputs) == 1:
         return Action(f"It is in {path}.", f"{reader} {path}")
     if len(outputs) == 2:
-        number, parameters, formula = _read_function(outputs[1], function)
-        line = f"return {formula}"
+        number, first, second = _read_function(outputs[1], report.function)
+        names = {"x": first, "y": second}
+        left, op1, right, op2, value = report.formula
+        line = f"return {names[left]} {op1} {names[right]} {op2} {value}"
         new = f"    {line}" if pattern == ".*" else line
-        thought = f"{function}({parameters}): Return {formula}. Line {number}."
+        thought = f"x is {first}, y is {second}. Line {number} must be {line}."
         return Action(thought, f"sed -i '{number}s/{pattern}/{new}/' {path}")
     if len(outputs) == 3 and tests_it:
         module = path.rpartition("/")[2].removesuffix(".py")
@@ -87,13 +102,12 @@ def next_action(messages: Sequence[Mapping[str, Any]]) -> Action:
 
 
 def _read_function(listing: str, name: str) -> tuple[int, str, str]:
-    """Return (number of the return line, parameters, formula of the docstring) from a numbered listing."""
-    match = re.search(
-        rf'\tdef {re.escape(name)}\((.*)\):\n *\d+\t    """Return (.*)\."""\n *(\d+)\t    return ', listing
-    )
-    if match is None:
-        raise LostError(f"{name} is not in the listing")
-    return int(match[3]), match[1], match[2]
+    """Return (number of the return line, first parameter, second parameter) from a numbered listing."""
+    lines = re.findall(r"^ *(\d+)\t(.*)$", listing, re.MULTILINE)
+    for index, (_, text) in enumerate(lines):
+        if match := re.match(rf"def {name}\((\w+), (\w+)\):", text):
+            return int(lines[index + 1][0]), match[1], match[2]
+    raise LostError(f"{name} is not in the listing")
 
 
 def _text(message: Mapping[str, Any]) -> str:

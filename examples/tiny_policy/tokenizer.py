@@ -1,12 +1,16 @@
-"""Makes polar-tiny's tokenizer: byte-level BPE with about a thousand entries.
+"""Makes polar-tiny's tokenizer: byte-level BPE with about two thousand entries.
 
-The pre-tokenizer decides what a small model can learn to copy. Runs of letters stand alone, without the
-space, quote or slash before them, so that a name is the same tokens wherever it stands; the JSON escapes
-`\\n`, `\\t` and `\\"`, which mini-swe-agent's observations are full of, are cut off from the word that
-follows; digits are single. The first merges are the syllables of the task family's names, whatever their
-count in a corpus: a name is then its syllables (but for one in a hundred, which holds a word such as `file`),
-and no token is so rare that its embedding stays untrained. All further merges are ordinary BPE on the
-constant text: the prompt, the template, reports, commands and outputs without their names.
+It decides what a small model can learn to copy, and from how far.
+
+* Runs of letters stand alone, without the space, quote or slash before them, so that a name is the same tokens
+  wherever it stands; the JSON escapes `\\n`, `\\t` and `\\"`, which mini-swe-agent's observations are full of, are
+  cut off from the word that follows.
+* The first merges are the syllables of the task family's names and the numbers up to 499, whatever their count in a
+  corpus: a name is then its syllables (but for one in a hundred, which holds a word such as `file`), a number is one
+  token, and none is so rare that its embedding stays untrained. All further merges are ordinary BPE on the
+  constant text: the prompt, the template, reports, commands and outputs without their names.
+* Each line of the constant prompt, and the JSON around commands and observations, is one token besides (an added
+  token, like Qwen's `<tool_call>`). The bug report is then a hundred tokens away from the answer, not a thousand.
 
     python -m examples.tiny_policy.tokenizer --out polar_proxy/models/polar_tiny
 """
@@ -21,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from jinja2 import Template
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from examples.tiny_policy.dialogues import PROMPT, play_expert, some_system
@@ -30,7 +35,12 @@ from polar_proxy.tasks.swe_task import SYLLABLES, TRAIN_SEEDS
 MAX_VOCABULARY = 2048
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-_PATTERN = r'\\u[0-9a-fA-F]{4}|\\[ntr"\\]|\p{L}+|\p{N}|\\|[^\p{L}\p{N}\\]+'
+FRAMES = [
+    '{"name": "bash", "arguments": {"command": "',
+    '{\n  "returncode": 0,\n  "output": "',
+    '{\n  "returncode": 1,\n  "output": "',
+]
+_PATTERN = r'\\u[0-9a-fA-F]{4}|\\[ntr"\\]|\p{L}+|\p{N}{1,3}|\\|[^\p{L}\p{N}\\]+'
 _CORPUS_SEEDS = TRAIN_SEEDS.start + 500_000_000
 
 
@@ -73,8 +83,9 @@ def words(texts: Iterable[str]) -> Counter[str]:
 
 
 def merges(counts: Counter[str], room: int) -> list[tuple[str, str]]:
-    """Syllables first; then the most frequent pair, again and again, until pairs are seen once or room ends."""
+    """Syllables and numbers first; then the most frequent pair, again and again, until pairs are seen once or room ends."""
     made = [(syllable[0], syllable[1]) for syllable in SYLLABLES]
+    made += [(str(number // 10), str(number % 10)) for number in range(10, 500)]
     split = {word: list(word) for word in counts}
     for pair in made:
         split = {word: _apply(parts, pair) for word, parts in split.items()}
@@ -103,6 +114,19 @@ def _apply(parts: list[str], pair: tuple[str, str]) -> list[str]:
     return out
 
 
+def phrases() -> list[str]:
+    """Lines of the constant prompt and the JSON frames, longest first, so that none is cut by a shorter one."""
+    lines = (PROMPT["system"] + "\n" + PROMPT["user"]).splitlines()
+    found = {line for line in lines if len(line) >= 12 and "{" not in line}
+    found |= {line.partition("{")[0].rstrip() for line in lines if "{task}" in line}
+    section = Template((Path(__file__).parent / "chat_template.jinja").read_text()).render(
+        messages=[{"role": "system", "content": ""}], tools=PROMPT["tools"]
+    )
+    found |= {line for line in section.splitlines() if len(line) >= 12 and "<" not in line}
+    found |= set(FRAMES)
+    return sorted(found, key=lambda phrase: (-len(phrase), phrase))
+
+
 def train() -> Tokenizer:
     """Make the tokenizer; deterministic."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -114,7 +138,7 @@ def train() -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     # Like Qwen3: the marks are single tokens, but ordinary text, so that parsers find them in decoded
     # answers.
-    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in (*MARKS, *phrases())])
     return tokenizer
 
 

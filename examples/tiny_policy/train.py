@@ -165,11 +165,11 @@ def main() -> None:
         elif name == "partial":
             feed = batches([encoder.partial(s, rng) for s in whole], args.batch, rng)
         elif name == "full":
-            feed = batches(whole, max(1, args.batch // 2), rng)
+            feed = batches(whole, args.batch, rng)
         elif name == "recorded":
             rows = [encoder.from_ids(row["prompt_ids"] + row["response_ids"]) for row in read_rows(args.recorded)]
             print(f"{len(rows)} recorded dialogues", flush=True)
-            feed = batches(rows, max(1, args.batch // 2), rng)
+            feed = batches(rows, args.batch, rng)
         for _ in range(steps):
             batch = copies(numbers, 24, alphabet) if name == "copy" else next(feed)
             rate = min(1.0, (step + 1) / 30) * max(0.1, 1.0 - 0.9 * step / total)
@@ -187,7 +187,7 @@ def main() -> None:
                 print(f"{step} {name} loss {loss.item():.4f} {time.time() - started:.0f} s", flush=True)
             if step % args.save_every == 0 or step == total:
                 row = {"step": step, "stage": name, "seconds": round(time.time() - started)}
-                row |= {f"full_{key}": value for key, value in evaluate(model, held_out[:24]).items()}
+                row |= {f"full_{key}": value for key, value in evaluate(model, held_out).items()}
                 shorts = [encoder.short(s, random.Random(0)) for s in held_out]
                 row |= {f"short_{key}": value for key, value in evaluate(model, shorts).items()}
                 print(json.dumps(row), flush=True)

@@ -1,8 +1,9 @@
-"""The built-in family `swe-task`: a small repository, one function that breaks its docstring, and a bug report.
+"""The built-in family `swe-task`: a small repository, one wrong return line, and a bug report about it.
 
-Every name is made of random syllables and every number is drawn, so an instance can only be solved by reading: the
-function's name comes from the report, its file from a search, the right formula from the docstring in that file. The
-rest (ordinary Python, `unittest`, standard library) is the same everywhere.
+Every name is made of random syllables and every number is drawn, so an instance can only be solved by
+reading: the function's name comes from the report, its file and its parameter names from the repository, the
+formula from the report again. The rest (ordinary Python, `unittest`, standard library) is the same
+everywhere.
 
 Seeds: 0 to 99,999 are for users and for evaluation; 1,000,000 and above are for training data. Keep to that,
 and no policy is ever measured on an instance it was trained on.
@@ -26,12 +27,10 @@ SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnprstvz" for vowel 
 _RESERVED = frozenset({"base", "decimal", "locale", "site", "time", "timeit", "token", "tokenize", "wave"})
 
 _REPORTS = (
-    "`{name}` does not do what its docstring says. Please correct the code.",
-    "Bug: `{name}` returns something else than its docstring promises.",
-    "The code of `{name}` disagrees with its docstring. The docstring is right.",
-    "I called `{name}({a}, {b})` and got {wrong}, but by its docstring it should be {right}.",
-    "`{name}({a}, {b})` returns {wrong} instead of {right}. Its docstring has the right formula.",
-    "Please fix `{name}`: the docstring is right and the code is wrong.",
+    "`{name}` gives wrong results: `{name}(x, y)` should return `{formula}`.",
+    "The function `{name}` is broken. It must compute `{formula}` from its arguments x and y.",
+    "Bug in `{name}`: its arguments x and y should give `{formula}`, but they do not.",
+    "Please correct `{name}`, which has to return `{formula}` for its arguments x and y.",
 )
 
 
@@ -62,15 +61,11 @@ class Function:
     name: str
     first: str
     second: str
-    promise: Formula
-    """What the docstring says."""
     formula: Formula
-    """What the code does."""
 
     def source(self) -> str:
-        promise = self.promise.text(self.first, self.second)
         body = self.formula.text(self.first, self.second)
-        return f'def {self.name}({self.first}, {self.second}):\n    """Return {promise}."""\n    return {body}\n'
+        return f"def {self.name}({self.first}, {self.second}):\n    return {body}\n"
 
 
 def _names(rng: random.Random) -> Iterator[tuple[str, str]]:
@@ -124,6 +119,7 @@ class _Instance:
     modules: dict[str, list[Function]]
     module: str
     target: int
+    right: Formula
     report: str
     cases: list[tuple[int, int]]
     other_cases: list[tuple[int, int]]
@@ -135,17 +131,17 @@ class _Instance:
     def module_source(self, module: str, *, solved: bool = False) -> str:
         functions = list(self.modules[module])
         if solved and module == self.module:
-            target = functions[self.target]
-            functions[self.target] = replace(target, formula=target.promise)
+            functions[self.target] = replace(functions[self.target], formula=self.right)
         return "\n\n".join(function.source() for function in functions)
 
     def tests(self, visible: bool) -> str:
         functions = self.modules[self.module]
         tests = []
         for index, function in enumerate(functions):
+            formula = self.right if index == self.target else function.formula
             cases = self.cases if index == self.target else self.other_cases
             # The repository's own tests show one case each; the hidden ones try them all.
-            rows = [(a, b, function.promise(a, b)) for a, b in (cases[:1] if visible else cases)]
+            rows = [(a, b, formula(a, b)) for a, b in (cases[:1] if visible else cases)]
             tests.append((function.name, rows))
         return _test_module(self.package, self.module, tests)
 
@@ -154,7 +150,7 @@ def _build(seed: int) -> _Instance:
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}")
     # The number rises when instances change.
-    rng = random.Random(f"swe-task/2/{seed}")
+    rng = random.Random(f"swe-task/3/{seed}")
     names = _names(rng)
     package, _ = next(names)
     modules: dict[str, list[Function]] = {}
@@ -163,24 +159,17 @@ def _build(seed: int) -> _Instance:
         modules[module] = []
         for _ in range(rng.randrange(2, 4)):
             (name, first), (_, second) = next(names), next(names)
-            formula = _formula(rng)
-            modules[module].append(Function(name, first, second, formula, formula))
+            modules[module].append(Function(name, first, second, _formula(rng)))
     module = rng.choice(sorted(modules))
     target = rng.randrange(len(modules[module]))
-    right = modules[module][target].promise
+    right = _formula(rng)
     wrong = _broken(rng, right)
     modules[module][target] = replace(modules[module][target], formula=wrong)
     cases = _cases(rng, right, wrong, 4)
     others = [(rng.randrange(2, 60), rng.randrange(2, 60)) for _ in range(3)]
-    a, b = cases[0]
-    report = rng.choice(_REPORTS).format(
-        name=modules[module][target].name,
-        a=a,
-        b=b,
-        wrong=wrong(a, b),
-        right=right(a, b),
-    )
-    return _Instance(package, modules, module, target, report, cases, others)
+    name = modules[module][target].name
+    report = rng.choice(_REPORTS).format(name=name, formula=right.text("x", "y"))
+    return _Instance(package, modules, module, target, right, report, cases, others)
 
 
 class SweTaskSource:

@@ -11,6 +11,7 @@ import pytest
 from examples.tiny_policy.dialogues import Workspace, assistant, observation, opening, play_expert
 from examples.tiny_policy.expert import SUBMIT, LostError, next_action, read_report
 from polar_proxy.tasks import get_source
+from polar_proxy.tasks.swe_task import SweTaskSource
 
 SOURCE = get_source("swe-task")
 
@@ -41,9 +42,17 @@ def test_a_workspace_in_which_nothing_was_done_is_not_solved() -> None:
 
 
 def test_every_report_is_understood() -> None:
+    source = SweTaskSource()
     for seed in range(300):
-        task = SOURCE.task(seed)
-        assert read_report(task.instruction) == task.metadata["function"]
+        task = source.task(seed)
+        report = read_report(task.instruction)
+        assert report.function == task.metadata["function"]
+        left, op1, right, op2, value = report.formula
+        solution = source.solution(seed)[task.metadata["path"]]
+        found = re.search(rf"def {report.function}\((\w+), (\w+)\):\n    return (.*)\n", solution)
+        assert found is not None
+        names = {"x": found[1], "y": found[2]}
+        assert found[3] == f"{names[left]} {op1} {names[right]} {op2} {value}"
 
 
 def test_the_expert_says_so_when_it_is_lost() -> None:
