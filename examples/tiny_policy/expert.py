@@ -70,7 +70,7 @@ def next_action(messages: Sequence[Mapping[str, Any]]) -> Action:
     if found is None:
         raise LostError("there is no bug report in the conversation")
     report = read_report(found[1])
-    rng = random.Random(f"expert/3/{found[1]}")
+    rng = random.Random(f"expert/4/{found[1]}")
     # All choices are drawn at once, so that each depends on the report alone and not on how far the run is.
     finder = rng.choice(("", "", "--include='*.py' "))
     reader = rng.choice(("cat -n", "cat -n", "nl -ba"))
@@ -93,7 +93,8 @@ def next_action(messages: Sequence[Mapping[str, Any]]) -> Action:
         left, op1, right, op2, value = report.formula
         line = f"return {names[left]} {op1} {names[right]} {op2} {value}"
         new = f"    {line}" if pattern == ".*" else line
-        thought = f"x is {first}, y is {second}. Line {number} must be {line}."
+        quoted = " ".join(report.formula)
+        thought = f"`{quoted}`: x is {first}, y is {second}. Line {number} must be {line}."
         return Action(thought, f"sed -i '{number}s/{pattern}/{new}/' {path}")
     if len(outputs) == 3 and tests_it:
         module = path.rpartition("/")[2].removesuffix(".py")

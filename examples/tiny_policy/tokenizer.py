@@ -5,7 +5,7 @@ It decides what a small model can learn to copy, and from how far.
 * Runs of letters stand alone, without the space, quote or slash before them, so that a name is the same tokens
   wherever it stands; the JSON escapes `\\n`, `\\t` and `\\"`, which mini-swe-agent's observations are full of, are
   cut off from the word that follows.
-* The first merges are the syllables of the task family's names and the numbers up to 499, whatever their count in a
+* The first merges are the syllables of the task family's names and the numbers up to 99, whatever their count in a
   corpus: a name is then its syllables (but for one in a hundred, which holds a word such as `file`), a number is one
   token, and none is so rare that its embedding stays untrained. All further merges are ordinary BPE on the
   constant text: the prompt, the template, reports, commands and outputs without their names.
@@ -83,9 +83,9 @@ def words(texts: Iterable[str]) -> Counter[str]:
 
 
 def merges(counts: Counter[str], room: int) -> list[tuple[str, str]]:
-    """Syllables and numbers first; then the most frequent pair, again and again, until pairs are seen once or room ends."""
+    """Syllables and numbers first; then the most frequent pair, until pairs are seen once or room ends."""
     made = [(syllable[0], syllable[1]) for syllable in SYLLABLES]
-    made += [(str(number // 10), str(number % 10)) for number in range(10, 500)]
+    made += [(str(number // 10), str(number % 10)) for number in range(10, 100)]
     split = {word: list(word) for word in counts}
     for pair in made:
         split = {word: _apply(parts, pair) for word, parts in split.items()}

@@ -81,12 +81,12 @@ def _names(rng: random.Random) -> Iterator[tuple[str, str]]:
 
 
 def _formula(rng: random.Random) -> Formula:
-    return Formula(rng.choice("+-*%"), rng.choice("+-"), rng.randrange(11, 500), rng.random() < 0.3)
+    return Formula(rng.choice("+-*%"), rng.choice("+-"), rng.randrange(11, 100), rng.random() < 0.3)
 
 
 def _broken(rng: random.Random, right: Formula) -> Formula:
     """A formula that differs from `right` in one or two places and gives other numbers nearly everywhere."""
-    wrong = replace(right, value=rng.randrange(11, 500)) if rng.random() < 0.6 else right
+    wrong = replace(right, value=rng.randrange(11, 100)) if rng.random() < 0.6 else right
     if wrong == right or rng.random() < 0.4:
         wrong = replace(wrong, op1=rng.choice([op for op in "+-*%" if op != right.op1]))
     return wrong
@@ -150,7 +150,7 @@ def _build(seed: int) -> _Instance:
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}")
     # The number rises when instances change.
-    rng = random.Random(f"swe-task/3/{seed}")
+    rng = random.Random(f"swe-task/4/{seed}")
     names = _names(rng)
     package, _ = next(names)
     modules: dict[str, list[Function]] = {}
