@@ -19,10 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import polar_proxy
 from polar_proxy.engines.vllm import VllmEngine
-from polar_proxy.errors import EngineError
+from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Message, Sampling, TextRequest, ToolCall
 from tests.engines.contract import PLAIN, WEATHER, EngineContract, chat, gather, run
 
@@ -64,7 +66,7 @@ def serve(model_dir: Path, *flags: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def served_dir(random_model_dir: Path) -> Path:
-    return POLAR_TINY if (POLAR_TINY / "config.json").is_file() else random_model_dir
+    return POLAR_TINY if (POLAR_TINY / "model.safetensors").is_file() else random_model_dir
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +102,20 @@ async def test_everything_is_found_out(engine: VllmEngine) -> None:
     assert len(engine.info.eos_token_ids) == 1
     assert (engine.info.template_hash or "").startswith("render:")
     assert await engine.weight_version() is not None
+
+
+async def test_recorded_logprobs_are_those_of_another_implementation(engine: VllmEngine, model_dir: Path) -> None:
+    """A teacher-forced float32 pass of the same weights in Transformers."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    for seed in range(4):
+        result = await run(engine, chat(sampling=replace(PLAIN, max_tokens=100, seed=seed)))
+        answer = result.choices[0]
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*result.prompt_ids, *answer.token_ids]])).logits[0]
+        start = len(result.prompt_ids) - 1
+        rows = logits[start:-1].log_softmax(-1)
+        fresh = rows[torch.arange(len(answer.token_ids)), torch.tensor(answer.token_ids)]
+        assert (fresh - torch.tensor(answer.logprobs)).abs().max().item() < 1e-3
 
 
 @pytest.mark.parametrize("request_", [chat(), TextRequest("", "def main():", PLAIN)], ids=["chat", "text"])
@@ -160,8 +176,6 @@ async def test_an_unknown_model_is_named(url: str) -> None:
 
 
 async def test_an_ill_formed_request_keeps_vllms_words(engine: VllmEngine) -> None:
-    from polar_proxy.errors import RequestError
-
     with pytest.raises(RequestError) as caught:
         await run(engine, chat(sampling=Sampling(temperature=-1.0)))
     assert (caught.value.status, caught.value.param) == (400, "temperature")
