@@ -26,9 +26,7 @@ class RequestError(PolarError):
     `param` names the offending field, `code` is the provider's machine-readable code.
     """
 
-    def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
