@@ -28,8 +28,8 @@ from examples.tiny_policy.dialogues import TOOLS, Workspace, observation, openin
 from examples.tiny_policy.expert import SUBMIT
 from polar_proxy.tasks import get_source
 
-MAX_STEPS = 15
-MAX_ANSWER = 200
+MAX_STEPS = 8
+MAX_ANSWER = 120
 _FORMAT_ERROR = (
     "Tool call error:\n\n<error>\n{error}\n</error>\n\nHere is general guidance on how to submit correct toolcalls:\n\n"
     "Every response needs to use the 'bash' tool at least once to execute commands.\n\n"

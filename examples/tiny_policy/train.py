@@ -187,9 +187,7 @@ def main() -> None:
                 print(f"{step} {name} loss {loss.item():.4f} {time.time() - started:.0f} s", flush=True)
             if step % args.save_every == 0 or step == total:
                 row = {"step": step, "stage": name, "seconds": round(time.time() - started)}
-                row |= {f"full_{key}": value for key, value in evaluate(model, held_out).items()}
-                shorts = [encoder.short(s, random.Random(0)) for s in held_out]
-                row |= {f"short_{key}": value for key, value in evaluate(model, shorts).items()}
+                row |= evaluate(model, held_out)
                 print(json.dumps(row), flush=True)
                 with (args.out / "log.jsonl").open("a") as log:
                     log.write(json.dumps(row) + "\n")
