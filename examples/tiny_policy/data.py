@@ -3,7 +3,7 @@
 A sequence is the dialogue as the chat template renders it, with a weight per token: 1 on what the assistant
 wrote (its end of turn included), `CONTEXT_WEIGHT` on the rest of the dialogue, 0 on the prompt's constant
 text. The short form leaves that constant text out and keeps every other token at its true position, so that
-attention learns the real distances at a third of the price. The partial form keeps a random stretch of it.
+attention learns the real distances at a lower price. The partial form keeps a random stretch of it.
 """
 
 from __future__ import annotations
@@ -88,26 +88,6 @@ class Encoder:
         positions = whole.positions[keep].copy()
         positions[first - start :] += rng.randrange(-100, 300)
         return Example(whole.ids[keep], positions, whole.weights[keep])
-
-    def focus(self, whole: Example, rng: random.Random) -> Example:
-        """The report and the turn that needs it: the first, or the third with the listing before it.
-
-        Half of the time the distance between them is shortened, because copying is easier learned from near.
-        """
-        start, (first, last) = self.task_start(whole.ids), self.constant(whole.ids)
-        # Ends of turns: system, user, then answer and observation by turns.
-        ends = np.flatnonzero(whole.ids == self.end)
-        opens = rng.random() < 0.4
-        begin, stop = (last, ends[2] + 1) if opens else (ends[3], ends[6] + 1)
-        weights = whole.weights.copy()
-        if not opens:
-            # The second answer names the path that the third needs; what it came from is cut away.
-            weights[ends[3] : ends[4] + 1] = 0.0
-        keep = np.concatenate([np.arange(start, first), np.arange(begin, stop)])
-        positions = whole.positions[keep].copy()
-        gap = int(begin - first)
-        positions[first - start :] += rng.randrange(-gap, 1) if rng.random() < 0.5 else rng.randrange(-100, 300)
-        return Example(whole.ids[keep], positions, weights[keep])
 
     def partial(self, whole: Example, rng: random.Random) -> Example:
         """Between short and full: a random stretch of the constant text stays, for attention to learn to skip."""

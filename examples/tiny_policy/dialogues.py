@@ -115,7 +115,7 @@ def _emulate(action: Action, files: dict[str, str], rng: random.Random) -> str:
         count = files[match[1].replace(".", "/") + ".py"].count("def test_")
         # Most runs take under half a millisecond; now and then one does not.
         milliseconds = rng.choice((0, 0, 0, 0, 1, 1, 2, 3))
-        return f"{'.' * count}\n{'-' * 70}\nRan {count} tests in 0.00{milliseconds}s\n\nOK\n"
+        return f"{'.' * count}\n{'-' * 70}\nRan {count} tests in 0.{milliseconds:03}s\n\nOK\n"
     raise AssertionError(f"the expert does not type {command!r}")
 
 

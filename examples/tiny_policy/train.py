@@ -1,7 +1,7 @@
 """Trains polar-tiny from scratch on a CPU.
 
 Stages, all with the same loss (cross-entropy with the weights of `data.py`): `copy` of random stretches,
-dialogues in the forms `focus`, `short`, `partial` and `full`, and `recorded`, full dialogues as Polar exported
+dialogues in the forms `short`, `partial` and `full`, and `recorded`, full dialogues as Polar exported
 them. Hidden matrices are trained with Muon, the rest with AdamW; the learning rate rises over the first steps and
 falls linearly to a tenth over all of them.
 
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--init", type=Path, help="start from these weights")
     parser.add_argument("--out", type=Path, required=True, help="folder of log and checkpoints")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--stages", default="copy:300,short:1500,full:400", help="name:steps, comma separated")
+    parser.add_argument("--stages", default="full:1300", help="name:steps, comma separated")
     parser.add_argument("--dialogues", type=int, default=5000, help="how many the expert plays offline")
     parser.add_argument("--recorded", type=Path, help="tokens-jsonl export, for the stage `recorded`")
     parser.add_argument("--batch", type=int, default=8)
@@ -160,8 +160,6 @@ def main() -> None:
     for name, steps in stages:
         if name == "short":
             feed = batches([encoder.short(s, rng) for s in whole], args.batch, rng)
-        elif name == "focus":
-            feed = batches([encoder.focus(s, rng) for s in whole], 2 * args.batch, rng)
         elif name == "partial":
             feed = batches([encoder.partial(s, rng) for s in whole], args.batch, rng)
         elif name == "full":

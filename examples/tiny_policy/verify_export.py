@@ -23,7 +23,7 @@ from examples.tiny_policy.dialogues import play_expert
 from polar_proxy.tasks import get_source
 
 _SYSTEM = re.compile(r"<system_information>\n(.*?)\n</system_information>")
-_TIME = re.compile(r"Ran \d+ tests in 0\.00(\d)s")
+_TIME = re.compile(r"Ran \d+ tests in 0\.(\d{3})s")
 
 
 class Recorded:
@@ -34,7 +34,7 @@ class Recorded:
         self._milliseconds = int(found[1]) if found else 0
 
     def choice(self, options: Any) -> int:
-        """The recorded digit; the options do not matter."""
+        """The recorded milliseconds; the options do not matter."""
         del options
         return self._milliseconds
 

@@ -46,7 +46,7 @@ def test_the_constant_text_weighs_nothing_and_the_report_a_little(encoder: Encod
 
 def test_the_short_form_drops_the_constant_text_and_keeps_the_distances(encoder: Encoder, whole: Example) -> None:
     short = encoder.short(whole, random.Random(0))
-    assert len(short.ids) < len(whole.ids) / 2
+    assert len(short.ids) < len(whole.ids) - 250
     assert short.weights.sum() == pytest.approx(whole.weights.sum())
     jumps = np.flatnonzero(np.diff(short.positions) != 1)
     assert len(jumps) == 1
