@@ -28,7 +28,7 @@ CONTEXT = LaunchContext(
     model="polar-tiny",
     instruction="Fix -- `it`; $(now)",
     home="/home/agent",
-    workdir="/work",
+    workdir="/workspace",
 )
 # No requirements: a bare environment is enough to show how the cache behaves, and it needs no package index.
 BARE = VenvRecipe(name="bare", version="1", requirements=(), check=("-c", "import json"))
