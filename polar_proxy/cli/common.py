@@ -74,7 +74,9 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
     async def guarded() -> T:
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        for name in (signal.SIGINT, signal.SIGTERM):
+            # Also where SIGINT came in ignored, as it does to background jobs of a shell without job control.
+            asyncio.get_running_loop().add_signal_handler(name, task.cancel)
         return await main
 
     try:

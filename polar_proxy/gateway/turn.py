@@ -15,7 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 from urllib.parse import parse_qs
 
@@ -31,13 +31,15 @@ from polar_proxy.gateway import wire
 from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.sessions import Session, Sessions, apply_policy, key_of
 from polar_proxy.history import Place
-from polar_proxy.types import CallRecord, CallStatus, ChatRequest, Choice, EngineRequest, Message, new_id
+from polar_proxy.types import CallRecord, CallStatus, ChatRequest, Choice, EngineRequest, Message, Sampling, new_id
 
 log = logging.getLogger(__name__)
 
 _LARGE_BODY = 1 << 20
 _COMMIT_PATIENCE = 60.0
 
+
+_SAMPLING = tuple(item.name for item in fields(Sampling))
 
 Observer = Callable[[CallRecord], None]
 """Told of each call once it is committed; runs in the event loop, so it must be quick."""
@@ -320,7 +322,9 @@ class _Turn:
         )
         if status == "ok" and (
             answer.prompt_ids is None
-            or any(len(c.token_ids) == 0 or len(c.token_ids) != len(c.logprobs) for c in choices)
+            or any(
+                len(c.token_ids) == 0 or len(c.token_ids) != len(c.logprobs) or c.token_ids.min() < 0 for c in choices
+            )
         ):
             status = "no_tokens"
         sampling = part.request.sampling
@@ -343,7 +347,7 @@ class _Turn:
             messages=part.messages,
             tools=self._parsed.tools,
             params=self._parsed.params,
-            sampling={key: value for key, value in asdict(sampling).items() if value is not None and value != ()},
+            sampling={name: value for name in _SAMPLING if (value := getattr(sampling, name)) not in (None, ())},
             prompt_ids=None if answer.prompt_ids is None else np.asarray(answer.prompt_ids, dtype=np.int32),
             choices=choices,
             started_at=self._started,
