@@ -17,6 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: setup
 	$(BIN)/polar run swe-task
+	@echo "To have polar on your PATH: . $(BIN)/activate"
 
 lint: setup
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from polar_proxy.engines.local.kv import KVShape, RowKV, Slots, WriteAt
 from polar_proxy.errors import EngineError
@@ -43,6 +44,7 @@ class ModelRunner:
     def load(cls, path: Path) -> ModelRunner:
         """Read a model folder. Raises EngineError if it cannot be served here."""
         try:
+            logging.disable_progress_bar()  # type: ignore[no-untyped-call, unused-ignore]
             model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
         except (OSError, ValueError, KeyError) as error:
             raise EngineError(f"Cannot load a model from {path}: {error}", status=500) from error
