@@ -78,14 +78,14 @@ def test_arguments_are_rendered_alike_as_text_and_as_an_object(tokenizer: Any) -
 def test_content_reasoning_and_parallel_calls_are_rendered_as_qwen3_does(tokenizer: Any) -> None:
     calls = [{"function": {"name": "a", "arguments": "{}"}}, {"function": {"name": "b", "arguments": "{}"}}]
     messages = [
-        {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
         {"role": "assistant", "content": "Text.", "reasoning_content": "Why.", "tool_calls": calls},
         {"role": "tool", "content": "1"},
         {"role": "tool", "content": "2"},
         {"role": "assistant", "content": "Bye."},
     ]
     assert render(tokenizer, messages, prompt=False, tools=None) == (
-        "<|im_start|>user\none two<|im_end|>\n"
+        "<|im_start|>user\none\ntwo<|im_end|>\n"
         "<|im_start|>assistant\n<think>\nWhy.\n</think>\n\nText.\n"
         '<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n'
         '<tool_call>\n{"name": "b", "arguments": {}}\n</tool_call><|im_end|>\n'
