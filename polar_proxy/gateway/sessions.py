@@ -25,17 +25,6 @@ def hash_key(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-class SessionRecord(Protocol):
-    """What the gateway needs of a stored session."""
-
-    @property
-    def session_id(self) -> str: ...
-    @property
-    def policy(self) -> Json | None: ...
-    @property
-    def closed_at(self) -> Any: ...
-
-
 class SessionStore(Protocol):
     async def session_by_key(self, key_hash: bytes) -> Any: ...
     async def session(self, session_id: str) -> Any: ...
