@@ -33,6 +33,46 @@ class InstallError(HarnessError):
     """The harness could not be installed; the text carries the end of the installer's output."""
 
 
+WireApi = Literal["openai_chat", "openai_responses", "anthropic_messages", "google_generate"]
+Feature = Literal["stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a harness before anything is installed."""
+
+    homepage: str
+    package: str
+    """Where it comes from, as the installer names it: ``npm:@openai/codex``, ``pypi:mini-swe-agent``."""
+    validated: tuple[str, str]
+    """The versions, lowest and highest, that this adapter was run with."""
+    wire_apis: tuple[WireApi, ...]
+    """Dialects it can be told to speak; the first is the one the adapter uses."""
+    runtime: str
+    """What it runs on: ``python 3.12``, ``node 22``, ``native``."""
+    features: frozenset[Feature]
+    notes: str = ""
+    """What a user must know, such as an exit code that lies."""
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """A Model Context Protocol server that the harness shall offer to its model: started by `command`, or at `url`."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    url: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Skill:
+    """A skill in the Agent Skills form: `text` is its SKILL.md, front matter included."""
+
+    name: str
+    text: str
+
+
 @dataclass(frozen=True)
 class Installed:
     """A harness that stands ready in the cache."""
@@ -52,7 +92,7 @@ class LaunchContext:
     """What a run supplies. All paths are as the harness sees them, inside the sandbox."""
 
     base_url: str
-    """OpenAI base URL, ending in ``/v1``."""
+    """OpenAI base URL, ending in ``/v1``. Anthropic and Google clients add the version themselves: `root_url`."""
     api_key: str
     """Key of the run's session."""
     model: str
@@ -69,6 +109,17 @@ class LaunchContext:
     """Limit of each command the agent runs, where the harness has such a limit."""
     request_timeout_seconds: float = 300.0
     """How long the harness waits for one model answer."""
+    resume: bool = False
+    """Go on with the last conversation of this HOME and workspace instead of beginning one."""
+    wire_api: WireApi | None = None
+    """Dialect to speak, one of the adapter's `Facts.wire_apis`; None: its first."""
+    mcp_servers: tuple[McpServer, ...] = ()
+    skills: tuple[Skill, ...] = ()
+
+    @property
+    def root_url(self) -> str:
+        """The base URL without its version."""
+        return self.base_url.removesuffix("/v1")
 
 
 @dataclass(frozen=True)
@@ -89,6 +140,7 @@ class HarnessAdapter(Protocol):
 
     name: str
     default_version: str
+    facts: Facts
 
     def install(self, cache_root: Path, version: str | None = None) -> Installed:
         """Return the harness from the cache below `cache_root`, installing it first when it is not there.
@@ -102,7 +154,7 @@ class HarnessAdapter(Protocol):
         ...
 
     def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
-        """Return how to start it."""
+        """Return how to start it. Raises `HarnessError` for what this harness cannot do (resume, MCP, a wire API)."""
         ...
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:

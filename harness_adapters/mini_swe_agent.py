@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from harness_adapters import python_venv
-from harness_adapters.base import Installed, LaunchContext, LaunchPlan, Outcome
+from harness_adapters.base import Facts, HarnessError, Installed, LaunchContext, LaunchPlan, Outcome
 
 # How mini ends a run of its own accord, as its last message prints it.
 _ENDS = ("LimitsExceeded", "TimeExceeded", "RepeatedFormatError")
@@ -21,6 +21,15 @@ class MiniSweAgent:
 
     name = "mini-swe-agent"
     default_version = "2.4.6"
+    facts = Facts(
+        homepage="https://mini-swe-agent.com",
+        package="pypi:mini-swe-agent",
+        validated=("2.4.6", "2.4.6"),
+        wire_apis=("openai_chat",),
+        runtime="python 3.11 or newer",
+        features=frozenset({"parallel_tools", "reasoning"}),
+        notes="Exits with 0 when it gives up as well; the adapter reads its last message.",
+    )
 
     def _recipe(self, version: str | None) -> python_venv.VenvRecipe:
         version = version or self.default_version
@@ -39,6 +48,8 @@ class MiniSweAgent:
         return python_venv.is_ready(self._recipe(version), cache_root.absolute())
 
     def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+        if context.resume:
+            raise HarnessError("mini-swe-agent keeps no conversation that it could go on with")
         settings = {
             "agent.step_limit": context.max_steps,
             # No prices are known for a model of one's own; 0 switches the limit off.

@@ -1,7 +1,17 @@
 """Wire formats: one module a dialect, all behind `Dialect` (base.py)."""
 
-from polar_proxy.dialects.base import Answer, Dialect, Encoder, ParsedRequest, assistant_message
+from polar_proxy.dialects.base import Answer, Dialect, Earlier, Encoder, ParsedRequest, TokenCount, assistant_message
 from polar_proxy.dialects.openai_chat import OpenAIChat
 from polar_proxy.dialects.openai_text import OpenAIText
 
-__all__ = ["Answer", "Dialect", "Encoder", "OpenAIChat", "OpenAIText", "ParsedRequest", "assistant_message"]
+__all__ = [
+    "Answer",
+    "Dialect",
+    "Earlier",
+    "Encoder",
+    "OpenAIChat",
+    "OpenAIText",
+    "ParsedRequest",
+    "TokenCount",
+    "assistant_message",
+]

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from polar_proxy.errors import RequestError
-from polar_proxy.types import EngineRequest, Json, SampleEvent, ToolCall, TopLogprob
+from polar_proxy.types import ChatRequest, EngineRequest, Json, SampleEvent, ToolCall, TopLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,15 @@ class Encoder(ABC):
         """An error inside a stream that has begun."""
 
 
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A recorded call that a body continues by reference: what it asked (raw, as stored) and what was answered."""
+
+    messages: tuple[bytes, ...]
+    answer: Json
+    """The answer as an OpenAI assistant message, see `assistant_message`."""
+
+
 class Dialect(ABC):
     """A provider's wire format."""
 
@@ -141,8 +150,32 @@ class Dialect(ABC):
     def parse(self, body: Json) -> ParsedRequest:
         """Raises RequestError for what cannot be understood; tolerates what is not needed."""
 
+    def refers_to(self, body: Json) -> str | None:
+        """Id of the recorded call that `body` continues by reference (`previous_response_id`); None: it stands alone."""
+        return None
+
+    def resume(self, body: Json, earlier: Earlier) -> Json:
+        """`body` with the conversation that it refers to written out in front of its own input."""
+        raise NotImplementedError(f"{self.name} bodies refer to no earlier call")
+
     @abstractmethod
     def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder: ...
+
+    @abstractmethod
+    def error(self, error: RequestError) -> bytes:
+        """The body of an error answer in the provider's own shape."""
+
+
+class TokenCount(ABC):
+    """A side route that tells how long a prompt is; answered by the engine's tokenizer, never recorded as a call."""
+
+    @abstractmethod
+    def parse(self, body: Json) -> ChatRequest:
+        """Raises RequestError."""
+
+    @abstractmethod
+    def respond(self, tokens: int) -> bytes:
+        """The answer's body."""
 
     @abstractmethod
     def error(self, error: RequestError) -> bytes:

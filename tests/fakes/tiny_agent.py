@@ -31,6 +31,12 @@ class TinyAgent:
     default_version = "1"
     manner = "well"
 
+    @property
+    def facts(self):  # type: ignore[no-untyped-def]
+        from harness_adapters.base import Facts  # not there where the agent program itself runs
+
+        return Facts("https://example.org", "none", ("1", "1"), ("openai_chat",), "python 3", frozenset())
+
     def install(self, cache_root: Path, version: str | None = None):  # type: ignore[no-untyped-def]
         from harness_adapters.base import Installed
 
