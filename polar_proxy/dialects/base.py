@@ -151,7 +151,7 @@ class Dialect(ABC):
         """Raises RequestError for what cannot be understood; tolerates what is not needed."""
 
     def refers_to(self, body: Json) -> str | None:
-        """Id of the recorded call that `body` continues by reference (`previous_response_id`); None: it stands alone."""
+        """Id of the recorded call that `body` continues by reference (`previous_response_id`), if any."""
         return None
 
     def resume(self, body: Json, earlier: Earlier) -> Json:
