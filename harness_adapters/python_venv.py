@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness_adapters import cache
+from harness_adapters import cache, python_runtime
 from harness_adapters.base import Installed
 
 
@@ -21,17 +22,23 @@ class VenvRecipe:
     """As pip takes them, the harness itself included."""
     check: tuple[str, ...]
     """Arguments for the new interpreter that prove the install, for example ``-c import x``."""
+    pythons: tuple[str, ...] = ()
+    """Minor versions that it runs on, best first, such as ``("3.12", "3.13")``; empty: any that runs Polar."""
 
     def folder(self, cache_root: Path) -> Path:
         """Where the environment stands."""
         # The interpreter belongs to the recipe: a venv does not survive a change of its base.
-        facts = [self.requirements, sys.base_prefix, sys.version_info[:3]]
+        facts: list[object] = [self.requirements, sys.base_prefix, sys.version_info[:3]]
+        if self.pythons and python_runtime.own().minor not in self.pythons:
+            # Which one it is stands in pyvenv.cfg: finding it takes longer than a look at the cache should.
+            facts = [self.requirements, self.pythons]
         return cache.folder_of(cache_root, self.name, self.version, facts)
 
 
 def is_ready(recipe: VenvRecipe, cache_root: Path) -> bool:
-    """Whether the environment is complete."""
-    return cache.is_complete(recipe.folder(cache_root))
+    """Whether the environment is complete, its interpreter included."""
+    folder = recipe.folder(cache_root)
+    return cache.is_complete(folder) and (folder / "bin" / "python").exists()
 
 
 def ensure(recipe: VenvRecipe, cache_root: Path) -> Installed:
@@ -41,27 +48,30 @@ def ensure(recipe: VenvRecipe, cache_root: Path) -> Installed:
     """
     # Not resolved: the path must stay the one under which the sandbox will see it.
     folder = recipe.folder(cache_root.absolute())
-    cache.ensure(folder, lambda path: _build(recipe, path))
+    if cache.is_complete(folder) and not (folder / "bin" / "python").exists():
+        shutil.rmtree(folder)  # a link whose target, the base interpreter, was removed
+    cache.ensure(folder, lambda path: _build(recipe, path, cache_root.absolute()))
     return Installed(
         name=recipe.name,
         version=recipe.version,
         root=folder,
         program=folder / "bin" / "python",
-        mounts=(folder, *_interpreter_mounts()),
+        mounts=(folder, *_interpreter_mounts(folder)),
     )
 
 
-def _build(recipe: VenvRecipe, folder: Path) -> dict[str, object]:
+def _build(recipe: VenvRecipe, folder: Path, cache_root: Path) -> dict[str, object]:
+    base = python_runtime.ensure(recipe.pythons, cache_root) if recipe.pythons else python_runtime.own()
     python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-input"]
-    _step(recipe, "create its environment", [sys.executable, "-m", "venv", str(folder)])
+    _step(recipe, "create its environment", [str(base.program), "-m", "venv", str(folder)])
     _step(recipe, "install it", [*pip, "--no-compile", *recipe.requirements])
     # Start-up time is paid by every rollout, and the sandbox mounts the folder read-only.
     # compileall reports files that are not meant for this Python version; pip would have skipped them silently.
     compileall = [python, "-m", "compileall", "-q", "-j", "0", str(folder / "lib")]
     _step(recipe, "compile it", compileall, strict=False)
     _step(recipe, "start it once", [python, *recipe.check])
-    return {"requirements": recipe.requirements}
+    return {"requirements": recipe.requirements, "python": base.version}
 
 
 def _step(recipe: VenvRecipe, what: str, argv: Sequence[str], *, strict: bool = True) -> None:
@@ -72,7 +82,9 @@ def _step(recipe: VenvRecipe, what: str, argv: Sequence[str], *, strict: bool = 
     cache.step(f"{what}: {recipe.name} {recipe.version}", argv, advice=advice, strict=strict)
 
 
-def _interpreter_mounts() -> tuple[Path, ...]:
+def _interpreter_mounts(folder: Path) -> tuple[Path, ...]:
     """Where the base interpreter lives, when a sandbox that shows /usr would not have it."""
-    roots = {Path(sys.base_prefix), Path(sys.base_prefix).resolve(), Path(sys.base_exec_prefix).resolve()}
+    settings = dict(line.split(" = ", 1) for line in (folder / "pyvenv.cfg").read_text().splitlines() if " = " in line)
+    base = Path(settings["home"]).parent
+    roots = {base, base.resolve(), (folder / "bin" / "python").resolve().parent.parent}
     return tuple(sorted(root for root in roots if not root.is_relative_to("/usr")))
