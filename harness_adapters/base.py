@@ -53,6 +53,10 @@ class Facts:
     features: frozenset[Feature]
     notes: str = ""
     """What a user must know, such as an exit code that lies."""
+    needs: tuple[str, ...] = ()
+    """Programs that must be on PATH in the sandbox, beside what is installed."""
+    version_command: tuple[str, ...] = ("{program}", "--version")
+    """Prints the version of what is installed; ``{program}`` and ``{root}`` are those of `Installed`."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,37 @@ class HarnessAdapter(Protocol):
         ...
 
 
-_BUILT_IN: Mapping[str, str] = {"mini-swe-agent": "harness_adapters.mini_swe_agent:MiniSweAgent"}
+_BUILT_IN: Mapping[str, str] = {
+    "mini-swe-agent": "harness_adapters.mini_swe_agent:MiniSweAgent",
+    "shell": "harness_adapters.shell:Shell",
+    "terminus-2": "harness_adapters.terminus_2:Terminus2",
+}
+_COMMAND_LINE = "shell:"
+
+
+def require_supported(name: str, facts: Facts, context: LaunchContext) -> WireApi:
+    """The wire API to speak in a run. Raises `HarnessError` where `context` asks for what `facts` do not name."""
+    asked = (("resume", context.resume), ("mcp", context.mcp_servers), ("skills", context.skills))
+    told = {
+        "resume": "keeps no conversation that it could go on with",
+        "mcp": "knows no MCP servers",
+        "skills": "knows no skills",
+    }
+    for feature, wanted in asked:
+        if wanted and feature not in facts.features:
+            raise HarnessError(f"{name} {told[feature]}")
+    wire_api = context.wire_api or facts.wire_apis[0]
+    if wire_api not in facts.wire_apis:
+        raise HarnessError(f"{name} does not speak {wire_api}; it speaks {', '.join(facts.wire_apis)}")
+    return wire_api
+
+
+def split_version(name: str) -> tuple[str, str | None]:
+    """Take ``NAME@VERSION`` apart; a command line after ``shell:`` is whole."""
+    if name.startswith(_COMMAND_LINE):
+        return name, None
+    bare, _, version = name.partition("@")
+    return bare, version or None
 
 
 def list_adapters() -> tuple[str, ...]:
@@ -171,15 +205,19 @@ def list_adapters() -> tuple[str, ...]:
 
 
 def get_adapter(name: str) -> HarnessAdapter:
-    """Return the adapter called `name`, or one of your own given as ``module:Class``.
+    """Return the adapter called `name`, one of your own given as ``module:Class``, or a command line after ``shell:``.
 
     Raises `UnknownHarnessError` when there is none, `TypeError` when the class is not an adapter.
     """
+    if name.startswith(_COMMAND_LINE):
+        from harness_adapters.shell import Shell  # it imports this module
+
+        return Shell(name.removeprefix(_COMMAND_LINE))
     target = _BUILT_IN.get(name, name)
     module_name, separator, class_name = target.partition(":")
     if not separator:
         known = ", ".join(list_adapters())
-        raise UnknownHarnessError(f"no harness {name!r}; there are: {known}; or give module:Class")
+        raise UnknownHarnessError(f"no harness {name!r}; there are: {known}; or give module:Class or 'shell:COMMAND'")
     try:
         adapter = getattr(importlib.import_module(module_name), class_name)()
     except (ImportError, AttributeError) as error:

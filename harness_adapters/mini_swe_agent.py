@@ -1,6 +1,7 @@
 """mini-swe-agent (https://mini-swe-agent.com), version 2, with its own `mini.yaml` and its bash tool.
 
-It speaks Chat Completions through litellm, does not stream, and sends `messages`, `model` and `tools` only.
+It speaks Chat Completions or Responses through litellm, does not stream, and sends little beyond the conversation,
+the model and the tool.
 The whole program runs inside the sandbox with its local environment.
 """
 
@@ -9,8 +10,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from harness_adapters import python_venv
-from harness_adapters.base import Facts, HarnessError, Installed, LaunchContext, LaunchPlan, Outcome
+from harness_adapters import litellm_env, python_venv
+from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, Outcome, require_supported
 
 # How mini ends a run of its own accord, as its last message prints it.
 _ENDS = ("LimitsExceeded", "TimeExceeded", "RepeatedFormatError")
@@ -25,10 +26,16 @@ class MiniSweAgent:
         homepage="https://mini-swe-agent.com",
         package="pypi:mini-swe-agent",
         validated=("2.4.6", "2.4.6"),
-        wire_apis=("openai_chat",),
+        wire_apis=("openai_chat", "openai_responses"),
         runtime="python 3.11 or newer",
         features=frozenset({"parallel_tools", "reasoning"}),
         notes="Exits with 0 when it gives up as well; the adapter reads its last message.",
+        needs=("bash",),
+        version_command=(
+            "{program}",
+            "-c",
+            "import importlib.metadata as m; print('mini-swe-agent', m.version('mini-swe-agent'))",
+        ),
     )
 
     def _recipe(self, version: str | None) -> python_venv.VenvRecipe:
@@ -48,9 +55,8 @@ class MiniSweAgent:
         return python_venv.is_ready(self._recipe(version), cache_root.absolute())
 
     def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
-        if context.resume:
-            raise HarnessError("mini-swe-agent keeps no conversation that it could go on with")
-        settings = {
+        wire_api = require_supported(self.name, self.facts, context)
+        settings: dict[str, object] = {
             "agent.step_limit": context.max_steps,
             # No prices are known for a model of one's own; 0 switches the limit off.
             "agent.cost_limit": 0,
@@ -60,6 +66,8 @@ class MiniSweAgent:
             "model.model_kwargs.timeout": context.request_timeout_seconds,
             "model.model_kwargs.max_retries": 0,
         }
+        if wire_api == "openai_responses":
+            settings["model.model_class"] = "litellm_response"
         argv = [str(installed.program), "-m", "minisweagent.run.mini"]
         argv += ["--model", f"openai/{context.model}", "--yolo", "--exit-immediately"]
         argv += ["--task", context.instruction, "--output", f"{context.home}/trajectory.json"]
@@ -76,11 +84,7 @@ class MiniSweAgent:
             "MSWEA_COST_TRACKING": "ignore_errors",
             # Ten tries with waits up to a minute are the default; a dead endpoint should end the run.
             "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
-            # Without it every start looks up a price list on the internet and waits for the failure.
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            "LITELLM_MODE": "PRODUCTION",
-            "LITELLM_TELEMETRY": "False",
-            "PYTHONUNBUFFERED": "1",
+            **litellm_env.QUIET,
         }
         return LaunchPlan(argv=tuple(argv), env=env, mounts=installed.mounts)
 

@@ -24,7 +24,9 @@ def run(
     instances: Annotated[int | None, typer.Option(min=1, help="Run instances 0 ... N-1.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Rollouts of each instance (a group).")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")] = None,
-    harness: Annotated[str | None, typer.Option(help="The agent: a harness name, or module:Class.")] = None,
+    harness: Annotated[
+        str | None, typer.Option(help="The agent: NAME[@VERSION], module:Class, or shell:COMMAND.")
+    ] = None,
     sandbox: Annotated[str | None, typer.Option(help="auto, docker, bubblewrap or process.")] = None,
     engine: Annotated[str | None, typer.Option(help="local, vllm, or module:Class.")] = None,
     engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm).")] = None,

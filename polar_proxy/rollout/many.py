@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from harness_adapters.base import HarnessError, get_adapter
+from harness_adapters.base import HarnessError, get_adapter, split_version
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
@@ -54,10 +54,11 @@ async def run_job(
     kind: Kind = choice.kind
     note(f"sandbox: {choice.reason}")
     try:
-        adapter = get_adapter(run.harness)
-        if not await asyncio.to_thread(adapter.is_installed, settings.harness_cache):
-            note(f"installing {adapter.name} {adapter.default_version} (once; a minute or two)")
-        installed = await asyncio.to_thread(adapter.install, settings.harness_cache)
+        name, version = split_version(run.harness)
+        adapter = get_adapter(name)
+        if not await asyncio.to_thread(adapter.is_installed, settings.harness_cache, version):
+            note(f"installing {adapter.name} {version or adapter.default_version} (once; a minute or two)")
+        installed = await asyncio.to_thread(adapter.install, settings.harness_cache, version)
     except HarnessError as error:
         raise UsageError(str(error)) from error
     note(f"harness: {installed.name} {installed.version}")

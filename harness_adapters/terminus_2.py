@@ -1,0 +1,105 @@
+"""Terminus 2, the agent of Harbor and Terminal-Bench (https://harborframework.com).
+
+It has no tools: the model answers with JSON that says which keys to type into a tmux terminal. Harbor has no command
+that runs it by itself, so `terminus_2_runner.py`, which is shown to the sandbox, does that with harbor's own class.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from harness_adapters import litellm_env, python_venv
+from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, McpServer, Outcome, require_supported
+
+_RUNNER = Path(__file__).with_name("terminus_2_runner.py")
+
+
+class Terminus2:
+    """Adapter of Terminus 2."""
+
+    name = "terminus-2"
+    default_version = "0.24.0"
+    facts = Facts(
+        homepage="https://github.com/harbor-framework/harbor",
+        package="pypi:harbor",
+        validated=("0.24.0", "0.24.0"),
+        wire_apis=("openai_chat", "openai_responses"),
+        runtime="python 3.12 or 3.13",
+        features=frozenset({"mcp", "skills"}),
+        notes="The version is harbor's. MCP servers and skills are named in the prompt; the agent uses them by typing. "
+        "harness_adapters.terminus_2:Terminus2RolloutDetails also asks for token ids and log-probabilities.",
+        needs=("tmux", "bash"),
+        version_command=("{program}", "-c", "import importlib.metadata as m; print('harbor', m.version('harbor'))"),
+    )
+    rollout_details = False
+    """Ask the endpoint for `logprobs` and `return_token_ids` and send a session id, as harbor does for training."""
+
+    def _recipe(self, version: str | None) -> python_venv.VenvRecipe:
+        version = version or self.default_version
+        return python_venv.VenvRecipe(
+            name=self.name,
+            version=version,
+            # litellm fails to import without mcp.
+            requirements=(f"harbor=={version}", "mcp"),
+            check=("-c", "import litellm, harbor.agents.terminus_2.terminus_2"),
+            pythons=("3.12", "3.13"),
+        )
+
+    def install(self, cache_root: Path, version: str | None = None) -> Installed:
+        found = python_venv.ensure(self._recipe(version), cache_root)
+        return Installed(found.name, found.version, found.root, found.program, (*found.mounts, _RUNNER))
+
+    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
+        return python_venv.is_ready(self._recipe(version), cache_root.absolute())
+
+    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+        wire_api = require_supported(self.name, self.facts, context)
+        skills_dir = f"{context.home}/skills"
+        argv = [str(installed.program), str(_RUNNER)]
+        argv += ["--model", f"openai/{context.model}", "--api-base", context.base_url]
+        argv += ["--max-turns", str(context.max_steps), "--request-timeout", str(context.request_timeout_seconds)]
+        argv += ["--logs", f"{context.home}/terminus-2"]
+        if wire_api == "openai_responses":
+            argv += ["--responses"]
+        if self.rollout_details:
+            # One run has one key; the name made of it lets nobody find the key.
+            session = hashlib.sha256(context.api_key.encode()).hexdigest()[:16]
+            argv += ["--rollout-details", "--session-id", session]
+        if context.mcp_servers:
+            argv += ["--mcp", json.dumps([_server(server) for server in context.mcp_servers])]
+        if context.skills:
+            argv += ["--skills-dir", skills_dir]
+        argv += ["--", context.instruction]
+        env = {
+            "HOME": context.home,
+            "OPENAI_API_KEY": context.api_key,
+            "HARBOR_TELEMETRY": "0",
+            **litellm_env.QUIET,
+        }
+        files = {f"skills/{skill.name}/SKILL.md": skill.text for skill in context.skills}
+        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+        if exit_code is None:
+            return "timed_out", "terminus-2 was stopped by the clock"
+        if exit_code != 0:
+            lines = [line.strip() for line in stdout_tail.splitlines() if line.strip()]
+            return "failed", f"terminus-2 exited with {exit_code}: {lines[-1][:400] if lines else 'no output'}"
+        ended = re.search(r"^terminus-2 ended after .*: out of turns$", stdout_tail, re.MULTILINE)
+        return "ok", "ended by its limit of turns" if ended else "declared the task complete"
+
+
+class Terminus2RolloutDetails(Terminus2):
+    """Terminus 2 as harbor runs it to collect training data: ``--harness harness_adapters.terminus_2:...``."""
+
+    rollout_details = True
+
+
+def _server(server: McpServer) -> dict[str, object]:
+    if server.url is not None:
+        return {"name": server.name, "transport": "streamable-http", "url": server.url}
+    command, *arguments = server.command
+    return {"name": server.name, "transport": "stdio", "command": command, "args": arguments}

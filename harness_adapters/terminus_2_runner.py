@@ -1,0 +1,157 @@
+# mypy: ignore-errors
+"""Runs harbor's Terminus 2 agent where it stands: the program that the `terminus-2` adapter launches.
+
+Harbor starts this agent only as part of its own trials, on the host, against an environment object. Here that object
+is the machine the script runs on. It is run by harbor's interpreter inside the sandbox and imported by nothing; the
+endpoint's key comes in OPENAI_API_KEY and is kept from the agent's terminal.
+
+Exit status: 0 when the agent ended by itself or used up its turns, 1 when it failed; the last line says which.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from harbor.agents.terminus_2.terminus_2 import Terminus2
+from harbor.environments.base import BaseEnvironment, ExecResult
+from harbor.environments.capabilities import EnvironmentCapabilities
+from harbor.models.agent.context import AgentContext
+from harbor.models.task.config import EnvironmentConfig, MCPServerConfig
+from harbor.models.trial.paths import TrialPaths
+
+_SECRETS = ("OPENAI_API_KEY",)
+
+
+class Here(BaseEnvironment):
+    """The machine that this script runs on, as an environment of harbor's."""
+
+    @staticmethod
+    def type() -> str:
+        return "here"
+
+    @property
+    def capabilities(self) -> EnvironmentCapabilities:
+        return EnvironmentCapabilities()
+
+    def _validate_definition(self) -> None:
+        pass  # there is no image to build
+
+    async def start(self, force_build: bool) -> None:
+        del force_build
+
+    async def stop(self, delete: bool) -> None:
+        del delete
+
+    async def upload_file(self, source_path, target_path) -> None:
+        shutil.copyfile(source_path, target_path)
+
+    async def upload_dir(self, source_dir, target_dir) -> None:
+        shutil.copytree(source_dir, target_dir, dirs_exist_ok=True)
+
+    async def download_file(self, source_path, target_path) -> None:
+        shutil.copyfile(source_path, target_path)
+
+    async def download_dir(self, source_dir, target_dir) -> None:
+        shutil.copytree(source_dir, target_dir, dirs_exist_ok=True)
+
+    async def exec(self, command, cwd=None, env=None, timeout_sec=None, user=None) -> ExecResult:
+        del user  # whoever runs this is the only one there
+        own = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+        process = await asyncio.create_subprocess_exec(
+            "bash", "-c", command, cwd=cwd, env={**own, **(env or {})}, stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        try:
+            out, err = await asyncio.wait_for(process.communicate(), timeout_sec)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            return ExecResult(stdout="", stderr=f"no end within {timeout_sec} s", return_code=124)
+        code = process.returncode
+        return ExecResult(stdout=out.decode(errors="replace"), stderr=err.decode(errors="replace"), return_code=code)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--api-base", required=True)
+    parser.add_argument("--max-turns", type=int)
+    parser.add_argument("--request-timeout", type=float, default=300.0)
+    parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("--skills-dir")
+    parser.add_argument("--mcp", type=json.loads, default=[])
+    parser.add_argument("--responses", action="store_true")
+    parser.add_argument("--rollout-details", action="store_true")
+    parser.add_argument("--session-id")
+    parser.add_argument("instruction")
+    return parser.parse_args()
+
+
+async def work(options: argparse.Namespace) -> int:
+    if shutil.which("tmux") is None:
+        print("tmux is not installed here; terminus-2 types into a tmux terminal (apt install tmux)", file=sys.stderr)
+        return 1
+    options.logs.mkdir(parents=True, exist_ok=True)
+    # A socket of its own: two agents on one machine would otherwise share a tmux server and its session.
+    os.environ["TMUX_TMPDIR"] = str(options.logs)
+    here = Here(
+        environment_dir=options.logs,
+        environment_name="here",
+        session_id=options.session_id or "here",
+        trial_paths=TrialPaths(trial_dir=options.logs),
+        task_env_config=EnvironmentConfig(),
+    )
+    agent = Terminus2(
+        logs_dir=options.logs,
+        model_name=options.model,
+        api_base=options.api_base,
+        max_turns=options.max_turns,
+        suppress_max_turns_warning=True,
+        collect_rollout_details=options.rollout_details,
+        session_id=options.session_id,
+        session_id_headers=["X-Session-ID"] if options.session_id else None,
+        use_responses_api=options.responses,
+        # It would install asciinema from the internet to film the terminal.
+        record_terminal_session=False,
+        llm_call_kwargs={"timeout": options.request_timeout},
+        mcp_servers=[MCPServerConfig.model_validate(server) for server in options.mcp],
+        skills_dir=options.skills_dir,
+    )
+    context = AgentContext()
+    try:
+        await agent.setup(here)
+        await agent.run(options.instruction, here, context)
+    finally:
+        await here.exec("tmux kill-server")
+        (options.logs / "context.json").write_text(context.model_dump_json(indent=1))
+    turns = (context.metadata or {}).get("n_episodes")
+    complete = _declared_complete(options.logs / "trajectory.json")
+    print(f"terminus-2 ended after {turns} turns: {'task complete' if complete else 'out of turns'}")
+    return 0
+
+
+def _declared_complete(trajectory: Path) -> bool:
+    """Whether the last two steps of the agent both declared the task complete, which is how it ends by itself."""
+    steps = [step for step in json.loads(trajectory.read_text())["steps"] if step["source"] == "agent"]
+    declared = [
+        any(call["function_name"] == "mark_task_complete" for call in step.get("tool_calls") or []) for step in steps
+    ]
+    return len(declared) >= 2 and declared[-1] and declared[-2]
+
+
+def main() -> int:
+    try:
+        return asyncio.run(work(arguments()))
+    except Exception as error:  # noqa: BLE001  the adapter reads the last line
+        print(f"terminus-2 failed: {type(error).__name__}: {str(error)[:1000]}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
