@@ -1,0 +1,244 @@
+"""Contents become the conversation that a model reads."""
+
+from __future__ import annotations
+
+import pytest
+
+from polar_proxy.dialects.google import GoogleGenerate
+from polar_proxy.dialects.google_signature import Signed, pack
+from polar_proxy.errors import RequestError
+from polar_proxy.types import Json
+from tests.dialects.google_wire import HI, conversation, parse
+
+
+def user(*parts: Json) -> Json:
+    return {"role": "user", "parts": list(parts)}
+
+
+def model(*parts: Json) -> Json:
+    return {"role": "model", "parts": list(parts)}
+
+
+def call(name: str = "bash", call_id: str | None = None, **args: object) -> Json:
+    made: Json = {"name": name, "args": args}
+    return {"functionCall": {**made, "id": call_id} if call_id else made}
+
+
+def result(text: str, name: str = "bash", call_id: str | None = None) -> Json:
+    made: Json = {"name": name, "response": {"output": text}}
+    return {"functionResponse": {**made, "id": call_id} if call_id else made}
+
+
+def results(*contents: Json) -> list[tuple[str, object]]:
+    """(id of the call answered, text) of each tool message."""
+    return [(m["tool_call_id"], m["content"]) for m in conversation(*contents) if m["role"] == "tool"]
+
+
+@pytest.mark.parametrize("key", ["systemInstruction", "system_instruction"])
+@pytest.mark.parametrize(
+    "value", ["be exact", {"parts": [{"text": "be exact"}], "role": "user"}, {"parts": {"text": "be exact"}}]
+)
+def test_the_system_instruction_comes_first(key: str, value: object) -> None:
+    messages = parse({"contents": [HI], key: value}).messages
+    assert [(m.role, m.content) for m in messages] == [("system", "be exact"), ("user", "hi")]
+
+
+def test_one_object_counts_as_a_list() -> None:
+    assert parse({"contents": {"parts": {"text": "hi"}}}).messages == parse({"contents": [HI]}).messages
+
+
+def test_an_absent_role_is_the_users() -> None:
+    assert conversation({"parts": [{"text": "hi"}]}) == [{"role": "user", "content": "hi"}]
+
+
+def test_neighbouring_model_contents_are_one_message() -> None:
+    """An SDK's chat keeps a streamed answer as one content a chunk."""
+    pieces = [model({"text": piece}) for piece in ("hel", "lo", "")]
+    assert conversation(HI, *pieces, {"role": "model"}, HI)[1:-1] == [{"role": "assistant", "content": "hello"}]
+
+
+def test_images_and_files() -> None:
+    (message,) = conversation(
+        user(
+            {"text": "look"},
+            {"inlineData": {"mimeType": "image/png", "data": "-_8="}},
+            {"fileData": {"fileUri": "gs://a/b.mp4", "mimeType": "video/mp4"}},
+            {"inline_data": {"mime_type": "application/pdf", "data": "AA=="}},
+        )
+    )
+    assert message["content"] == [
+        {"type": "text", "text": "look"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,+/8="}},
+        {"type": "video_url", "video_url": {"url": "gs://a/b.mp4"}},
+        {"type": "file", "file": {"file_data": "data:application/pdf;base64,AA=="}},
+    ]
+
+
+def test_code_parts_are_text() -> None:
+    code = {"executableCode": {"language": "PYTHON", "code": "1"}}
+    said = conversation(HI, model(code, {"codeExecutionResult": {"outcome": "OUTCOME_OK", "output": "1"}}))
+    assert said[1]["content"] == "```python\n1\n```" + "```\n1\n```"
+
+
+def test_calls_and_results_with_ids_in_any_order() -> None:
+    calls = model(call(call_id="a", x=1), call(call_id="b", x=2))
+    assert results(HI, calls, user(result("two", call_id="b"), result("one", call_id="a"))) == [
+        ("b", "two"),
+        ("a", "one"),
+    ]
+
+
+def test_calls_and_results_without_ids_match_by_name_and_order() -> None:
+    calls = model(call(x=1), call("python"), call(x=2))
+    messages = conversation(HI, calls, user(result("p", "python"), result("1"), result("2")))
+    ids = [made["id"] for made in messages[1]["tool_calls"]]
+    assert len(set(ids)) == 3
+    assert [(m["tool_call_id"], m["content"]) for m in messages[2:]] == [(ids[1], "p"), (ids[0], "1"), (ids[2], "2")]
+
+
+def test_made_up_ids_do_not_change_as_the_history_grows() -> None:
+    turns = [HI, model(call()), user(result("1")), model(call()), user(result("2"))]
+    assert conversation(*turns)[: len(conversation(*turns[:3]))] == conversation(*turns[:3])
+
+
+def test_an_id_on_one_side_only() -> None:
+    first = conversation(HI, model(call()), user(result("1", call_id="mine")))
+    assert first[2]["tool_call_id"] == first[1]["tool_calls"][0]["id"]
+    assert results(HI, model(call(call_id="a")), user(result("1"))) == [("a", "1")]
+
+
+def test_gemini_cli_writes_the_name_before_the_id() -> None:
+    messages = conversation(HI, model(call(call_id="bash__call_7")), user(result("1", call_id="bash__call_7")))
+    assert messages[1]["tool_calls"][0]["id"] == "call_7"
+    assert messages[2]["tool_call_id"] == "call_7"
+
+
+@pytest.mark.parametrize("call_id", ["a", None])
+def test_a_result_said_twice_is_heard_once(call_id: str | None) -> None:
+    said = result("1", call_id=call_id)
+    once = conversation(HI, model(call(call_id=call_id)), user(said))
+    assert conversation(HI, model(call(call_id=call_id)), user(said, said)) == once
+    assert conversation(HI, model(call(call_id=call_id)), user(said), user(said)) == once
+
+
+def test_a_repeated_result_is_heard_once_even_turns_later() -> None:
+    said = result("1", call_id="a")
+    contents = [HI, model(call(call_id="a")), user(said), model({"text": "done"}), user(said, {"text": "go on"})]
+    assert [m["role"] for m in conversation(*contents)] == ["user", "assistant", "tool", "assistant", "user"]
+
+
+def test_a_second_result_that_says_something_else_is_kept() -> None:
+    contents = (HI, model(call(call_id="a")), user(result("1", call_id="a"), result("2", call_id="a")))
+    assert results(*contents) == [("a", "1"), ("a", "2")]
+
+
+def test_two_calls_with_the_same_result_are_both_answered() -> None:
+    assert [text for _, text in results(HI, model(call(), call()), user(result("1"), result("1")))] == ["1", "1"]
+
+
+def test_an_id_used_again_in_a_later_turn_answers_that_turn() -> None:
+    turn = (model(call(call_id="a")), user(result("1", call_id="a")))
+    assert results(HI, *turn, *turn) == [("a", "1"), ("a", "1")]
+
+
+def test_results_come_right_behind_the_calls() -> None:
+    messages = conversation(HI, model(call(call_id="a")), user({"text": "note"}, result("1", call_id="a")))
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "user"]
+
+
+@pytest.mark.parametrize(
+    ("response", "text"),
+    [
+        ({"output": "plain"}, "plain"),
+        ({"result": "plain"}, "plain"),
+        ({"error": "no such file"}, '{"error":"no such file"}'),
+        ({"result": 3}, '{"result":3}'),
+        ({"output": "a", "exit": 1}, '{"output":"a","exit":1}'),
+        ({}, "{}"),
+        (None, ""),
+    ],
+)
+def test_what_a_model_reads_of_a_result(response: Json | None, text: str) -> None:
+    said = {"functionResponse": {"name": "bash", "id": "a", "response": response}}
+    assert results(HI, model(call(call_id="a")), user(said)) == [("a", text)]
+
+
+def test_a_result_with_an_image() -> None:
+    image = {"inlineData": {"mimeType": "image/png", "data": "AA=="}}
+    said = {"functionResponse": {"name": "bash", "id": "a", "response": {"output": "see"}, "parts": [image]}}
+    ((_, content),) = results(HI, model(call(call_id="a")), user(said))
+    assert content == [
+        {"type": "text", "text": "see"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
+    ]
+
+
+def reasoning(*parts: Json) -> object:
+    return conversation(HI, model(*parts), HI)[1].get("reasoning_content")
+
+
+def test_reasoning_comes_back_from_signatures() -> None:
+    whole = pack(Signed(0, "so be it"))
+    assert reasoning({"text": "x", "thoughtSignature": whole}) == "so be it"
+    assert reasoning({"text": "shortened", "thought": True}, {"text": "x", "thoughtSignature": whole}) == "so be it"
+    first, second = pack(Signed(0, "so ")), pack(Signed(3, "be it"))
+    assert reasoning({"text": "x", "thoughtSignature": first}, {"text": "y", "thoughtSignature": second}) == "so be it"
+
+
+def test_copied_signatures_change_nothing() -> None:
+    """Some clients put the first call's signature on every call."""
+    whole = pack(Signed(0, "so be it"))
+    assert reasoning(*({**call(), "thoughtSignature": whole} for _ in range(3))) == "so be it"
+
+
+@pytest.mark.parametrize("foreign", ["skip_thought_signature_validator", "", "!!", "cG9sYXIxLg==", "CsoBAXLI2nw="])
+def test_foreign_signatures_are_ignored(foreign: str) -> None:
+    assert reasoning({"text": "x", "thoughtSignature": foreign}) is None
+    assert reasoning({"text": "why", "thought": True}, {"text": "x", "thoughtSignature": foreign}) == "why"
+
+
+def test_what_came_is_kept() -> None:
+    body: Json = {
+        "contents": [user({"text": "hi", "unknown": 1})],
+        "system_instruction": {"parts": [{"text": "s"}]},
+        "tools": [{"googleSearch": {}}],
+        "safetySettings": [{"category": "x"}],
+        "labels": {"a": "b"},
+    }
+    parsed = GoogleGenerate("m").parse(body)
+    assert parsed.messages == (
+        (
+            b'{"systemInstruction":{"parts":[{"text":"s"}]}}',
+            b'{"role":"user","parts":[{"text":"hi","unknown":1}]}',
+        ),
+    )
+    assert parsed.tools == b'[{"googleSearch":{}}]'
+    assert parsed.params == {"safetySettings": [{"category": "x"}], "labels": {"a": "b"}}
+
+
+@pytest.mark.parametrize(
+    ("contents", "param"),
+    [
+        ([], "contents"),
+        (None, "contents"),
+        ("hi", "contents"),
+        (["hi"], "contents[0]"),
+        ([{"role": "system", "parts": [{"text": "x"}]}], "contents[0].role"),
+        ([{"role": "user", "parts": []}], "contents[0].parts"),
+        ([{"role": "user", "parts": [{"text": 1}]}], "contents[0].parts[0].text"),
+        ([{"role": "user", "parts": [{"hologram": {}}]}], "contents[0].parts[0]"),
+        ([user(call())], "contents[0].parts[0].functionCall"),
+        ([HI, model({"functionCall": {"args": {}}})], "contents[1].parts[0].functionCall.name"),
+        ([HI, model({"functionCall": {"name": "x", "args": [1]}})], "contents[1].parts[0].functionCall.args"),
+        ([HI, user({"functionResponse": {"name": "x", "response": "s"}})], "contents[1].parts[0].functionResponse"),
+        ([model({"text": "x", "thoughtSignature": 1})], "contents[0].parts[0].thoughtSignature"),
+        ([{"role": "model", "parts": []}], "contents"),
+    ],
+)
+def test_what_is_wrong_is_named(contents: object, param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse({"contents": contents})
+    assert caught.value.status == 400
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(param) or param.startswith(caught.value.param)
+    assert str(caught.value)
