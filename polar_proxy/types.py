@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -165,8 +165,11 @@ class SampleEvent:
     """Text of each token of `token_ids`; filled only when the client asked for log-probabilities."""
     top: tuple[tuple[TopLogprob, ...], ...] = ()
     finish_reason: str | None = None
-    prompt_ids: tuple[int, ...] | None = None
+    prompt_ids: Sequence[int] | None = None
+    """A tuple or a list; read only."""
     cached_tokens: int | None = None
+    stop_sequence: str | None = None
+    """The stop string at which the choice ended, told with its `finish_reason`, where the engine knows which it was."""
 
 
 @dataclass(frozen=True, slots=True)

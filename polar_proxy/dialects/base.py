@@ -8,6 +8,7 @@ same events to the same encoder whether the client streams or not.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,13 +45,14 @@ class ChoiceState:
     tokens: list[str] = field(default_factory=list)
     top: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_sequence: str | None = None
 
 
 @dataclass(slots=True)
 class Answer:
     """Everything an engine said to one request, gathered from its events."""
 
-    prompt_ids: tuple[int, ...] | None = None
+    prompt_ids: Sequence[int] | None = None
     cached_tokens: int | None = None
     choices: dict[int, ChoiceState] = field(default_factory=dict)
 
@@ -83,6 +85,7 @@ class Answer:
             )
         if event.finish_reason is not None:
             state.finish_reason = event.finish_reason
+            state.stop_sequence = event.stop_sequence
 
     @property
     def finished(self) -> bool:

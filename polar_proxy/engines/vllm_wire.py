@@ -133,7 +133,7 @@ def _body(model: str, sampling: Sampling, stream: bool) -> Json:
 class _Pending:
     """What has come for one choice and has not gone out yet."""
 
-    __slots__ = ("finish", "ids", "logprobs", "reasoning", "stage", "text", "tokens", "tools", "top")
+    __slots__ = ("finish", "ids", "logprobs", "reasoning", "stage", "stop", "text", "tokens", "tools", "top")
 
     def __init__(self) -> None:
         self.stage = 0
@@ -145,6 +145,7 @@ class _Pending:
         self.tokens: list[str] = []
         self.top: list[tuple[TopLogprob, ...]] = []
         self.finish: str | None = None
+        self.stop: str | None = None
 
 
 class AnswerParser:
@@ -161,7 +162,7 @@ class AnswerParser:
         self._texts = sampling.logprobs or bool(sampling.top_logprobs)
         self._tops = bool(sampling.top_logprobs)
         self._open = set(range(sampling.n))
-        self._prompt: tuple[int, ...] | None = None
+        self._prompt: list[int] | None = None
         self._started = False
         self._held: dict[int, _Pending] = {}
         self._cached: int | None = None
@@ -200,6 +201,8 @@ class AnswerParser:
                     self._evidence(pending, ids or (), logprobs)
                 if finish := choice.get("finish_reason"):
                     pending.finish = finish
+                    stop = choice.get("stop_reason")  # a stop string, or the id of a stop token
+                    pending.stop = stop if isinstance(stop, str) else None
                     self._open.discard(index)
         # The very last event waits for the end of the answer, because the usage chunk stands behind it.
         for index in [index for index, pending in held.items() if self._open or pending.finish is None]:
@@ -227,7 +230,7 @@ class AnswerParser:
         """Chat answers tell the prompt's ids at the top, completions in each choice."""
         found = chunk.get("prompt_token_ids") or next((c["prompt_token_ids"] for c in choices if _has_prompt(c)), None)
         if found is not None:
-            self._prompt = tuple(found)
+            self._prompt = found
 
     def _delta(self, index: int, pending: _Pending, delta: Json, out: list[SampleEvent]) -> _Pending:
         """Adds text. An event is read as reasoning, then text, then tool calls; another order opens a new event."""
@@ -316,6 +319,7 @@ class AnswerParser:
                 pending.finish,
                 self._prompt if first else None,
                 self._cached if last else None,
+                pending.stop,
             )
         )
 

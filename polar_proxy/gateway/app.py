@@ -5,29 +5,25 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from polar_proxy import __version__
-from polar_proxy.dialects import Dialect, OpenAIChat, OpenAIText
-from polar_proxy.dialects.openai_common import error_object
+from polar_proxy.dialects import Dialect
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import wire
 from polar_proxy.gateway.metrics import Metrics
-from polar_proxy.gateway.turn import TurnPipeline
-
-_MODEL_ROUTES: dict[str, Dialect] = {"/chat/completions": OpenAIChat(), "/completions": OpenAIText()}
+from polar_proxy.gateway.pipeline import TurnPipeline
+from polar_proxy.gateway.routes import error_shape, find_route
 
 
 class GatewayApp:
     """The model routes straight to the pipeline, everything else to FastAPI.
 
     A call passes no middleware: FastAPI's own costs a measurable share of a call and limits bodies to less than
-    agents send. Each route is served with and without `/v1` (some clients add it to the base URL, some do not), and
-    below `/s/{key}` for programs that hide their key.
+    agents send. Every route is served below `/s/{key}` too, for programs that hide their key.
     """
 
     def __init__(self, pipeline: TurnPipeline, rest: FastAPI) -> None:
@@ -37,13 +33,15 @@ class GatewayApp:
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         if scope["type"] == "http":
             path_key, route = split_path(scope["path"])
-            dialect = _MODEL_ROUTES.get(route.removeprefix("/v1"))
-            if dialect is not None and scope["method"] == "POST":
-                await self._pipeline.serve(dialect, route, path_key, scope, receive, send)
-                return
-            if dialect is not None:
-                error = RequestError(f"{route} takes POST, not {scope['method']}.", status=405)
-                await wire.respond(send, 405, dialect.error(error), [(b"allow", b"POST")])
+            found = find_route(route, scope["query_string"])
+            if found is not None:
+                if scope["method"] != "POST":
+                    error = RequestError(f"{route} takes POST, not {scope['method']}.", status=405)
+                    await wire.respond(send, 405, found.error(error), [(b"allow", b"POST")])
+                elif isinstance(found, Dialect):
+                    await self._pipeline.serve(found, route, path_key, scope, receive, send)
+                else:
+                    await self._pipeline.count(found, path_key, scope, receive, send)
                 return
             scope = {**scope, "path": route}
         await self._rest(scope, receive, send)
@@ -102,11 +100,8 @@ def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> Gate
 
     @app.exception_handler(HTTPException)
     async def not_served(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return Response(
-            orjson.dumps(error_object(message, error.status_code)),
-            error.status_code,
-            media_type="application/json",
-        )
+        path = request.url.path
+        told = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
+        return Response(error_shape(path).error(told), error.status_code, media_type="application/json")
 
     return GatewayApp(pipeline, app)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from polar_proxy.types import CallRecord
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -43,6 +45,22 @@ class Metrics:
             registry=self.registry,
             buckets=_SECONDS,
         )
+
+        self._by_outcome: dict[tuple[str, str], Counter] = {}
+
+    def count(self, record: CallRecord) -> None:
+        """A call has ended."""
+        outcome = (record.dialect, record.status)
+        calls = self._by_outcome.get(outcome)
+        if calls is None:  # looking a label up costs as much as all the rest here
+            calls = self._by_outcome[outcome] = self.calls.labels(*outcome)
+        calls.inc()
+        self.prompt_tokens.inc(0 if record.prompt_ids is None else len(record.prompt_ids))
+        self.cached_tokens.inc(record.cached_tokens or 0)
+        self.completion_tokens.inc(sum(len(choice.token_ids) for choice in record.choices))
+        if record.first_token_at is not None:
+            self.first_token.observe(record.first_token_at - record.started_at)
+        self.duration.observe(record.ended_at - record.started_at)
 
     def render(self) -> bytes:
         """The Prometheus text exposition."""

@@ -19,8 +19,9 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway.app import create_app
 from polar_proxy.gateway.metrics import Metrics
+from polar_proxy.gateway.pipeline import TurnPipeline
 from polar_proxy.gateway.sessions import Sessions
-from polar_proxy.gateway.turn import Observer, TurnPipeline
+from polar_proxy.gateway.turn import Observer
 
 log = logging.getLogger(__name__)
 

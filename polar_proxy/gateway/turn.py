@@ -1,6 +1,6 @@
 """One turn: the pipeline that every call of every dialect passes, streamed or not.
 
-    parse -> session -> policy -> place -> engine.sample -> encoder -> commit -> last byte to the agent
+    place -> policy -> engine.sample -> encoder -> commit -> last byte to the agent
 
 Invariants: the last byte of an answer leaves only after the call is committed (recorded before told). Whatever ends a
 call (finished, failed, client gone, gateway stopped) it is committed with what was sampled until then. If the commit
@@ -11,35 +11,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
 from typing import Protocol
-from urllib.parse import parse_qs
-
-import numpy as np
-import orjson
-from starlette.datastructures import Headers
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects import Answer, Dialect, Encoder, ParsedRequest, assistant_message
+from polar_proxy.dialects import Dialect, Encoder, ParsedRequest, TokenCount, assistant_message
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import wire
 from polar_proxy.gateway.metrics import Metrics
-from polar_proxy.gateway.sessions import Session, Sessions, apply_policy, key_of
-from polar_proxy.history import Place
-from polar_proxy.types import CallRecord, CallStatus, ChatRequest, Choice, EngineRequest, Message, Sampling, new_id
+from polar_proxy.gateway.record import Asked, Ending, Part, make_record
+from polar_proxy.gateway.sessions import Session, apply_policy
+from polar_proxy.types import CallRecord, CallStatus, ChatRequest, EngineRequest, Message, new_id
 
 log = logging.getLogger(__name__)
 
-_LARGE_BODY = 1 << 20
 _COMMIT_PATIENCE = 60.0
-
-
-_SAMPLING = tuple(item.name for item in fields(Sampling))
 
 Observer = Callable[[CallRecord], None]
 """Told of each call once it is committed; runs in the event loop, so it must be quick."""
@@ -51,132 +40,61 @@ class CallSink(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Part:
-    """One engine request of an HTTP request, and what came of it."""
-
-    call_id: str
-    request: EngineRequest
-    place: Place
-    messages: tuple[bytes, ...]
-    answer: Answer = field(default_factory=Answer)
-    first_at: float | None = None
+async def refuse(send: wire.Send, error: RequestError, shape: Dialect | TokenCount, headers: wire.Headers = ()) -> None:
+    """An error as the whole answer, in the caller's own format."""
+    # Clients such as Codex give up at once on a 429 that does not say when to come back.
+    retry = [(b"retry-after", b"1")] if error.status in (429, 503) else []
+    await wire.respond(send, error.status, shape.error(error), [*headers, *retry])
 
 
-class TurnPipeline:
-    """Serves the model routes of one gateway."""
+class Turn:
+    """One HTTP request for model answers, from its parsed body to the last byte. Used once."""
 
     def __init__(
-        self, engine: Engine, store: CallSink, sessions: Sessions, settings: GatewaySettings, metrics: Metrics
+        self,
+        engine: Engine,
+        store: CallSink,
+        settings: GatewaySettings,
+        metrics: Metrics,
+        observers: list[Observer],
     ) -> None:
         self._engine = engine
         self._store = store
-        self._sessions = sessions
         self._settings = settings
         self._metrics = metrics
-        self.observers: list[Observer] = []
+        self._observers = observers
+        self._settled: asyncio.Task[None] | None = None
 
-    async def serve(
+    async def run(
         self,
-        dialect: Dialect,
-        route: str,
-        path_key: str | None,
-        scope: wire.Scope,
-        receive: wire.Receive,
-        send: wire.Send,
-    ) -> None:
-        """Answer one HTTP request. `route` is its path without the key that `/s/{key}` holds: keys are not recorded."""
-        started = time.time()
-        try:
-            headers = Headers(scope=scope)
-            query = scope["query_string"]
-            query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
-            session = await self._sessions.find(key_of(headers, query_key), path_key)
-            body = await wire.read_body(receive, self._settings.max_body_mb << 20)
-            parsed = await self._parse(dialect, body)
-        except wire.Disconnected:
-            return
-        except RequestError as error:
-            self._metrics.refused.labels(error.status).inc()
-            await wire.respond(send, error.status, dialect.error(error))
-            return
-        turn = _Turn(self, dialect, session, parsed, route, started)
-        await turn.run(receive, send)
-
-    async def _parse(self, dialect: Dialect, body: bytes) -> ParsedRequest:
-        if len(body) > _LARGE_BODY:  # keep the loop free
-            return await asyncio.to_thread(_parse_body, dialect, body)
-        return _parse_body(dialect, body)
-
-
-def _parse_body(dialect: Dialect, body: bytes) -> ParsedRequest:
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        value = _with_half_characters(body, error)
-    if not isinstance(value, dict):
-        raise RequestError("The request body must be a JSON object.", code="invalid_type")
-    return dialect.parse(value)
-
-
-def _with_half_characters(body: bytes, error: orjson.JSONDecodeError) -> object:
-    """JavaScript clients that cut a text in the middle of an emoji send one half of it, escaped. orjson refuses that;
-    no model can read it: it becomes a question mark. Raises RequestError for what is not JSON at all."""
-    try:
-        value = json.loads(body, parse_constant=_no_constant)
-        return orjson.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
-    except (ValueError, RecursionError):
-        raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
-
-
-def _no_constant(name: str) -> object:
-    raise ValueError(f"{name} is not JSON")
-
-
-class _Turn:
-    def __init__(
-        self,
-        pipeline: TurnPipeline,
         dialect: Dialect,
         session: Session,
         parsed: ParsedRequest,
         path: str,
         started: float,
+        receive: wire.Receive,
+        send: wire.Send,
     ) -> None:
-        self._engine = pipeline._engine
-        self._store = pipeline._store
-        self._observers = pipeline.observers
-        self._settings = pipeline._settings
-        self._metrics = pipeline._metrics
+        """Answer. `path` is recorded with the call, `started` (seconds since the epoch) is when the request came."""
         self._dialect = dialect
         self._session = session
-        self._parsed = parsed
-        self._path = path
-        self._started = started
-        self._settled: asyncio.Task[None] | None = None
+        self._asked = Asked(session.session_id, dialect.name, path, parsed, started)
         self._parts = [
-            _Part(
-                new_id("call"),
-                apply_policy(request, session.policy),
-                session.history.place(_said(request, raw)),
-                raw,
-            )
+            Part(new_id("call"), apply_policy(request, session.policy), session.history.place(_said(request, raw)), raw)
             for request, raw in zip(parsed.requests, parsed.messages, strict=True)
         ]
         self._headers = [
             (b"x-polar-call-id", self._parts[0].call_id.encode()),
             (b"x-polar-session-id", session.session_id.encode()),
         ]
-
-    async def run(self, receive: wire.Receive, send: wire.Send) -> None:
-        encoder = self._dialect.encoder(self._parsed, self._parts[0].call_id, int(self._started))
+        encoder = dialect.encoder(parsed, self._parts[0].call_id, int(started))
         writer = None
-        if self._parsed.stream:
+        if parsed.stream:
             writer = wire.StreamWriter(
                 send,
-                self._dialect.stream_media_type,
+                dialect.stream_media_type,
                 self._headers,
-                heartbeat=self._dialect.heartbeat,
+                heartbeat=dialect.heartbeat,
                 every=self._settings.heartbeat_seconds,
                 patience=self._settings.headers_after_seconds,
             )
@@ -223,7 +141,7 @@ class _Turn:
 
     async def _pump(self, index: int, encoder: Encoder, writer: wire.StreamWriter | None) -> None:
         part = self._parts[index]
-        async with contextlib.aclosing(self._engine.sample(part.request, stream=self._parsed.stream)) as events:
+        async with contextlib.aclosing(self._engine.sample(part.request, stream=self._asked.parsed.stream)) as events:
             async for event in events:
                 if part.first_at is None:
                     part.first_at = time.time()
@@ -264,19 +182,18 @@ class _Turn:
                 return
         if isinstance(error, EngineError):
             error = RequestError(message, status=error.status, code="engine_error")
-        # Clients such as Codex give up at once on a 429 that does not say when to come back.
-        retry = [(b"retry-after", b"1")] if error.status in (429, 503) else []
-        await wire.respond(send, error.status, self._dialect.error(error), [*self._headers, *retry])
+        await refuse(send, error, self._dialect, self._headers)
 
     async def _commit(self, status: CallStatus, http_status: int, error: str | None) -> None:
-        ended = time.time()
+        ending = Ending(status, http_status, error, time.time())
         version = await self._engine.weight_version()
         for part in self._parts:
-            record = self._record(part, status, http_status, error, ended, version)
-            self._count(record)
+            record = make_record(self._asked, part, ending, self._engine.info, version)
+            self._metrics.count(record)
             waited = time.perf_counter()
             try:
-                await asyncio.wait_for(self._store.commit_call(record), _COMMIT_PATIENCE)
+                async with asyncio.timeout(_COMMIT_PATIENCE):
+                    await self._store.commit_call(record)
             except Exception:
                 self._session.lost += 1
                 self._metrics.lost.inc()
@@ -289,79 +206,9 @@ class _Turn:
                 for state in part.answer.choices.values():
                     self._session.history.answered(part.place, assistant_message(state), part.call_id)
 
-    def _count(self, record: CallRecord) -> None:
-        metrics = self._metrics
-        metrics.calls.labels(record.dialect, record.status).inc()
-        metrics.prompt_tokens.inc(0 if record.prompt_ids is None else len(record.prompt_ids))
-        metrics.cached_tokens.inc(record.cached_tokens or 0)
-        metrics.completion_tokens.inc(sum(len(choice.token_ids) for choice in record.choices))
-        if record.first_token_at is not None:
-            metrics.first_token.observe(record.first_token_at - record.started_at)
-        metrics.duration.observe(record.ended_at - record.started_at)
-
-    def _record(
-        self,
-        part: _Part,
-        status: CallStatus,
-        http_status: int,
-        error: str | None,
-        ended: float,
-        version: str | None,
-    ) -> CallRecord:
-        info = self._engine.info
-        answer = part.answer
-        choices = tuple(
-            Choice(
-                index=index,
-                message=assistant_message(state),
-                finish_reason=state.finish_reason,
-                token_ids=np.asarray(state.token_ids, dtype=np.int32),
-                logprobs=np.asarray(state.logprobs, dtype=np.float32),
-            )
-            for index, state in sorted(answer.choices.items())
-        )
-        if status == "ok" and (
-            answer.prompt_ids is None
-            or any(
-                len(c.token_ids) == 0 or len(c.token_ids) != len(c.logprobs) or c.token_ids.min() < 0 for c in choices
-            )
-        ):
-            status = "no_tokens"
-        sampling = part.request.sampling
-        return CallRecord(
-            call_id=part.call_id,
-            session_id=self._session.session_id,
-            dialect=self._dialect.name,
-            path=self._path,
-            stream=self._parsed.stream,
-            model=part.request.model,
-            engine=info,
-            weight_version=version,
-            # Temperature 0 has no distribution to take a log-probability of: engines report the raw one.
-            logprob_mode="raw" if sampling.temperature == 0 else info.logprob_mode,
-            status=status,
-            http_status=http_status,
-            error=error,
-            edge=part.place.edge,
-            parent_call_id=part.place.parent_call_id,
-            messages=part.messages,
-            tools=self._parsed.tools,
-            params=self._parsed.params,
-            sampling={name: value for name in _SAMPLING if (value := getattr(sampling, name)) not in (None, ())},
-            prompt_ids=None if answer.prompt_ids is None else np.asarray(answer.prompt_ids, dtype=np.int32),
-            choices=choices,
-            started_at=self._started,
-            first_token_at=part.first_at,
-            ended_at=ended,
-            cached_tokens=answer.cached_tokens,
-        )
-
 
 def _said(request: EngineRequest, raw: tuple[bytes, ...]) -> tuple[Message, ...]:
     """What history compares: the messages, or the raw prompt as one."""
     if isinstance(request, ChatRequest):
         return request.messages
     return (Message("prompt", raw[0].decode()),)
-
-
-__all__ = ["CallSink", "TurnPipeline"]

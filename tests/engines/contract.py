@@ -78,7 +78,7 @@ def gather(events: Sequence[SampleEvent]) -> Result:
                 answer.names[delta.index] = delta.name
     assert sorted(choices) == list(range(len(choices)))
     assert all(answer.finish_reason is not None for answer in choices.values())
-    return Result(list(events), events[0].prompt_ids, [choices[index] for index in sorted(choices)])
+    return Result(list(events), tuple(events[0].prompt_ids), [choices[index] for index in sorted(choices)])
 
 
 async def run(engine: Engine, request: EngineRequest) -> Result:
@@ -186,7 +186,7 @@ class EngineContract:
             pytest.skip("this model's greedy answer has no character to stop at")
         stop = visible[0]
         cut = (await run(engine, chat(sampling=Sampling(temperature=0.0, max_tokens=24, stop=(stop,))))).choices[0]
-        assert cut.finish_reason == "stop"
+        assert (cut.finish_reason, cut.stop_sequence) == ("stop", stop)
         assert cut.text == free.text[: free.text.index(stop)]
         assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
         assert stop in await engine.decode(cut.token_ids)

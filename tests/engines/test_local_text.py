@@ -75,11 +75,11 @@ def test_stop_strings_cut_at_their_first_place(text: str, stop: list[str]) -> No
     for char in text:
         told += stream.feed(ord(char))
         used += 1
-        if stream.stopped:
+        if stream.stopped_at is not None:
             break
     told += stream.close()
     ends = [place + len(mark) for mark in stop if (place := text.find(mark)) >= 0]
-    assert stream.stopped == bool(ends)
+    assert (stream.stopped_at is not None) == bool(ends)
     if not ends:
         assert told == text
         return
@@ -90,7 +90,7 @@ def test_stop_strings_cut_at_their_first_place(text: str, stop: list[str]) -> No
 def test_text_that_cannot_be_a_stop_string_is_not_held() -> None:
     stream = TextStream(Letters(), ["xyz"])
     assert [stream.feed(ord(char)) for char in "axyaxyz"] == ["a", "", "", "xya", "", "", ""]
-    assert stream.stopped
+    assert stream.stopped_at is not None
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(max_size=20)), max_size=5))

@@ -115,7 +115,7 @@ def test_whole_answers(name: str, n: int, text: str, calls: list[str]) -> None:
     answer = sample(name)["response"]
     parser = AnswerParser(Sampling(n=n), "It")
     events = parser.feed([answer]) + parser.end()
-    assert events[0].prompt_ids == tuple(answer["prompt_token_ids"])
+    assert events[0].prompt_ids == answer["prompt_token_ids"]
     assert events[0].text == text
     assert [delta.name for delta in events[0].tool_calls] == calls
     for event, choice in zip(events, answer["choices"], strict=True):
@@ -177,7 +177,7 @@ def test_the_first_chunk_alone_is_an_event() -> None:
     """It tells that prefill is over."""
     parser = AnswerParser(Sampling(), "It")
     first = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "prompt_token_ids": [1, 2]}
-    assert [event.prompt_ids for event in parser.feed([first])] == [(1, 2)]
+    assert [event.prompt_ids for event in parser.feed([first])] == [[1, 2]]
 
 
 def test_usage_behind_the_end_tells_the_cache_hits() -> None:

@@ -264,6 +264,7 @@ class LocalEngine(Engine):
                 [tuple([TopLogprob(token, name(token), value) for token, value in piece.top]) for piece in pieces]
             ),
             finish_reason=finish,
+            stop_sequence=pieces[-1].stop,
         )
 
     # Scoring and weights

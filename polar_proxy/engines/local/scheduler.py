@@ -294,13 +294,14 @@ class Scheduler:
             finish = "stop"
         else:
             text = row.stream.feed(token_id)
-            if row.stream.stopped:
+            if row.stream.stopped_at is not None:
                 finish = "stop"
             elif row.count == len(row.tokens):
                 finish = "length"
         if finish is not None:
             text += row.stream.close()
-        self._letters.append((row.work.outbox, Piece(row.index, token_id, logprob, text, top, finish)))
+        piece = Piece(row.index, token_id, logprob, text, top, finish, row.stream.stopped_at)
+        self._letters.append((row.work.outbox, piece))
         return finish is not None
 
     def _retire(self, pool: Pool, slots: Sequence[int]) -> None:

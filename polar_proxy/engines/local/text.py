@@ -146,15 +146,15 @@ def held_back(text: str, marks: Sequence[str]) -> int:
 
 
 class TextStream:
-    """Text of one choice as it is sampled; `stopped` once a stop string stands in it."""
+    """Text of one choice as it is sampled; `stopped_at` is the stop string that stands in it."""
 
-    __slots__ = ("_decoder", "_held", "_stop", "stopped")
+    __slots__ = ("_decoder", "_held", "_stop", "stopped_at")
 
     def __init__(self, decoder: Decoder, stop: Sequence[str]) -> None:
         self._decoder = decoder
         self._stop = tuple(filter(None, stop))
         self._held = ""
-        self.stopped = False
+        self.stopped_at: str | None = None
 
     def feed(self, token_id: int) -> str:
         """Text that can be told now; nothing of a stop string or of what may become one."""
@@ -163,7 +163,7 @@ class TextStream:
 
     def close(self) -> str:
         """The rest, at the end of the answer."""
-        if self.stopped:
+        if self.stopped_at is not None:
             return ""
         text = self._release(self._decoder.close())
         rest, self._held = self._held, ""
@@ -171,10 +171,11 @@ class TextStream:
 
     def _release(self, text: str) -> str:
         text = self._held + text
-        places = [place for place in (text.find(mark) for mark in self._stop) if place >= 0]
+        places = [(place, mark) for mark in self._stop if (place := text.find(mark)) >= 0]
         if places:
-            self.stopped, self._held = True, ""
-            return text[: min(places)]
+            place, self.stopped_at = min(places)
+            self._held = ""
+            return text[:place]
         hold = held_back(text, self._stop)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

@@ -33,6 +33,8 @@ class Piece(NamedTuple):
     text: str
     top: list[tuple[int, float]]
     finish: str | None
+    stop: str | None = None
+    """The stop string that ended the choice."""
 
 
 Item = Started | Piece | EngineError

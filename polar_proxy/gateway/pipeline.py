@@ -1,0 +1,143 @@
+"""From an HTTP request to its turn: the session, the body, what it refers to, what it asks.
+
+    body -> JSON -> dialect.parse -> session -> Turn.run
+
+Side routes that only count tokens end here; they are no calls and are not recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+from urllib.parse import parse_qs
+
+import orjson
+from starlette.datastructures import Headers
+
+from polar_proxy.config import GatewaySettings
+from polar_proxy.dialects import Dialect, Earlier, ParsedRequest, TokenCount
+from polar_proxy.engines.base import Engine
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.gateway import wire
+from polar_proxy.gateway.metrics import Metrics
+from polar_proxy.gateway.sessions import Session, Sessions, key_of
+from polar_proxy.gateway.turn import CallSink, Observer, Turn, refuse
+from polar_proxy.types import CallRecord, Json
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_LARGE_BODY = 1 << 20
+
+
+class CallStore(CallSink, Protocol):
+    async def call(self, call_id: str) -> CallRecord | None: ...
+
+
+class TurnPipeline:
+    """Serves the model routes of one gateway."""
+
+    def __init__(
+        self, engine: Engine, store: CallStore, sessions: Sessions, settings: GatewaySettings, metrics: Metrics
+    ) -> None:
+        self.engine = engine
+        self.store = store
+        self.sessions = sessions
+        self.settings = settings
+        self.metrics = metrics
+        self.observers: list[Observer] = []
+
+    async def serve(
+        self,
+        dialect: Dialect,
+        route: str,
+        path_key: str | None,
+        scope: wire.Scope,
+        receive: wire.Receive,
+        send: wire.Send,
+    ) -> None:
+        """Answer one model request. `route` is its path without the key that `/s/{key}` holds: keys are not
+        recorded."""
+        started = time.time()
+        try:
+            session = await self._session(scope, path_key)
+            raw = await wire.read_body(receive, self.settings.max_body_mb << 20)
+            parsed = await self._parse(dialect, raw, session)
+        except wire.Disconnected:
+            return
+        except RequestError as error:
+            self.metrics.refused.labels(error.status).inc()
+            await refuse(send, error, dialect)
+            return
+        turn = Turn(self.engine, self.store, self.settings, self.metrics, self.observers)
+        await turn.run(dialect, session, parsed, route, started, receive, send)
+
+    async def count(
+        self, counter: TokenCount, path_key: str | None, scope: wire.Scope, receive: wire.Receive, send: wire.Send
+    ) -> None:
+        """Answer how many tokens a prompt has."""
+        try:
+            await self._session(scope, path_key)
+            raw = await wire.read_body(receive, self.settings.max_body_mb << 20)
+            value = await _offloaded(len(raw), _load, raw)
+            tokens = await self.engine.count_tokens(await _offloaded(len(raw), counter.parse, value))
+        except wire.Disconnected:
+            return
+        except EngineError as error:
+            await refuse(send, RequestError(str(error), status=error.status, code="engine_error"), counter)
+        except RequestError as error:
+            self.metrics.refused.labels(error.status).inc()
+            await refuse(send, error, counter)
+        else:
+            await wire.respond(send, 200, counter.respond(tokens))
+
+    async def _session(self, scope: wire.Scope, path_key: str | None) -> Session:
+        query = scope["query_string"]
+        query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
+        return await self.sessions.find(key_of(Headers(scope=scope), query_key), path_key)
+
+    async def _parse(self, dialect: Dialect, raw: bytes, session: Session) -> ParsedRequest:
+        body = await _offloaded(len(raw), _load, raw)
+        call_id = dialect.refers_to(body)
+        if call_id is not None:
+            call = await self.store.call(call_id)
+            if call is None or call.session_id != session.session_id or not call.choices:
+                raise RequestError(
+                    "The previous response was not found in this session.",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                )
+            body = dialect.resume(body, Earlier(call.messages, call.choices[0].message))
+        return await _offloaded(len(raw), dialect.parse, body)
+
+
+async def _offloaded(size: int, work: Callable[[T], R], value: T) -> R:
+    """`work(value)`; in a thread when the body is large, to keep the loop free."""
+    return await asyncio.to_thread(work, value) if size > _LARGE_BODY else work(value)
+
+
+def _load(raw: bytes) -> Json:
+    try:
+        value: object = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        value = _with_half_characters(raw, error)
+    if not isinstance(value, dict):
+        raise RequestError("The request body must be a JSON object.", code="invalid_type")
+    return value
+
+
+def _with_half_characters(body: bytes, error: orjson.JSONDecodeError) -> object:
+    """JavaScript clients that cut a text in the middle of an emoji send one half of it, escaped. orjson refuses that;
+    no model can read it: it becomes a question mark. Raises RequestError for what is not JSON at all."""
+    try:
+        value = json.loads(body, parse_constant=_no_constant)
+        return orjson.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")

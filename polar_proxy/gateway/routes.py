@@ -1,0 +1,24 @@
+"""Which dialect answers a path. Each route is served with and without its version, because some clients add it to the
+base URL and some do not."""
+
+from __future__ import annotations
+
+from polar_proxy.dialects import Dialect, OpenAIChat, OpenAIText, TokenCount
+
+_FIXED: dict[str, Dialect | TokenCount] = {
+    "/chat/completions": OpenAIChat(),
+    "/completions": OpenAIText(),
+}
+
+
+def find_route(path: str, query: bytes) -> Dialect | TokenCount | None:
+    """What serves POST to `path` (without `/s/{key}`), or None where no model route is.
+
+    `query` is the URL's query string, as ASGI has it: Google's says how the answer is to be streamed.
+    """
+    return _FIXED.get(path.removeprefix("/v1"))
+
+
+def error_shape(path: str) -> Dialect | TokenCount:
+    """In whose form a client is told that there is no such route."""
+    return _FIXED["/chat/completions"]
