@@ -46,6 +46,7 @@ class Answer:
     arguments: dict[int, str] = field(default_factory=dict)
     names: dict[int, str] = field(default_factory=dict)
     finish_reason: str | None = None
+    stop_sequence: str | None = None
 
 
 @dataclass
@@ -72,6 +73,7 @@ def gather(events: Sequence[SampleEvent]) -> Result:
         answer.text += event.text
         answer.reasoning += event.reasoning
         answer.finish_reason = event.finish_reason
+        answer.stop_sequence = event.stop_sequence
         for delta in event.tool_calls:
             answer.arguments[delta.index] = answer.arguments.get(delta.index, "") + delta.arguments
             if delta.name is not None:
