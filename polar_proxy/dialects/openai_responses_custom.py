@@ -1,4 +1,8 @@
-"""The text inside a custom tool's arguments, `{"input": "..."}`, decoded while it arrives."""
+"""The text inside the arguments of a custom tool's call, `{"input": "..."}`.
+
+Arguments of another form are handed to the client as they are, and are known again when they come back: by the item's
+id where they do not even begin as they should (see `openai_responses_items`), by `broken` where they do.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,27 @@ _WHOLE = re.compile(
     r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})+"
 )
+
+
+def custom_input(arguments: str) -> str | None:
+    """The text in the arguments of a custom tool's call; None when they are not of the form `{"input": text}`."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return None
+    if isinstance(value, dict) and list(value) == ["input"] and isinstance(value["input"], str):
+        return value["input"]
+    return None
+
+
+def begins(arguments: str) -> bool:
+    """The arguments begin as they should, so that their text can be told while it comes."""
+    return _HEAD.match(arguments) is not None
+
+
+def broken(arguments: str) -> bool:
+    """They begin as they should, but what follows is of another form."""
+    return begins(arguments) and custom_input(arguments) is None
 
 
 class InputDecoder:

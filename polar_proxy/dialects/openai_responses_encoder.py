@@ -209,10 +209,12 @@ class ResponsesEncoder(Encoder):
         out, text = b"", call.decoder.feed(piece)
         if call.decoder.began and not call.told:
             out = self._open_custom(call, item_id("ctc", self._call_id, self._at))
-        if text:
-            place = self._place(call.item_id)
-            out += self._event("response.custom_tool_call_input.delta", **place, delta=text)
-        return out
+        return out + self._custom_delta(call, text)
+
+    def _custom_delta(self, call: _OpenCall, text: str) -> bytes:
+        if not text:
+            return b""
+        return self._event("response.custom_tool_call_input.delta", **self._place(call.item_id), delta=text)
 
     def _open_custom(self, call: _OpenCall, identity: str) -> bytes:
         call.told, call.item_id = True, identity
@@ -225,15 +227,16 @@ class ResponsesEncoder(Encoder):
             out = b""
             if not call.told:
                 out = self._open_custom(call, item["id"])
-                out += self._event(
-                    "response.custom_tool_call_input.delta", **self._place(call.item_id), delta=item["input"]
-                )
-            item["id"] = call.item_id
+                out += self._custom_delta(call, item["input"])
             place = self._place(call.item_id)
             out += self._event("response.custom_tool_call_input.done", **place, input=item["input"])
             return out + self._done(item)
         if item["type"] == "function_call":
-            out = b"" if call.told else self._added({**item, "arguments": "", "status": "in_progress"})
+            out = b""
+            if not call.told:  # a built-in tool's call that turned out not to fit its item
+                call.kind, call.item_id = "function", item["id"]
+                out = self._added({**item, "arguments": "", "status": "in_progress"})
+                out += self._call_delta(call, call.arguments)
             out += self._event(
                 "response.function_call_arguments.done",
                 **self._place(item["id"]),

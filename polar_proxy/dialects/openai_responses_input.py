@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polar_proxy.dialects.base import to_json
+from polar_proxy.dialects.openai_responses_custom import broken
 from polar_proxy.dialects.openai_responses_items import answer_of_item, unseal
 from polar_proxy.dialects.openai_responses_tools import BUILT_IN, Toolbox, built_in_arguments
 from polar_proxy.errors import RequestError
@@ -93,7 +94,7 @@ class _Reader:
             self._call(item, self._offered(item, name, where), arguments)
         elif kind == "custom_tool_call":
             name, text = _text(item, "name", where), _text(item, "input", where)
-            raw = str(item.get("id")).startswith("ctcraw_")
+            raw = str(item.get("id")).startswith("ctcraw_") or broken(text)
             arguments = text if raw else to_json({"input": text}, f"{where}.input").decode()
             self._call(item, self._offered(item, name, where), arguments)
         elif isinstance(kind, str) and kind in _BUILT_IN_CALLS:

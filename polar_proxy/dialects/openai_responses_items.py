@@ -4,9 +4,9 @@ Every id leads back to its call: `resp_<t>` and `msg_<t>_<n>`, `rs_<t>_<n>`, `fc
 n is the item's place in the answer. So a response can be found again by its id alone, and items that a client sends
 back are known to be of one answer.
 
-A custom tool's call whose arguments were not of the form `{"input": text}` hands out the argument string as it was;
-its id begins with `ctcraw`, so that it is read back as it was, too. A built-in tool's call whose arguments its item
-cannot hold is handed out as a `function_call` with the argument string.
+A custom tool's call whose arguments were not of the form `{"input": text}` hands out the argument string as it was. If
+they do not even begin so, its id begins with `ctcraw`, so that it is read back as it was, too. A built-in tool's call
+whose arguments its item cannot hold is handed out as a `function_call` with the argument string.
 
 Reasoning goes out as a summary (an open model has nothing to hide) and, because many clients keep only that, as
 `encrypted_content` too: opaque, not secret. It comes back from either.
@@ -19,7 +19,8 @@ import re
 import zlib
 from typing import Any
 
-from polar_proxy.dialects.openai_responses_tools import Toolbox, built_in_item, custom_input
+from polar_proxy.dialects.openai_responses_custom import begins, custom_input
+from polar_proxy.dialects.openai_responses_tools import Toolbox, built_in_item
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, ToolCall
 
@@ -102,7 +103,7 @@ def call_item(tools: Toolbox, call: ToolCall, call_id: str, place: int, status: 
     if tool is not None and kind == "custom":
         text = custom_input(call.arguments)
         item: Json = {
-            "id": item_id("ctcraw" if text is None else "ctc", call_id, place),
+            "id": item_id("ctc" if begins(call.arguments) else "ctcraw", call_id, place),
             "type": "custom_tool_call",
             "status": status,
             "call_id": call.id,

@@ -245,14 +245,6 @@ def _custom(raw: Json) -> Json:
     return _function("\n\n".join(lines), _object(["input"], input=_TEXT))
 
 
-def custom_input(arguments: str) -> str | None:
-    """The text in the arguments of a custom tool's call; None when they are not of the form `{"input": text}`."""
-    value = _loads(arguments)
-    if isinstance(value, dict) and list(value) == ["input"] and isinstance(value["input"], str):
-        return value["input"]
-    return None
-
-
 def built_in_item(kind: str, arguments: str) -> Json | None:
     """Type and holder of a built-in tool's call item; None when the item could not say exactly these arguments."""
     value = _loads(arguments)
