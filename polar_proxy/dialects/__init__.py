@@ -1,11 +1,14 @@
 """Wire formats: one module a dialect, all behind `Dialect` (base.py)."""
 
+from polar_proxy.dialects.anthropic import AnthropicMessages, AnthropicTokenCount
 from polar_proxy.dialects.base import Answer, Dialect, Earlier, Encoder, ParsedRequest, TokenCount, assistant_message
 from polar_proxy.dialects.openai_chat import OpenAIChat
 from polar_proxy.dialects.openai_text import OpenAIText
 
 __all__ = [
     "Answer",
+    "AnthropicMessages",
+    "AnthropicTokenCount",
     "Dialect",
     "Earlier",
     "Encoder",

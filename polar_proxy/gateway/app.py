@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -11,6 +12,7 @@ from starlette.exceptions import HTTPException
 
 from polar_proxy import __version__
 from polar_proxy.dialects import Dialect
+from polar_proxy.dialects.anthropic import HELLO
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import wire
@@ -59,6 +61,7 @@ def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> Gate
     """The application; the lifetimes of engine and store belong to the caller."""
     app = FastAPI(title="Polar", version=__version__, docs_url="/docs", redoc_url=None)
     started = int(time.time())
+    opened = datetime.fromtimestamp(started, UTC).isoformat()
 
     def model_card(name: str) -> dict[str, Any]:
         return {
@@ -67,18 +70,28 @@ def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> Gate
             "created": started,
             "owned_by": "polar",
             "max_model_len": engine.info.context_length,
+            # Anthropic's clients read the same list by these names.
+            "type": "model",
+            "display_name": name,
+            "created_at": opened,
         }
 
     @app.get("/models")
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [model_card(engine.info.model)]})
+        card = model_card(engine.info.model)
+        ends = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
+        return JSONResponse({"object": "list", "data": [card], **ends})
 
     @app.get("/models/{model:path}")
     @app.get("/v1/models/{model:path}")
     async def one_model(model: str) -> Response:
         # Any name is answered by the one engine, so any name exists.
         return JSONResponse(model_card(model))
+
+    @app.api_route("/api/hello", methods=["GET", "HEAD"])
+    async def hello() -> Response:
+        return Response(HELLO, media_type="application/json")
 
     @app.get("/healthz")
     async def healthz() -> Response:

@@ -3,9 +3,11 @@ base URL and some do not."""
 
 from __future__ import annotations
 
-from polar_proxy.dialects import Dialect, OpenAIChat, OpenAIText, TokenCount
+from polar_proxy.dialects import AnthropicMessages, AnthropicTokenCount, Dialect, OpenAIChat, OpenAIText, TokenCount
 
 _FIXED: dict[str, Dialect | TokenCount] = {
+    "/messages": AnthropicMessages(),
+    "/messages/count_tokens": AnthropicTokenCount(),
     "/chat/completions": OpenAIChat(),
     "/completions": OpenAIText(),
 }
@@ -21,4 +23,6 @@ def find_route(path: str, query: bytes) -> Dialect | TokenCount | None:
 
 def error_shape(path: str) -> Dialect | TokenCount:
     """In whose form a client is told that there is no such route."""
+    if path.removeprefix("/v1").startswith(("/messages", "/api/")):
+        return _FIXED["/messages"]
     return _FIXED["/chat/completions"]
