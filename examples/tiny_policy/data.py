@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from examples.tiny_policy.dialogues import TOOLS, Message, play_expert, some_system
 from polar_proxy.tasks import get_source
+from polar_proxy.tasks.swe_task import SYLLABLES
 
 CONTEXT_WEIGHT = 0.1
 IntArray = npt.NDArray[np.int64]
@@ -100,6 +101,36 @@ class Encoder:
             parts.insert(0, np.arange(start))
         keep = np.concatenate(parts)
         return Example(whole.ids[keep], whole.positions[keep], whole.weights[keep])
+
+
+class Renamer:
+    """Gives a dialogue other names and other numbers, the same ones wherever they stand.
+
+    What the policy has to do with a name or a two-digit number is to copy it, so that a dialogue stays right when all
+    of them are exchanged alike. A few hundred recordings thus stand for any number of instances. A name is a run of
+    two or more syllable tokens; the constant part of the prompt stays as it is.
+    """
+
+    def __init__(self, encoder: Encoder, rng: random.Random) -> None:
+        to_ids = encoder.tokenizer.convert_tokens_to_ids
+        self._encoder = encoder
+        self._rng = rng
+        self._syllables = np.array(to_ids(list(SYLLABLES)))
+        self._numbers = np.array(to_ids([str(number) for number in range(11, 100)]))
+        self._size = len(encoder.tokenizer)
+
+    def __call__(self, example: Example) -> Example:
+        other = np.arange(self._size)
+        other[self._syllables] = self._rng.sample(self._syllables.tolist(), len(self._syllables))
+        syllable = np.isin(example.ids, self._syllables)
+        name = syllable & (np.roll(syllable, 1) | np.roll(syllable, -1))
+        other[self._numbers] = self._rng.sample(self._numbers.tolist(), len(self._numbers))
+        change = name | np.isin(example.ids, self._numbers)
+        first, last = self._encoder.constant(example.ids)
+        change[: self._encoder.task_start(example.ids)] = False
+        change[first:last] = False
+        ids = np.where(change, other[example.ids], example.ids)
+        return Example(ids, example.positions, example.weights)
 
 
 def _find(ids: IntArray, pattern: Sequence[int], start: int) -> int:

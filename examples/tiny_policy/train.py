@@ -1,11 +1,11 @@
-"""Trains polar-tiny from scratch on a CPU.
+"""Trains polar-tiny from scratch on a CPU, on demonstrations that Polar recorded and exported as tokens-jsonl.
 
-Stages, all with the same loss (cross-entropy with the weights of `data.py`): `copy` of random stretches,
-dialogues in the forms `short`, `partial` and `full`, and `recorded`, full dialogues as Polar exported
-them. Hidden matrices are trained with Muon, the rest with AdamW; the learning rate rises over the first steps and
-falls linearly to a tenth over all of them.
+Stages, all with the same loss (cross-entropy with the weights of `data.py`): `copy` of random stretches, then the
+recorded dialogues in the forms `short`, `partial` and `full`, renamed afresh each time they are drawn. Hidden matrices
+are trained with Muon, the rest with AdamW; the learning rate rises over the first steps and falls linearly to a tenth
+over all of them.
 
-    python -m examples.tiny_policy.train --model polar_proxy/models/polar_tiny --out out/tiny
+    python -m examples.tiny_policy.train demonstrations.jsonl --model polar_proxy/models/polar_tiny --out out/tiny
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from examples.tiny_policy.data import Encoder, Example, copies, dialogues
+from examples.tiny_policy.data import Encoder, Example, Renamer, copies, dialogues
 from examples.tiny_policy.muon import Muon
 from examples.tiny_policy.verify_export import read_rows
-from polar_proxy.tasks.swe_task import SYLLABLES, TRAIN_SEEDS
+from polar_proxy.tasks.swe_task import SYLLABLES
 
 HELD_OUT_SEEDS = 900_000_000
 
@@ -106,17 +106,19 @@ def optimisers(model: Any, muon_rate: float, adam_rate: float) -> list[torch.opt
     ]
 
 
-def batches(sequences: Sequence[Example], size: int, rng: random.Random) -> Iterator[list[Example]]:
-    """Endless batches of sequences of like length, each epoch in a new order."""
+def batches(
+    sequences: Sequence[Example], size: int, rng: random.Random, form: Callable[[Example], Example]
+) -> Iterator[list[Example]]:
+    """Endless batches of sequences of like length in the given form, each epoch in a new order."""
     while True:
         order = list(range(len(sequences)))
         rng.shuffle(order)
-        for start in range(0, len(order) - 16 * size + 1, 16 * size):
+        for start in range(0, len(order), 16 * size):
             block = sorted(order[start : start + 16 * size], key=lambda i: len(sequences[i].ids))
             groups = [block[i : i + size] for i in range(0, len(block), size)]
             rng.shuffle(groups)
             for group in groups:
-                yield [sequences[i] for i in group]
+                yield [form(sequences[i]) for i in group]
 
 
 def save(model: Any, folder: Path) -> None:
@@ -128,13 +130,12 @@ def save(model: Any, folder: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description="Train polar-tiny.")
+    parser.add_argument("export", type=Path, help="tokens-jsonl export of the demonstrations")
     parser.add_argument("--model", type=Path, required=True, help="folder of the tokenizer")
     parser.add_argument("--init", type=Path, help="start from these weights")
     parser.add_argument("--out", type=Path, required=True, help="folder of log and checkpoints")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--stages", default="full:1300", help="name:steps, comma separated")
-    parser.add_argument("--dialogues", type=int, default=5000, help="how many the expert plays offline")
-    parser.add_argument("--recorded", type=Path, help="tokens-jsonl export, for the stage `recorded`")
+    parser.add_argument("--stages", default="copy:150,short:300,full:900", help="name:steps, comma separated")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--muon-rate", type=float, default=0.02)
     parser.add_argument("--adam-rate", type=float, default=0.004)
@@ -149,25 +150,22 @@ def main() -> None:
     print(f"{model.num_parameters():,} parameters, vocabulary {len(tokenizer)}", flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     held_out = list(dialogues(encoder, HELD_OUT_SEEDS, 48))
-    started = time.time()
-    whole = list(dialogues(encoder, TRAIN_SEEDS.start, args.dialogues))
-    print(f"{len(whole)} dialogues in {time.time() - started:.0f} s", flush=True)
+    whole = [encoder.from_ids(row["prompt_ids"] + row["response_ids"]) for row in read_rows(args.export)]
+    lengths = [len(example.ids) for example in whole]
+    print(f"{len(whole)} recorded dialogues of {min(lengths)} to {max(lengths)} tokens", flush=True)
+    rename = Renamer(encoder, rng)
+    forms: dict[str, Callable[[Example], Example]] = {
+        "short": lambda example: encoder.short(rename(example), rng),
+        "partial": lambda example: encoder.partial(rename(example), rng),
+        "full": rename,
+    }
     stages = [(name, int(steps)) for name, _, steps in (part.partition(":") for part in args.stages.split(","))]
     total = sum(steps for _, steps in stages)
     chosen = optimisers(model, args.muon_rate, args.adam_rate)
     peaks = [group["lr"] for optimiser in chosen for group in optimiser.param_groups]
     step, started = 0, time.time()
     for name, steps in stages:
-        if name == "short":
-            feed = batches([encoder.short(s, rng) for s in whole], args.batch, rng)
-        elif name == "partial":
-            feed = batches([encoder.partial(s, rng) for s in whole], args.batch, rng)
-        elif name == "full":
-            feed = batches(whole, args.batch, rng)
-        elif name == "recorded":
-            rows = [encoder.from_ids(row["prompt_ids"] + row["response_ids"]) for row in read_rows(args.recorded)]
-            print(f"{len(rows)} recorded dialogues", flush=True)
-            feed = batches(rows, args.batch, rng)
+        feed = iter(()) if name == "copy" else batches(whole, args.batch, rng, forms[name])
         for _ in range(steps):
             batch = copies(numbers, 24, alphabet) if name == "copy" else next(feed)
             rate = min(1.0, (step + 1) / 30) * max(0.1, 1.0 - 0.9 * step / total)
