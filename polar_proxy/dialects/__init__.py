@@ -3,6 +3,7 @@
 from polar_proxy.dialects.anthropic import AnthropicMessages, AnthropicTokenCount
 from polar_proxy.dialects.base import Answer, Dialect, Earlier, Encoder, ParsedRequest, TokenCount, assistant_message
 from polar_proxy.dialects.openai_chat import OpenAIChat
+from polar_proxy.dialects.openai_responses import OpenAIResponses, ResponsesTokenCount
 from polar_proxy.dialects.openai_text import OpenAIText
 
 __all__ = [
@@ -13,8 +14,10 @@ __all__ = [
     "Earlier",
     "Encoder",
     "OpenAIChat",
+    "OpenAIResponses",
     "OpenAIText",
     "ParsedRequest",
+    "ResponsesTokenCount",
     "TokenCount",
     "assistant_message",
 ]

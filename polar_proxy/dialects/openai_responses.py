@@ -65,6 +65,12 @@ class OpenAIResponses(Dialect):
     def resume(self, body: Json, earlier: Earlier) -> Json:
         call_id = call_of_response(body.get("previous_response_id"))
         before = [orjson.loads(message) for message in earlier.messages]
+        if not all(isinstance(item, dict) for item in before):
+            raise RequestError(
+                "The previous response is a text completion, not a conversation.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
         items = [item for item in before if item.get("type") != "instructions"]
         return {**body, "input": [*items, *answer_items(earlier.answer, call_id), *_items(body)]}
 

@@ -3,13 +3,24 @@ base URL and some do not."""
 
 from __future__ import annotations
 
-from polar_proxy.dialects import AnthropicMessages, AnthropicTokenCount, Dialect, OpenAIChat, OpenAIText, TokenCount
+from polar_proxy.dialects import (
+    AnthropicMessages,
+    AnthropicTokenCount,
+    Dialect,
+    OpenAIChat,
+    OpenAIResponses,
+    OpenAIText,
+    ResponsesTokenCount,
+    TokenCount,
+)
 
 _FIXED: dict[str, Dialect | TokenCount] = {
     "/messages": AnthropicMessages(),
     "/messages/count_tokens": AnthropicTokenCount(),
     "/chat/completions": OpenAIChat(),
     "/completions": OpenAIText(),
+    "/responses": OpenAIResponses(),
+    "/responses/input_tokens": ResponsesTokenCount(),
 }
 
 
