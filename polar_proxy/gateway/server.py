@@ -88,6 +88,7 @@ class Gateway:
             timeout_keep_alive=75,
             timeout_graceful_shutdown=max(1, int(self._grace)),
             server_header=False,
+            proxy_headers=False,
         )
         self._server = _Server(self._config)
         self._task = asyncio.create_task(self._server.serve([self._socket]))
