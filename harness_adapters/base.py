@@ -167,7 +167,10 @@ class HarnessAdapter(Protocol):
 
 
 _BUILT_IN: Mapping[str, str] = {
+    "aider": "harness_adapters.aider:Aider",
     "mini-swe-agent": "harness_adapters.mini_swe_agent:MiniSweAgent",
+    "mistral-vibe": "harness_adapters.mistral_vibe:MistralVibe",
+    "openhands": "harness_adapters.openhands:OpenHands",
     "shell": "harness_adapters.shell:Shell",
     "terminus-2": "harness_adapters.terminus_2:Terminus2",
 }

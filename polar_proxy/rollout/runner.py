@@ -29,7 +29,8 @@ from sandboxes.base import Kind, settle
 
 _PREPARE_SECONDS = 300.0
 _SCORE_SECONDS = 300.0
-_TAIL = 20_000
+# OpenHands prints its whole first prompt after the event that tells why it failed.
+_TAIL = 200_000
 
 
 class Listener(Protocol):

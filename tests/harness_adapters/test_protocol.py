@@ -56,7 +56,7 @@ def test_adapters_are_found_by_name_and_by_class() -> None:
     assert list_adapters() == tuple(sorted(list_adapters()))
     assert isinstance(get_adapter("mini-swe-agent"), HarnessAdapter)
     assert isinstance(get_adapter("harness_adapters.mini_swe_agent:MiniSweAgent"), MiniSweAgent)
-    with pytest.raises(UnknownHarnessError, match="there are: .*mini-swe-agent"):
+    with pytest.raises(UnknownHarnessError, match=r"there are: .*mini-swe-agent"):
         get_adapter("nothing")
     with pytest.raises(UnknownHarnessError, match="cannot load"):
         get_adapter("harness_adapters.nothing:At")

@@ -1,0 +1,118 @@
+"""Mistral Vibe (https://github.com/mistralai/mistral-vibe), headless, with a provider of its generic kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness_adapters import python_venv, rendering
+from harness_adapters.base import (
+    Facts,
+    HarnessError,
+    Installed,
+    LaunchContext,
+    LaunchPlan,
+    McpServer,
+    Outcome,
+    require_supported,
+)
+
+_KEY_NAME = "POLAR_API_KEY"
+
+
+class MistralVibe:
+    """Adapter of Mistral Vibe."""
+
+    name = "mistral-vibe"
+    default_version = "3.0.2"
+    facts = Facts(
+        homepage="https://github.com/mistralai/mistral-vibe",
+        package="pypi:mistral-vibe",
+        validated=("3.0.2", "3.0.2"),
+        wire_apis=("openai_chat",),
+        runtime="python 3.12 or 3.13, and its own native program",
+        features=frozenset({"stream", "resume", "mcp", "skills", "parallel_tools", "reasoning"}),
+        notes="Exits with 3 when its limit of turns ended it.",
+        version_command=("{root}/bin/vibe", "--version"),
+    )
+
+    def _recipe(self, version: str | None) -> python_venv.VenvRecipe:
+        version = version or self.default_version
+        return python_venv.VenvRecipe(
+            name=self.name,
+            version=version,
+            requirements=(f"mistral-vibe=={version}",),
+            check=("-c", "import vibe.app_server, vibe.core.loop"),
+            pythons=("3.12", "3.13"),
+        )
+
+    def install(self, cache_root: Path, version: str | None = None) -> Installed:
+        return python_venv.ensure(self._recipe(version), cache_root)
+
+    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
+        return python_venv.is_ready(self._recipe(version), cache_root.absolute())
+
+    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+        require_supported(self.name, self.facts, context)
+        argv = [str(installed.root / "bin" / "vibe"), f"--prompt={context.instruction}"]
+        argv += ["--auto-approve", "--trust", "--max-turns", str(context.max_steps)]
+        if context.resume:
+            argv += ["--continue"]
+        env = {
+            "HOME": context.home,
+            "VIBE_HOME": f"{context.home}/.vibe",
+            _KEY_NAME: context.api_key,
+            # It would ask the desktop's keyring for keys of providers that are not used.
+            "PYTHON_KEYRING_BACKEND": "keyring.backends.null.Keyring",
+            "PYTHONUNBUFFERED": "1",
+        }
+        files = {".vibe/config.toml": _config(context)}
+        files |= rendering.skill_files(".vibe/skills", context.skills)
+        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+        if exit_code is None:
+            return "timed_out", "mistral-vibe was stopped by the clock"
+        if exit_code == 3 and "Stopped: turn_limit" in stdout_tail:
+            return "ok", "ended by its limit of turns"
+        if exit_code != 0:
+            lines = [line.strip() for line in stdout_tail.splitlines() if line.strip()]
+            return "failed", f"mistral-vibe exited with {exit_code}: {lines[-1][:400] if lines else 'no output'}"
+        return "ok", "finished"
+
+
+def _config(context: LaunchContext) -> str:
+    """Its config.toml. The key itself stays in the environment."""
+    general = {
+        "active_model": "polar",
+        "enable_telemetry": False,
+        "enable_update_checks": False,
+        "enable_auto_update": False,
+        "enable_notifications": False,
+        "enable_connectors": False,
+        "api_timeout": context.request_timeout_seconds,
+    }
+    provider = {
+        "name": "polar",
+        "api_base": context.base_url,
+        "api_key_env_var": _KEY_NAME,
+        "api_style": "openai",
+        "backend": "generic",
+    }
+    model = {"name": context.model, "provider": "polar", "alias": "polar"}
+    tables = [("providers", provider), ("models", model)]
+    tables += [("mcp_servers", _server(server)) for server in context.mcp_servers]
+    text = rendering.toml_text(general)
+    for name, table in tables:
+        text += f"\n[[{name}]]\n{rendering.toml_text({k: v for k, v in table.items() if not isinstance(v, dict)})}"
+        for key, value in table.items():
+            if isinstance(value, dict):
+                text += f"\n[{name}.{key}]\n{rendering.toml_text(value)}"
+    return text + "\n[experiments]\nenable = false\n"
+
+
+def _server(server: McpServer) -> dict[str, object]:
+    if server.url is not None:
+        return {"name": server.name, "transport": "streamable-http", "url": server.url}
+    if not server.command:
+        raise HarnessError(f"MCP server {server.name!r} has neither a command nor a url")
+    return {"name": server.name, "transport": "stdio", "command": list(server.command), "env": dict(server.env)}

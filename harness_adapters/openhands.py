@@ -1,0 +1,110 @@
+"""OpenHands CLI (https://github.com/OpenHands/OpenHands-CLI), headless, with its local terminal and file editor.
+
+It asks through litellm and does not stream. Which wire it speaks follows from the model's name: Responses for names
+that contain ``gpt-5``, Messages behind the prefix ``anthropic/``, Chat otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from harness_adapters import litellm_env, python_venv, rendering
+from harness_adapters.base import (
+    Facts,
+    HarnessError,
+    Installed,
+    LaunchContext,
+    LaunchPlan,
+    Outcome,
+    require_supported,
+)
+
+# Names for which its SDK takes the Responses API.
+_RESPONSES_NAMES = ("gpt-5", "codex-mini-latest")
+# Every start clones skills from the internet into the prompt; only that repository's owner is cut off.
+_GITCONFIG = '[url "file:///dev/null/"]\n\tinsteadOf = https://github.com/OpenHands/\n'
+
+
+class OpenHands:
+    """Adapter of the OpenHands CLI."""
+
+    name = "openhands"
+    default_version = "1.16.0"
+    facts = Facts(
+        homepage="https://github.com/OpenHands/OpenHands-CLI",
+        package="pypi:openhands",
+        validated=("1.16.0", "1.16.0"),
+        wire_apis=("openai_chat", "openai_responses", "anthropic_messages"),
+        runtime="python 3.12",
+        features=frozenset({"resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
+        notes="Exits with 0 when it fails as well; the adapter reads its events. Speaks Responses only to a model "
+        "whose name contains gpt-5. Its first prompt holds the time of day to the microsecond. No limit of steps.",
+        needs=("git",),
+        version_command=("{root}/bin/openhands", "--version"),
+    )
+
+    def _recipe(self, version: str | None) -> python_venv.VenvRecipe:
+        version = version or self.default_version
+        return python_venv.VenvRecipe(
+            name=self.name,
+            version=version,
+            requirements=(f"openhands=={version}",),
+            check=("-c", "import litellm, openhands_cli.entrypoint, openhands_cli.tui.textual_app"),
+            pythons=("3.12",),
+        )
+
+    def install(self, cache_root: Path, version: str | None = None) -> Installed:
+        return python_venv.ensure(self._recipe(version), cache_root)
+
+    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
+        return python_venv.is_ready(self._recipe(version), cache_root.absolute())
+
+    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+        wire_api = require_supported(self.name, self.facts, context)
+        by_name = any(name in context.model.lower() for name in _RESPONSES_NAMES)
+        if by_name != (wire_api == "openai_responses") and wire_api != "anthropic_messages":
+            raise HarnessError(
+                f"openhands chooses its wire API by the model's name, and {context.model!r} does not make it speak "
+                f"{wire_api}: Responses needs a name that contains gpt-5, Chat one that does not"
+            )
+        anthropic = wire_api == "anthropic_messages"
+        argv = [str(installed.root / "bin" / "openhands"), "--headless", "--json", "--override-with-envs"]
+        argv += ["--always-approve"]
+        if context.resume:
+            argv += ["--resume", "--last"]
+        argv += [f"--task={context.instruction}"]  # in one word: it may begin with a dash
+        env = {
+            "HOME": context.home,
+            "LLM_BASE_URL": context.root_url if anthropic else context.base_url,
+            "LLM_API_KEY": context.api_key,
+            "LLM_MODEL": f"{'anthropic' if anthropic else 'openai'}/{context.model}",
+            "OPENHANDS_SUPPRESS_BANNER": "1",
+            "OPENHANDS_PERSISTENCE_DIR": f"{context.home}/.openhands",
+            "OPENHANDS_WORK_DIR": context.workdir,
+            "GIT_TERMINAL_PROMPT": "0",
+            "TERM": "xterm-256color",
+            **litellm_env.QUIET,
+        }
+        files = {".gitconfig": _GITCONFIG, **rendering.skill_files(".agents/skills", context.skills)}
+        if context.mcp_servers:
+            servers = {"mcpServers": rendering.mcp_table(context.mcp_servers)}
+            files[".openhands/mcp.json"] = rendering.json_text(servers)
+        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+        if exit_code is None:
+            return "timed_out", "openhands was stopped by the clock"
+        if exit_code != 0:
+            lines = [line.strip() for line in stdout_tail.splitlines() if line.strip()]
+            return "failed", f"openhands exited with {exit_code}: {lines[-1][:400] if lines else 'no output'}"
+        # One event a line. After an error it says goodbye, shows its first prompt again and exits with 0.
+        events = [line for line in stdout_tail.splitlines() if line.startswith('{"id": ')]
+        last = json.loads(events[-1]) if events else {}
+        if last.get("kind") == "ConversationErrorEvent":
+            if last.get("code") == "MaxIterationsReached":
+                return "ok", "ended by its limit of steps"
+            return "failed", f"openhands gave up: {last.get('detail') or last.get('code')}"[:400]
+        if "Agent finished" not in stdout_tail:
+            return "failed", "openhands ended without saying that it finished; see agent.log"
+        return "ok", "finished"
