@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from polar_proxy import __version__
 from polar_proxy.dialects import Dialect
 from polar_proxy.dialects.anthropic import HELLO
+from polar_proxy.dialects.google import google_model_card, google_model_list
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import wire
@@ -57,6 +58,11 @@ def split_path(path: str) -> tuple[str | None, str]:
     return key, separator + rest
 
 
+def _is_googles(request: Request) -> bool:
+    """Google's clients share the path `/v1/models` with OpenAI's and read another form."""
+    return "x-goog-api-key" in request.headers or "x-goog-api-client" in request.headers
+
+
 def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> GatewayApp:
     """The application; the lifetimes of engine and store belong to the caller."""
     app = FastAPI(title="Polar", version=__version__, docs_url="/docs", redoc_url=None)
@@ -78,16 +84,30 @@ def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> Gate
 
     @app.get("/models")
     @app.get("/v1/models")
-    async def models() -> Response:
+    async def models(request: Request) -> Response:
+        if _is_googles(request):
+            return await google_models()
         card = model_card(engine.info.model)
         ends = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
         return JSONResponse({"object": "list", "data": [card], **ends})
 
     @app.get("/models/{model:path}")
     @app.get("/v1/models/{model:path}")
-    async def one_model(model: str) -> Response:
+    async def one_model(model: str, request: Request) -> Response:
+        if _is_googles(request):
+            return await one_google_model(model)
         # Any name is answered by the one engine, so any name exists.
         return JSONResponse(model_card(model))
+
+    @app.get("/v1alpha/models")
+    @app.get("/v1beta/models")
+    async def google_models() -> Response:
+        return JSONResponse(google_model_list([google_model_card(engine.info.model, engine.info.context_length)]))
+
+    @app.get("/v1alpha/models/{model:path}")
+    @app.get("/v1beta/models/{model:path}")
+    async def one_google_model(model: str) -> Response:
+        return JSONResponse(google_model_card(model, engine.info.context_length))
 
     @app.api_route("/api/hello", methods=["GET", "HEAD"])
     async def hello() -> Response:

@@ -13,6 +13,7 @@ from polar_proxy.dialects import (
     ResponsesTokenCount,
     TokenCount,
 )
+from polar_proxy.dialects.google import GoogleGenerate, google_route
 
 _FIXED: dict[str, Dialect | TokenCount] = {
     "/messages": AnthropicMessages(),
@@ -29,11 +30,13 @@ def find_route(path: str, query: bytes) -> Dialect | TokenCount | None:
 
     `query` is the URL's query string, as ASGI has it: Google's says how the answer is to be streamed.
     """
-    return _FIXED.get(path.removeprefix("/v1"))
+    return _FIXED.get(path.removeprefix("/v1")) or google_route(path, query.decode("latin-1"))
 
 
 def error_shape(path: str) -> Dialect | TokenCount:
     """In whose form a client is told that there is no such route."""
     if path.removeprefix("/v1").startswith(("/messages", "/api/")):
         return _FIXED["/messages"]
+    if path.startswith(("/v1beta", "/v1alpha")) or ("/models/" in path and ":" in path):
+        return GoogleGenerate("")
     return _FIXED["/chat/completions"]
