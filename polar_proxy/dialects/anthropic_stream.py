@@ -66,7 +66,7 @@ class MessagesEncoder(Encoder):
             elif is_object(call.arguments):
                 index, begun = self._begin_block({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
                 out += begun
-                out += _delta(index, {"type": "input_json_delta", "partial_json": call.arguments})
+                out += self._piece(index, _object(call.arguments))
                 out += _event("content_block_stop", index=index)
         reason, stop = stop_reason(state, self._told)
         out += _event(
@@ -222,8 +222,11 @@ def _unparsed(state: ChoiceState, told: Container[int]) -> str:
 
 def _tool_use(call: ToolCall) -> Json:
     # The text of the arguments itself: parsed and printed again, a long number would be another.
-    value = orjson.Fragment(call.arguments if call.arguments.strip() else "{}")
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": value}
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": orjson.Fragment(_object(call.arguments))}
+
+
+def _object(arguments: str) -> str:
+    return arguments if arguments.strip() else "{}"
 
 
 def _choice(answer: Answer) -> ChoiceState:

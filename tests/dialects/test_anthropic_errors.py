@@ -1,0 +1,110 @@
+"""Anthropic's error shape, and the words by which its clients know a full context."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from polar_proxy.dialects import anthropic_signature
+from polar_proxy.dialects.anthropic import AnthropicMessages
+from polar_proxy.dialects.anthropic_signature import altered, open_seal, seal
+from polar_proxy.errors import RequestError
+from polar_proxy.types import Json
+
+DIALECT = AnthropicMessages()
+BODY: Json = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (402, "billing_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (405, "invalid_request_error"),
+        (413, "request_too_large"),
+        (422, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (502, "api_error"),
+        (503, "overloaded_error"),
+        (504, "timeout_error"),
+        (529, "overloaded_error"),
+    ],
+)
+def test_each_status_has_its_type(status: int, kind: str) -> None:
+    body = json.loads(DIALECT.error(RequestError("It broke.", status=status)))
+    assert body == {"type": "error", "error": {"type": kind, "message": "It broke."}, "request_id": None}
+    event = DIALECT.encoder(DIALECT.parse(BODY), "call_1", 1).fail("It broke.", status).decode()
+    assert event.startswith("event: error\ndata: ")
+    assert event.endswith("\n\n")
+    assert json.loads(event.split("\n")[1].removeprefix("data: ")) == body
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "This model's maximum context length is 4096 tokens. However, your request has 5000 input tokens. "
+            "Please reduce the length of the input messages.",
+            "prompt is too long: 5000 tokens > 4096 maximum",
+        ),
+        (
+            "This model's maximum context length is 4096 tokens. However, your prompt contains at least 4097 input "
+            "tokens, which exceeds this limit even without any output tokens.",
+            "prompt is too long: 4097 tokens > 4096 maximum",
+        ),
+        (
+            "'max_tokens' or 'max_completion_tokens' is too large: 8000. This model's maximum context length is 4096 "
+            "tokens and your request has 2778 input tokens (8000 > 4096 - 2778).",
+            "input length and `max_tokens` exceed context limit: 2778 + 8000 > 4096, "
+            "decrease input length or `max_tokens` and try again",
+        ),
+        (
+            "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens (1000 in the "
+            "messages, 4000 in the completion).",
+            "input length and `max_tokens` exceed context limit: 1000 + 4000 > 4096, "
+            "decrease input length or `max_tokens` and try again",
+        ),
+        ("The conversation is too long.", "prompt is too long: The conversation is too long."),
+    ],
+)
+def test_a_full_context_is_told_in_anthropics_words(said: str, told: str) -> None:
+    error = RequestError(said, code="context_length_exceeded")
+    assert json.loads(DIALECT.error(error))["error"] == {"type": "invalid_request_error", "message": told}
+
+
+def test_other_refusals_keep_their_words() -> None:
+    error = RequestError("No images.", code="no_images")
+    assert json.loads(DIALECT.error(error))["error"]["message"] == "No images."
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text())
+def test_a_seal_opens_to_what_was_sealed(text: str) -> None:
+    assert open_seal(seal(text)) == text
+    assert not altered(text, seal(text))
+    assert altered(text + ".", seal(text))
+    assert not altered(text, "of another provider")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.text(max_size=30), st.data())
+def test_a_damaged_seal_does_not_open(text: str, data: st.DataObject) -> None:
+    whole = seal(text)
+    place = data.draw(st.integers(0, len(whole) - 1))
+    damaged = whole[:place] + data.draw(st.characters()) + whole[place + 1 :]
+    assert open_seal(damaged) in (None, text)
+    assert open_seal(whole[:place]) is None
+    assert open_seal(data.draw(st.text())) is None
+
+
+def test_a_seal_is_no_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anthropic_signature, "_LARGEST", 1000)
+    assert open_seal(seal("x" * 1000)) == "x" * 1000
+    assert open_seal(seal("x" * 1001)) is None
