@@ -10,7 +10,6 @@ import pytest
 from polar_proxy.dialects.anthropic import AnthropicMessages, AnthropicTokenCount
 from polar_proxy.dialects.anthropic_signature import seal
 from polar_proxy.errors import RequestError
-from polar_proxy.history.place import meaning
 from polar_proxy.types import ChatRequest, Json, Message, ToolCall
 
 DIALECT = AnthropicMessages()
@@ -287,7 +286,7 @@ def test_the_raw_conversation_is_kept() -> None:
     assert parsed.tools == orjson.dumps([BASH])
 
 
-def test_claude_codes_turns_extend_each_other_by_meaning() -> None:
+def test_claude_codes_turns_extend_each_other() -> None:
     """It moves its cache marks and turns a block into a string; no canonical message changes by that."""
     mark = {"cache_control": {"type": "ephemeral"}}
     result: Json = {"type": "tool_result", "tool_use_id": "t", "content": "ok"}
@@ -302,7 +301,6 @@ def test_claude_codes_turns_extend_each_other_by_meaning() -> None:
     third = parse(messages=[*later[:2], {"role": "user", "content": [result]}, USER]).messages
     assert second[:1] == first
     assert third[:3] == second
-    assert [meaning(message) for message in third[:3]] == [meaning(message) for message in second]
 
 
 def test_counting_takes_the_same_conversation() -> None:
