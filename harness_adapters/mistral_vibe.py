@@ -91,14 +91,14 @@ def _config(context: LaunchContext) -> str:
         "enable_connectors": False,
         "api_timeout": context.request_timeout_seconds,
     }
-    provider = {
+    provider: dict[str, object] = {
         "name": "polar",
         "api_base": context.base_url,
         "api_key_env_var": _KEY_NAME,
         "api_style": "openai",
         "backend": "generic",
     }
-    model = {"name": context.model, "provider": "polar", "alias": "polar"}
+    model: dict[str, object] = {"name": context.model, "provider": "polar", "alias": "polar"}
     tables = [("providers", provider), ("models", model)]
     tables += [("mcp_servers", _server(server)) for server in context.mcp_servers]
     text = rendering.toml_text(general)
@@ -107,6 +107,7 @@ def _config(context: LaunchContext) -> str:
         for key, value in table.items():
             if isinstance(value, dict):
                 text += f"\n[{name}.{key}]\n{rendering.toml_text(value)}"
+    # Experiments are fetched from the maker's server.
     return text + "\n[experiments]\nenable = false\n"
 
 

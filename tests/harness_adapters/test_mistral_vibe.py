@@ -1,0 +1,98 @@
+"""Mistral Vibe: its plan, how its exit is read, and the real program against the gateway."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from harness_adapters import HarnessError, Installed, McpServer
+from harness_adapters.mistral_vibe import MistralVibe
+from polar_proxy.store import Store
+from tests.conftest import Serve
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.harness_adapters import plans, real_run
+
+ADAPTER = MistralVibe()
+
+
+def test_the_plan() -> None:
+    plans.facts_are_complete(ADAPTER)
+    plan = plans.plan(ADAPTER, max_steps=7)
+    assert plan.argv[:2] == ("/cache/x/bin/vibe", f"--prompt={plans.INSTRUCTION}")
+    assert plan.argv[plan.argv.index("--max-turns") + 1] == "7"
+    assert "--continue" not in plan.argv
+    assert plans.plan(ADAPTER, resume=True).argv[-1] == "--continue"
+
+
+def test_the_config_file_is_toml_and_names_the_keys_variable() -> None:
+    files = plans.plan(ADAPTER, model='a "b" \\ c', mcp_servers=plans.MCP, skills=(plans.SKILL,)).files
+    config = tomllib.loads(files[".vibe/config.toml"])
+    (provider,), (model,) = config["providers"], config["models"]
+    assert provider["api_base"] == "http://127.0.0.1:9/v1"
+    assert plans.plan(ADAPTER).env[provider["api_key_env_var"]] == plans.KEY
+    assert (model["name"], model["provider"], model["alias"]) == (
+        'a "b" \\ c',
+        provider["name"],
+        config["active_model"],
+    )
+    assert not any(value for name, value in config.items() if name.startswith("enable_"))
+    assert config["experiments"] == {"enable": False}
+    assert [server["name"] for server in config["mcp_servers"]] == ["files", "web"]
+    assert config["mcp_servers"][0]["command"] == ["mcp-files", "--root", "/a b"]
+    assert config["mcp_servers"][0]["env"] == {"LEVEL": '"1"'}
+    assert config["mcp_servers"][1]["url"] == "http://127.0.0.1:9/mcp"
+    assert files[".vibe/skills/say-hello/SKILL.md"] == plans.SKILL.text
+    with pytest.raises(HarnessError, match="neither a command nor a url"):
+        plans.plan(ADAPTER, mcp_servers=(McpServer("nothing"),))
+
+
+@pytest.mark.parametrize(
+    ("code", "tail", "outcome", "told"),
+    [
+        (0, "All done.\n", "ok", "finished"),
+        (3, "Let me see.\nStopped: turn_limit\n", "ok", "limit of turns"),
+        (1, "Error: Invalid API key\n", "failed", "exited with 1: Error: Invalid API key"),
+        (3, "Stopped: something else\n", "failed", "exited with 3"),
+        (None, "", "timed_out", "clock"),
+    ],
+)
+def test_its_exit_is_read(code: int | None, tail: str, outcome: str, told: str) -> None:
+    read = ADAPTER.interpret(code, tail)
+    assert read[0] == outcome
+    assert told in read[1]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return real_run.install(ADAPTER, tmp_path_factory)
+
+
+@pytest.mark.full
+async def test_the_real_program_and_a_second_turn(
+    installed: Installed, serve: Serve, store: Store, tmp_path: Path
+) -> None:
+    action = json.dumps({"command": "pwd > where.txt"})
+    script = real_run.play(real_run.call("bash", action), "All done.", "Once more.")
+    async with serve(ScriptedEngine(script)) as gateway:
+        ran = await real_run.run(ADAPTER, installed, gateway, store, tmp_path)
+        assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "finished"), ran.output[-3000:]
+        assert (ran.workdir / "where.txt").read_text() == f"{ran.workdir}\n"
+        assert [call.edge for call in ran.calls] == ["root", "continues"]
+        assert all(call.stream for call in ran.calls)
+        again = await real_run.run(
+            ADAPTER, installed, gateway, store, tmp_path, resume=True, instruction="Say it again."
+        )
+    assert ADAPTER.interpret(again.exit_code, again.output) == ("ok", "finished"), again.output[-3000:]
+    assert [call.edge for call in again.calls] == ["root", "continues", "continues"]
+
+
+@pytest.mark.full
+async def test_the_real_program_at_its_limit(installed: Installed, serve: Serve, store: Store, tmp_path: Path) -> None:
+    script = real_run.play(real_run.call("bash", '{"command": "true"}'))
+    async with serve(ScriptedEngine(script)) as gateway:
+        ran = await real_run.run(ADAPTER, installed, gateway, store, tmp_path, max_steps=2)
+    assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "ended by its limit of turns"), ran.output[-3000:]
+    assert len(ran.calls) == 2

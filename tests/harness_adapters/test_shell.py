@@ -1,0 +1,106 @@
+"""A command line as a harness: words, placeholders, the key, the exit."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness_adapters import HarnessError, InstallError, LaunchPlan, get_adapter
+from harness_adapters.base import split_version
+from harness_adapters.shell import Shell
+from tests.harness_adapters import plans
+
+CACHE = Path("/cache")
+
+
+def plan(command: str, **changes: object) -> LaunchPlan:
+    adapter = get_adapter(f"shell:{command}")
+    context = replace(plans.CONTEXT, **changes)  # type: ignore[arg-type]
+    planned = adapter.launch(adapter.install(CACHE), context)
+    assert planned == adapter.launch(adapter.install(CACHE), context)
+    assert not any(plans.KEY in word for word in planned.argv)
+    return planned
+
+
+def test_placeholders_are_filled_within_their_words() -> None:
+    command = (
+        "my-agent --url={base_url} --root {root_url} -k {api_key_env} -m '{model} x' {home}/x {workdir} {instruction}"
+    )
+    assert plan(command).argv == (
+        "my-agent", "--url=http://127.0.0.1:9/v1", "--root", "http://127.0.0.1:9", "-k", "OPENAI_API_KEY",
+        "-m", "polar-tiny x", "/home/agent/x", "/workspace", plans.INSTRUCTION,
+    )  # fmt: skip
+
+
+@given(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",))))
+def test_no_instruction_leaves_its_word(instruction: str) -> None:
+    assert plan("a '{instruction}!' b", instruction=instruction).argv == ("a", instruction + "!", "b")
+
+
+def test_doubled_braces_are_braces() -> None:
+    assert plan("a '{{\"x\": 1}}' {{model}}").argv == ("a", '{"x": 1}', "{model}")
+    assert plan("""a '{"x": 1}'""").argv == ("a", '{"x": 1}'), "not a placeholder's name"
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("", "the command is missing"),
+        ("a {modle}", "{modle} is no placeholder; there are {base_url}"),
+        ("a 'b", "cannot be split into words"),
+        ("bash -c 'run {instruction}'", "POLAR_INSTRUCTION"),
+        ("/bin/sh -c \"x '{instruction}'\"", "POLAR_INSTRUCTION"),
+        ("{mount:/no/such/folder}/a", "names nothing on this machine"),
+        ("{mount:relative}/a", "must be an absolute path"),
+    ],
+)
+def test_what_cannot_be_is_told_at_installation(command: str, told: str) -> None:
+    with pytest.raises(InstallError, match=r".*") as caught:
+        get_adapter(f"shell:{command}").install(CACHE)
+    assert told in str(caught.value)
+
+
+def test_the_endpoint_and_the_key_are_under_every_name() -> None:
+    env = plan("a").env
+    for provider, url in (("OPENAI", "/v1"), ("ANTHROPIC", ""), ("GOOGLE_GEMINI", "")):
+        assert env[f"{provider}_BASE_URL"] == f"http://127.0.0.1:9{url}"
+    assert env["OPENAI_API_BASE"] == "http://127.0.0.1:9/v1"
+    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"):
+        assert env[name] == plans.KEY
+    assert env["POLAR_INSTRUCTION"] == plans.INSTRUCTION
+
+
+def test_a_mount_is_shown_at_its_own_place(tmp_path: Path) -> None:
+    planned = plan(f"{{mount:{tmp_path}}}/agent x")
+    assert planned.argv == (f"{tmp_path}/agent", "x")
+    assert planned.mounts == (tmp_path,)
+    assert get_adapter(f"shell:{{mount:{tmp_path}}}/agent x").default_version == "agent"
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    for changes in ({"resume": True}, {"mcp_servers": plans.MCP}, {"skills": (plans.SKILL,)}):
+        with pytest.raises(HarnessError):
+            plan("a", **changes)
+    with pytest.raises(InstallError, match="has no version"):
+        Shell("a").install(CACHE, "1.0")
+    assert split_version("shell:a@1 b") == ("shell:a@1 b", None)
+    assert split_version("aider@0.86.1") == ("aider", "0.86.1")
+    assert split_version("aider") == ("aider", None)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, ("ok", 0)), (7, ("failed", 7))])
+def test_its_exit_status_is_its_own(code: int, expected: tuple[str, int]) -> None:
+    program = "import os, sys; print(os.environ['POLAR_INSTRUCTION']); sys.exit(int(sys.argv[1]))"
+    planned = plan(shlex.join([sys.executable, "-c", program, str(code)]), instruction="last words")
+    done = subprocess.run(planned.argv, env=dict(planned.env), capture_output=True, text=True, check=False)
+    outcome, detail = Shell("a").interpret(done.returncode, done.stdout)
+    assert (outcome, done.returncode) == expected
+    assert ("last words" in detail) == (code != 0)
+    assert Shell("a").interpret(None, "")[0] == "timed_out"
