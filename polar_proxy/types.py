@@ -230,6 +230,28 @@ class CallRecord:
     ended_at: float
     """Seconds since the epoch."""
     cached_tokens: int | None = None
+    rule: str | None = None
+    """Name of the rule of history that gave it its edge; None for a root that no rule speaks of."""
+    ambiguous: bool = False
+    """Another edge or parent was possible as well; `rule` says why."""
+    thread: str | None = None
+    """The line of conversation: the harness's own id of it, else the call that began it."""
+    marks: Json | None = None
+    """By which history knows the call again after a restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlace:
+    """Where a call stands in its session, and the marks by which history knows it again."""
+
+    call_id: str
+    edge: Edge
+    parent_call_id: str | None
+    rule: str | None
+    thread: str | None
+    status: CallStatus
+    ended_at: float
+    marks: Json | None
 
 
 SpanKind = Literal["context", "sampled"]

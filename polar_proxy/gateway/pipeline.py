@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeVar
 from urllib.parse import parse_qs
 
 import orjson
-from starlette.datastructures import Headers
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects import Dialect, Earlier, ParsedRequest, TokenCount
@@ -25,6 +24,7 @@ from polar_proxy.gateway import wire
 from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.sessions import Session, Sessions, key_of
 from polar_proxy.gateway.turn import CallSink, Observer, Turn, refuse
+from polar_proxy.history import read_hints
 from polar_proxy.types import CallRecord, Json
 
 T = TypeVar("T")
@@ -63,7 +63,8 @@ class TurnPipeline:
         recorded."""
         started = time.time()
         try:
-            session = await self._session(scope, path_key)
+            headers = _headers(scope)
+            session = await self._session(headers, scope, path_key)
             raw = await wire.read_body(receive, self.settings.max_body_mb << 20)
             parsed = await self._parse(dialect, raw, session)
         except wire.Disconnected:
@@ -73,14 +74,14 @@ class TurnPipeline:
             await refuse(send, error, dialect)
             return
         turn = Turn(self.engine, self.store, self.settings, self.metrics, self.observers)
-        await turn.run(dialect, session, parsed, route, started, receive, send)
+        await turn.run(dialect, session, parsed, read_hints(headers, parsed.params), route, started, receive, send)
 
     async def count(
         self, counter: TokenCount, path_key: str | None, scope: wire.Scope, receive: wire.Receive, send: wire.Send
     ) -> None:
         """Answer how many tokens a prompt has."""
         try:
-            await self._session(scope, path_key)
+            await self._session(_headers(scope), scope, path_key)
             raw = await wire.read_body(receive, self.settings.max_body_mb << 20)
             value = await _offloaded(len(raw), _load, raw)
             tokens = await self.engine.count_tokens(await _offloaded(len(raw), counter.parse, value))
@@ -94,10 +95,10 @@ class TurnPipeline:
         else:
             await wire.respond(send, 200, counter.respond(tokens))
 
-    async def _session(self, scope: wire.Scope, path_key: str | None) -> Session:
+    async def _session(self, headers: Mapping[str, str], scope: wire.Scope, path_key: str | None) -> Session:
         query = scope["query_string"]
         query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
-        return await self.sessions.find(key_of(Headers(scope=scope), query_key), path_key)
+        return await self.sessions.find(key_of(headers, query_key), path_key)
 
     async def _parse(self, dialect: Dialect, raw: bytes, session: Session) -> ParsedRequest:
         body = await _offloaded(len(raw), _load, raw)
@@ -112,6 +113,11 @@ class TurnPipeline:
                 )
             body = dialect.resume(body, Earlier(call.messages, call.choices[0].message))
         return await _offloaded(len(raw), dialect.parse, body)
+
+
+def _headers(scope: wire.Scope) -> dict[str, str]:
+    """By name in lower case, as ASGI has them; read many times for each call."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 async def _offloaded(size: int, work: Callable[[T], R], value: T) -> R:

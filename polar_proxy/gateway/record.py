@@ -48,7 +48,9 @@ class Ending:
     ended_at: float
 
 
-def make_record(asked: Asked, part: Part, ending: Ending, info: EngineInfo, weight_version: str | None) -> CallRecord:
+def make_record(
+    asked: Asked, part: Part, ending: Ending, info: EngineInfo, weight_version: str | None, marks: Json
+) -> CallRecord:
     """The call for the store. An answer without ids and log-probabilities for all it says is `no_tokens`."""
     answer = part.answer
     choices = tuple(
@@ -91,6 +93,10 @@ def make_record(asked: Asked, part: Part, ending: Ending, info: EngineInfo, weig
         first_token_at=part.first_at,
         ended_at=ending.ended_at,
         cached_tokens=answer.cached_tokens,
+        rule=part.place.rule,
+        ambiguous=part.place.ambiguous,
+        thread=part.place.thread,
+        marks=marks,
     )
 
 

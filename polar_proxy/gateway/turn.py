@@ -24,7 +24,8 @@ from polar_proxy.gateway import wire
 from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.record import Asked, Ending, Part, make_record
 from polar_proxy.gateway.sessions import Session, apply_policy
-from polar_proxy.types import CallRecord, CallStatus, ChatRequest, EngineRequest, Message, new_id
+from polar_proxy.history import Hints
+from polar_proxy.types import CallRecord, CallStatus, new_id
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class Turn:
         dialect: Dialect,
         session: Session,
         parsed: ParsedRequest,
+        hints: Hints,
         path: str,
         started: float,
         receive: wire.Receive,
@@ -80,7 +82,12 @@ class Turn:
         self._session = session
         self._asked = Asked(session.session_id, dialect.name, path, parsed, started)
         self._parts = [
-            Part(new_id("call"), apply_policy(request, session.policy), session.history.place(_said(request, raw)), raw)
+            Part(
+                call_id := new_id("call"),
+                apply_policy(request, session.policy),
+                session.history.place(call_id, request, hints, now=started),
+                raw,
+            )
             for request, raw in zip(parsed.requests, parsed.messages, strict=True)
         ]
         self._headers = [
@@ -188,7 +195,9 @@ class Turn:
         ending = Ending(status, http_status, error, time.time())
         version = await self._engine.weight_version()
         for part in self._parts:
-            record = make_record(self._asked, part, ending, self._engine.info, version)
+            said = [assistant_message(state) for state in part.answer.choices.values()]
+            marks = self._session.history.ended(part.place, said, status, now=ending.ended_at)
+            record = make_record(self._asked, part, ending, self._engine.info, version, marks)
             self._metrics.count(record)
             waited = time.perf_counter()
             try:
@@ -202,13 +211,3 @@ class Turn:
                 for observer in self._observers:
                     observer(record)
             self._metrics.commit.observe(time.perf_counter() - waited)
-            if status == "ok":
-                for state in part.answer.choices.values():
-                    self._session.history.answered(part.place, assistant_message(state), part.call_id)
-
-
-def _said(request: EngineRequest, raw: tuple[bytes, ...]) -> tuple[Message, ...]:
-    """What history compares: the messages, or the raw prompt as one."""
-    if isinstance(request, ChatRequest):
-        return request.messages
-    return (Message("prompt", raw[0].decode()),)

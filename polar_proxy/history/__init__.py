@@ -1,5 +1,19 @@
-"""Where a call stands in its session: message chain, placement, edges."""
+"""Where a call stands in its session: comparison by meaning, edges, retries, threads."""
 
+from polar_proxy.history.hints import NO_HINTS, Hints, read_hints
+from polar_proxy.history.normalise import NORMALISERS, Normaliser
 from polar_proxy.history.place import Place, SessionHistory
+from polar_proxy.history.rules import BUILT_IN, RULES, Rule
 
-__all__ = ["Place", "SessionHistory"]
+__all__ = [
+    "BUILT_IN",
+    "NORMALISERS",
+    "NO_HINTS",
+    "RULES",
+    "Hints",
+    "Normaliser",
+    "Place",
+    "Rule",
+    "SessionHistory",
+    "read_hints",
+]

@@ -1,85 +1,125 @@
-"""Where a call stands in its session.
+"""The history of one session: places each call as it comes, and is told how it ended.
 
-Messages are compared by meaning: role, text, tool calls by name and canonical arguments. Two histories with the same
-meaning have the same chain of keys, whatever their bytes. A call `continues` an earlier one when its messages begin
-with that call's messages and its answer; everything else is a `root` for now (rewinds, compactions, sub-agents and
-side calls are named in `history/` too as they come).
+`place` is called before a call is sampled and `ended` when its answer is complete, before the client has its last
+byte: so the next call of the same run always finds it. What `ended` returns is stored with the call, and `rebuild`
+makes the same history of it after a restart.
 """
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-import orjson
+from polar_proxy.history.decide import Asking, decide
+from polar_proxy.history.hints import NO_HINTS, Hints
+from polar_proxy.history.known import Heard, Known, Memory, known_from, marks_of, quotes_of
+from polar_proxy.history.meaning import Meaning, call_ids, ids_digest, message_of, text_of
+from polar_proxy.history.normalise import Active
+from polar_proxy.history.rules import View
+from polar_proxy.types import CallPlace, CallStatus, ChatRequest, Edge, EngineRequest, Json, Message
 
-from polar_proxy.types import Edge, Json, Message, ToolCall
-
-_EMPTY = b"\0" * 16
+_TEXTS = 32
+"""Answers whose text is kept, to tell a cut answer from a replaced one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The edge to an earlier call of the session, and the key of this call's own conversation."""
+    """Where a call stands. `rule` names what decided; `ambiguous`: something else was possible as well."""
 
+    call_id: str
     edge: Edge
     parent_call_id: str | None
-    key: bytes
+    rule: str | None
+    ambiguous: bool
+    thread: str
+    """The line of conversation: the harness's own id of it, else the call that began it."""
 
 
-@dataclass(slots=True)
 class SessionHistory:
-    """The conversations of one session by meaning: key of (messages + answer) -> the call that ended there."""
+    """`off` names normalisers that are not to be used; `window` is how many seconds "just answered" lasts."""
 
-    ends: dict[bytes, str] = field(default_factory=dict)
+    def __init__(self, off: Iterable[str] = (), *, window: float = 10.0) -> None:
+        self._meaning = Meaning(Active(off))
+        self._memory = Memory()
+        self._window = window
+        self._texts: deque[Known] = deque()
 
-    def place(self, messages: tuple[Message, ...]) -> Place:
-        key = _EMPTY
-        parent: str | None = None
-        for message in messages:
-            key = extend(key, message)
-            parent = self.ends.get(key, parent)
-        return Place("continues" if parent else "root", parent, key)
+    def place(self, call_id: str, request: EngineRequest, hints: Hints = NO_HINTS, *, now: float) -> Place:
+        """The edge of this call, which from now on is known to be in flight. `now` in seconds since the epoch."""
+        messages = _messages(request)
+        chain = self._meaning.chain(messages)
+        view = View.of(messages, request if isinstance(request, ChatRequest) else None)
+        found = decide(self._memory, Asking(messages, chain, view, hints, now), self._window)
+        parent = found.parent
+        thread = hints.thread or (call_id if parent is None or found.own_thread else parent.thread)
+        if found.edge == "side_call":
+            thread = call_id
+        known = Known(
+            call_id=call_id,
+            thread=thread,
+            hinted=hints.thread,
+            edge=found.edge,
+            parent_call_id=None if parent is None else parent.call_id,
+            rule=found.rule,
+            asked=chain.keys[-1],
+            skeleton=chain.skeleton,
+            ids=ids_digest(turn.ids for turn in chain.turns),
+            at=now,
+            compaction=found.compaction,
+        )
+        self._count(known, parent)
+        self._memory.add(known)
+        return Place(call_id, known.edge, known.parent_call_id, found.rule, found.ambiguous, thread)
 
-    def answered(self, place: Place, answer: Json, call_id: str) -> None:
-        """Remember where this call ended, so that the next one can be found to continue it."""
-        self.ends[extend(place.key, _from_json(answer))] = call_id
+    def ended(self, place: Place, answers: Sequence[Json], status: CallStatus, *, now: float) -> Json:
+        """Remember the answers (OpenAI assistant messages) of a call, partial ones of a failed call too.
+
+        Returns the marks to store with the call."""
+        known = self._memory.by_id[place.call_id]
+        said = [message_of(answer) for answer in answers]
+        if status not in ("ok", "no_tokens"):  # of which nothing may have arrived
+            said = [message for message in said if message.tool_calls or text_of(message).strip()]
+        known.state, known.at = status, now
+        known.answers = tuple(self._heard(known, message) for message in said)
+        known.quotes = quotes_of(said, known.compaction)
+        known.text = text_of(said[0]) if said else ""
+        self._texts.append(known)
+        if len(self._texts) > _TEXTS:
+            self._texts.popleft().text = ""
+        self._memory.answered(known)
+        return marks_of(known)
+
+    def rebuild(self, calls: Iterable[CallPlace]) -> None:
+        """Know again the calls that the store gives back, in the order in which they started. Linear in their number.
+
+        Calls that were stored under other normalisers are kept, but no message leads to them."""
+        for row in calls:
+            known = known_from(row)
+            if known is None or known.call_id in self._memory.by_id:
+                continue
+            parent = self._memory.by_id.get(known.parent_call_id or "")
+            self._count(known, parent)
+            self._memory.add(known)
+            self._memory.answered(known)
+
+    def _heard(self, known: Known, answer: Message) -> Heard:
+        end, skeleton, said = self._meaning.after(known.asked, known.skeleton, answer)
+        length = len(text_of(answer)) + sum(len(call.arguments) for call in answer.tool_calls)
+        return Heard(end, skeleton, said, call_ids(answer), length)
+
+    def _count(self, known: Known, parent: Known | None) -> None:
+        if parent is None:
+            return
+        if known.edge == "retries":
+            parent.asked_again = True
+        elif known.edge in ("continues", "compacts", "rewinds"):
+            parent.continued += 1
 
 
-def extend(key: bytes, message: Message) -> bytes:
-    """16-byte key of a conversation one message longer."""
-    digest = hashlib.blake2b(key, digest_size=16)
-    digest.update(meaning(message))
-    return digest.digest()
-
-
-def meaning(message: Message) -> bytes:
-    """A message without what says nothing to the model: ids, cache marks, JSON spacing, string against list form."""
-    role = "system" if message.role == "developer" else message.role
-    calls = [(call.name, _canonical(call.arguments)) for call in message.tool_calls]
-    return orjson.dumps([role, _text(message.content), calls])
-
-
-def _text(content: str | list[Json] | None) -> object:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if all(part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    return [{key: value for key, value in part.items() if key != "cache_control"} for part in content]
-
-
-def _canonical(arguments: str) -> object:
-    try:
-        return orjson.dumps(orjson.loads(arguments), option=orjson.OPT_SORT_KEYS).decode()
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # no JSON, or nested deeper than can be written
-        return arguments
-
-
-def _from_json(message: Json) -> Message:
-    calls = tuple(
-        ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
-        for call in message.get("tool_calls", ())
-    )
-    return Message(message["role"], message.get("content"), tool_calls=calls)
+def _messages(request: EngineRequest) -> tuple[Message, ...]:
+    """What is compared: the messages, or a raw prompt as one."""
+    if isinstance(request, ChatRequest):
+        return request.messages
+    prompt = request.prompt
+    return (Message("prompt", prompt if isinstance(prompt, str) else " ".join(map(str, prompt))),)

@@ -11,7 +11,7 @@ from polar_proxy.store.base import Part
 from polar_proxy.store.load import fetch
 from polar_proxy.store.rows import CallSummary, StoredCall
 from polar_proxy.store.schema import calls, completions
-from polar_proxy.types import CallRecord
+from polar_proxy.types import CallPlace, CallRecord
 
 _c = calls.c
 _choices = select(func.count()).select_from(completions).where(completions.c.call_id == _c.call_id).scalar_subquery()
@@ -24,7 +24,7 @@ _finish = (
 )
 _summary: tuple[ColumnElement[Any], ...] = (
     *(_c.call_id, _c.session_id, _c.dialect, _c.path, _c.stream, _c.model, _c.status, _c.http_status, _c.error),
-    *(_c.edge, _c.parent_call_id, _c.message_count, _choices, _finish),
+    *(_c.edge, _c.parent_call_id, _c.rule, _c.ambiguous, _c.thread, _c.message_count, _choices, _finish),
     *(_c.prompt_tokens, _c.completion_tokens, _c.cached_tokens, _c.weight_version),
     *(_c.started_at, _c.first_token_at, _c.ended_at),
 )
@@ -55,3 +55,10 @@ class Calls(Part):
         query = select(*_summary).where(_c.session_id == session_id).order_by(_c.started_at, _c.call_id)
         async with self._database.reading() as connection:
             return [CallSummary(*row) for row in await connection.execute(query)]
+
+    async def call_places(self, session_id: str) -> list[CallPlace]:
+        """Where the calls of a session stand, in the order in which they started. One statement, no messages."""
+        columns = (_c.call_id, _c.edge, _c.parent_call_id, _c.rule, _c.thread, _c.status, _c.ended_at, _c.marks)
+        query = select(*columns).where(_c.session_id == session_id).order_by(_c.started_at, _c.call_id)
+        async with self._database.reading() as connection:
+            return [CallPlace(*row) for row in await connection.execute(query)]

@@ -63,6 +63,9 @@ class CallSummary:
     error: str | None
     edge: Edge
     parent_call_id: str | None
+    rule: str | None
+    ambiguous: bool
+    thread: str | None
     message_count: int
     choices: int
     finish_reason: str | None

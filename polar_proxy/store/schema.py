@@ -159,6 +159,10 @@ calls = Table(
     Column("edge", Text, nullable=False),
     # No foreign key: a call may be committed before the one it continues.
     Column("parent_call_id", Text),
+    Column("rule", Text),  # of history, that gave it its edge
+    Column("ambiguous", Boolean, nullable=False, server_default="0"),
+    Column("thread", Text),
+    _json("marks", nullable=True),  # by which history knows it again after a restart
     Column("message_count", Integer, nullable=False),
     Column("messages_node", LargeBinary, ForeignKey("nodes.node_id")),
     Column("tools_node", LargeBinary, ForeignKey("nodes.node_id")),

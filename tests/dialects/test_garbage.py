@@ -32,7 +32,7 @@ def test_parse_raises_nothing_but_request_errors(dialect: Dialect, body: Json) -
     for request, messages in zip(parsed.requests, parsed.messages, strict=True):
         assert all(isinstance(orjson.loads(message), dict | str | list) for message in messages)
         if isinstance(request, ChatRequest):
-            SessionHistory().place(request.messages)
+            SessionHistory().place("call_1", request, now=0.0)
     assert isinstance(orjson.loads(orjson.dumps(parsed.params)), dict)
 
 
@@ -77,7 +77,7 @@ def test_deep_arguments_are_kept_as_they_are_and_can_be_placed() -> None:
     (request,) = parsed.requests
     assert isinstance(request, ChatRequest)
     assert request.messages[0].tool_calls[0].arguments == arguments
-    assert SessionHistory().place(request.messages).edge == "root"
+    assert SessionHistory().place("call_1", request, now=0.0).edge == "root"
 
 
 def test_values_as_deep_as_are_taken_can_be_wrapped_and_written() -> None:

@@ -107,7 +107,7 @@ def test_parse_raises_nothing_but_request_errors(body: Json) -> None:
     (request,) = parsed.requests
     assert isinstance(request, ChatRequest)
     assert all(isinstance(orjson.loads(message), dict) for message in parsed.messages[0])
-    SessionHistory().place(request.messages)
+    SessionHistory().place("call_1", request, now=0.0)
     orjson.dumps([message.to_openai() for message in request.messages])
     assert isinstance(orjson.loads(orjson.dumps(parsed.params)), dict)
 

@@ -1,0 +1,259 @@
+"""Which edge a request has: the decision itself, from what is known of the session. Reads only, changes nothing.
+
+In this order, the first that holds:
+
+1. the same request again (`retries`, or a twin that is marked ambiguous);
+2. a side call, by rule;
+3. its messages extend an earlier call's messages and answer (`continues`), or its messages without the answer
+   (`rewinds`);
+4. its assistant turns extend an earlier call's, but what stands between them was changed;
+5. nothing is extended: a sub-agent, a compaction, or a `root`.
+
+What cannot be told is `ambiguous`, with the rule as the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from polar_proxy.history import rules
+from polar_proxy.history.hints import Hints
+from polar_proxy.history.known import Heard, Known, Memory, QuoteKind
+from polar_proxy.history.meaning import Chain, Turn, ids_digest, text_of
+from polar_proxy.history.rules import View
+from polar_proxy.types import Edge, Message
+
+_OPENING = 20_000
+"""Characters of each of the first messages in which quotes are looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A request to place."""
+
+    messages: tuple[Message, ...]
+    chain: Chain
+    view: View
+    hints: Hints
+    now: float
+
+    def compatible(self, known: Known) -> bool:
+        """Not known to be of another thread by the harness's own word."""
+        return known.hinted is None or self.hints.thread is None or known.hinted == self.hints.thread
+
+    def quotes(self, known: Known, *kinds: QuoteKind) -> bool:
+        return any(quote.text in text for quote in known.quotes if quote.kind in kinds for text in self._opening())
+
+    def _opening(self) -> Sequence[str]:
+        return [text_of(message)[:_OPENING] for message in self.messages[:6] if message.role != "system"]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    edge: Edge
+    parent: Known | None = None
+    rule: str | None = None
+    ambiguous: bool = False
+    own_thread: bool = False
+    """It begins a line of conversation instead of going on with its parent's."""
+    compaction: bool = False
+    retried: Known | None = None
+
+
+def decide(memory: Memory, asking: Asking, window: float) -> Decision:
+    found = _again(memory, asking, window)
+    if found is not None:
+        return found
+    extended = _extended(memory, asking)
+    if (rule := rules.match(rules.SIDE_CALLS, asking.view, asking.hints)) is not None:
+        parent = extended.parent if extended else _thread_parent(memory, asking)
+        return Decision("side_call", parent, rule.name, own_thread=True)
+    request = rules.match(rules.COMPACTION_REQUESTS, asking.view, asking.hints)
+    if extended is not None:
+        if request is not None:
+            # Its own system prompt makes it a conversation of its own, though the turns are all there.
+            own = extended.rule in ("opening_regenerated", "messages_reworded", "outputs_changed")
+            edge: Edge = "subagent" if own else extended.edge
+            return Decision(edge, extended.parent, request.name, extended.ambiguous and not own, own, True)
+        return _forked(memory, asking, extended)
+    return _fresh(memory, asking, request)
+
+
+def _again(memory: Memory, asking: Asking, window: float) -> Decision | None:
+    """The same messages as an earlier call's, to the ids of tool calls (which tell parallel runs apart)."""
+    same = [known for known in memory.asked.get(asking.chain.keys[-1], ()) if asking.compatible(known)]
+    if not same:
+        return None
+    ids = ids_digest(turn.ids for turn in asking.chain.turns)
+    same = [known for known in same if known.ids == ids]
+    if not same:
+        return None
+    failed = [known for known in same if known.failed and not known.asked_again]
+    newest = failed[-1] if failed else same[-1]
+    if asking.hints.retry > 0 or failed:
+        rule = "sdk_retry_header" if asking.hints.retry > 0 else "asked_again_after_failure"
+        return Decision("retries", newest, rule, compaction=newest.compaction, retried=newest)
+    twin = same[0]
+    while twin.edge == "retries" and twin.parent_call_id in memory.by_id:
+        twin = memory.by_id[twin.parent_call_id]
+    parent = memory.by_id.get(twin.parent_call_id) if twin.parent_call_id else None
+    open_question = any(known.state == "running" or asking.now - known.at < window for known in same)
+    return Decision(
+        "root" if twin.edge == "retries" else twin.edge,
+        parent,
+        "same_request_again" if open_question else twin.rule,
+        open_question,
+        own_thread=parent is None or twin.edge in ("subagent", "side_call"),
+        compaction=twin.compaction,
+    )
+
+
+def _extended(memory: Memory, asking: Asking) -> Decision | None:
+    """The earlier call that this one goes on from: the deepest that its messages, or its assistant turns, contain."""
+    keys = asking.chain.keys
+    end = asked = 0
+    for index in range(len(keys) - 1, 0, -1):
+        if keys[index] in memory.ends:
+            end = index
+            break
+        if not asked and index < len(asking.messages) and keys[index] in memory.asked:
+            asked = index
+    asked_before = [known for known in memory.asked.get(keys[asked], ()) if asking.compatible(known)] if asked else []
+    for turn in reversed(asking.chain.turns):
+        if turn.end <= max(end, asked if asked_before else 0):
+            break
+        if turn.skeleton in memory.skeletons:
+            return _rewritten(memory.skeletons[turn.skeleton], asking, turn, max(end, asked))
+    if asked_before:
+        return _rewound(asked_before, asking, asked)
+    if not end:
+        return None
+    parent, sure = _choose(memory.ends[keys[end]], asking, end)
+    if parent.state not in ("ok", "no_tokens", "running"):
+        return Decision("rewinds", parent, "partial_answer_kept", not sure)
+    several = len({id(known) for known, _ in memory.ends[keys[end]]}) > 1
+    rule = "twins" if not sure else "by_call_ids" if several else "branches" if parent.continued else "extends"
+    return Decision("continues", parent, rule, not sure)
+
+
+def _choose(found: Sequence[tuple[Known, Heard]], asking: Asking, end: int) -> tuple[Known, bool]:
+    """Of calls whose conversations mean the same the one that is extended, and whether that is sure."""
+    left = list(found)
+    turns = asking.chain.turns
+    position = next((number for number, turn in enumerate(turns) if turn.end == end), None)
+    tests: list[Callable[[Known, Heard], bool]] = [lambda known, _: asking.compatible(known)]
+    if position is not None:
+        own = turns[position].ids
+        before = ids_digest(turn.ids for turn in turns[:position])
+        tests += [lambda _, heard: bool(own) and heard.ids == own, lambda known, _: known.ids == before]
+    for test in tests:
+        if len({id(known) for known, _ in left}) == 1:
+            return left[-1][0], True
+        passed = [pair for pair in left if test(*pair)]
+        left = passed or left
+    calls = list({id(known): known for known, _ in left}.values())
+    if len(calls) == 1:
+        return calls[0], True
+    unfinished = [known for known in calls if not known.continued]
+    return (unfinished or calls)[-1], False
+
+
+def _rewound(candidates: Sequence[Known], asking: Asking, asked: int) -> Decision:
+    """The conversation of an earlier call, but not its answer."""
+    ids = ids_digest(turn.ids for turn in asking.chain.turns if turn.end <= asked)
+    left = [known for known in candidates if known.ids == ids] or list(candidates)
+    left = [known for known in left if known.failed] or [known for known in left if not known.continued] or left
+    parent = left[-1]
+    rest = asking.messages[asked:]
+    rule = rules.match_changed(rules.CONTINUATIONS, [message for message in rest[:3] if message.role == "user"])
+    if rule is not None:
+        return Decision("rewinds", parent, rule.name, len(left) > 1)
+    if rest[0].role != "assistant":
+        return Decision("rewinds", parent, "answer_removed", len(left) > 1)
+    kept = text_of(rest[0]).rstrip()
+    cut = bool(kept) and not rest[0].tool_calls and len(kept) < len(parent.text) and parent.text.startswith(kept)
+    return Decision("rewinds", parent, "answer_cut" if cut else "answer_replaced", len(left) > 1)
+
+
+def _rewritten(found: Sequence[tuple[Known, Heard]], asking: Asking, turn: Turn, same: int) -> Decision:
+    """All assistant turns of an earlier call, in messages that differ after the first `same`."""
+    parent, sure = _choose(found, asking, turn.end)
+    changed = asking.messages[same : turn.end]
+    outputs = [message for message in changed if message.role == "tool"]
+    if (rule := rules.match_changed(rules.MASKED, outputs)) is not None:
+        return Decision("compacts", parent, rule.name, not sure)
+    until = next((turn.end - 1 - same for turn in asking.chain.turns if turn.end > same), len(changed))
+    segment = changed[:until]
+    if same == 0 or not any(turn.end <= same for turn in asking.chain.turns):
+        # One short turn may be said in two conversations that have nothing to do with each other.
+        weak = len(asking.chain.turns) == 1 and not turn.ids and turn.length < 40
+        return Decision("continues", parent, "opening_regenerated", not sure or weak)
+    if any(message.role == "tool" for message in segment):
+        return Decision("continues", parent, "outputs_changed", True)
+    return Decision("continues", parent, "messages_reworded", not sure)
+
+
+def _forked(memory: Memory, asking: Asking, extended: Decision) -> Decision:
+    """A sub-agent that starts with its parent's conversation extends it, in a thread of its own."""
+    hints, parent = asking.hints, extended.parent
+    if hints.subagent is None or hints.thread in memory.threads or parent is None or parent.hinted == hints.thread:
+        return extended
+    return Decision("subagent", parent, "harness_says_subagent", own_thread=True)
+
+
+def _fresh(memory: Memory, asking: Asking, request: rules.Rule | None) -> Decision:
+    """A call that extends nothing."""
+    hints = asking.hints
+    if request is not None:
+        parent = _thread_parent(memory, asking)
+        if parent is None:
+            return Decision("root", None, request.name, own_thread=True, compaction=True)
+        sure = hints.thread in memory.threads or asking.quotes(parent, "answer", "argument") or _alone(memory)
+        return Decision("subagent", parent, request.name, not sure, True, True)
+    if hints.subagent is not None and hints.thread not in memory.threads:
+        parent = memory.threads.get(hints.parent_thread or "")
+        return Decision("subagent", parent, "harness_says_subagent", own_thread=True)
+    compacted = rules.match(rules.COMPACTED, asking.view, hints)
+    summaries = [known for known in memory.compactions if asking.compatible(known)]
+    quoted = [known for known in summaries if asking.quotes(known, "summary")]
+    if quoted or (compacted is not None and summaries):
+        parent = (quoted or [known for known in summaries if not known.continued] or summaries)[-1]
+        name = compacted.name if compacted is not None else "quotes_a_summary"
+        return Decision("compacts", parent, name, not quoted and len(summaries) > 1)
+    if compacted is not None:
+        return Decision("root", None, compacted.name, True, own_thread=True)
+    if asking.chain.turns:
+        last = asking.chain.turns[-1]
+        before = memory.said.get((last.said, last.ids))
+        if before is not None and asking.compatible(before):
+            return Decision("compacts", before, "older_turns_dropped")
+    return _quoting(memory, asking)
+
+
+def _quoting(memory: Memory, asking: Asking) -> Decision:
+    """A root, unless its first messages are what an earlier answer said."""
+    if not any(message.role == "assistant" for message in asking.messages):
+        callers = [known for known in memory.quotable if asking.quotes(known, "agent_prompt")]
+        if callers:
+            idle = [known for known in callers if not known.continued] or callers
+            return Decision("subagent", idle[-1], "prompt_from_tool_call", len(idle) > 1, own_thread=True)
+        if any(asking.quotes(known, "argument") for known in memory.quotable):
+            return Decision("root", None, "prompt_from_unknown_tool", True, own_thread=True)
+    if any(asking.quotes(known, "answer") for known in memory.quotable):
+        return Decision("root", None, "quotes_an_answer", True, own_thread=True)
+    return Decision("root", own_thread=True)
+
+
+def _thread_parent(memory: Memory, asking: Asking) -> Known | None:
+    """The newest call of the harness's own thread, or of the session where it names none."""
+    named = memory.threads.get(asking.hints.thread or "")
+    newest = memory.newest
+    if named is None and newest is not None and not asking.compatible(newest):
+        return None
+    return named or newest
+
+
+def _alone(memory: Memory) -> bool:
+    """One line of conversation in the session: nothing to mix up."""
+    return len({known.thread for known in memory.by_id.values() if known.edge != "side_call"}) == 1
