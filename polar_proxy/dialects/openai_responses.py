@@ -1,8 +1,10 @@
 """OpenAI Responses. Source: https://platform.openai.com/docs/api-reference/responses
 
-The module family: `_tools` (what is offered for the client's tools), `_input` (items -> conversation), `_items` (answer
--> items, ids), `_encoder` (the event stream). How `previous_response_id` works: a response's id leads to its recorded
-call, whose items and answer are written out in front of the new input (`resume`); the new call is then recorded whole.
+The module family: `_tools` (what is offered for the client's tools), `_custom` (tools of free text), `_input` (items ->
+conversation), `_items` (answer -> items, ids), `_object` (the response object), `_encoder` (the event stream).
+
+How `previous_response_id` works: a response's id leads to its recorded call, whose items and answer are written out in
+front of the new input (`resume`); the new call is then recorded whole.
 Everything is stored whatever `store` says. `instructions` are kept as a first item of type `instructions` of the
 recorded conversation, and are not carried over to a resumed one, as the API defines it.
 

@@ -9,10 +9,7 @@ For that, a tool call waits while an earlier one is not whole, and text behind a
 those of built-in tools, and of custom tools whose arguments do not begin as they should. A custom tool's text is
 decoded as it comes; if what follows it breaks the form, its `done` event and item tell the argument string instead.
 
-Log-probabilities in a delta are those of the engine's event that brought the text. The item has those of its text:
-the tokens found to spell it, or all tokens of the answer where they cannot be told apart.
-
-Reasoning tokens are counted as 0: engines do not say which tokens were reasoning.
+Log-probabilities in a delta are those of the engine's event that brought the text; its `done` has those of the text.
 """
 
 from __future__ import annotations
@@ -22,7 +19,6 @@ from typing import Any
 import orjson
 
 from polar_proxy.dialects.base import Answer, ChoiceState, Encoder
-from polar_proxy.dialects.openai_common import chat_logprobs
 from polar_proxy.dialects.openai_responses_custom import InputDecoder
 from polar_proxy.dialects.openai_responses_items import (
     call_item,
@@ -30,21 +26,17 @@ from polar_proxy.dialects.openai_responses_items import (
     message_item,
     output_text,
     reasoning_item,
-    response_id,
 )
+from polar_proxy.dialects.openai_responses_object import ResponseObject, last_status, tokens
 from polar_proxy.dialects.openai_responses_tools import Toolbox
 from polar_proxy.types import Json, SampleEvent, ToolCall, ToolDelta
-
-_INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
 class ResponsesEncoder(Encoder):
     def __init__(self, options: Json, call_id: str, created: int) -> None:
+        self._object = ResponseObject(call_id, created, options["tools"], options["echo"], options["logprobs"])
         self._tools: Toolbox = options["tools"]
-        self._echo: Json = options["echo"]
-        self._logprobs: bool = options["logprobs"]
         self._call_id = call_id
-        self._created = created
         self._number = 0
         self._begun = False
         self._items: list[Json] = []
@@ -69,7 +61,7 @@ class ResponsesEncoder(Encoder):
             self._heard.reasoning.append(event.reasoning)
             out += self._say("reasoning", event.reasoning, [])
         if event.text:
-            shown = _tokens(list(event.tokens), list(event.logprobs), list(event.top)) if self._logprobs else []
+            shown = tokens(list(event.tokens), list(event.logprobs), list(event.top)) if self._object.logprobs else []
             out += self._say("message", event.text, shown)
         for delta in event.tool_calls:
             out += self._call(delta)
@@ -80,7 +72,7 @@ class ResponsesEncoder(Encoder):
         out = self._begin()
         if not self._items and self._open is None and not self._waiting and not self._late:
             out += self._open_text("message")
-        ending = "incomplete" if state.finish_reason in _INCOMPLETE else "completed"
+        ending = last_status(state)
         while self._waiting or self._late:
             out += self._close("completed")
             if self._waiting:
@@ -89,31 +81,18 @@ class ResponsesEncoder(Encoder):
                 kind, text = self._late.pop(0)
                 out += self._open_text(kind) + self._text_delta(text, [])
         out += self._close(ending)
-        response = self._finished(answers[0], state, self._items)
+        response = self._object.finished(answers[0], state, self._items)
         return out + self._event(f"response.{response['status']}", response=response)
 
     def fail(self, message: str, status: int) -> bytes:
         code = {429: "rate_limit_exceeded"}.get(status, "invalid_prompt" if status < 500 else "server_error")
         out = self._begin()
-        response = self._response("failed", self._items, error={"code": code, "message": message})
+        response = self._object.of("failed", self._items, error={"code": code, "message": message})
         return out + self._event("response.failed", response=response)
 
     def respond(self, answers: list[Answer]) -> bytes:
         state = answers[0].choices.get(0, ChoiceState())
-        calls = state.tool_calls
-        last = "incomplete" if state.finish_reason in _INCOMPLETE else "completed"
-        text, items = "".join(state.text), list[Json]()
-        says = bool(text) or not (calls or state.reasoning)
-        if state.reasoning:
-            identity = item_id("rs", self._call_id, 0)
-            items.append(reasoning_item(identity, "".join(state.reasoning), "completed" if says or calls else last))
-        if says:
-            identity = item_id("msg", self._call_id, len(items))
-            items.append(message_item(identity, text, "completed" if calls else last, self._shown(state, text)))
-        for number, call in enumerate(calls, 1):
-            status = last if number == len(calls) else "completed"
-            items.append(call_item(self._tools, call, self._call_id, len(items), status))
-        return orjson.dumps(self._finished(answers[0], state, items))
+        return orjson.dumps(self._object.finished(answers[0], state, self._object.items(state)))
 
     # Text and reasoning.
 
@@ -165,7 +144,7 @@ class ResponsesEncoder(Encoder):
             part = item["summary"][0]
             out += self._event("response.reasoning_summary_part.done", **place, summary_index=0, part=part)
             return out + self._done(item)
-        logprobs = self._shown(self._heard, text)
+        logprobs = self._object.logprobs_of(self._heard, text)
         item = message_item(now.id, text, status, logprobs)
         out = self._event("response.output_text.done", **place, content_index=0, text=text, logprobs=logprobs)
         out += self._event("response.content_part.done", **place, content_index=0, part=item["content"][0])
@@ -276,7 +255,7 @@ class ResponsesEncoder(Encoder):
         if self._begun:
             return b""
         self._begun = True
-        response = self._response("in_progress", [])
+        response = self._object.of("in_progress", [])
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
@@ -285,61 +264,6 @@ class ResponsesEncoder(Encoder):
         payload = {"type": kind, "sequence_number": self._number, **fields}
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"
-
-    def _finished(self, answer: Answer, state: ChoiceState, items: list[Json]) -> Json:
-        reason = _INCOMPLETE.get(state.finish_reason or "")
-        return self._response(
-            "incomplete" if reason else "completed",
-            items,
-            incomplete={"reason": reason} if reason else None,
-            usage={
-                "input_tokens": answer.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": answer.cached_tokens or 0, "cache_write_tokens": 0},
-                "output_tokens": answer.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": answer.prompt_tokens + answer.completion_tokens,
-            },
-        )
-
-    def _response(
-        self,
-        status: str,
-        output: list[Json],
-        *,
-        usage: Json | None = None,
-        error: Json | None = None,
-        incomplete: Json | None = None,
-    ) -> Json:
-        return {
-            "id": response_id(self._call_id),
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "error": error,
-            "incomplete_details": incomplete,
-            "output": output,
-            "usage": usage,
-            **self._echo,
-        }
-
-    def _shown(self, state: ChoiceState, text: str) -> list[Json]:
-        """The log-probabilities of a message."""
-        if not self._logprobs:
-            return []
-        joined, reasoning = "".join(state.tokens), "".join(state.reasoning)
-        start = joined.find(text, max(0, joined.find(reasoning)) + len(reasoning) if reasoning else 0)
-        if start < 0 or not text:
-            return _tokens(state.tokens, state.logprobs, state.top)
-        first = last = at = 0
-        for position, token in enumerate(state.tokens):
-            if at <= start:
-                first = position
-            at += len(token)
-            last = position
-            if at >= start + len(text):
-                break
-        keep = slice(first, last + 1)
-        return _tokens(state.tokens[keep], state.logprobs[keep], state.top[keep])
 
 
 class _OpenText:
@@ -371,8 +295,3 @@ class _OpenCall:
             return isinstance(orjson.loads(self.arguments), dict)
         except orjson.JSONDecodeError:
             return False
-
-
-def _tokens(tokens: list[str], logprobs: list[float], top: Any) -> list[Json]:
-    content: list[Json] = chat_logprobs(tokens, logprobs, top)["content"]
-    return content
