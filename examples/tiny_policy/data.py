@@ -81,6 +81,13 @@ class Encoder:
         first = _find(ids, self._task_end, self.task_start(ids))
         return first, first + int(np.argmax(ids[first:] == self.end))
 
+    def shifted(self, whole: Example, rng: random.Random) -> Example:
+        """The whole dialogue, with a little more or less room behind the constant text, whose line on the machine
+        (`uname`) is longer or shorter elsewhere: what stands at a fixed distance is otherwise found by the distance."""
+        positions = whole.positions.copy()
+        positions[self.constant(whole.ids)[1] :] += rng.randrange(-30, 60)
+        return Example(whole.ids, positions, whole.weights)
+
     def short(self, whole: Example, rng: random.Random) -> Example:
         """The short form of a dialogue; distances across the cut vary a little, as prompts do."""
         start = self.task_start(whole.ids)

@@ -157,7 +157,7 @@ def main() -> None:
     forms: dict[str, Callable[[Example], Example]] = {
         "short": lambda example: encoder.short(rename(example), rng),
         "partial": lambda example: encoder.partial(rename(example), rng),
-        "full": rename,
+        "full": lambda example: encoder.shifted(rename(example), rng),
     }
     stages = [(name, int(steps)) for name, _, steps in (part.partition(":") for part in args.stages.split(","))]
     total = sum(steps for _, steps in stages)
