@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.dialects import ParsedRequest
+from polar_proxy.dialects import Earlier, ParsedRequest
 from polar_proxy.dialects.openai_responses import OpenAIResponses, ResponsesTokenCount
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, Json, Message, Sampling
+from polar_proxy.types import ChatRequest, Json, Message, Sampling, ToolCall
 
 BASH: Json = {"type": "function", "name": "bash", "description": "Run.", "parameters": {"type": "object"}}
 OFFERED: Json = {
@@ -164,3 +164,39 @@ def test_token_count() -> None:
     count = ResponsesTokenCount()
     assert count.parse({"model": "m", "input": "hi", "tools": [BASH]}) == parse(tools=[BASH])
     assert json.loads(count.respond(7)) == {"object": "response.input_tokens", "input_tokens": 7}
+
+
+def test_what_a_body_refers_to() -> None:
+    dialect = OpenAIResponses()
+    assert dialect.refers_to({"previous_response_id": None}) is None
+    assert dialect.refers_to({"previous_response_id": "resp_01hv"}) == "call_01hv"
+    for value in ("", "call_01hv", "resp_", "resp_é", "resp_" + "0" * 65, 1, {}):
+        with pytest.raises(RequestError) as caught:
+            dialect.refers_to({"previous_response_id": value})
+        assert (caught.value.status, caught.value.code) == (400, "previous_response_not_found")
+
+
+def test_a_continued_conversation_is_written_out() -> None:
+    """Items as they came, the answer as items, the new input; the earlier instructions are left out."""
+    dialect = OpenAIResponses()
+    first = read(instructions="first rule", tools=[BASH])
+    call: Json = {"id": "c1", "type": "function", "function": {"name": "ns__exec", "arguments": "{}"}}
+    said: Json = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
+    body: Json = {"model": "m", "previous_response_id": "resp_1", "input": "go on", "instructions": "second rule"}
+    written = dialect.resume(body, Earlier(first.messages[0], said))
+    assert [item["type"] for item in written["input"]] == ["message", "reasoning", "function_call", "message"]
+    (request,) = dialect.parse(written).requests
+    assert isinstance(request, ChatRequest)
+    assert request.messages == (
+        Message("system", "second rule"),
+        Message("user", "hi"),
+        Message("assistant", None, "hm", (ToolCall("c1", "ns__exec", "{}"),)),
+        Message("user", "go on"),
+    )
+
+
+def test_a_text_completion_cannot_be_continued() -> None:
+    body: Json = {"model": "m", "previous_response_id": "resp_1", "input": "go on"}
+    with pytest.raises(RequestError) as caught:
+        OpenAIResponses().resume(body, Earlier((b'"a raw prompt"',), {"role": "assistant", "content": "x"}))
+    assert caught.value.code == "previous_response_not_found"
