@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from polar_proxy.dialects import Answer
 from polar_proxy.dialects.google import GoogleGenerate
 from polar_proxy.dialects.google_signature import Signed, joined, pack, unpack
-from polar_proxy.history.place import meaning
 from polar_proxy.types import Json, Message, SampleEvent, ToolCall, ToolDelta, TopLogprob
 from tests.dialects.google_wire import HI, glued, parse, parts_of, read, through
 
@@ -139,8 +138,15 @@ def test_an_answer_put_back_is_the_answer(events: list[SampleEvent], thoughts: b
     restored = [call if call.arguments.strip() else ToolCall(call.id, call.name, "{}") for call in said.tool_calls]
     if said.tool_calls and not said.tool_calls[-1].arguments.strip() and back.tool_calls[-1].arguments != "{}":
         restored[-1] = said.tool_calls[-1]  # cut before its arguments began
-    assert [call.id for call in back.tool_calls] == [call.id for call in restored]
-    assert meaning(back) == meaning(Message("assistant", said.content, tool_calls=tuple(restored)))
+    assert [_canonical(call) for call in back.tool_calls] == [_canonical(call) for call in restored]
+
+
+def _canonical(call: ToolCall) -> tuple[str, str, object]:
+    """The call with its arguments as a value, or as they are where they are no JSON."""
+    try:
+        return call.id, call.name, orjson.loads(call.arguments)
+    except orjson.JSONDecodeError:
+        return call.id, call.name, call.arguments
 
 
 def _object(arguments: str) -> bool:
