@@ -17,6 +17,8 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import aiohttp
+
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.openai_http import OpenAIHttp, SseDecoder, orjson_loads
 from polar_proxy.engines.probe import Probe
@@ -89,9 +91,9 @@ class VllmEngine(Engine):
         parser = AnswerParser(request.sampling, self._who, expect_ids="token_ids" in info.capabilities)
         if isinstance(request, ChatRequest):
             stream = stream or bool(request.tools)
-            response = await self._http.post("/v1/chat/completions", chat_body(info.model, request, stream=stream))
+            response = await self._begin("/v1/chat/completions", chat_body(info.model, request, stream=stream))
         else:
-            response = await self._http.post("/v1/completions", text_body(info.model, request, stream=stream))
+            response = await self._begin("/v1/completions", text_body(info.model, request, stream=stream))
         try:
             if stream:
                 decoder = SseDecoder(self._http.url)
@@ -108,6 +110,19 @@ class VllmEngine(Engine):
         finally:
             # An answer that was not read to its end closes the connection, at which vLLM aborts the generation.
             response.close()
+
+    async def _begin(self, path: str, body: Json) -> aiohttp.ClientResponse:
+        """Send; where `max_tokens` does not fit behind the prompt, let the answer take the room that there is.
+
+        Agents ask for as much as their own provider's largest model may write; vLLM refuses what is beyond the context,
+        where the others cut it.
+        """
+        try:
+            return await self._http.post(path, body)
+        except RequestError as error:
+            if error.code != "context_length_exceeded" or "max_tokens" not in str(error) or "max_tokens" not in body:
+                raise
+        return await self._http.post(path, {key: value for key, value in body.items() if key != "max_tokens"})
 
     async def _parse(self, parser: AnswerParser, chunks: list[Json] | None, named: bool) -> list[SampleEvent]:
         """The events of these chunks, or of the end of the answer (None); `named`: with texts of alternatives."""

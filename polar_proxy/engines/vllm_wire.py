@@ -17,9 +17,11 @@ from dataclasses import replace
 from math import nan
 from typing import Any
 
+import orjson
+
 from polar_proxy.engines.openai_http import api_error
 from polar_proxy.errors import EngineError
-from polar_proxy.types import ChatRequest, Json, SampleEvent, Sampling, TextRequest, ToolDelta, TopLogprob
+from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, Sampling, TextRequest, ToolDelta, TopLogprob
 
 MISSING_BELOW = -9000.0
 """vLLM floors at -9999.0; no float32 softmax over real logits comes near."""
@@ -40,7 +42,7 @@ _SAMPLING = (
 def chat_body(model: str, request: ChatRequest, *, stream: bool) -> Json:
     """The body for `/v1/chat/completions`."""
     body = _body(model, request.sampling, stream)
-    body["messages"] = [message.to_openai() for message in request.messages]
+    body["messages"] = [_message(message) for message in request.messages]
     body["logprobs"] = True
     if request.sampling.top_logprobs:
         body["top_logprobs"] = request.sampling.top_logprobs
@@ -57,6 +59,25 @@ def chat_body(model: str, request: ChatRequest, *, stream: bool) -> Json:
     return body
 
 
+def _message(message: Message) -> Json:
+    """vLLM refuses a conversation in which the arguments of a call are no JSON, though a model wrote them. As a JSON
+    string they pass, and templates write a string as it is."""
+    out = message.to_openai()
+    for call in out.get("tool_calls", ()):
+        function = call["function"]
+        if not _is_json(function["arguments"]):
+            function["arguments"] = orjson.dumps(function["arguments"]).decode()
+    return out
+
+
+def _is_json(text: str) -> bool:
+    try:
+        orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
 def text_body(model: str, request: TextRequest, *, stream: bool) -> Json:
     """The body for `/v1/completions`; `logprobs` counts the alternatives there, the sampled token always comes."""
     body = _body(model, request.sampling, stream)
@@ -69,7 +90,7 @@ def render_body(model: str, request: ChatRequest) -> Json:
     """The body for `/tokenize` that renders the prompt of this conversation."""
     body: Json = {
         "model": model,
-        "messages": [message.to_openai() for message in request.messages],
+        "messages": [_message(message) for message in request.messages],
         "add_generation_prompt": True,
     }
     if request.tools:

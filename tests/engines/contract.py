@@ -167,6 +167,14 @@ class EngineContract:
                 for entry in alternatives:
                     assert entry.token_id != token or entry.logprob == pytest.approx(logprob, abs=1e-4)
 
+    async def test_max_tokens_beyond_the_context_is_cut_to_the_room(self, engine: Engine) -> None:
+        ends_at_once = {str(engine.info.eos_token_ids[0]): 100.0}
+        limit = engine.info.context_length
+        answer = (await run(engine, chat(sampling=replace(PLAIN, max_tokens=limit, logit_bias=ends_at_once)))).choices[
+            0
+        ]
+        assert (answer.token_ids, answer.finish_reason) == ([engine.info.eos_token_ids[0]], "stop")
+
     async def test_max_tokens_ends_with_length(self, engine: Engine, special_ids: frozenset[int]) -> None:
         bias = {str(token): -100.0 for token in special_ids}
         sampling = replace(PLAIN, max_tokens=5, logit_bias=bias)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from polar_proxy.engines.openai_http import SseDecoder
 from polar_proxy.engines.vllm_wire import AnswerParser, chat_body, text_body
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.types import ChatRequest, Message, SampleEvent, Sampling, TextRequest
+from polar_proxy.types import ChatRequest, Message, SampleEvent, Sampling, TextRequest, ToolCall
 
 SAMPLES = Path(__file__).with_name("vllm_samples")
 
@@ -236,6 +236,15 @@ def test_a_chat_body_asks_for_the_evidence() -> None:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
+
+def test_arguments_that_are_no_json_go_back_as_a_json_string() -> None:
+    """vLLM parses them, and a template prints a string as it is."""
+    calls = tuple(ToolCall("c", "f", arguments) for arguments in ('{"a": 1}', '{"a": ', ""))
+    body = chat_body("m", ChatRequest("m", (Message("assistant", None, tool_calls=calls),)), stream=False)
+    sent = [call["function"]["arguments"] for call in body["messages"][0]["tool_calls"]]
+    assert sent[0] == '{"a": 1}'
+    assert [json.loads(arguments) for arguments in sent] == [{"a": 1}, '{"a": ', ""]
 
 
 def test_a_text_body_asks_for_the_evidence() -> None:

@@ -227,6 +227,12 @@ class FakeVllm:
         if length >= self.context_length:
             text = f"This model's maximum context length is {self.context_length} tokens. However, your prompt "
             return error(text + f"contains at least {length} input tokens.", 400, "input_tokens")
+        if (wanted := body.get("max_tokens") or 0) > self.context_length - length:
+            text = (
+                f"'max_tokens' or 'max_completion_tokens' is too large: {wanted}. This model's maximum context length "
+            )
+            text += f"is {self.context_length} tokens and your request has {length} input tokens."
+            return error(text, 400, "max_tokens")
         return None
 
     def prompt(self, path: str, body: Json) -> list[int]:
