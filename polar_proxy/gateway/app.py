@@ -47,6 +47,9 @@ class GatewayApp:
                     await self._pipeline.count(found, path_key, scope, receive, send)
                 return
             scope = {**scope, "path": route}
+        elif scope["type"] == "websocket":
+            await wire.refuse_websocket(receive, send)
+            return
         await self._rest(scope, receive, send)
 
 

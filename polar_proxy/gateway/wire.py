@@ -57,6 +57,19 @@ async def respond(send: Send, status: int, body: bytes, headers: Headers = ()) -
     await send({"type": "http.response.body", "body": body})
 
 
+async def refuse_websocket(receive: Receive, send: Send) -> None:
+    """Codex tries a WebSocket first. At 426 it falls back to HTTP at once; at any other status after seven tries."""
+    await receive()
+    body = b"Polar answers over HTTP, not over a WebSocket."
+    headers = [
+        (b"content-type", b"text/plain"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "websocket.http.response.start", "status": 426, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": body})
+
+
 class StreamWriter:
     """A streamed answer: headers at once or with the first bytes, then chunks, heartbeats while it is silent."""
 
