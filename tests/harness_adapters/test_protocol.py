@@ -11,6 +11,7 @@ import pytest
 
 from harness_adapters import (
     HarnessAdapter,
+    HarnessError,
     Installed,
     InstallError,
     LaunchContext,
@@ -81,6 +82,12 @@ def test_the_plan_is_pure_and_hides_the_key(tmp_path: Path) -> None:
     assert CONTEXT.instruction in plan.argv
     assert plan.mounts == (tmp_path,)
     assert adapter.launch(installed, replace(CONTEXT, max_steps=3)).argv != plan.argv
+    assert "model.model_class=litellm_response" not in plan.argv
+    responses = adapter.launch(installed, replace(CONTEXT, wire_api="openai_responses"))
+    assert "model.model_class=litellm_response" in responses.argv
+    for change in ({"resume": True}, {"wire_api": "anthropic_messages"}):
+        with pytest.raises(HarnessError, match="mini-swe-agent"):
+            adapter.launch(installed, replace(CONTEXT, **change))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
