@@ -84,6 +84,8 @@ class OpenHands:
             "OPENHANDS_WORK_DIR": context.workdir,
             "GIT_TERMINAL_PROMPT": "0",
             "TERM": "xterm-256color",
+            # Its terminal is a tmux session where tmux is there; two runs on one machine must not share the server.
+            "TMUX_TMPDIR": context.home,
             **litellm_env.QUIET,
         }
         files = {".gitconfig": _GITCONFIG, **rendering.skill_files(".agents/skills", context.skills)}

@@ -24,6 +24,7 @@ def test_the_plan() -> None:
     assert plan.argv[-1] == f"--task={plans.INSTRUCTION}"
     assert plan.env["LLM_BASE_URL"] == "http://127.0.0.1:9/v1"
     assert plan.env["LLM_MODEL"] == "openai/polar-tiny"
+    assert plan.env["TMUX_TMPDIR"] == "/home/agent", "the terminals of two runs would share a server"
     assert plans.plan(ADAPTER, resume=True).argv[-3:-1] == ("--resume", "--last")
 
 
