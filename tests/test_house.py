@@ -14,7 +14,7 @@ FLOORS = [
     {"dialects", "engines", "store", "tasks"},
     {"history", "trajectories", "rewards"},
     {"gateway"},
-    {"rollout", "export"},
+    {"rollout", "export", "conformance"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
@@ -49,7 +49,7 @@ def test_imports_run_downwards(path: Path) -> None:
     for name in imports(path):
         parts = name.split(".")
         if parts[0] in ("harness_adapters", "sandboxes"):
-            assert here in ("rollout", "cli"), f"{path} imports {name}"
+            assert here in ("rollout", "conformance", "cli"), f"{path} imports {name}"
         if parts[0] == "polar_proxy" and len(parts) > 1 and parts[1] in LEVEL and here in LEVEL and parts[1] != here:
             assert LEVEL[parts[1]] < LEVEL[here], f"{path} imports {name}"
 

@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from polar_proxy import __version__
-from polar_proxy.cli import db, doctor, export, harness, run, serve, show
+from polar_proxy.cli import conformance, db, doctor, export, harness, run, serve, show
 from polar_proxy.errors import PolarError
 from sandboxes import SandboxError
 
@@ -25,6 +25,7 @@ app.command("sessions")(show.sessions)
 app.command("show")(show.show)
 app.command("export")(export.export)
 app.command("doctor")(doctor.doctor)
+app.command("conformance")(conformance.conformance)
 app.add_typer(serve.session_app, name="session")
 app.add_typer(harness.app, name="harness")
 app.add_typer(db.app, name="db")

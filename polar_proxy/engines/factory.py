@@ -23,9 +23,13 @@ def make_engine(settings: EngineSettings) -> Engine:
         from polar_proxy.engines.vllm import VllmEngine
 
         return VllmEngine(settings.url, model=settings.model, api_key=settings.api_key)
+    if settings.kind == "scripted":
+        from polar_proxy.engines.scripted import ScriptedEngine
+
+        return ScriptedEngine()
     module_name, separator, class_name = settings.kind.partition(":")
     if not separator:
-        raise UsageError(f"There is no engine {settings.kind!r}: choose local, vllm, or module:Class.")
+        raise UsageError(f"There is no engine {settings.kind!r}: choose local, vllm, scripted, or module:Class.")
     try:
         made = getattr(importlib.import_module(module_name), class_name)()
     except (ImportError, AttributeError) as error:

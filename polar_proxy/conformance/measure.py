@@ -1,0 +1,200 @@
+"""All scenarios with one harness, and the row of the table that they give."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from harness_adapters.base import Facts, HarnessAdapter, HarnessError, Installed
+from polar_proxy.conformance import count
+from polar_proxy.conformance.bench import Bench, Run
+from polar_proxy.conformance.director import Director
+from polar_proxy.conformance.judge import JUDGES, Case, Cell
+from polar_proxy.conformance.profiles import Profile, profile_of
+from polar_proxy.conformance.scenario import BASIC, SCENARIOS, FaultKind, Scenario
+from polar_proxy.engines.scripted import ScriptedEngine
+from polar_proxy.types import CallRecord, Json
+from sandboxes import SandboxError
+
+COUNTED = ("evidence", "recorded_first", "refused", "lost", "doubled")
+"""Checks that are counted over all scenarios."""
+CHECKS = (*JUDGES, *COUNTED)
+Progress = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Row:
+    """What was measured of one harness."""
+
+    name: str
+    version: str
+    dialect: str
+    streamed: str
+    calls: int = 0
+    edges: dict[str, int] = field(default_factory=dict)
+    lost: int = 0
+    doubled: int = 0
+    checks: dict[str, Cell] = field(default_factory=dict)
+    scenarios: list[Json] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def good(self) -> bool:
+        return not self.lost and not self.doubled and all(cell.status != "failed" for cell in self.checks.values())
+
+
+async def measure(
+    bench: Bench,
+    adapter: HarnessAdapter,
+    installed: Installed,
+    checks: Iterable[str],
+    *,
+    slow: float,
+    progress: Progress,
+    keep: Callable[[Run], None] = lambda run: None,
+) -> Row:
+    """Play what `checks` need and judge it. `keep` gets every run, for whoever wants to look at it."""
+    profile, began = profile_of(adapter.name), time.monotonic()
+    wanted = list(checks)
+    judged = {check: _without_playing(check, profile, adapter.facts) for check in wanted if check in JUDGES}
+    if not isinstance(bench.engine, ScriptedEngine):
+        told = "needs the scripted engine: another one says what it likes"
+        judged = {check: cell or Cell("not run", told) for check, cell in judged.items()}
+    runs: list[Run] = []
+    for scenario in _needed(wanted, judged, isinstance(bench.engine, ScriptedEngine)):
+        progress(scenario.title)
+        played = await _play(bench, profile, scenario, adapter, installed, slow)
+        runs += played
+        for run in played:
+            keep(run)
+        for check in wanted:
+            if check in judged and judged[check] is None and JUDGES[check][0] == scenario.name:
+                judged[check] = _judge(check, profile, adapter.facts, played)
+    row = _row(adapter, installed, runs)
+    row.checks = {check: cell for check, cell in judged.items() if cell is not None}
+    row.checks |= {check: cell for check, cell in _counted(runs, row).items() if check in wanted}
+    row.seconds = round(time.monotonic() - began, 1)
+    return row
+
+
+def _without_playing(check: str, profile: Profile, facts: Facts) -> Cell | None:
+    """The cell of a check that this harness cannot have."""
+    if check in profile.missing:
+        return Cell("n/a", profile.missing[check])
+    if check == "second_turn" and "resume" not in facts.features:
+        return Cell("n/a", "it cannot go on with its last conversation without being given an id")
+    if check == "subagent" and "subagents" not in facts.features:
+        return Cell("n/a", "it has none")
+    if check == "compaction" and profile.no_compaction:
+        return Cell("n/a", profile.no_compaction)
+    return None
+
+
+def _needed(wanted: Sequence[str], judged: Mapping[str, Cell | None], scripted: bool) -> list[Scenario]:
+    if not scripted:
+        return [BASIC]
+    names = {JUDGES[check][0] for check in wanted if check in JUDGES and judged[check] is None}
+    return [scenario for scenario in SCENARIOS if scenario.name in names] or [BASIC]
+
+
+async def _play(
+    bench: Bench, profile: Profile, scenario: Scenario, adapter: HarnessAdapter, installed: Installed, slow: float
+) -> list[Run]:
+    if not scenario.faults:
+        return [await _once(bench, Director(profile, _fitting(scenario, adapter.facts), slow), adapter, installed)]
+    runs: list[Run] = []
+    left: list[FaultKind] = list(scenario.faults)
+    while left:
+        at_once = left[:1] if profile.one_answer else left
+        faults = {number + (not profile.one_answer): kind for number, kind in enumerate(at_once)}
+        director = Director(profile, scenario, slow, faults)
+        runs.append(await _once(bench, director, adapter, installed))
+        hit = {asked.fault for asked in director.asked}
+        if not hit & set(left):
+            break
+        left = [kind for kind in left if kind not in hit]
+    return runs
+
+
+def _fitting(scenario: Scenario, facts: Facts) -> Scenario:
+    """Without a second turn, where there can be none."""
+    return scenario.without_second() if "resume" not in facts.features else scenario
+
+
+async def _once(bench: Bench, director: Director, adapter: HarnessAdapter, installed: Installed) -> Run:
+    try:
+        return await bench.play(director, adapter, installed)
+    except (HarnessError, SandboxError, OSError, TimeoutError) as error:
+        run = Run(director)
+        run.fault = f"{type(error).__name__}: {error}"
+        return run
+
+
+def _judge(check: str, profile: Profile, facts: Facts, runs: Sequence[Run]) -> Cell:
+    if broken := [run for run in runs if run.fault is not None]:
+        return Cell("not run", str(broken[0].fault))
+    cells = [JUDGES[check][1](Case(profile, facts, run)) for run in runs]
+    return next((cell for cell in cells if cell.status != "not run"), cells[-1])
+
+
+def _row(adapter: HarnessAdapter, installed: Installed, runs: Sequence[Run]) -> Row:
+    calls = [call for run in runs for call in run.calls]
+    row = Row(
+        name=adapter.name,
+        version=installed.version,
+        dialect=", ".join(name for name, _ in Counter(call.dialect for call in calls).most_common()) or "-",
+        streamed=_streamed(calls),
+    )
+    row.calls = len(calls)
+    row.edges = dict(count.edges(calls).most_common())
+    row.lost = sum(count.lost(run) for run in runs)
+    row.doubled = sum(count.doubled(run.calls) for run in runs)
+    row.scenarios = [_told(run) for run in runs]
+    return row
+
+
+def _streamed(calls: Sequence[CallRecord]) -> str:
+    kinds = {call.stream for call in calls if call.edge != "side_call"}
+    return {frozenset({True}): "yes", frozenset({False}): "no", frozenset(): "-"}.get(frozenset(kinds), "both")
+
+
+def _counted(runs: Sequence[Run], row: Row) -> dict[str, Cell]:
+    calls = [call for run in runs for call in run.calls]
+    bare = count.without_evidence(calls)
+    late = sum(count.told_before_recorded(run) for run in runs)
+    refused: Counter[str] = Counter()
+    for run in runs:
+        refused += count.refused(run)
+    if not calls:
+        return dict.fromkeys(COUNTED, Cell("not run", "no call was made"))
+    answers = sum(exchange.model_call and exchange.complete for run in runs for exchange in run.exchanges)
+    return {
+        "evidence": _number(bare, "answered calls without an id and a log-probability for every token"),
+        "recorded_first": _number(late, "answers that were told before they were recorded"),
+        "refused": _number(sum(refused.values()), "; ".join(f"{n} x {what}" for what, n in refused.items())),
+        "lost": _number(row.lost, f"of {answers} whole answers"),
+        "doubled": _number(row.doubled, f"of {row.calls} calls"),
+    }
+
+
+def _number(found: int, what: str) -> Cell:
+    return Cell("failed" if found else "ok", f"{found} {what}".strip())
+
+
+def _told(run: Run) -> Json:
+    """One run, for the file."""
+    return {
+        "scenario": run.director.scenario.name,
+        "starts": [
+            {"exit_code": start.exit_code, "outcome": start.outcome, "seconds": round(start.seconds, 1)}
+            for start in run.starts
+        ],
+        "requests": sum(exchange.model_call for exchange in run.exchanges),
+        "calls": len(run.calls),
+        "joined": count.joined(run),
+        "edges": dict(count.edges(run.calls).most_common()),
+        "status": dict(Counter(call.status for call in run.calls).most_common()),
+        "fault": run.fault,
+    }

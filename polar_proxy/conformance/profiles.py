@@ -1,0 +1,199 @@
+"""What a model has to say to each harness so that it does something: tool names and argument shapes, as data.
+
+Everything here was found by running the real programs; a profile is for the versions which its adapter names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from polar_proxy.conformance.scenario import Delegate, Finish, Shell, Step, Wait
+from polar_proxy.engines.scripted import Reply
+from polar_proxy.types import ToolCall, new_id
+
+Arguments = Mapping[str, Any]
+Speak = Callable[["Profile", Step, str, str], Reply]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One harness. `{command}` in arguments is the command, `{prompt}` the sub-agent's task."""
+
+    name: str
+    tool: str = "bash"
+    """Runs a command; a request that does not offer it is a side call."""
+    arguments: Arguments = field(default_factory=lambda: {"command": "{command}"})
+    finish: tuple[str, Arguments] | None = None
+    """Tool call that ends a run; None: a text does."""
+    delegate: tuple[str, Arguments] | None = None
+    wait: tuple[str, Arguments] | None = None
+    """Waits for the sub-agent, where `delegate` does not."""
+    speak: Speak | None = None
+    """Says a step, for a harness whose model acts by text."""
+    one_answer: bool = False
+    """It asks the model once for each message of the user."""
+    max_steps: int = 40
+    refusal: int = 401
+    """Status at which it gives up rather than trying for ever."""
+    model: str = "scripted-model"
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """Checks that it cannot have, with the reason."""
+    no_compaction: str | None = None
+
+
+def say(profile: Profile, step: Step, tag: str, child: str) -> Reply:
+    """The answer that takes `step`. `tag` stands in it, so that later requests tell how far the run is."""
+    if profile.speak is not None:
+        return profile.speak(profile, step, tag, child)
+    thought = f"I thought of thought-{tag}."
+    if isinstance(step, Shell):
+        commands = [f"echo {tag} ran-$((40+{number + 2})); {text}" for number, text in enumerate(step.commands)]
+        calls = [(profile.tool, _fill(profile.arguments, command=command)) for command in commands]
+        return Reply(reasoning=thought, calls=_calls(calls))
+    if isinstance(step, Delegate) and profile.delegate is not None:
+        name, arguments = profile.delegate
+        prompt = f"{child}: run one command in a shell, then say what it printed. ({tag})"
+        return Reply(reasoning=thought, calls=_calls([(name, _fill(arguments, prompt=prompt))]))
+    if isinstance(step, Wait):
+        if profile.wait is None:
+            return say(profile, Shell((f"sleep 1; echo {tag}",)), tag, child)
+        name, arguments = profile.wait
+        return Reply(text=tag, reasoning=thought, calls=_calls([(name, arguments)]))
+    if profile.finish is not None:
+        name, arguments = profile.finish
+        return Reply(reasoning=thought, calls=_calls([(name, _fill(arguments, command=f"echo {tag}"))]))
+    return Reply(text=f"It is done: {tag}.", reasoning=thought)
+
+
+def _fill(arguments: Arguments, **values: str) -> Json:
+    def fill(value: Any) -> Any:
+        if isinstance(value, str):
+            for name, text in values.items():
+                value = value.replace("{" + name + "}", text)
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        if isinstance(value, dict):
+            return {key: fill(item) for key, item in value.items()}
+        return value
+
+    return {key: fill(value) for key, value in arguments.items()}
+
+
+Json = dict[str, Any]
+
+
+def _calls(calls: Sequence[tuple[str, Arguments]]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(new_id("call"), name, json.dumps(dict(arguments))) for name, arguments in calls)
+
+
+def _terminus(profile: Profile, step: Step, tag: str, child: str) -> Reply:
+    """Terminus 2 reads one JSON object: keystrokes for its terminal, or that the task is complete."""
+    done = isinstance(step, Finish)
+    commands = step.commands if isinstance(step, Shell) else ()
+    keys = [
+        {"keystrokes": f"echo {tag} ran-$((40+{number + 2})); {text}\n", "duration": 0.3}
+        for number, text in enumerate(commands)
+    ]
+    value = {"analysis": f"I am at {tag}.", "plan": "Go on.", "commands": keys, "task_complete": done}
+    return Reply(text=json.dumps(value), reasoning=f"I thought of thought-{tag}.")
+
+
+def _aider(profile: Profile, step: Step, tag: str, child: str) -> Reply:
+    """aider takes whole files out of the text."""
+    if isinstance(step, Finish):
+        return Reply(text=f"Nothing is left to do: {tag}.", reasoning=f"I thought of thought-{tag}.")
+    text = f"I change the file: {tag}.\n\na.txt\n```\nhello\n{tag}\n```\n"
+    return Reply(text=text, reasoning=f"I thought of thought-{tag}.")
+
+
+_DESCRIBED = {"command": "{command}", "description": "Runs a command"}
+_ONE_ANSWER = "it asks the model once for each message of the user"
+_NO_TOOLS = "its model acts by text, there are no tool calls"
+
+PROFILES: Mapping[str, Profile] = {
+    profile.name: profile
+    for profile in (
+        Profile(
+            "codex",
+            tool="exec_command",
+            arguments={"cmd": "{command}"},
+            delegate=("spawn_agent", {"message": "{prompt}"}),
+            wait=("wait", {"timeout_ms": 20000}),
+            refusal=400,
+        ),
+        Profile(
+            "claude-code",
+            tool="Bash",
+            arguments=_DESCRIBED,
+            delegate=(
+                "Agent",
+                {"description": "A small task", "prompt": "{prompt}", "subagent_type": "general-purpose"},
+            ),
+            refusal=400,
+        ),
+        Profile(
+            "qwen-code",
+            tool="run_shell_command",
+            arguments={**_DESCRIBED, "is_background": False},
+            delegate=(
+                "agent",
+                {"description": "A small task", "prompt": "{prompt}", "subagent_type": "general-purpose"},
+            ),
+        ),
+        Profile(
+            "gemini-cli",
+            tool="run_shell_command",
+            arguments=_DESCRIBED,
+            delegate=("invoke_agent", {"agent_name": "generalist", "prompt": "{prompt}"}),
+        ),
+        Profile("pi"),
+        Profile(
+            "opencode",
+            arguments=_DESCRIBED,
+            delegate=("task", {"description": "A small task", "prompt": "{prompt}", "subagent_type": "general"}),
+        ),
+        Profile(
+            "mini-swe-agent",
+            finish=("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && {command}"}),
+            no_compaction="it has none: it ends at its limits",
+            missing={"second_turn": "it keeps no conversation to go on with"},
+        ),
+        Profile(
+            "openhands",
+            tool="terminal",
+            arguments={"command": "{command}", "security_risk": "LOW", "summary": "runs a command"},
+            delegate=("task", {"prompt": "{prompt}", "description": "A small task", "subagent_type": "default"}),
+        ),
+        Profile(
+            "aider",
+            speak=_aider,
+            tool="",
+            one_answer=True,
+            no_compaction="it asks once for each message, so its history does not grow within a run",
+            missing={
+                "tool_round_trip": _NO_TOOLS,
+                "parallel_calls": _NO_TOOLS,
+                "long_run": _ONE_ANSWER,
+            },
+        ),
+        Profile(
+            "terminus-2",
+            speak=_terminus,
+            tool="",
+            missing={
+                "parallel_calls": _NO_TOOLS + "; one answer holds several commands",
+                "second_turn": "it keeps no conversation to go on with",
+            },
+        ),
+        Profile("cline", tool="run_commands", arguments={"commands": ["{command}"]}),
+        Profile("mistral-vibe"),
+    )
+}
+
+
+def profile_of(name: str) -> Profile:
+    """The profile of a harness; for one that is not known here, one with a tool `bash` that takes a `command`."""
+    return PROFILES.get(name) or Profile(name)

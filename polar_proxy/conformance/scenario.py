@@ -1,0 +1,90 @@
+"""What is played with a harness: scenarios as data. Which check is judged by which is in `judge`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from harness_adapters.base import Feature
+
+FaultKind = Literal["429", "500", "slow", "drop"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shell:
+    """The model runs commands, all of one answer; each is preceded by a command that prints what only running tells."""
+
+    commands: tuple[str, ...] = ("true",)
+
+
+@dataclass(frozen=True, slots=True)
+class Delegate:
+    """The model starts a sub-agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The model waits for its sub-agent, where the harness has a tool for it; else it runs a command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The model says that it is done, in the harness's own way."""
+
+
+Step = Shell | Delegate | Wait | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run of the program, or two where there is a second turn."""
+
+    name: str
+    title: str
+    steps: tuple[Step, ...]
+    second: tuple[Step, ...] = ()
+    """Steps of a second user turn, in a second start of the program in the same home and workspace."""
+    faults: tuple[FaultKind, ...] = ()
+    """What goes wrong, once each, when the model is asked for a step; those that a run does not reach get another."""
+    needs: Feature | None = None
+    fills_context: bool = False
+    """From the second step on the prompt is said to be as long as it takes, until a summary is asked for."""
+    endless: bool = False
+    """The answer is so slow that the program is killed in the middle of it."""
+    refuses: bool = False
+    """Every request is answered with an error that trying again does not help against."""
+    seconds: float = 120.0
+    """Limit of one start of the program."""
+
+    def without_second(self) -> Scenario:
+        return replace(self, second=())
+
+
+BASIC = Scenario(
+    "basic",
+    "a command, two commands at once, the end; then a second user turn",
+    steps=(Shell(), Shell(("true", "true")), Finish()),
+    second=(Shell(), Finish()),
+)
+LONG = Scenario("long", "25 commands and the end", steps=(*(Shell() for _ in range(25)), Finish()), seconds=240)
+SUBAGENT = Scenario(
+    "subagent", "a sub-agent that runs a command", steps=(Delegate(), Wait(), Finish()), needs="subagents"
+)
+COMPACTION = Scenario(
+    "compaction",
+    "the context fills up",
+    steps=(Shell(), Shell(), Shell(), Shell(), Finish()),
+    fills_context=True,
+    seconds=150,
+)
+FAULTS = Scenario(
+    "faults",
+    "429, 500, a slow first byte, a connection that is reset",
+    steps=(Shell(), Shell(), Shell(), Shell(), Shell(), Finish()),
+    faults=("429", "500", "slow", "drop"),
+    seconds=180,
+)
+KILLED = Scenario("killed", "the program is killed in the middle of an answer", steps=(Finish(),), endless=True)
+REFUSED = Scenario("refused", "the model refuses every request", steps=(Finish(),), refuses=True)
+
+SCENARIOS = (BASIC, LONG, SUBAGENT, COMPACTION, FAULTS, KILLED, REFUSED)

@@ -1,0 +1,134 @@
+"""A harness that does all that the conformance checks look at; its relatives each do one thing badly.
+
+The adapter, and the program that it launches (standard library only).
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Run a command.",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    },
+}
+
+
+class SmallAgent:
+    """Behaves."""
+
+    name = "small-agent"
+    default_version = "1"
+    manner = "well"
+
+    @property
+    def facts(self):  # type: ignore[no-untyped-def]
+        from harness_adapters.base import Facts  # not there where the agent program itself runs
+
+        features = frozenset({"resume", "parallel_tools", "reasoning"})
+        return Facts("https://example.org", "none", ("1", "1"), ("openai_chat",), "python 3", features)
+
+    def install(self, cache_root: Path, version: str | None = None):  # type: ignore[no-untyped-def]
+        from harness_adapters.base import Installed
+
+        python = Path(sys.base_prefix) / "bin" / "python3"
+        here = Path(__file__).resolve()
+        mounts = tuple(path for path in (Path(sys.base_prefix), here.parent) if not path.is_relative_to("/usr"))
+        return Installed(self.name, self.default_version, here.parent, python, mounts)
+
+    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
+        return True
+
+    def launch(self, installed, context):  # type: ignore[no-untyped-def]
+        from harness_adapters.base import LaunchPlan
+
+        env = {"BASE_URL": context.base_url, "API_KEY": context.api_key, "TASK": context.instruction}
+        env |= {"HOME": context.home, "MANNER": self.manner, "RESUME": "1" if context.resume else ""}
+        return LaunchPlan((str(installed.program), str(Path(__file__).resolve())), env, mounts=installed.mounts)
+
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[str, str]:
+        if exit_code is None:
+            return "timed_out", "stopped by the clock"
+        return ("ok", "finished") if exit_code == 0 else ("failed", f"exited with {exit_code}")
+
+
+class ForgetfulAgent(SmallAgent):
+    """Runs commands but never tells what they printed, nor what was thought."""
+
+    manner = "forgetful"
+
+
+class LyingAgent(SmallAgent):
+    """Exits with 0 whatever happened, and its adapter believes it."""
+
+    manner = "lying"
+
+
+class RewritingAgent(SmallAgent):
+    """Says every request in other words than before."""
+
+    manner = "rewriting"
+
+
+def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """One answer, tried five times with the header by which SDKs name their retries."""
+    body = json.dumps({"model": "m", "messages": messages, "tools": [TOOL]}).encode()
+    headers = {"authorization": "Bearer " + os.environ["API_KEY"], "content-type": "application/json"}
+    for attempt in range(5):
+        again = {"x-stainless-retry-count": str(attempt)}
+        request = urllib.request.Request(os.environ["BASE_URL"] + "/chat/completions", body, headers | again)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return dict(json.load(answer)["choices"][0]["message"])
+        except urllib.error.HTTPError as error:
+            if error.code < 429:
+                raise
+        except (OSError, http.client.HTTPException, ValueError):
+            pass
+        time.sleep(0.1)
+    raise OSError("five tries")
+
+
+def main() -> int:
+    manner = os.environ["MANNER"]
+    kept = Path(os.environ["HOME"]) / "talk.json"
+    messages = json.loads(kept.read_text()) if os.environ["RESUME"] else [{"role": "system", "content": "Help."}]
+    messages.append({"role": "user", "content": os.environ["TASK"]})
+    while True:
+        if manner == "rewriting":
+            messages[0]["content"] = f"Help, {len(messages)} times."
+            messages[1]["content"] += " Please."
+            for message in messages:
+                message.update({"content": str(message["content"]) + "."} if message["role"] == "assistant" else {})
+        answer = ask(messages)
+        if manner == "forgetful":
+            answer.pop("reasoning_content", None)
+        messages.append(answer)
+        kept.write_text(json.dumps(messages))
+        if not answer.get("tool_calls"):
+            return 0
+        for call in answer["tool_calls"]:
+            command = json.loads(call["function"]["arguments"])["command"]
+            done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+            output = "" if manner == "forgetful" else done.stdout
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except OSError as failure:
+        print(failure)
+        sys.exit(0 if os.environ["MANNER"] == "lying" else 1)

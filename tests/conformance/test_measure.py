@@ -1,0 +1,143 @@
+"""The whole measurement with a small agent: checks pass for one that behaves, and fail for those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar_proxy.conformance import CHECKS, Bench, Row, Run, measure
+from polar_proxy.engines.scripted import ScriptedEngine
+from polar_proxy.errors import StoreError
+from polar_proxy.store import Store
+from polar_proxy.types import CallRecord, new_id
+from tests.conformance.small_agent import ForgetfulAgent, LyingAgent, RewritingAgent, SmallAgent
+
+Commit = Callable[[Store, CallRecord, int], Any]
+
+
+class BadStore:
+    """A store whose commits are done by `commit(store, record, number)`; everything else is the real one's."""
+
+    def __init__(self, store: Store, commit: Commit) -> None:
+        self._store = store
+        self._commit = commit
+        self._number = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def commit_call(self, record: CallRecord) -> None:
+        self._number += 1
+        await self._commit(self._store, record, self._number)
+
+
+Measure = Callable[..., Any]
+
+
+@pytest.fixture
+def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+
+
+@pytest.fixture
+def measured(store: Store, state_dir: None) -> Measure:
+    async def go(agent: SmallAgent, *checks: str, commit: Commit | None = None, runs: list[Run] | None = None) -> Row:
+        used = store if commit is None else BadStore(store, commit)
+        keep = (lambda run: None) if runs is None else runs.append
+        async with Bench(ScriptedEngine(), used, "process") as bench:  # type: ignore[arg-type]
+            return await measure(
+                bench,
+                agent,
+                agent.install(Path("/")),
+                checks or CHECKS,
+                slow=0.3,
+                progress=lambda text: None,
+                keep=keep,
+            )
+
+    return go
+
+
+async def test_an_agent_that_behaves_passes_every_check(measured: Measure) -> None:
+    runs: list[Run] = []
+    row = await measured(SmallAgent(), runs=runs)
+    found = {name: (cell.status, cell.detail) for name, cell in row.checks.items()}
+    assert set(found) == set(CHECKS)
+    allowed = {"subagent": "n/a", "compaction": "not run"}  # it has neither
+    assert {name: cell for name, cell in found.items() if cell[0] != allowed.get(name, "ok")} == {}
+    assert (row.lost, row.doubled, row.dialect, row.streamed) == (0, 0, "openai_chat", "no")
+    assert found["reasoning"][1] == "comes back"
+    assert "asked again" in found["retry_429"][1]
+    assert "asked again" in found["dropped_stream"][1]
+    faults = next(run for run in runs if run.director.scenario.name == "faults")
+    assert sum(exchange.cut for exchange in faults.exchanges) == 1
+    assert [exchange.complete for exchange in faults.exchanges if exchange.cut] == [False]
+    assert row.good
+
+
+async def test_a_forgetful_agent_fails_the_round_trips(measured: Measure) -> None:
+    row = await measured(ForgetfulAgent(), "tool_round_trip", "parallel_calls", "reasoning", "exit_ok")
+    assert row.checks["tool_round_trip"].status == "failed"
+    assert row.checks["parallel_calls"].detail == "0 of 2 outputs came back"
+    assert row.checks["reasoning"].detail == "the harness drops it"
+    assert row.checks["exit_ok"].status == "ok"
+    assert not row.good
+
+
+async def test_an_agent_that_lies_about_its_end_fails(measured: Measure) -> None:
+    row = await measured(LyingAgent(), "exit_failed")
+    assert row.checks["exit_failed"].status == "failed"
+    assert "read as ok" in row.checks["exit_failed"].detail
+
+
+async def test_an_agent_that_rewrites_its_history_fails_the_long_run(measured: Measure) -> None:
+    row = await measured(RewritingAgent(), "long_run")
+    assert row.checks["long_run"].status == "failed", row.checks["long_run"]
+
+
+async def test_a_call_that_is_not_committed_is_lost(measured: Measure) -> None:
+    async def commit(store: Store, record: CallRecord, number: int) -> None:
+        if number == 2:
+            raise StoreError("the disk is full")
+        await store.commit_call(record)
+
+    row = await measured(SmallAgent(), "lost", "recorded_first", commit=commit)
+    assert row.lost == 1
+    assert row.checks["lost"].status == "failed"
+    assert row.checks["recorded_first"].status == "failed"
+    assert row.checks["lost"].detail.startswith("1 of ")
+
+
+async def test_a_call_that_is_committed_twice_is_doubled(measured: Measure) -> None:
+    async def commit(store: Store, record: CallRecord, number: int) -> None:
+        await store.commit_call(record)
+        if number == 2:
+            await store.commit_call(replace(record, call_id=new_id("call"), marks=None))
+
+    row = await measured(SmallAgent(), "doubled", commit=commit)
+    assert row.doubled == 1
+    assert row.checks["doubled"].status == "failed"
+
+
+async def test_a_second_call_that_is_named_a_retry_is_not_doubled(measured: Measure) -> None:
+    async def commit(store: Store, record: CallRecord, number: int) -> None:
+        await store.commit_call(record)
+        if number == 2:
+            twin = replace(record, call_id=new_id("call"), edge="retries", parent_call_id=record.call_id)
+            await store.commit_call(twin)
+
+    row = await measured(SmallAgent(), "doubled", commit=commit)
+    assert row.doubled == 0
+
+
+async def test_a_call_without_its_log_probabilities_is_seen(measured: Measure) -> None:
+    async def commit(store: Store, record: CallRecord, number: int) -> None:
+        await store.commit_call(replace(record, status="no_tokens") if number == 1 else record)
+
+    row = await measured(SmallAgent(), "evidence", commit=commit)
+    assert row.checks["evidence"].status == "failed"
