@@ -125,7 +125,7 @@ def _extended(memory: Memory, asking: Asking) -> Decision | None:
             break
         if turn.skeleton in memory.skeletons:
             return _rewritten(memory.skeletons[turn.skeleton], asking, turn, max(end, asked))
-    if asked_before:
+    if asked_before and not _opens_anew(asking, asked):
         return _rewound(asked_before, asking, asked)
     if not end:
         return None
@@ -135,6 +135,11 @@ def _extended(memory: Memory, asking: Asking) -> Decision | None:
     several = len({id(known) for known, _ in memory.ends[keys[end]]}) > 1
     rule = "twins" if not sure else "by_call_ids" if several else "branches" if parent.continued else "extends"
     return Decision("continues", parent, rule, not sure)
+
+
+def _opens_anew(asking: Asking, same: int) -> bool:
+    """What follows the first `same` messages is a summary (Codex keeps what the user said in front of it)."""
+    return rules.match(rules.COMPACTED, View.of(asking.messages[same : same + 3], None), asking.hints) is not None
 
 
 def _choose(found: Sequence[tuple[Known, Heard]], asking: Asking, end: int) -> tuple[Known, bool]:

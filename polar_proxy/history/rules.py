@@ -31,7 +31,7 @@ class Rule:
     system: str | None = None
     """Pattern in the system prompt."""
     first: str | None = None
-    """Pattern in one of the first three messages that are no system prompt (a summary may stand behind a preamble)."""
+    """Pattern in one of the first three user messages (a summary may stand behind what the user said)."""
     last: str | None = None
     """Pattern in the newest message. For the kinds `continuation` and `masked`: in a message that was changed."""
     tools: bool | None = None
@@ -286,13 +286,13 @@ class View:
         for message in messages[:8]:
             if message.role in ("system", "developer"):
                 system.append(text_of(message))
-            elif len(first) < 3:
+            elif message.role == "user" and len(first) < 3:
                 first.append(_near(text_of(message)))
         newest = messages[-1] if messages else None
         return cls(
             system=_near("\n".join(system)),
             first=tuple(first),
-            last=_near(text_of(newest)) if newest is not None and newest.role in ("user", "tool") else "",
+            last=_near(text_of(newest)) if newest is not None and newest.role == "user" else "",
             tools=bool(request and request.tools),
             schema=bool(request and request.response_format),
         )

@@ -74,10 +74,9 @@ class _Work:
 
 def per_call(calls: Sequence[CallRecord], *, rollout_id: str | None = None, reward: float | None = None) -> Built:
     """One trace for each sampled choice: its prompt, then its answer. Always exact."""
-    work = _Work()
+    work = _Work(excluded=excluded_calls(calls))
     for call in _ordered(calls):
-        if (reason := exclusion(call)) is not None:
-            work.excluded[call.call_id] = reason
+        if call.call_id in work.excluded:
             continue
         for choice in call.choices:
             work.opened.append(_fresh(call, choice))
@@ -87,18 +86,19 @@ def per_call(calls: Sequence[CallRecord], *, rollout_id: str | None = None, rewa
 def merged(calls: Sequence[CallRecord], *, rollout_id: str | None = None, reward: float | None = None) -> Built:
     """Calls joined wherever a prompt begins, token for token, with all of an earlier trace; split otherwise.
 
-    The longest such trace is continued. A call whose prompt fits none opens a new trace: nothing is lost, and what
-    stands in its prompt is context.
+    The longest such trace is continued, of equal ones that of the call's parent. A call whose prompt fits none opens a
+    new trace (after a rewind, say, where the answer that was replaced stays trained in the old one): nothing is lost,
+    and what stands in its prompt is context. Sub-agents and compacted conversations always open their own.
     """
-    work = _Work()
+    work = _Work(excluded=excluded_calls(calls))
     for call in _ordered(calls):
-        if (reason := exclusion(call)) is not None:
-            work.excluded[call.call_id] = reason
+        if call.call_id in work.excluded:
             continue
-        prompt = call.prompt_ids
+        prompt, parent = call.prompt_ids, call.parent_call_id
         assert prompt is not None
-        fits = [trace for trace in work.opened if _begins_with(prompt, trace.tail)]
-        longest = max(fits, key=lambda trace: len(trace.tail), default=None)
+        own = call.edge in ("subagent", "compacts")
+        fits = [] if own else [trace for trace in work.opened if _begins_with(prompt, trace.tail)]
+        longest = max(fits, key=lambda trace: (len(trace.tail), parent in trace.calls), default=None)
         for position, choice in enumerate(call.choices):
             if longest is not None and position == 0:
                 longest.add_context(call, len(longest.tail))
@@ -111,12 +111,38 @@ def merged(calls: Sequence[CallRecord], *, rollout_id: str | None = None, reward
 BUILDERS: dict[str, Callable[..., Built]] = {"per_call": per_call, "merged": merged}
 
 
+def excluded_calls(calls: Sequence[CallRecord]) -> dict[str, str]:
+    """call id -> why it cannot be trained on, for all calls of a session that cannot."""
+    excluded = {call.call_id: reason for call in calls if (reason := exclusion(call)) is not None}
+    for call_id in _superseded(calls, excluded):
+        excluded[call_id] = "retry_of"
+    return excluded
+
+
+def _superseded(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> list[str]:
+    """Answers to a request that was answered once more: of all attempts the agent went on from one.
+
+    That one is the attempt that later calls refer to, or the last where none does."""
+    first: dict[str, str] = {}
+    attempts: dict[str, list[str]] = {}
+    referred = {call.parent_call_id for call in calls if call.edge != "retries"}
+    for call in _ordered(calls):
+        parent = call.parent_call_id if call.edge == "retries" else None
+        origin = first.get(parent, parent) if parent is not None else call.call_id
+        first[call.call_id] = origin
+        attempts.setdefault(origin, []).append(call.call_id)
+    superseded: list[str] = []
+    for group in attempts.values():
+        usable = [call_id for call_id in group if call_id not in excluded]
+        kept = {call_id for call_id in usable if call_id in referred} or set(usable[-1:])
+        superseded += [call_id for call_id in usable if call_id not in kept]
+    return superseded
+
+
 def exclusion(call: CallRecord) -> str | None:
-    """Why this call cannot be trained on, or None."""
+    """Why this call by itself cannot be trained on, or None."""
     if call.status != "ok":
         return call.status
-    if call.edge == "retries":
-        return "retry_of"
     if call.edge == "side_call":
         return "side_call"
     sampled = [(len(choice.token_ids), len(choice.logprobs)) for choice in call.choices]

@@ -75,7 +75,6 @@ class Wound:
 
 WOUNDS = (
     *(Wound(status, {"status": status}) for status in ("client_gone", "upstream_error", "no_tokens")),
-    Wound("retry_of", {"edge": "retries"}),
     Wound("side_call", {"edge": "side_call"}),
     Wound("no_tokens", {"prompt_ids": None}),
     Wound("no_tokens", {"choices": ()}),
@@ -90,6 +89,10 @@ HARMLESS = (
     Wound(None, {"params": {"response_format": {"type": "text"}, "tool_choice": "auto"}}),
     Wound(None, {"params": {"response_format": None, "tool_choice": None}}),
     Wound(None, {"edge": "continues"}),
+    Wound(None, {"edge": "rewinds"}),
+    Wound(None, {"edge": "subagent"}),
+    Wound(None, {"edge": "compacts"}),
+    Wound(None, {"edge": "retries"}),  # of a call that is not there
 )
 
 
