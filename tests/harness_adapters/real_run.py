@@ -46,7 +46,7 @@ async def run(
     store: Store,
     folder: Path,
     *,
-    timeout: float = 150.0,
+    timeout: float = 250.0,
     **changes: Any,
 ) -> Ran:
     """One run below `folder` (again for a second turn), to its end."""
@@ -69,7 +69,9 @@ async def run(
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(text)
     exit_code, output = await _program(plan.argv, workdir, plan.env, timeout)
-    (session,) = await store.sessions()
+    sessions = await store.sessions()
+    assert len(sessions) == 1, f"{len(sessions)} sessions; exit code {exit_code}\n{output[-3000:]}"
+    (session,) = sessions
     await gateway.sessions.idle(session.session_id, timeout=30)
     return Ran(exit_code, output, workdir, home, await store.calls(session.session_id))
 

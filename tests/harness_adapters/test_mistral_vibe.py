@@ -16,6 +16,8 @@ from tests.fakes.scripted_engine import ScriptedEngine
 from tests.harness_adapters import plans, real_run
 
 ADAPTER = MistralVibe()
+# Two starts of a program of half a gigabyte, on a machine that may be busy.
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_the_plan() -> None:
