@@ -34,6 +34,15 @@ class GatewaySettings(_Section):
     """How long a stream may be silent before a comment line is sent."""
     headers_after_seconds: float = Field(2.0, ge=0)
     """How long to wait for the first token before the response headers go out (a fast error keeps its own status)."""
+    join_retries: Literal["evidence", "always", "never"] = "evidence"
+    """Which equal requests share one answer: those that are shown to be retries (a lost connection, or the SDK's retry
+    header); all that come while the first is in flight or was just answered; none."""
+    retry_window_seconds: float = Field(10.0, ge=0)
+    """How long an answer counts as just given, and is kept for a retry."""
+    retry_grace_seconds: float = Field(2.0, ge=0)
+    """How long a generation goes on whose client is lost, for its retry to take it over."""
+    normalisers_off: frozenset[str] = frozenset()
+    """Names of normalisers that history must not use (polar_proxy/history/normalise.py lists them)."""
 
 
 class EngineSettings(_Section):

@@ -27,6 +27,11 @@ class Metrics:
         self.lost = Counter(
             "polar_lost_calls", "Calls answered but not recorded (must stay 0).", registry=self.registry
         )
+        self.joined = Counter(
+            "polar_joined_retries",
+            "Requests answered from the call that they retry.",
+            registry=self.registry,
+        )
         self.prompt_tokens = Counter("polar_prompt_tokens", "Prompt tokens of all calls.", registry=self.registry)
         self.cached_tokens = Counter(
             "polar_cached_tokens",

@@ -22,6 +22,7 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import wire
 from polar_proxy.gateway.metrics import Metrics
+from polar_proxy.gateway.replay import Replays
 from polar_proxy.gateway.sessions import Session, Sessions, key_of
 from polar_proxy.gateway.turn import CallSink, Observer, Turn, refuse
 from polar_proxy.history import read_hints
@@ -49,6 +50,7 @@ class TurnPipeline:
         self.settings = settings
         self.metrics = metrics
         self.observers: list[Observer] = []
+        self._replays = Replays(settings)
 
     async def serve(
         self,
@@ -73,8 +75,17 @@ class TurnPipeline:
             self.metrics.refused.labels(error.status).inc()
             await refuse(send, error, dialect)
             return
+        hints = read_hints(headers, parsed.params)
+        tape = self._replays.find(session.session_id, dialect.name, parsed, hints)
+        if tape is not None and await tape.follow(receive, send):
+            self.metrics.joined.inc()
+            return
+        tape = self._replays.open(session.session_id, dialect.name, parsed, hints)
         turn = Turn(self.engine, self.store, self.settings, self.metrics, self.observers)
-        await turn.run(dialect, session, parsed, read_hints(headers, parsed.params), route, started, receive, send)
+        try:
+            await turn.run(dialect, session, parsed, hints, route, started, receive, send, tape)
+        finally:
+            self._replays.close(tape, failed=not turn.ok)
 
     async def count(
         self, counter: TokenCount, path_key: str | None, scope: wire.Scope, receive: wire.Receive, send: wire.Send

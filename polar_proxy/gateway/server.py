@@ -54,7 +54,12 @@ class Gateway:
     def __init__(self, engine: Engine, store: Any, settings: GatewaySettings, *, grace: float = 5.0) -> None:
         self.settings = settings
         self.metrics = Metrics()
-        self.sessions = Sessions(store, open_to_all=is_loopback(settings.host) and not settings.closed)
+        self.sessions = Sessions(
+            store,
+            open_to_all=is_loopback(settings.host) and not settings.closed,
+            normalisers_off=settings.normalisers_off,
+            window=settings.retry_window_seconds,
+        )
         self._pipeline = TurnPipeline(engine, store, self.sessions, settings, self.metrics)
         self.app = create_app(engine, self._pipeline, self.metrics)
         self._grace = grace

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from polar_proxy.errors import RequestError
 from polar_proxy.history import SessionHistory
-from polar_proxy.types import EngineRequest, Json, Sampling
+from polar_proxy.types import CallPlace, EngineRequest, Json, Sampling
 
 _CACHED = 20_000
 
@@ -28,6 +28,7 @@ def hash_key(key: str) -> bytes:
 class SessionStore(Protocol):
     async def session_by_key(self, key_hash: bytes) -> Any: ...
     async def session(self, session_id: str) -> Any: ...
+    async def call_places(self, session_id: str) -> list[CallPlace]: ...
     async def create_session(
         self,
         *,
@@ -65,8 +66,17 @@ class Session:
 class Sessions:
     """Finds or opens the session of a request."""
 
-    def __init__(self, store: SessionStore, *, open_to_all: bool) -> None:
+    def __init__(
+        self,
+        store: SessionStore,
+        *,
+        open_to_all: bool,
+        normalisers_off: frozenset[str] = frozenset(),
+        window: float = 10.0,
+    ) -> None:
         self._store = store
+        self._off = normalisers_off
+        self._window = window
         self.open = open_to_all
         self._by_hash: OrderedDict[bytes, Session] = OrderedDict()
         self._by_id: dict[str, Session] = {}
@@ -101,7 +111,10 @@ class Sessions:
             raise RequestError("This session is closed.", status=401, code="session_closed")
         session = self._by_id.get(record.session_id)  # known already by another name (its id in the path)
         if session is None:
-            session = Session(record.session_id, record.policy or {})
+            history = SessionHistory(self._off, window=self._window)
+            # Its calls of before a restart, or before it was put out of memory.
+            history.rebuild(await self._store.call_places(record.session_id))
+            session = Session(record.session_id, record.policy or {}, history)
             session.idle.set()
         self._by_hash[digest] = session
         self._by_id[session.session_id] = session

@@ -23,6 +23,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import wire
 from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.record import Asked, Ending, Part, make_record
+from polar_proxy.gateway.replay import Tape
 from polar_proxy.gateway.sessions import Session, apply_policy
 from polar_proxy.history import Hints
 from polar_proxy.types import CallRecord, CallStatus, new_id
@@ -65,6 +66,8 @@ class Turn:
         self._metrics = metrics
         self._observers = observers
         self._settled: asyncio.Task[None] | None = None
+        self.ok = False
+        """The answer is complete, committed, and somebody gets it."""
 
     async def run(
         self,
@@ -76,8 +79,10 @@ class Turn:
         started: float,
         receive: wire.Receive,
         send: wire.Send,
+        tape: Tape,
     ) -> None:
         """Answer. `path` is recorded with the call, `started` (seconds since the epoch) is when the request came."""
+        send = tape.into(send)
         self._dialect = dialect
         self._session = session
         self._asked = Asked(session.session_id, dialect.name, path, parsed, started)
@@ -108,12 +113,13 @@ class Turn:
         self._session.begin(len(self._parts))
         self._metrics.in_flight.inc(len(self._parts))
         try:
-            async with wire.ClientWatch(receive) as watch:
+            async with wire.ClientWatch(receive, tape.abandoned) as watch:
                 await self._generate(encoder, writer)
-            if watch.gone and not self._complete:
+            if watch.gone or not await tape.heard():
                 await self._settle("client_gone", 499, "the client closed the connection")
                 return
             await self._settle("ok", 200, None)
+            self.ok = True
             answers = [part.answer for part in self._parts]
             if writer is not None:
                 await writer.finish(encoder.end(answers))
@@ -157,10 +163,6 @@ class Turn:
                     await writer.write(encoder.feed(index, event))
         if not part.answer.finished:
             raise EngineError("The engine's answer ended before it was finished.")
-
-    @property
-    def _complete(self) -> bool:
-        return all(part.answer.finished for part in self._parts)
 
     async def _settle(self, status: CallStatus, http_status: int, error: str | None) -> None:
         """Commit, once; a cancellation in the meantime does not cut it short."""

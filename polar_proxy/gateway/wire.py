@@ -151,11 +151,13 @@ class StreamWriter:
 class ClientWatch:
     """While open, cancels the current task as soon as the client disconnects.
 
-    That cancellation ends with the block (`gone` is then True); one that comes from elsewhere passes through.
+    That cancellation ends with the block (`gone` is then True); one that comes from elsewhere passes through. `lost` is
+    awaited in between: it returns when the task is no longer worth going on with.
     """
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, lost: Callable[[], Awaitable[None]] | None = None) -> None:
         self._receive = receive
+        self._lost = lost
         self.gone = False
 
     async def __aenter__(self) -> ClientWatch:
@@ -168,6 +170,8 @@ class ClientWatch:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        if self._lost is not None:
+            await self._lost()
         self.gone = True
         self._target.cancel()
 

@@ -1,0 +1,183 @@
+"""Joining of retries: one generation, one call, the same bytes to whoever asks for it again.
+
+Every answer is kept on a tape while it is written and a little longer. A request that is a retry of a taped one gets
+what the tape has and follows it live. What counts as a retry is decided by evidence, because byte-identical requests
+of two parallel runs under one key are ordinary, and joining those would give both the same sample:
+
+* the first request lost its client before the last byte, or
+* the client's SDK says so (`X-Stainless-Retry-Count`), and no earlier attempt failed that this could be a retry of.
+
+`gateway.join_retries` may be `always` (any equal request that is in flight or was just answered) or `never`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from polar_proxy.config import GatewaySettings
+from polar_proxy.dialects import ParsedRequest
+from polar_proxy.gateway import wire
+from polar_proxy.history import Hints
+
+_VOLATILE = frozenset({"client_metadata", "metadata", "user", "safety_identifier"})
+"""Fields that say nothing to the model and may differ between two attempts (Codex: turn ids, order of keys)."""
+
+_KEPT_BYTES = 64 << 20
+"""Of all answers that are kept after their end."""
+
+
+class Tape:
+    """One answer as it is sent. Used as the `send` of its turn."""
+
+    def __init__(self, session_id: str, dialect: str, parsed: ParsedRequest, hints: Hints, grace: float) -> None:
+        self.session_id = session_id
+        self.dialect = dialect
+        self.parsed = parsed
+        self.thread = hints.thread
+        self.lost = False
+        """Its own client went away before the last byte."""
+        self.failed = False
+        self.over = False
+        """Nobody came within the grace: the generation is being given up."""
+        self.claimed = False
+        """A new attempt has been made after this one failed."""
+        self.ended_at: float | None = None
+        self.size = 0
+        self._grace = grace
+        self._deadline = 0.0
+        self._messages: list[Any] = []
+        self._listeners = 0
+        self._changed = asyncio.Event()
+
+    def into(self, send: wire.Send) -> wire.Send:
+        """`send`, with everything taped; a client that is lost is not sent to."""
+
+        async def taped(message: Any) -> None:
+            self._messages.append(message)
+            self.size += len(message.get("body", b""))
+            self._notify()
+            if not self.lost:
+                await send(message)
+
+        return taped
+
+    async def abandoned(self) -> None:
+        """Called when the client is lost. Returns when nobody has listened for the time of grace."""
+        self.lost = True
+        self._deadline = time.monotonic() + self._grace
+        while await self.heard():
+            await self._next()
+
+    async def heard(self) -> bool:
+        """Whether anybody gets this answer: its own client, a listener, or one that comes within the grace."""
+        while self.lost and not self._listeners:
+            try:
+                async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+                    await self._next()
+            except TimeoutError:
+                self.over = True
+                return False
+        return True
+
+    def close(self, *, failed: bool) -> None:
+        self.failed = failed
+        self.ended_at = time.monotonic()
+        self._notify()
+
+    async def follow(self, receive: wire.Receive, send: wire.Send) -> bool:
+        """Play the tape to one more client until it ends. False: it ended without having begun to answer."""
+        self._listeners += 1
+        self._notify()
+        position = 0
+        try:
+            async with wire.ClientWatch(receive) as watch:
+                while True:
+                    while position < len(self._messages):
+                        position += 1
+                        await send(self._messages[position - 1])
+                    if self.ended_at is not None:
+                        break
+                    await self._next()
+            return position > 0 or watch.gone
+        finally:
+            self._listeners -= 1
+            if not self._listeners:
+                self._deadline = time.monotonic() + self._grace
+            self._notify()
+
+    def same(self, dialect: str, parsed: ParsedRequest, hints: Hints) -> bool:
+        """Whether the other is the same request: order of keys and volatile fields ignored."""
+        mine = self.parsed
+        return (
+            self.dialect == dialect
+            and mine.stream == parsed.stream
+            and (self.thread is None or hints.thread is None or self.thread == hints.thread)
+            and mine.messages == parsed.messages
+            and mine.tools == parsed.tools
+            and _lasting(mine.params) == _lasting(parsed.params)
+        )
+
+    async def _next(self) -> None:
+        await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Replays:
+    """The tapes of one gateway."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._policy = settings.join_retries
+        self._window = settings.retry_window_seconds
+        self._grace = settings.retry_grace_seconds
+        self._tapes: dict[str, list[Tape]] = {}
+        self._ended: deque[Tape] = deque()
+        self._kept = 0
+
+    def find(self, session_id: str, dialect: str, parsed: ParsedRequest, hints: Hints) -> Tape | None:
+        """The tape that this request, being a retry, is to be answered from."""
+        if self._policy == "never":
+            return None
+        self._forget()
+        same = [tape for tape in self._tapes.get(session_id, ()) if tape.same(dialect, parsed, hints)]
+        if lost := [tape for tape in same if tape.lost and not tape.over and tape.ended_at is None]:
+            return lost[-1]
+        if failed := [tape for tape in same if (tape.failed or tape.over) and not tape.claimed]:
+            failed[-1].claimed = True
+            return None
+        answered = [tape for tape in same if not tape.failed and not tape.over]
+        if answered and (hints.retry > 0 or self._policy == "always"):
+            return answered[-1]
+        return None
+
+    def open(self, session_id: str, dialect: str, parsed: ParsedRequest, hints: Hints) -> Tape:
+        tape = Tape(session_id, dialect, parsed, hints, self._grace)
+        self._tapes.setdefault(session_id, []).append(tape)
+        return tape
+
+    def close(self, tape: Tape, *, failed: bool) -> None:
+        """The answer is complete, or there is none: it is kept for the window."""
+        tape.close(failed=failed)
+        self._ended.append(tape)
+        self._kept += tape.size
+        self._forget()
+
+    def _forget(self) -> None:
+        limit = time.monotonic() - self._window
+        while self._ended and ((self._ended[0].ended_at or 0.0) < limit or self._kept > _KEPT_BYTES):
+            tape = self._ended.popleft()
+            self._kept -= tape.size
+            tapes = self._tapes[tape.session_id]
+            tapes.remove(tape)
+            if not tapes:
+                del self._tapes[tape.session_id]
+
+
+def _lasting(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key not in _VOLATILE}

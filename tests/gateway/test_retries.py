@@ -1,0 +1,155 @@
+"""Joining of retries: one generation, one call, the same bytes; and never more than the evidence allows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from polar_proxy.errors import EngineError
+from polar_proxy.store import Store
+from polar_proxy.types import CallRecord
+from tests.conftest import Serve
+from tests.fakes.scripted_engine import ScriptedEngine
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+def client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url + "/v1", headers={"authorization": "Bearer k1"}, timeout=60)
+
+
+def slow() -> ScriptedEngine:
+    return ScriptedEngine(lambda request: "x" * 20, delay=0.05)
+
+
+async def recorded(store: Store) -> list[CallRecord]:
+    (session,) = await store.sessions()
+    return await store.calls(session.session_id)
+
+
+async def settled(store: Store, calls: int) -> list[CallRecord]:
+    for _ in range(400):
+        if sum(row.calls for row in await store.sessions()) >= calls:
+            break
+        await asyncio.sleep(0.05)
+    return await recorded(store)
+
+
+async def lost_request(port: int, body: dict[str, object], engine: ScriptedEngine) -> None:
+    """A client that hangs up once the first token is sampled."""
+    data = json.dumps(body).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k1\r\n"
+        f"content-length: {len(data)}\r\n\r\n"
+    )
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + data)
+    while not engine.sampled:
+        await asyncio.sleep(0.01)
+    writer.close()
+    await writer.wait_closed()
+    await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_retry_takes_over_from_a_lost_client(serve: Serve, store: Store, stream: bool) -> None:
+    engine = slow()
+    async with serve(engine, retry_grace_seconds=30) as gateway, client(gateway.url) as http:
+        body = {**CHAT, "stream": stream, "metadata": {"attempt": "1"}}
+        await lost_request(gateway.port, body, engine)
+        answer = await http.post("/chat/completions", json={**body, "metadata": {"attempt": "2"}})
+    assert answer.text.count("x") >= 20
+    (call,) = await recorded(store)
+    assert (call.status, call.edge, len(engine.requests)) == ("ok", "root", 1)
+    assert answer.headers["x-polar-call-id"] == call.call_id
+
+
+async def test_nobody_comes_within_the_grace(serve: Serve, store: Store) -> None:
+    engine = slow()
+    async with serve(engine, retry_grace_seconds=0.1) as gateway, client(gateway.url) as http:
+        await lost_request(gateway.port, CHAT, engine)
+        (first,) = await settled(store, 1)
+        assert (first.status, engine.aborted) == ("client_gone", 1)
+        await http.post("/chat/completions", json=CHAT)
+    again = (await recorded(store))[1]
+    assert (again.edge, again.parent_call_id, again.rule) == ("retries", first.call_id, "asked_again_after_failure")
+    assert (again.status, again.thread) == ("ok", first.thread)
+
+
+async def test_an_answer_that_is_complete_but_not_heard_is_client_gone(serve: Serve, store: Store) -> None:
+    engine = ScriptedEngine(lambda request: "xxxx", delay=0.1)
+    async with serve(engine, retry_grace_seconds=2) as gateway:
+        await lost_request(gateway.port, CHAT, engine)
+        (call,) = await settled(store, 1)
+    assert (call.status, call.choices[0].finish_reason) == ("client_gone", "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_retry_header_joins_what_is_in_flight(serve: Serve, store: Store, stream: bool) -> None:
+    engine = slow()
+    body = {**CHAT, "stream": stream}
+    async with serve(engine) as gateway, client(gateway.url) as http:
+        first = asyncio.create_task(http.post("/chat/completions", json=body))
+        await asyncio.sleep(0.3)
+        second = await http.post("/chat/completions", json=body, headers=RETRY)
+        assert (await first).content == second.content
+        late = await http.post("/chat/completions", json=body, headers=RETRY)
+        assert late.content == second.content
+        assert "polar_joined_retries_total 2.0" in (await http.get(gateway.url + "/metrics")).text
+    assert len(await recorded(store)) == len(engine.requests) == 1
+
+
+async def test_equal_requests_without_evidence_are_two_calls(serve: Serve, store: Store) -> None:
+    """Two runs of one task under one key begin with the same bytes; so does best-of-n by a client."""
+    engine = slow()
+    async with serve(engine) as gateway, client(gateway.url) as http:
+        await asyncio.gather(*(http.post("/chat/completions", json=CHAT) for _ in range(2)))
+        await http.post("/chat/completions", json=CHAT)
+    calls = await recorded(store)
+    assert [call.edge for call in calls] == ["root"] * 3
+    assert [call.ambiguous for call in calls] == [False, True, True]
+    assert len(engine.requests) == 3
+
+
+async def test_an_error_is_not_replayed(serve: Serve, store: Store) -> None:
+    replies: list[str | Exception] = [EngineError("busy", status=503), "hello"]
+    engine = ScriptedEngine(lambda request: replies.pop(0))
+    async with serve(engine) as gateway, client(gateway.url) as http:
+        assert (await http.post("/chat/completions", json=CHAT)).status_code == 503
+        assert (await http.post("/chat/completions", json=CHAT, headers=RETRY)).status_code == 200
+    first, second = await recorded(store)
+    assert (second.edge, second.parent_call_id, second.rule) == ("retries", first.call_id, "sdk_retry_header")
+
+
+async def test_another_request_is_not_joined(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        await http.post("/chat/completions", json=CHAT)
+        for changes in ({"temperature": 0.5}, {"stream": True}, {"messages": [{"role": "user", "content": "ho"}]}):
+            await http.post("/chat/completions", json={**CHAT, **changes}, headers=RETRY)
+    assert len(await recorded(store)) == 4
+
+
+@pytest.mark.parametrize(("policy", "generations"), [("always", 1), ("never", 2)])
+async def test_policies(serve: Serve, store: Store, policy: str, generations: int) -> None:
+    engine = slow()
+    async with serve(engine, join_retries=policy) as gateway, client(gateway.url) as http:
+        first = asyncio.create_task(http.post("/chat/completions", json=CHAT))
+        await asyncio.sleep(0.3)
+        headers = RETRY if policy == "never" else {}
+        second = await http.post("/chat/completions", json=CHAT, headers=headers)
+        assert (second.content == (await first).content) == (policy == "always")
+    assert len(engine.requests) == len(await recorded(store)) == generations
+
+
+async def test_history_outlives_the_gateway(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        answer = (await http.post("/chat/completions", json=CHAT)).json()["choices"][0]["message"]
+    messages = [*CHAT["messages"], answer, {"role": "user", "content": "more"}]
+    async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
+        await http.post("/chat/completions", json={**CHAT, "messages": messages})
+    first, second = await recorded(store)
+    assert (second.edge, second.parent_call_id, second.thread) == ("continues", first.call_id, first.thread)
