@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 
 import httpx
 import pytest
@@ -39,7 +40,7 @@ async def settled(store: Store, calls: int) -> list[CallRecord]:
     return await recorded(store)
 
 
-async def lost_request(port: int, body: dict[str, object], engine: ScriptedEngine) -> None:
+async def lost_request(port: int, body: Mapping[str, object], engine: ScriptedEngine) -> None:
     """A client that hangs up once the first token is sampled."""
     data = json.dumps(body).encode()
     head = (
