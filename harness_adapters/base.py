@@ -168,9 +168,16 @@ class HarnessAdapter(Protocol):
 
 _BUILT_IN: Mapping[str, str] = {
     "aider": "harness_adapters.aider:Aider",
+    "claude-code": "harness_adapters.claude_code:ClaudeCode",
+    "cline": "harness_adapters.cline:Cline",
+    "codex": "harness_adapters.codex:Codex",
+    "gemini-cli": "harness_adapters.gemini_cli:GeminiCli",
     "mini-swe-agent": "harness_adapters.mini_swe_agent:MiniSweAgent",
     "mistral-vibe": "harness_adapters.mistral_vibe:MistralVibe",
+    "opencode": "harness_adapters.opencode:OpenCode",
     "openhands": "harness_adapters.openhands:OpenHands",
+    "pi": "harness_adapters.pi:Pi",
+    "qwen-code": "harness_adapters.qwen_code:QwenCode",
     "shell": "harness_adapters.shell:Shell",
     "terminus-2": "harness_adapters.terminus_2:Terminus2",
 }

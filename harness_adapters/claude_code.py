@@ -1,0 +1,69 @@
+"""Claude Code (https://code.claude.com): a native program that speaks Anthropic Messages."""
+
+from __future__ import annotations
+
+import re
+
+from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, Outcome, require_supported
+from harness_adapters.npm import NpmHarness
+from harness_adapters.rendering import json_text, mcp_table, skill_files
+
+# Every model that it picks of its own accord (titles, summaries, sub-agents) is the one that Polar serves.
+_MODELS = (
+    "ANTHROPIC_MODEL",
+    "ANTHROPIC_SMALL_FAST_MODEL",
+    "ANTHROPIC_DEFAULT_FABLE_MODEL",
+    "ANTHROPIC_DEFAULT_OPUS_MODEL",
+    "ANTHROPIC_DEFAULT_SONNET_MODEL",
+    "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+    "CLAUDE_CODE_SUBAGENT_MODEL",
+)
+
+
+class ClaudeCode(NpmHarness):
+    """Adapter of Claude Code."""
+
+    name = "claude-code"
+    default_version = "2.1.329"
+    entry = "node_modules/@anthropic-ai/claude-code/bin/claude.exe"
+    facts = Facts(
+        homepage="https://code.claude.com",
+        package="npm:@anthropic-ai/claude-code",
+        validated=("2.1.329", "2.1.329"),
+        wire_apis=("anthropic_messages",),
+        runtime="native",
+        features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
+        notes="Exits with 1 at its turn limit as well; the adapter reads its last line.",
+    )
+
+    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+        require_supported(self.name, self.facts, context)
+        milliseconds = str(context.command_timeout_seconds * 1000)
+        argv = [*self.command(installed), "--print", "--dangerously-skip-permissions"]
+        argv += ["--max-turns", str(context.max_steps)]
+        argv += ["--continue"] if context.resume else []
+        files = skill_files(".claude/skills", context.skills)
+        if context.mcp_servers:
+            files[".claude/mcp.json"] = json_text({"mcpServers": mcp_table(context.mcp_servers, type="http")})
+            argv += ["--strict-mcp-config", f"--mcp-config={context.home}/.claude/mcp.json"]
+        argv += ["--", context.instruction]
+        env = {
+            "HOME": context.home,
+            "ANTHROPIC_BASE_URL": context.root_url,
+            "ANTHROPIC_API_KEY": context.api_key,
+            **dict.fromkeys(_MODELS, context.model),
+            "API_TIMEOUT_MS": str(round(context.request_timeout_seconds * 1000)),
+            "BASH_DEFAULT_TIMEOUT_MS": milliseconds,
+            "BASH_MAX_TIMEOUT_MS": milliseconds,
+            # As root it refuses to skip permissions unless it is told that it is fenced in.
+            "IS_SANDBOX": "1",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_TELEMETRY": "1",
+            "DISABLE_AUTOUPDATER": "1",
+        }
+        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+        if exit_code == 1 and re.search(r"^Error: Reached max turns \(\d+\)\s*$", stdout_tail, re.MULTILINE):
+            return "ok", "ended by its turn limit"
+        return super().interpret(exit_code, stdout_tail)

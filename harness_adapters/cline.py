@@ -1,0 +1,59 @@
+"""Cline CLI (https://cline.bot): a native program that speaks Chat Completions."""
+
+from __future__ import annotations
+
+from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.npm import NpmHarness
+from harness_adapters.rendering import json_text, mcp_table, skill_files
+
+_PROVIDER = "openai-compatible"
+
+
+class Cline(NpmHarness):
+    """Adapter of Cline CLI."""
+
+    name = "cline"
+    default_version = "3.0.65"
+    entry = "node_modules/@cline/cli-*/bin/cline"
+    facts = Facts(
+        homepage="https://cline.bot",
+        package="npm:cline",
+        validated=("3.0.65", "3.0.65"),
+        wire_apis=("openai_chat",),
+        runtime="native",
+        features=frozenset({"stream", "mcp", "skills", "parallel_tools", "reasoning"}),
+        notes="Has no limit of model calls. Can only resume by the id of a conversation, so not at all here.",
+    )
+
+    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+        require_supported(self.name, self.facts, context)
+        provider = {
+            "provider": _PROVIDER,
+            "model": context.model,
+            "baseUrl": context.base_url,
+        }
+        # As `cline auth` writes it, but for the key: an entry without one takes it from the environment. The date
+        # only orders entries, and there is one.
+        entry = {"settings": provider, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
+        providers = {"version": 1, "lastUsedProvider": _PROVIDER, "modes": {}, "providers": {_PROVIDER: entry}}
+        files = {
+            ".cline/data/settings/providers.json": json_text(providers),
+            ".cline/data/settings/global-settings.json": json_text(
+                {"telemetryOptOut": True, "autoUpdateEnabled": False}
+            ),
+            **skill_files(".cline/skills", context.skills),
+        }
+        if context.mcp_servers:
+            servers = {"mcpServers": mcp_table(context.mcp_servers, type="streamableHttp")}
+            files[".cline/data/settings/cline_mcp_settings.json"] = json_text(servers)
+        argv = [*self.command(installed), "--provider", _PROVIDER, "--model", context.model, "--", context.instruction]
+        env = {
+            "HOME": context.home,
+            "OPENAI_API_KEY": context.api_key,
+            # Otherwise it starts a daemon that outlives it.
+            "CLINE_SESSION_BACKEND_MODE": "local",
+            "CLINE_NO_AUTO_UPDATE": "1",
+            "DO_NOT_TRACK": "1",
+            "DISABLE_TELEMETRY": "1",
+        }
+        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)

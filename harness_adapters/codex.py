@@ -1,0 +1,58 @@
+"""Codex CLI (https://github.com/openai/codex): a native program that speaks Responses.
+
+It goes through a provider of its own in `config.toml`: the built-in one tries a WebSocket first, and `OPENAI_BASE_URL`
+is ignored.
+"""
+
+from __future__ import annotations
+
+from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.npm import NpmHarness
+from harness_adapters.rendering import mcp_table, skill_files, toml_text
+
+_KEY = "POLAR_API_KEY"
+
+
+class Codex(NpmHarness):
+    """Adapter of Codex CLI."""
+
+    name = "codex"
+    default_version = "0.169.0"
+    entry = "node_modules/@openai/codex-*/vendor/*/bin/codex"
+    facts = Facts(
+        homepage="https://github.com/openai/codex",
+        package="npm:@openai/codex",
+        validated=("0.169.0", "0.169.0"),
+        wire_apis=("openai_responses",),
+        runtime="native",
+        features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
+        notes="Has no limit of model calls. Does not wait for sub-agents. Gives up at a 429 without retry-after.",
+    )
+
+    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+        require_supported(self.name, self.facts, context)
+        settings = {
+            "model": context.model,
+            "model_provider": "polar",
+            "check_for_update_on_startup": False,
+            "analytics": {"enabled": False},
+            # Plugins are looked for on github.com at every start.
+            "features": {"plugins": False},
+            "otel": {"metrics_exporter": "none"},
+            "model_providers": {
+                "polar": {
+                    "name": "polar",
+                    "base_url": context.base_url,
+                    "env_key": _KEY,
+                    "wire_api": "responses",
+                    "stream_idle_timeout_ms": round(context.request_timeout_seconds * 1000),
+                }
+            },
+            "mcp_servers": mcp_table(context.mcp_servers),
+        }
+        argv = [*self.command(installed), "exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check"]
+        argv += ["resume", "--last"] if context.resume else []
+        argv += ["--", context.instruction]
+        files = {".codex/config.toml": toml_text(settings), **skill_files(".codex/skills", context.skills)}
+        env = {"HOME": context.home, "CODEX_HOME": f"{context.home}/.codex", _KEY: context.api_key}
+        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)

@@ -1,0 +1,97 @@
+"""opencode (https://opencode.ai): a native program that speaks Chat Completions, Responses or Anthropic Messages."""
+
+from __future__ import annotations
+
+from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, McpServer, WireApi, require_supported
+from harness_adapters.npm import NpmHarness
+from harness_adapters.rendering import json_text, skill_files
+
+_KEY = "POLAR_API_KEY"
+# Client libraries that are built into it; the Anthropic one adds /messages to the same base URL.
+_LIBRARIES: dict[WireApi, str] = {
+    "openai_chat": "@ai-sdk/openai-compatible",
+    "openai_responses": "@ai-sdk/openai",
+    "anthropic_messages": "@ai-sdk/anthropic",
+}
+
+
+class OpenCode(NpmHarness):
+    """Adapter of opencode."""
+
+    name = "opencode"
+    default_version = "1.18.33"
+    entry = "node_modules/opencode-ai/bin/opencode.exe"
+    facts = Facts(
+        homepage="https://opencode.ai",
+        package="npm:opencode-ai",
+        validated=("1.18.33", "1.18.33"),
+        wire_apis=tuple(_LIBRARIES),
+        runtime="native",
+        features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
+        notes="Takes an answer that broke off cleanly for a whole one. Offers gpt models other tools.",
+    )
+
+    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+        wire_api = require_supported(self.name, self.facts, context)
+        model = f"polar/{context.model}"
+        provider = {
+            "npm": _LIBRARIES[wire_api],
+            "options": {
+                "baseURL": context.base_url,
+                "apiKey": f"{{env:{_KEY}}}",
+                "timeout": round(context.request_timeout_seconds * 1000),
+            },
+            "models": {
+                context.model: {
+                    "reasoning": True,
+                    "tool_call": True,
+                    "limit": {"context": 128_000, "output": 8192},
+                }
+            },
+        }
+        settings = {
+            "model": model,
+            "small_model": model,
+            "provider": {"polar": provider},
+            "permission": {"*": "allow"},
+            "agent": {"build": {"steps": context.max_steps}},
+            "mcp": {server.name: _mcp(server) for server in context.mcp_servers},
+            "autoupdate": False,
+            "share": "disabled",
+        }
+        argv = [*self.command(installed), "run", "--auto"]
+        # A title that is given needs no model call to find one.
+        argv += ["--continue"] if context.resume else ["--title", "task"]
+        argv += ["--", context.instruction]
+        files = {
+            ".config/opencode/opencode.json": json_text(settings),
+            **_installed_plugin(self.default_version),
+            **skill_files(".config/opencode/skills", context.skills),
+        }
+        env = {
+            "HOME": context.home,
+            _KEY: context.api_key,
+            "OPENCODE_DISABLE_MODELS_FETCH": "1",
+            "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
+            "OPENCODE_DISABLE_AUTOUPDATE": "1",
+            "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+        }
+        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+
+
+def _installed_plugin(version: str) -> dict[str, str]:
+    """Files by which it takes its plugin library for installed, which only plugins need.
+
+    Otherwise every start in a new HOME asks the npm registry for it, which no sandbox reaches.
+    """
+    lock = {"lockfileVersion": 3, "packages": {"": {"dependencies": {"@opencode-ai/plugin": version}}}}
+    return {
+        ".config/opencode/package-lock.json": json_text(lock),
+        ".config/opencode/node_modules/.package-lock.json": json_text({"lockfileVersion": 3, "packages": {}}),
+    }
+
+
+def _mcp(server: McpServer) -> dict[str, object]:
+    if server.url is not None:
+        return {"type": "remote", "url": server.url}
+    return {"type": "local", "command": list(server.command), "environment": dict(server.env)}

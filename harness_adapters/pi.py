@@ -1,0 +1,55 @@
+"""Pi (https://pi.dev): runs on node and speaks Chat Completions, Responses or Anthropic Messages."""
+
+from __future__ import annotations
+
+from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, WireApi, require_supported
+from harness_adapters.npm import NpmHarness
+from harness_adapters.rendering import json_text, skill_files
+
+_KEY = "POLAR_API_KEY"
+_APIS: dict[WireApi, str] = {
+    "openai_chat": "openai-completions",
+    "openai_responses": "openai-responses",
+    "anthropic_messages": "anthropic-messages",
+}
+
+
+class Pi(NpmHarness):
+    """Adapter of Pi."""
+
+    name = "pi"
+    default_version = "0.87.1"
+    entry = "node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js"
+    needs_node = True
+    facts = Facts(
+        homepage="https://pi.dev",
+        package="npm:@earendil-works/pi-coding-agent",
+        validated=("0.87.1", "0.87.1"),
+        wire_apis=tuple(_APIS),
+        runtime="node 22.19",
+        features=frozenset({"stream", "resume", "skills", "parallel_tools", "reasoning"}),
+        notes="Has no limit of model calls and no sub-agents.",
+        version_command=("{program}", f"{{root}}/{entry}", "--version"),
+    )
+
+    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+        wire_api = require_supported(self.name, self.facts, context)
+        provider = {
+            "baseUrl": context.root_url if wire_api == "anthropic_messages" else context.base_url,
+            "api": _APIS[wire_api],
+            "apiKey": f"${_KEY}",
+            "models": [{"id": context.model, "reasoning": True}],
+        }
+        settings = {"httpIdleTimeoutMs": round(context.request_timeout_seconds * 1000), "enableInstallTelemetry": False}
+        argv = [*self.command(installed), "--print", "--offline", "--approve", "--provider", "polar"]
+        argv += ["--model", context.model]
+        argv += ["--continue"] if context.resume else []
+        # A message that begins with @ would be the name of a file to read.
+        argv += ["--", f" {context.instruction}" if context.instruction.startswith("@") else context.instruction]
+        files = {
+            ".pi/agent/models.json": json_text({"providers": {"polar": provider}}),
+            ".pi/agent/settings.json": json_text(settings),
+            **skill_files(".pi/agent/skills", context.skills),
+        }
+        env = {"HOME": context.home, _KEY: context.api_key, "PI_OFFLINE": "1", "PI_TELEMETRY": "0"}
+        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)

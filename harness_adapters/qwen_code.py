@@ -1,0 +1,53 @@
+"""Qwen Code (https://github.com/QwenLM/qwen-code): runs on node and speaks Chat Completions."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.npm import NpmHarness
+from harness_adapters.rendering import json_text, mcp_table, skill_files
+
+
+class QwenCode(NpmHarness):
+    """Adapter of Qwen Code."""
+
+    name = "qwen-code"
+    default_version = "0.24.4"
+    entry = "node_modules/@qwen-code/qwen-code/cli-entry.js"
+    needs_node = True
+    gave_up: ClassVar = {53: "its turn limit", 55: "its budget"}
+    facts = Facts(
+        homepage="https://github.com/QwenLM/qwen-code",
+        package="npm:@qwen-code/qwen-code",
+        validated=("0.24.4", "0.24.4"),
+        wire_apis=("openai_chat",),
+        runtime="node 22",
+        features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
+        notes="After a resumed turn it may run a side agent that extracts memories. Sub-agents are not marked.",
+        version_command=("{program}", f"{{root}}/{entry}", "--version"),
+    )
+
+    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+        require_supported(self.name, self.facts, context)
+        settings = {
+            "security": {"auth": {"selectedType": "openai"}},
+            "privacy": {"usageStatisticsEnabled": False},
+            "telemetry": {"enabled": False},
+            "general": {"enableAutoUpdate": False},
+            "model": {"generationConfig": {"timeout": round(context.request_timeout_seconds * 1000)}},
+            "mcpServers": mcp_table(context.mcp_servers, "httpUrl"),
+        }
+        argv = [*self.command(installed), "--yolo", "--max-session-turns", str(context.max_steps)]
+        argv += ["--continue"] if context.resume else []
+        argv += [f"--prompt={context.instruction}"]
+        files = {".qwen/settings.json": json_text(settings), **skill_files(".qwen/skills", context.skills)}
+        env = {
+            "HOME": context.home,
+            "OPENAI_BASE_URL": context.base_url,
+            "OPENAI_API_KEY": context.api_key,
+            "OPENAI_MODEL": context.model,
+            # Otherwise a first process starts a second one with more memory, and only passes its exit on.
+            "QWEN_CODE_NO_RELAUNCH": "true",
+        }
+        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
