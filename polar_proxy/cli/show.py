@@ -16,6 +16,7 @@ from polar_proxy.cli import common
 from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.cli.live import last_command
 from polar_proxy.errors import UsageError
+from polar_proxy.export import conversation
 from polar_proxy.store import SessionSummary, Store
 from polar_proxy.types import CallRecord, Json
 
@@ -129,7 +130,10 @@ async def _call(store: Store, ident: str) -> Json | None:
 
 
 def call_json(call: CallRecord) -> Json:
-    """A call with everything, as JSON: arrays as lists, messages parsed."""
+    """A call with everything, as JSON: arrays as lists.
+
+    `messages` and `tools` are as they came, in the dialect's own form; `conversation` holds both in OpenAI's.
+    """
     return {
         "call_id": call.call_id,
         "session_id": call.session_id,
@@ -147,6 +151,7 @@ def call_json(call: CallRecord) -> Json:
         "parent_call_id": call.parent_call_id,
         "messages": [orjson.loads(message) for message in call.messages],
         "tools": None if call.tools is None else orjson.loads(call.tools),
+        "conversation": conversation(call),
         "params": call.params,
         "sampling": call.sampling,
         "prompt_ids": None if call.prompt_ids is None else call.prompt_ids.tolist(),
@@ -206,10 +211,14 @@ def _print_call(call: Json, tokens: bool) -> None:
     say(f"session {call['session_id']}  edge {call['edge']}  parent {call['parent_call_id'] or '-'}", highlight=False)
     if call["error"]:
         say(f"[yellow]{escape(call['error'])}[/]", highlight=False)
-    for message in call["messages"]:
-        role = message.get("role", "?") if isinstance(message, dict) else "prompt"
-        say(f"\n[cyan]{escape(str(role))}[/]", highlight=False)
-        say(escape(_readable(message)), highlight=False)
+    if problem := call["conversation"].get("unparsed"):
+        say(f"[yellow]shown as it came, since it cannot be read: {escape(problem)}[/]", highlight=False)
+    if names := _tool_names(call["conversation"]["tools"]):
+        say(f"tools {escape(', '.join(names))}", highlight=False)
+    for message in call["conversation"]["messages"]:
+        heading, text = ("raw", orjson.dumps(message).decode()) if problem else (_heading(message), _readable(message))
+        say(f"\n[cyan]{escape(heading)}[/]", highlight=False)
+        say(escape(text), highlight=False)
     for choice in call["choices"]:
         said = f"choice {choice['index']}, {len(choice['token_ids'])} tokens, {choice['finish_reason']}"
         say(f"\n[green]assistant[/] [dim]({said})[/]", highlight=False)
@@ -219,16 +228,32 @@ def _print_call(call: Json, tokens: bool) -> None:
             say(" ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs), highlight=False)
 
 
-def _readable(message: Any) -> str:
-    if not isinstance(message, dict):
-        return str(message)
-    content = message.get("content")
-    text = content if isinstance(content, str) else orjson.dumps(content).decode() if content else ""
+def _tool_names(tools: Any) -> list[str]:
+    functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
+    return [str(function.get("name")) for function in functions if isinstance(function, dict)]
+
+
+def _heading(message: Json) -> str:
+    """The role; of a tool's result also the call that it answers."""
+    answers = message.get("tool_call_id")
+    return f"{message['role']} {answers}" if answers else str(message["role"])
+
+
+def _readable(message: Json) -> str:
+    """Reasoning in brackets, the text, then the calls."""
     reasoning = message.get("reasoning_content")
     calls = [
         f"-> {call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls") or []
     ]
+    text = _text(message.get("content"))
     return "\n".join(part for part in (f"({reasoning})" if reasoning else "", text, *calls) if part)
+
+
+def _text(content: Any) -> str:
+    """Content parts a line each; an image or a file by its kind, since its data says nothing to a reader."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return content if isinstance(content, str) else orjson.dumps(content).decode() if content else ""
+    return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
 
 
 def _table(*columns: Sequence[str] | str) -> Table:

@@ -5,6 +5,7 @@ from polar_proxy.dialects.base import Answer, Dialect, Earlier, Encoder, ParsedR
 from polar_proxy.dialects.openai_chat import OpenAIChat
 from polar_proxy.dialects.openai_responses import OpenAIResponses, ResponsesTokenCount
 from polar_proxy.dialects.openai_text import OpenAIText
+from polar_proxy.dialects.recorded import by_name, recorded_request
 
 __all__ = [
     "Answer",
@@ -20,4 +21,6 @@ __all__ = [
     "ResponsesTokenCount",
     "TokenCount",
     "assistant_message",
+    "by_name",
+    "recorded_request",
 ]

@@ -8,6 +8,7 @@ and recorded. `context_management` is not carried out: clearing old tool results
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -16,7 +17,7 @@ from polar_proxy.dialects.anthropic_content import parse_messages, parse_system
 from polar_proxy.dialects.anthropic_errors import error_body
 from polar_proxy.dialects.anthropic_stream import MessagesEncoder
 from polar_proxy.dialects.anthropic_tools import Tools, parse_tool_choice, parse_tools
-from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, TokenCount, to_json
+from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, TokenCount, stored_tools, to_json
 from polar_proxy.dialects.openai_common import required, take
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, Sampling
@@ -64,6 +65,15 @@ class AnthropicMessages(Dialect):
             },
         )
 
+    def body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
+        items = [orjson.loads(message) for message in messages]
+        body = {**params, "messages": items, **stored_tools(tools)}
+        # A first message of the client's own with the role `system` reads alike in either place, but cannot be all
+        # there is in the one, nor say nothing in the other.
+        if len(items) > 1 and items[0]["role"] == "system" and items[0].get("content"):
+            body |= {"system": items[0]["content"], "messages": items[1:]}
+        return body
+
     def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
         return MessagesEncoder(parsed.options, call_id)
 
@@ -107,7 +117,7 @@ def _conversation(body: Json) -> tuple[str, tuple[Message, ...], Tools]:
 def _raw(body: Json) -> tuple[bytes, ...]:
     """The conversation as it came, for the store: the system prompt first, as a message of its own."""
     system = body.get("system")
-    head = () if system in (None, "") else (to_json({"role": "system", "content": system}, "system"),)
+    head = () if system in (None, "", []) else (to_json({"role": "system", "content": system}, "system"),)
     return (*head, *(to_json(item, f"messages[{i}]") for i, item in enumerate(body["messages"])))
 
 

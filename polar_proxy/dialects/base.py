@@ -162,6 +162,14 @@ class Dialect(ABC):
         raise NotImplementedError(f"{self.name} bodies refer to no earlier call")
 
     @abstractmethod
+    def body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
+        """The body that `parse` took apart into these: parsed again it gives the same engine request.
+
+        `messages` are those of one of the body's requests. What the body left to a URL or to an earlier call is not
+        in it: neither to be had again nor needed, for a resumed conversation is stored whole.
+        """
+
+    @abstractmethod
     def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder: ...
 
     @abstractmethod
@@ -196,6 +204,11 @@ def to_json(value: Any, param: str) -> bytes:
             param=param,
             code="invalid_value",
         ) from error
+
+
+def stored_tools(tools: bytes | None) -> Json:
+    """The field `tools` of a body, as it was stored."""
+    return {} if tools is None else {"tools": orjson.loads(tools)}
 
 
 def sse(payload: Any) -> bytes:

@@ -10,11 +10,12 @@ Unlike elsewhere the URL says which model is asked and whether it streams, so th
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from urllib.parse import parse_qs
 
 import orjson
 
-from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, TokenCount, to_json
+from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, TokenCount, stored_tools, to_json
 from polar_proxy.dialects.google_answer import GoogleEncoder
 from polar_proxy.dialects.google_errors import google_error
 from polar_proxy.dialects.google_fields import field, objects, raw_field, without
@@ -65,6 +66,14 @@ class GoogleGenerate(Dialect):
                 "logprobs": request.sampling.logprobs,
             },
         )
+
+    def body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
+        items = [orjson.loads(message) for message in messages]
+        body = {**params, "contents": items, **stored_tools(tools)}
+        # Never a client's content: `parse` refuses one without a role and without parts.
+        if items and items[0].keys() == {"systemInstruction"}:
+            body |= {**items[0], "contents": items[1:]}
+        return body
 
     def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
         return GoogleEncoder(parsed.options, call_id, sse_stream=self.sse)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from polar_proxy.dialects.base import Answer, Dialect, Encoder, ParsedRequest, assistant_message, sse, to_json
+from polar_proxy.dialects.base import (
+    Answer,
+    Dialect,
+    Encoder,
+    ParsedRequest,
+    assistant_message,
+    sse,
+    stored_tools,
+    to_json,
+)
 from polar_proxy.dialects.openai_common import (
     chat_logprobs,
     error_body,
@@ -65,6 +75,9 @@ class OpenAIChat(Dialect):
                 "token_ids": bool(body.get("return_token_ids")),
             },
         )
+
+    def body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
+        return {**params, "messages": [orjson.loads(message) for message in messages], **stored_tools(tools)}
 
     def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
         return ChatEncoder(parsed.options, call_id, created)

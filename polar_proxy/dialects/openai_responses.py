@@ -15,11 +15,12 @@ reasoning options but for effort `none`, which switches thinking off where the m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
-from polar_proxy.dialects.base import Dialect, Earlier, Encoder, ParsedRequest, TokenCount, to_json
+from polar_proxy.dialects.base import Dialect, Earlier, Encoder, ParsedRequest, TokenCount, stored_tools, to_json
 from polar_proxy.dialects.openai_common import error_body, parse_sampling, required, take
 from polar_proxy.dialects.openai_responses_encoder import ResponsesEncoder
 from polar_proxy.dialects.openai_responses_input import collect_tools, to_messages
@@ -59,6 +60,13 @@ class OpenAIResponses(Dialect):
                 "logprobs": request.sampling.logprobs,
             },
         )
+
+    def body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
+        items = [orjson.loads(message) for message in messages]
+        # An item of this type that says something is never a client's: `parse` refuses it.
+        if items and items[0].get("type") == "instructions" and items[0].get("content"):
+            return {**params, "instructions": items[0]["content"], "input": items[1:], **stored_tools(tools)}
+        return {**params, "input": items, **stored_tools(tools)}
 
     def refers_to(self, body: Json) -> str | None:
         previous = body.get("previous_response_id")

@@ -5,6 +5,7 @@ A list of prompts is a list of calls: choice `index` runs over prompts first, th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -67,6 +68,10 @@ class OpenAIText(Dialect):
                 "n": sampling.n,
             },
         )
+
+    def body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
+        (prompt,) = messages
+        return {**params, "prompt": orjson.loads(prompt)}
 
     def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
         return TextEncoder(parsed.options, call_id, created)

@@ -3,16 +3,22 @@
 `jsonl`         one line a rollout: what was asked, said and scored, call by call; no tokens
 `chat-jsonl`    one line a trace: the conversation in OpenAI form with its tools, for SFT on text
 `tokens-jsonl`  one line a trace: ids, mask and log-probabilities, for training on exactly what was sampled
+
+Messages and tools are in OpenAI's form whatever dialect the agent spoke, as the engine was told them. A call that
+cannot be read so is written raw, with the reason in `unparsed`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
-from polar_proxy.types import CallRecord, Json, Trace
+from polar_proxy.dialects import recorded_request
+from polar_proxy.errors import RequestError
+from polar_proxy.types import CallRecord, Json, TextRequest, Trace
 
 SCHEMA = 1
 """Version of the row formats; raised when a field changes its meaning."""
@@ -43,8 +49,7 @@ def jsonl(selection: Selection) -> Iterator[Json]:
                 "dialect": call.dialect,
                 "started_at": call.started_at,
                 "seconds": call.ended_at - call.started_at,
-                "messages": _messages(call),
-                "tools": _tools(call),
+                **conversation(call),
                 "sampling": call.sampling,
                 "choices": [{"message": c.message, "finish_reason": c.finish_reason} for c in call.choices],
                 "prompt_tokens": 0 if call.prompt_ids is None else len(call.prompt_ids),
@@ -64,9 +69,10 @@ def chat_jsonl(selection: Selection) -> Iterator[Json]:
         last = trace.spans[-1]
         call = calls[last.call_id]
         choice = next(choice for choice in call.choices if choice.index == last.choice)
-        row: Json = {"messages": [*_messages(call), choice.message]}
-        if (tools := _tools(call)) is not None:
-            row["tools"] = tools
+        row = conversation(call)
+        row["messages"].append(choice.message)
+        if row["tools"] is None:
+            del row["tools"]
         yield {**row, **_identity(selection, trace)}
 
 
@@ -116,11 +122,23 @@ def _identity(selection: Selection, trace: Trace) -> Json:
     }
 
 
-def _messages(call: CallRecord) -> list[Json]:
-    """The messages as they came; a raw prompt (Completions) has no roles and is told as such."""
-    values = [orjson.loads(message) for message in call.messages]
-    return [value if isinstance(value, dict) else {"role": "prompt", "content": value} for value in values]
+def conversation(call: CallRecord) -> Json:
+    """{"messages", "tools"} of what a call asked, `tools` null where it offered none; with "unparsed" if they are raw.
+
+    A raw prompt (Completions) has no roles and is told as such.
+    """
+    try:
+        request = recorded_request(call)
+    except RequestError as error:
+        tools = None if call.tools is None else _raw(call.tools)
+        return {"messages": [_raw(message) for message in call.messages], "tools": tools, "unparsed": str(error)}
+    if isinstance(request, TextRequest):
+        return {"messages": [{"role": "prompt", "content": request.prompt}], "tools": None}
+    return {"messages": [message.to_openai() for message in request.messages], "tools": list(request.tools) or None}
 
 
-def _tools(call: CallRecord) -> list[Json] | None:
-    return None if call.tools is None else orjson.loads(call.tools)
+def _raw(stored: bytes) -> Any:
+    try:
+        return orjson.loads(stored)
+    except orjson.JSONDecodeError:
+        return stored.decode(errors="replace")

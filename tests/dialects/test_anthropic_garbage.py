@@ -75,14 +75,14 @@ _shaped: st.SearchStrategy[Any] = (
     | _blocks
     | _thing(type=_types, name=_names, display=st.just("omitted"), format=_thing(type=_types, schema=st.just({})))
 )
-_bodies = st.builds(
+bodies = st.builds(
     lambda changes: {**_RIGHT, **changes},
     st.dictionaries(st.sampled_from(_FIELDS), VALUES | _shaped, max_size=3),
 ) | st.dictionaries(st.text(max_size=8), VALUES)
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(body=_bodies)
+@given(body=bodies)
 def test_parse_raises_nothing_but_request_errors(body: Json) -> None:
     dialect = AnthropicMessages()
     try:

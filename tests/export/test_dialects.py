@@ -1,0 +1,66 @@
+"""A dataset holds OpenAI messages and tools, whatever dialect the agent spoke."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from polar_proxy.dialects import OpenAIChat, recorded_request
+from polar_proxy.export import FORMATS, Selection, conversation
+from polar_proxy.trajectories import BUILDERS
+from polar_proxy.types import CallRecord, ChatRequest, Json
+from tests.export.dialects import BODIES, recorded
+
+CHAT = BODIES["openai_chat"]
+
+
+def row(form: str, call: CallRecord) -> Json:
+    built = BUILDERS["merged"]([call])
+    (made,) = FORMATS[form](Selection({}, [call], built.traces, built.excluded))
+    read: Json = orjson.loads(orjson.dumps(made))
+    return read
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_one_conversation_is_one_conversation(name: str) -> None:
+    call = recorded(name)
+    made = row("chat-jsonl", call)
+    told = list(CHAT["messages"])
+    if name == "google_generate_content":  # whose results name their function
+        told[3] = {**told[3], "name": "bash"}
+    assert made["messages"] == [*told, call.choices[0].message]
+    assert made["tools"] == CHAT["tools"]
+    assert "unparsed" not in made
+    (listed,) = row("jsonl", call)["calls"]
+    assert (listed["messages"], listed["tools"]) == (told, CHAT["tools"])
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_row_can_be_asked_again(name: str) -> None:
+    """What is exported is a body of Chat Completions that asks the same of the engine."""
+    call = recorded(name)
+    request, exported = recorded_request(call), conversation(call)
+    assert isinstance(request, ChatRequest)
+    (again,) = OpenAIChat().parse({"model": "m", **exported}).requests
+    assert isinstance(again, ChatRequest)
+    assert (again.messages, again.tools) == (request.messages, request.tools)
+
+
+@pytest.mark.parametrize("prompt", ["Once", [1, 2, 3]])
+def test_a_raw_prompt_has_no_roles(prompt: str | list[int]) -> None:
+    call = recorded("openai_completions", {"model": "m", "prompt": prompt})
+    made = row("chat-jsonl", call)
+    assert made["messages"] == [{"role": "prompt", "content": prompt}, call.choices[0].message]
+    assert "tools" not in made
+
+
+def test_what_cannot_be_read_is_written_raw_and_says_so() -> None:
+    broken = {"role": "tool of old"}
+    call = recorded("openai_chat", messages=(orjson.dumps(broken), b"{"))
+    made = row("chat-jsonl", call)
+    assert made["messages"] == [broken, "{", call.choices[0].message]
+    assert made["tools"] == CHAT["tools"]
+    assert "damaged" in made["unparsed"]
+    assert "messages[0].role" in row("chat-jsonl", recorded("openai_chat", messages=call.messages[:1]))["unparsed"]
+    assert "unparsed" in row("jsonl", call)["calls"][0]
+    assert "telegraph" in row("chat-jsonl", recorded("openai_chat", dialect="telegraph"))["unparsed"]
