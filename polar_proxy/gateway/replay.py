@@ -27,7 +27,7 @@ _VOLATILE = frozenset({"client_metadata", "metadata", "user", "safety_identifier
 """Fields that say nothing to the model and may differ between two attempts (Codex: turn ids, order of keys)."""
 
 _KEPT_BYTES = 64 << 20
-"""Of all answers that are kept after their end."""
+"""Of all requests and answers that are kept after their end."""
 
 
 class Tape:
@@ -46,7 +46,7 @@ class Tape:
         self.claimed = False
         """A new attempt has been made after this one failed."""
         self.ended_at: float | None = None
-        self.size = 0
+        self.size = sum(len(item) for messages in parsed.messages for item in messages)
         self._grace = grace
         self._deadline = 0.0
         self._messages: list[Any] = []
