@@ -15,7 +15,26 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
 
-from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent
+
+
+def enforced_format(request: ChatRequest) -> Json | None:
+    """The `response_format` to which an engine holds the answer; None where the answer is free.
+
+    It is free while the model may call tools. The API lets it call them first and give the final answer in that form
+    later, and a grammar over the whole answer would forbid the calls: Codex sends its `--output-schema` with every
+    request of a run. The schema is recorded and the model is not told of it.
+    """
+    return None if request.tools and request.tool_choice != "none" else request.response_format
+
+
+def is_constrained(request: EngineRequest) -> bool | None:
+    """Whether the answer is sampled under a grammar, and so is not the policy's own; None if nothing asks for it."""
+    if not isinstance(request, ChatRequest):
+        return None
+    if request.tool_choice not in (None, "auto", "none"):
+        return True
+    return None if request.response_format is None else enforced_format(request) is not None
 
 
 class Engine(ABC):

@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from polar_proxy.engines.base import enforced_format
 from polar_proxy.engines.openai_http import api_error
 from polar_proxy.errors import EngineError
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, Sampling, TextRequest, ToolDelta, TopLogprob
@@ -40,7 +41,8 @@ _SAMPLING = (
 
 
 def chat_body(model: str, request: ChatRequest, *, stream: bool) -> Json:
-    """The body for `/v1/chat/completions`."""
+    """The body for `/v1/chat/completions`. Its `response_format` is `enforced_format`: vLLM's grammar would hold the
+    whole answer to it and forbid the calls of offered tools."""
     body = _body(model, request.sampling, stream)
     body["messages"] = [_message(message) for message in request.messages]
     body["logprobs"] = True
@@ -52,8 +54,8 @@ def chat_body(model: str, request: ChatRequest, *, stream: bool) -> Json:
             body["tool_choice"] = request.tool_choice
         if request.parallel_tool_calls is not None:
             body["parallel_tool_calls"] = request.parallel_tool_calls
-    if request.response_format is not None:
-        body["response_format"] = request.response_format
+    if (form := enforced_format(request)) is not None:
+        body["response_format"] = form
     if request.template_kwargs:
         body["chat_template_kwargs"] = dict(request.template_kwargs)
     return body

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from polar_proxy.dialects import Answer, ParsedRequest, assistant_message
+from polar_proxy.engines.base import is_constrained
 from polar_proxy.history import Place
 from polar_proxy.types import CallRecord, CallStatus, Choice, EngineInfo, EngineRequest, Json, Sampling, TokenIds
 
@@ -86,7 +87,7 @@ def make_record(
         messages=part.messages,
         tools=asked.parsed.tools,
         params=asked.parsed.params,
-        sampling=sampling_sent(sampling),
+        sampling=sampling_sent(part.request),
         prompt_ids=None if answer.prompt_ids is None else to_ids(answer.prompt_ids),
         choices=choices,
         started_at=asked.started_at,
@@ -100,9 +101,11 @@ def make_record(
     )
 
 
-def sampling_sent(sampling: Sampling) -> Json:
-    """What was said to the engine, without what was left to it."""
-    return {name: value for name in _SAMPLING if (value := getattr(sampling, name)) not in (None, ())}
+def sampling_sent(request: EngineRequest) -> Json:
+    """What was said to the engine, without what was left to it; `constrained` where a form of answer was asked for."""
+    said = {name: value for name in _SAMPLING if (value := getattr(request.sampling, name)) not in (None, ())}
+    constrained = is_constrained(request)
+    return said if constrained is None else {**said, "constrained": constrained}
 
 
 def to_ids(ids: Sequence[int]) -> TokenIds:

@@ -161,6 +161,9 @@ def _reported(logprobs: Logprobs) -> bool:
 
 def _constrained(call: CallRecord) -> bool:
     """Sampled under a grammar: the tokens were not the policy's own choice."""
+    if (recorded := call.sampling.get("constrained")) is not None:
+        return bool(recorded)
+    # What Chat Completions asked for, before it was recorded whether it was enforced.
     form = call.params.get("response_format")
     choice = call.params.get("tool_choice")
     forced = choice == "required" or isinstance(choice, dict)

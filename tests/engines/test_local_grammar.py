@@ -85,6 +85,21 @@ async def test_an_answer_follows_its_schema(engine: LocalEngine) -> None:
     assert any(logprob == pytest.approx(0.0, abs=1e-6) for logprob in result.choices[0].logprobs)
 
 
+@pytest.mark.parametrize(("choice", "held"), [(None, False), ("auto", False), ("none", True)])
+async def test_tools_that_may_be_called_leave_the_answer_free(
+    engine: LocalEngine, choice: str | None, held: bool
+) -> None:
+    """A grammar over the whole answer would forbid the call."""
+    form: Json = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
+    sampling = replace(short(engine), max_tokens=60 if held else 10)
+    request = chat(tools=(TOOL,), tool_choice=choice, response_format=form, sampling=sampling)
+    free = replace(request, response_format=None, tool_choice=None)
+    (with_form,), (without,) = (await run(engine, request)).choices, (await run(engine, free)).choices
+    assert (with_form.token_ids != without.token_ids) == held
+    if held:
+        assert json.loads(with_form.text) in CITY["enum"]
+
+
 async def test_any_json_object(engine: LocalEngine) -> None:
     sampling = short(engine, **{"}": 30.0})
     answer = (await run(engine, chat(response_format={"type": "json_object"}, sampling=sampling))).choices[0]

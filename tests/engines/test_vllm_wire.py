@@ -18,6 +18,7 @@ from polar_proxy.engines.vllm_wire import AnswerParser, chat_body, text_body
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Message, SampleEvent, Sampling, TextRequest, ToolCall
 
+_BASH: dict[str, Any] = {"type": "function", "function": {"name": "bash"}}
 SAMPLES = Path(__file__).with_name("vllm_samples")
 
 
@@ -219,6 +220,23 @@ def test_comments_and_other_fields_are_skipped() -> None:
 def test_malformed_json_says_what_came() -> None:
     with pytest.raises(EngineError, match="malformed JSON"):
         SseDecoder("http://x").feed(b'data: {"a": 1}\n\ndata: {"a": \n\n')
+
+
+@pytest.mark.parametrize(
+    ("changes", "enforced"),
+    [
+        ({}, True),
+        ({"tools": (_BASH,)}, False),
+        ({"tools": (_BASH,), "tool_choice": "auto"}, False),
+        ({"tools": (_BASH,), "tool_choice": "required"}, False),
+        ({"tools": (_BASH,), "tool_choice": "none"}, True),
+    ],
+)
+def test_a_form_of_answer_does_not_forbid_tool_calls(changes: dict[str, Any], enforced: bool) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    body = chat_body("m", ChatRequest("m", (Message("user", "hi"),), response_format=form, **changes), stream=True)
+    assert body.get("response_format") == (form if enforced else None)
+    assert ("tools" in body) == ("tools" in changes)
 
 
 def test_a_chat_body_asks_for_the_evidence() -> None:

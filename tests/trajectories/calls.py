@@ -81,11 +81,19 @@ WOUNDS = (
     Wound("no_tokens", {"choices": (choice([]),)}),
     Wound("no_tokens", {"choices": (choice([1, 2], logprobs=[-0.5]),)}),
     *(Wound("no_logprobs", {}, value) for value in (math.nan, -math.inf, math.inf, -9999.0)),
+    Wound("constrained", {"sampling": {"temperature": 1.0, "constrained": True}}),
     Wound("constrained", {"params": {"response_format": {"type": "json_object"}}}),
     Wound("constrained", {"params": {"tool_choice": "required"}}),
     Wound("constrained", {"params": {"tool_choice": {"type": "function", "function": {"name": "bash"}}}}),
 )
 HARMLESS = (
+    Wound(
+        None,
+        {
+            "sampling": {"temperature": 1.0, "constrained": False},
+            "params": {"response_format": {"type": "json_object"}},
+        },
+    ),
     Wound(None, {"params": {"response_format": {"type": "text"}, "tool_choice": "auto"}}),
     Wound(None, {"params": {"response_format": None, "tool_choice": None}}),
     Wound(None, {"edge": "continues"}),

@@ -1,5 +1,7 @@
 """Answers that must have a form: response_format, and tool_choice that demands a call. Needs the package llguidance.
 
+A `response_format` holds only where no tools are offered, see `enforced_format`.
+
 A required tool call is sampled in the model's own Hermes form, so that it parses and renders back like any other. The
 log-probabilities are those of the distribution with the forbidden tokens taken out: such tokens are not free samples of
 the policy.
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from polar_proxy.engines.base import enforced_format
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, Reasoning
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
@@ -93,7 +96,7 @@ class Grammars:
                 *(f"tool_{place}: %json {_schema(call_schema(tool))}" for place, tool in enumerate(tools)),
             ]
             return "\n".join(lines)
-        schema = answer_schema(request.response_format)
+        schema = answer_schema(enforced_format(request))
         return None if schema is None else f"body: %json {_schema(schema)}"
 
     def _prefix(self, reasoning: Reasoning) -> str:
