@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of log and checkpoints")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stages", default="copy:150,short:300,full:900", help="name:steps, comma separated")
+    parser.add_argument("--stop-after", type=int, help="steps after which to stop; the rates are those of all stages")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--muon-rate", type=float, default=0.02)
     parser.add_argument("--adam-rate", type=float, default=0.004)
@@ -181,13 +182,16 @@ def main() -> None:
             step += 1
             if step % 20 == 0:
                 print(f"{step} {name} loss {loss.item():.4f} {time.time() - started:.0f} s", flush=True)
-            if step % args.save_every == 0 or step == total:
+            last = step == (args.stop_after or total)
+            if step % args.save_every == 0 or last:
                 row = {"step": step, "stage": name, "seconds": round(time.time() - started)}
                 row |= evaluate(model, held_out)
                 print(json.dumps(row), flush=True)
                 with (args.out / "log.jsonl").open("a") as log:
                     log.write(json.dumps(row) + "\n")
                 save(model, args.out / f"step-{step:05d}")
+            if last:
+                return
 
 
 if __name__ == "__main__":
