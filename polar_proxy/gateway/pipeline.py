@@ -114,16 +114,33 @@ class TurnPipeline:
     async def _parse(self, dialect: Dialect, raw: bytes, session: Session) -> ParsedRequest:
         body = await _offloaded(len(raw), _load, raw)
         call_id = dialect.refers_to(body)
-        if call_id is not None:
-            call = await self.store.call(call_id)
-            if call is None or call.session_id != session.session_id or not call.choices:
-                raise RequestError(
-                    "The previous response was not found in this session.",
-                    param="previous_response_id",
-                    code="previous_response_not_found",
-                )
-            body = dialect.resume(body, Earlier(call.messages, call.choices[0].message))
-        return await _offloaded(len(raw), dialect.parse, body)
+        if call_id is None:
+            return await _offloaded(len(raw), dialect.parse, body)
+        earlier = await self._earlier(dialect, call_id, session)
+
+        def resume(body: Json) -> ParsedRequest:
+            return dialect.parse(dialect.resume(body, earlier))
+
+        # A few bytes may go on with a conversation of megabytes.
+        return await _offloaded(len(raw) + sum(map(len, earlier.messages)), resume, body)
+
+    async def _earlier(self, dialect: Dialect, call_id: str, session: Session) -> Earlier:
+        """The call that a body continues. RequestError where there is no such answer, of this session and dialect and
+        told to its end."""
+        call = await self.store.call(call_id)
+        if call is None or call.session_id != session.session_id or call.dialect != dialect.name or not call.choices:
+            raise RequestError(
+                "The previous response was not found in this session.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        if call.status in ("client_gone", "upstream_error"):
+            raise RequestError(
+                f"The previous response ended early ({call.error or call.status}): there is no answer to go on from.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return Earlier(call.messages, call.choices[0].message)
 
 
 def _headers(scope: wire.Scope) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,8 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from polar_proxy.dialects import Earlier
+from polar_proxy.dialects.openai_responses import OpenAIResponses
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, ToolCall
@@ -161,6 +164,44 @@ async def test_an_unknown_previous_response(serve: Serve, identity: str) -> None
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(model="m", input="hi", previous_response_id=identity)
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
+
+
+async def test_only_answers_of_this_dialect_and_told_to_the_end_are_continued(serve: Serve, store: Store) -> None:
+    engine = ScriptedEngine()
+    async with connected(serve, engine) as client:
+        completion = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    async with connected(serve, ScriptedEngine(fail_after=2)) as client:
+        with pytest.raises(openai.APIError):
+            await client.responses.create(model="m", input="hi")
+    (session,) = await store.sessions()
+    chatted, broken = await store.calls(session.session_id)
+    assert chatted.call_id in completion.id
+    assert (broken.status, broken.choices[0].message["content"]) == ("upstream_error", "he")
+    async with connected(serve, engine) as client:
+        for call, told in ((chatted, "not found"), (broken, "ended early")):
+            identity = "resp_" + call.call_id.removeprefix("call_")
+            with pytest.raises(openai.BadRequestError, match=told) as caught:
+                await client.responses.create(model="m", input="go on", previous_response_id=identity)
+            assert caught.value.code == "previous_response_not_found"
+
+
+async def test_a_short_body_that_continues_a_long_conversation_keeps_the_loop_free(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What matters is how long the conversation is, not the body."""
+    threads: list[str] = []
+    resume = OpenAIResponses.resume
+
+    def noted(self: OpenAIResponses, body: Json, earlier: Earlier) -> Json:
+        threads.append(threading.current_thread().name)
+        return resume(self, body, earlier)
+
+    monkeypatch.setattr(OpenAIResponses, "resume", noted)
+    async with connected(serve, ScriptedEngine()) as client:
+        for text in ("hi", "x" * (1 << 20)):
+            one = await client.responses.create(model="m", input=text)
+            await client.responses.create(model="m", input="go on", previous_response_id=one.id)
+    assert [name == threading.main_thread().name for name in threads] == [True, False]
 
 
 @both
