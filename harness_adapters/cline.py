@@ -21,8 +21,9 @@ class Cline(NpmHarness):
         validated=("3.0.65", "3.0.65"),
         wire_apis=("openai_chat",),
         runtime="native",
-        features=frozenset({"stream", "mcp", "skills", "parallel_tools", "reasoning"}),
-        notes="Has no limit of model calls. Can only resume by the id of a conversation, so not at all here.",
+        features=frozenset({"stream", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
+        notes="Has no limit of model calls. Can only resume by the id of a conversation, so not at all here. "
+        "Looks up data.cline.bot at every start, whatever it is told.",
     )
 
     def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:

@@ -7,6 +7,8 @@ from harness_adapters.npm import NpmHarness
 from harness_adapters.rendering import json_text, skill_files
 
 _KEY = "POLAR_API_KEY"
+# It reads what it is to do from its input: an argument with spaces in it would reach the model in quotes.
+_INSTRUCTION = ".config/opencode/instruction.txt"
 # Client libraries that are built into it; the Anthropic one adds /messages to the same base URL.
 _LIBRARIES: dict[WireApi, str] = {
     "openai_chat": "@ai-sdk/openai-compatible",
@@ -59,11 +61,11 @@ class OpenCode(NpmHarness):
             "autoupdate": False,
             "share": "disabled",
         }
-        argv = [*self.command(installed), "run", "--auto"]
+        argv = ["/bin/sh", "-c", f'exec "$0" "$@" < "$HOME/{_INSTRUCTION}"', *self.command(installed), "run", "--auto"]
         # A title that is given needs no model call to find one.
         argv += ["--continue"] if context.resume else ["--title", "task"]
-        argv += ["--", context.instruction]
         files = {
+            _INSTRUCTION: context.instruction,
             ".config/opencode/opencode.json": json_text(settings),
             **_installed_plugin(self.default_version),
             **skill_files(".config/opencode/skills", context.skills),

@@ -41,7 +41,7 @@ def test_every_plan_keeps_the_promises(name: str) -> None:
     adapter = get_adapter(name)
     facts_are_complete(adapter)
     made = plan(adapter)
-    assert made.argv[-1] in (INSTRUCTION, f"--prompt={INSTRUCTION}")
+    assert INSTRUCTION in (made.argv[-1], made.argv[-1].removeprefix("--prompt="), *made.files.values())
     for file in made.files:
         if file.endswith((".json", ".toml")):
             config(made, file)
@@ -159,6 +159,8 @@ def test_pi_reads_no_file_that_an_instruction_names() -> None:
 def test_opencode(wire_api: WireApi | None, library: str) -> None:
     made = plan(get_adapter("opencode"), wire_api=wire_api, mcp_servers=MCP, max_steps=7, model="org/model")
     settings = config(made, ".config/opencode/opencode.json")
+    assert made.argv[3:5] == ("/cache/x/bin/python", "run")
+    assert made.argv[2].endswith('< "$HOME/.config/opencode/instruction.txt"')
     assert settings["model"] == settings["small_model"] == "polar/org/model"
     provider = settings["provider"]["polar"]
     assert provider["npm"] == library
