@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.tiny_policy.data import CONTEXT_WEIGHT, Encoder, Example, copies, dialogues
+from examples.tiny_policy.data import CONTEXT_WEIGHT, Encoder, Example, Renamer, copies, dialogues
 from examples.tiny_policy.evaluate import _command, wilson
 from polar_proxy.engines.factory import POLAR_TINY
+from polar_proxy.tasks.swe_task import SYLLABLES
 
 transformers = pytest.importorskip("transformers", reason="needs the `local` extra")
 
@@ -94,3 +95,27 @@ def test_wilson_s_interval() -> None:
 )
 def test_the_command_of_an_answer(answer: str, command: str | None) -> None:
     assert _command(answer)[0] == command
+
+
+def test_renaming_exchanges_names_and_numbers_alike_everywhere(encoder: Encoder, whole: Example) -> None:
+    other = Renamer(encoder, random.Random(1))(whole)
+    pairs = {(int(a), int(b)) for a, b in zip(whole.ids, other.ids, strict=True) if a != b}
+    assert len(pairs) > 5
+    assert len({a for a, _ in pairs}) == len({b for _, b in pairs}) == len(pairs)
+    words = set(encoder.tokenizer.convert_ids_to_tokens([a for a, _ in pairs]))
+    assert words <= {*SYLLABLES, *map(str, range(11, 100))}
+    start, (first, last) = encoder.task_start(whole.ids), encoder.constant(whole.ids)
+    assert (other.ids[:start] == whole.ids[:start]).all()
+    assert (other.ids[first:last] == whole.ids[first:last]).all()
+
+
+def test_room_varies_behind_the_constant_text_only(encoder: Encoder, whole: Example) -> None:
+    behind = encoder.constant(whole.ids)[1]
+    rng = random.Random(1)
+    moves = set()
+    for _ in range(20):
+        moved = encoder.shifted(whole, rng).positions - whole.positions
+        assert (moved[:behind] == 0).all()
+        assert len(set(moved[behind:].tolist())) == 1
+        moves.add(int(moved[-1]))
+    assert len(moves) > 10
