@@ -33,7 +33,7 @@ class InstallError(HarnessError):
     """The harness could not be installed; the text carries the end of the installer's output."""
 
 
-WireApi = Literal["openai_chat", "openai_responses", "anthropic_messages", "google_generate"]
+WireApi = Literal["openai_chat", "openai_responses", "anthropic_messages", "google_generate_content"]
 Feature = Literal["stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"]
 
 

@@ -21,7 +21,7 @@ class GeminiCli(NpmHarness):
         homepage="https://geminicli.com",
         package="npm:@google/gemini-cli",
         validated=("0.61.0", "0.61.0"),
-        wire_apis=("google_generate",),
+        wire_apis=("google_generate_content",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
         notes="A stream that breaks off ends the run. Old tool outputs are masked once the history is big. "

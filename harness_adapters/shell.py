@@ -41,7 +41,7 @@ class Shell:
         homepage="",
         package="none",
         validated=("any", "any"),
-        wire_apis=("openai_chat", "openai_responses", "anthropic_messages", "google_generate"),
+        wire_apis=("openai_chat", "openai_responses", "anthropic_messages", "google_generate_content"),
         runtime="the sandbox's own",
         features=frozenset(),
         notes="Give the command: --harness 'shell:my-agent --model {model} {instruction}'. Placeholders: "

@@ -71,7 +71,7 @@ def test_resume_goes_on_or_says_that_it_cannot(name: str) -> None:
 def test_a_wire_api_that_it_does_not_speak_is_refused(name: str) -> None:
     adapter = get_adapter(name)
     spoken = set(adapter.facts.wire_apis)
-    every: set[WireApi] = {"openai_chat", "openai_responses", "anthropic_messages", "google_generate"}
+    every: set[WireApi] = {"openai_chat", "openai_responses", "anthropic_messages", "google_generate_content"}
     for wire_api in every - spoken:
         with pytest.raises(HarnessError, match="does not speak"):
             plan(adapter, wire_api=wire_api)

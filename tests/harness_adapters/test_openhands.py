@@ -40,7 +40,7 @@ def test_the_wire_api_follows_the_models_name() -> None:
     with pytest.raises(HarnessError, match="Chat one that does not"):
         plans.plan(ADAPTER, model="gpt-5-x")
     with pytest.raises(HarnessError, match="does not speak google_generate"):
-        plans.plan(ADAPTER, wire_api="google_generate")
+        plans.plan(ADAPTER, wire_api="google_generate_content")
 
 
 def test_mcp_servers_and_skills_are_files() -> None:
