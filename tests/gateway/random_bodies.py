@@ -397,6 +397,7 @@ async def storm(gateway: Gateway, store: Store, count: int, seed: int) -> Report
     report = Report()
     makers = {name: Bodies(route, rng) for name, route in ROUTES.items()}
     names = list(ROUTES)
+    bodies = [makers[names[place % len(names)]].make() for place in range(count)]
     responses: list[str] = []
     called: set[str] = set()
     limits = httpx.Limits(max_connections=8)
@@ -416,13 +417,13 @@ async def storm(gateway: Gateway, store: Store, count: int, seed: int) -> Report
         async def ask_next(places: list[int]) -> None:
             while places:
                 place = places.pop()
-                name = names[place % len(names)]
-                body = makers[name].make()
-                if name == "responses" and responses and rng.random() < 0.1:
+                name, body = names[place % len(names)], bodies[place]
+                own = random.Random(place)  # answers come in any order, the bodies shall not depend on it
+                if name == "responses" and responses and own.random() < 0.1:
                     body = json.dumps(
-                        {"model": "m", "input": "go", "previous_response_id": rng.choice(responses)}
+                        {"model": "m", "input": "x", "previous_response_id": own.choice(responses)}
                     ).encode()
-                await ask(name, body, rng.randrange(4))
+                await ask(name, body, own.randrange(4))
 
         places = list(reversed(range(count)))
         await asyncio.gather(*(ask_next(places) for _ in range(8)))

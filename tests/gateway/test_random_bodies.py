@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 
+import httpx
 import pytest
 
 from polar_proxy.store import Store
 from tests.conftest import Serve
-from tests.gateway.random_bodies import ROUTES, AnyAnswer, storm
+from tests.gateway.random_bodies import ROUTES, AnyAnswer, complaint, storm
 
 _BODIES = 400
 
@@ -26,3 +27,26 @@ async def test_random_bodies(serve: Serve, store: Store, capsys: pytest.CaptureF
     for name in ROUTES:  # both kinds on every route, or the bodies are not what they are meant to be
         assert report.statuses[name][200] >= 3, name
         assert report.statuses[name][400] >= 3, name
+
+
+_EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
+_GOOD = b'{"error": {"message": "m", "type": "t", "param": null, "code": null}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "wrong"),
+    [
+        ("chat", httpx.Response(400, content=_GOOD), None),
+        ("chat", httpx.Response(200, json={"choices": []}), None),
+        ("chat", httpx.Response(200, content=b'data: {"choices": []}\n\ndata: [DONE]\n\n', headers=_EVENTS), None),
+        ("chat", httpx.Response(500, content=_GOOD), "status 500"),
+        ("chat", httpx.Response(200, json={"output": []}), "no 'choices'"),
+        ("chat", httpx.Response(400, content=b"Bad Request"), "unreadable"),
+        ("chat", httpx.Response(200, content=b"data: " + _GOOD + b"\n\n", headers=_EVENTS), "inside a stream"),
+        ("messages", httpx.Response(400, content=_GOOD), "unreadable"),
+        ("countTokens", httpx.Response(404, json={"error": {"code": 400, "message": "m", "status": "X"}}), "shape"),
+    ],
+)
+def test_what_is_wrong_is_seen(name: str, answer: httpx.Response, wrong: str | None) -> None:
+    found = complaint(ROUTES[name], answer)
+    assert found == wrong if wrong is None else wrong in str(found)
