@@ -25,8 +25,6 @@ from polar_proxy.types import ChatRequest, EngineRequest
 
 Kind = Literal["main", "child", "compaction", "side"]
 
-_FULL = 2_000_000
-"""Padding tokens of a prompt that fills every context window that a harness may assume."""
 _CHILD_STEPS: tuple[Step, ...] = (Shell(), Finish())
 
 
@@ -88,11 +86,13 @@ class Director:
     def _main(self, asked: Asked) -> Reply:
         step = asked.step
         taken = self.steps[step] if step < len(self.steps) else Finish()
-        reply = say(self.profile, taken, self.tag(step), f"child-{self.nonce}")
+        reply = say(self.profile, taken, self.tag(step), f"child-{self.nonce}", _agent_id(asked.request))
         if self.scenario.endless:
             return replace(reply, text="word " * 2000, calls=(), pace=0.1)
         if self.scenario.fills_context and step >= 1 and not self.compacted:
-            reply = replace(reply, prompt_padding=_FULL)
+            if self.profile.context_error:
+                return Reply(error=_too_long())
+            return replace(reply, prompt_tokens=self.profile.full)
         fault = self.faults.get(step)
         if fault is None or step in self._fired:
             return reply
@@ -146,3 +146,16 @@ class Director:
         if status == 401:
             return RequestError("Incorrect API key provided.", status=401, code="invalid_api_key")
         return EngineError("The scripted engine refuses every request.", status=status)
+
+
+def _too_long() -> RequestError:
+    text = "This model's maximum context length is 1000 tokens. Your messages resulted in 2000 tokens."
+    return RequestError(text, code="context_length_exceeded")
+
+
+def _agent_id(request: ChatRequest) -> str:
+    """The id of a sub-agent, as the tool that started it told."""
+    for message in reversed(request.messages):
+        if message.role == "tool" and (found := re.search(r'"agent_id"\s*:\s*"([^"]+)"', str(message.content))):
+            return found[1]
+    return ""

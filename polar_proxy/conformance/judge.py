@@ -107,8 +107,6 @@ def reasoning(case: Case) -> Cell:
 
 
 def second_turn(case: Case) -> Cell:
-    if "resume" not in case.facts.features:
-        return Cell("n/a", "it keeps no conversation to go on with")
     run = case.run
     if len(run.starts) < 2:
         return Cell("failed", _went_wrong(run))
@@ -118,7 +116,7 @@ def second_turn(case: Case) -> Cell:
     if begun is None:
         return Cell("failed", "no request carries what the user said second")
     held = f"main-{run.director.nonce}, part 1" in "\n".join(_texts(begun, "user"))
-    calls = [call for call in run.calls if call.started_at >= begun.at - 1.0]
+    calls = [call for call in run.calls if any(b"part 2)" in message for message in call.messages)]
     edge = calls[0].edge if calls else "none"
     named = edge + (f" ({calls[0].rule})" if calls and calls[0].rule not in (None, "extends") else "")
     if not held:
@@ -145,8 +143,6 @@ def long_run(case: Case) -> Cell:
 
 
 def subagent(case: Case) -> Cell:
-    if "subagents" not in case.facts.features:
-        return Cell("n/a", "it has none")
     run = case.run
     children = case.asked("child")
     if not children:
@@ -160,8 +156,6 @@ def subagent(case: Case) -> Cell:
 
 
 def compaction(case: Case) -> Cell:
-    if case.profile.no_compaction:
-        return Cell("n/a", case.profile.no_compaction)
     run = case.run
     asked = case.asked("compaction")
     named = [call for call in run.calls if call.edge == "compacts"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from harness_adapters.base import Facts, HarnessAdapter, HarnessError, Installed
 from polar_proxy.conformance import count
@@ -13,7 +13,7 @@ from polar_proxy.conformance.bench import Bench, Run
 from polar_proxy.conformance.director import Director
 from polar_proxy.conformance.judge import JUDGES, Case, Cell
 from polar_proxy.conformance.profiles import Profile, profile_of
-from polar_proxy.conformance.scenario import BASIC, SCENARIOS, FaultKind, Scenario
+from polar_proxy.conformance.scenario import BASIC, SCENARIOS, FaultKind, Finish, Scenario, Shell, Step
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.types import CallRecord, Json
 from sandboxes import SandboxError
@@ -85,10 +85,8 @@ def _without_playing(check: str, profile: Profile, facts: Facts) -> Cell | None:
         return Cell("n/a", profile.missing[check])
     if check == "second_turn" and "resume" not in facts.features:
         return Cell("n/a", "it cannot go on with its last conversation without being given an id")
-    if check == "subagent" and "subagents" not in facts.features:
+    if check == "subagent" and profile.delegate is None:
         return Cell("n/a", "it has none")
-    if check == "compaction" and profile.no_compaction:
-        return Cell("n/a", profile.no_compaction)
     return None
 
 
@@ -103,7 +101,9 @@ async def _play(
     bench: Bench, profile: Profile, scenario: Scenario, adapter: HarnessAdapter, installed: Installed, slow: float
 ) -> list[Run]:
     if not scenario.faults:
-        return [await _once(bench, Director(profile, _fitting(scenario, adapter.facts), slow), adapter, installed)]
+        return [
+            await _once(bench, Director(profile, _fitting(scenario, profile, adapter.facts), slow), adapter, installed)
+        ]
     runs: list[Run] = []
     left: list[FaultKind] = list(scenario.faults)
     while left:
@@ -118,9 +118,12 @@ async def _play(
     return runs
 
 
-def _fitting(scenario: Scenario, facts: Facts) -> Scenario:
-    """Without a second turn, where there can be none."""
-    return scenario.without_second() if "resume" not in facts.features else scenario
+def _fitting(scenario: Scenario, profile: Profile, facts: Facts) -> Scenario:
+    """Without a second turn where there can be none; with as many commands as it takes to fill a context."""
+    if scenario.fills_context:
+        steps: tuple[Step, ...] = (*(Shell() for _ in range(profile.compaction_steps)), Finish())
+        return replace(scenario, steps=steps, second=(Shell(), Finish()) if profile.compacts_at_end else ())
+    return scenario if "resume" in facts.features else replace(scenario, second=())
 
 
 async def _once(bench: Bench, director: Director, adapter: HarnessAdapter, installed: Installed) -> Run:

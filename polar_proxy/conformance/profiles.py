@@ -30,7 +30,7 @@ class Profile:
     """Tool call that ends a run; None: a text does."""
     delegate: tuple[str, Arguments] | None = None
     wait: tuple[str, Arguments] | None = None
-    """Waits for the sub-agent, where `delegate` does not."""
+    """Waits for the sub-agent, where `delegate` does not; `{agent}` is the id that starting it gave."""
     speak: Speak | None = None
     """Says a step, for a harness whose model acts by text."""
     one_answer: bool = False
@@ -41,16 +41,24 @@ class Profile:
     model: str = "scripted-model"
     missing: Mapping[str, str] = field(default_factory=dict)
     """Checks that it cannot have, with the reason."""
-    no_compaction: str | None = None
+    context_error: bool = False
+    """It summarises when the endpoint says that the prompt is too long, and not by the usage that it is told."""
+    full: int = 2_000_000
+    """Tokens of a prompt at which its context is full, and not so full that it gives up."""
+    compaction_steps: int = 4
+    """Commands after which it has summarised."""
+    compacts_at_end: bool = False
+    """It summarises at the end of a turn: what comes of it is seen in the next."""
 
 
-def say(profile: Profile, step: Step, tag: str, child: str) -> Reply:
-    """The answer that takes `step`. `tag` stands in it, so that later requests tell how far the run is."""
+def say(profile: Profile, step: Step, tag: str, child: str, agent: str = "") -> Reply:
+    """The answer that takes `step`. `tag` stands in it, so that later requests tell how far the run is. `child` marks
+    the task of a sub-agent, `agent` is the id of the one that was started."""
     if profile.speak is not None:
         return profile.speak(profile, step, tag, child)
     thought = f"I thought of thought-{tag}."
     if isinstance(step, Shell):
-        commands = [f"echo {tag} ran-$((40+{number + 2})); {text}" for number, text in enumerate(step.commands)]
+        commands = [_telling(tag, number, text) for number, text in enumerate(step.commands)]
         calls = [(profile.tool, _fill(profile.arguments, command=command)) for command in commands]
         return Reply(reasoning=thought, calls=_calls(calls))
     if isinstance(step, Delegate) and profile.delegate is not None:
@@ -61,11 +69,17 @@ def say(profile: Profile, step: Step, tag: str, child: str) -> Reply:
         if profile.wait is None:
             return say(profile, Shell((f"sleep 1; echo {tag}",)), tag, child)
         name, arguments = profile.wait
-        return Reply(text=tag, reasoning=thought, calls=_calls([(name, arguments)]))
+        return Reply(text=f"Waiting: {tag}.", reasoning=thought, calls=_calls([(name, _fill(arguments, agent=agent))]))
     if profile.finish is not None:
         name, arguments = profile.finish
         return Reply(reasoning=thought, calls=_calls([(name, _fill(arguments, command=f"echo {tag}"))]))
     return Reply(text=f"It is done: {tag}.", reasoning=thought)
+
+
+def _telling(tag: str, number: int, command: str) -> str:
+    """The command behind one that prints `ran-42` (43, ...), which stands nowhere in it. Without substitutions, which
+    some harnesses refuse to run."""
+    return f"printf '%s ran-%d\\n' {tag} 0{0o52 + number:o}; {command}"
 
 
 def _fill(arguments: Arguments, **values: str) -> Json:
@@ -93,10 +107,7 @@ def _terminus(profile: Profile, step: Step, tag: str, child: str) -> Reply:
     """Terminus 2 reads one JSON object: keystrokes for its terminal, or that the task is complete."""
     done = isinstance(step, Finish)
     commands = step.commands if isinstance(step, Shell) else ()
-    keys = [
-        {"keystrokes": f"echo {tag} ran-$((40+{number + 2})); {text}\n", "duration": 0.3}
-        for number, text in enumerate(commands)
-    ]
+    keys = [{"keystrokes": _telling(tag, number, text) + "\n", "duration": 0.3} for number, text in enumerate(commands)]
     value = {"analysis": f"I am at {tag}.", "plan": "Go on.", "commands": keys, "task_complete": done}
     return Reply(text=json.dumps(value), reasoning=f"I thought of thought-{tag}.")
 
@@ -120,8 +131,8 @@ PROFILES: Mapping[str, Profile] = {
             "codex",
             tool="exec_command",
             arguments={"cmd": "{command}"},
-            delegate=("spawn_agent", {"message": "{prompt}"}),
-            wait=("wait", {"timeout_ms": 20000}),
+            delegate=("multi_agent_v1__spawn_agent", {"message": "{prompt}"}),
+            wait=("multi_agent_v1__wait_agent", {"targets": ["{agent}"], "timeout_ms": 20000}),
             refusal=400,
         ),
         Profile(
@@ -142,6 +153,7 @@ PROFILES: Mapping[str, Profile] = {
                 "agent",
                 {"description": "A small task", "prompt": "{prompt}", "subagent_type": "general-purpose"},
             ),
+            full=150_000,
         ),
         Profile(
             "gemini-cli",
@@ -149,34 +161,46 @@ PROFILES: Mapping[str, Profile] = {
             arguments=_DESCRIBED,
             delegate=("invoke_agent", {"agent_name": "generalist", "prompt": "{prompt}"}),
         ),
-        Profile("pi"),
+        Profile("pi", full=113_000, compacts_at_end=True),
         Profile(
             "opencode",
             arguments=_DESCRIBED,
             delegate=("task", {"description": "A small task", "prompt": "{prompt}", "subagent_type": "general"}),
+            full=125_000,
         ),
         Profile(
             "mini-swe-agent",
             finish=("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && {command}"}),
-            no_compaction="it has none: it ends at its limits",
-            missing={"second_turn": "it keeps no conversation to go on with"},
+            missing={
+                "second_turn": "it keeps no conversation to go on with",
+                "compaction": "it has none: it ends at its limits",
+            },
         ),
         Profile(
             "openhands",
             tool="terminal",
             arguments={"command": "{command}", "security_risk": "LOW", "summary": "runs a command"},
-            delegate=("task", {"prompt": "{prompt}", "description": "A small task", "subagent_type": "default"}),
+            delegate=(
+                "task",
+                {
+                    "prompt": "{prompt}",
+                    "description": "A small task",
+                    "subagent_type": "default",
+                    "security_risk": "LOW",
+                },
+            ),
+            compaction_steps=45,
         ),
         Profile(
             "aider",
             speak=_aider,
             tool="",
             one_answer=True,
-            no_compaction="it asks once for each message, so its history does not grow within a run",
             missing={
                 "tool_round_trip": _NO_TOOLS,
                 "parallel_calls": _NO_TOOLS,
                 "long_run": _ONE_ANSWER,
+                "compaction": _ONE_ANSWER + ", so its history does not grow within a run",
             },
         ),
         Profile(
@@ -187,9 +211,16 @@ PROFILES: Mapping[str, Profile] = {
                 "parallel_calls": _NO_TOOLS + "; one answer holds several commands",
                 "second_turn": "it keeps no conversation to go on with",
             },
+            context_error=True,
         ),
-        Profile("cline", tool="run_commands", arguments={"commands": ["{command}"]}),
-        Profile("mistral-vibe"),
+        Profile(
+            "cline",
+            tool="run_commands",
+            arguments={"commands": ["{command}"]},
+            delegate=("spawn_agent", {"systemPrompt": "You are a small helper.", "task": "{prompt}"}),
+            full=126_000,
+        ),
+        Profile("mistral-vibe", full=400_000),
     )
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from harness_adapters.base import Feature
@@ -48,16 +48,14 @@ class Scenario:
     """What goes wrong, once each, when the model is asked for a step; those that a run does not reach get another."""
     needs: Feature | None = None
     fills_context: bool = False
-    """From the second step on the prompt is said to be as long as it takes, until a summary is asked for."""
+    """From the second step on the prompt is said to be as long as it takes, until a summary is asked for. How many
+    commands there are is the harness's: `Profile.compaction_steps`."""
     endless: bool = False
     """The answer is so slow that the program is killed in the middle of it."""
     refuses: bool = False
     """Every request is answered with an error that trying again does not help against."""
     seconds: float = 120.0
     """Limit of one start of the program."""
-
-    def without_second(self) -> Scenario:
-        return replace(self, second=())
 
 
 BASIC = Scenario(
@@ -73,9 +71,9 @@ SUBAGENT = Scenario(
 COMPACTION = Scenario(
     "compaction",
     "the context fills up",
-    steps=(Shell(), Shell(), Shell(), Shell(), Finish()),
+    steps=(Shell(), Finish()),
     fills_context=True,
-    seconds=150,
+    seconds=240,
 )
 FAULTS = Scenario(
     "faults",

@@ -45,8 +45,8 @@ class Reply:
     """Seconds before the first token."""
     pace: float = 0.0
     """Seconds before each further event."""
-    prompt_padding: int = 0
-    """Padding tokens in front of the prompt: makes a client believe that its context is full."""
+    prompt_tokens: int = 0
+    """How long the prompt shall be at least, by padding in front: a client then believes that its context is full."""
     error: PolarError | None = None
     """Raised instead of an answer, after `wait`."""
 
@@ -112,7 +112,7 @@ class ScriptedEngine(Engine):
             prompt = await self.render(request)
         else:
             prompt = encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
-        start: Sequence[int] | None = [PAD] * reply.prompt_padding + prompt
+        start: Sequence[int] | None = [PAD] * (reply.prompt_tokens - len(prompt)) + prompt
         for index in range(request.sampling.n):
             for event in _events(reply, index, request):
                 yield event if start is None else replace(event, prompt_ids=start)

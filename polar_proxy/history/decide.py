@@ -94,6 +94,8 @@ def _again(memory: Memory, asking: Asking, window: float) -> Decision | None:
     if asking.hints.retry > 0 or failed:
         rule = "sdk_retry_header" if asking.hints.retry > 0 else "asked_again_after_failure"
         return Decision("retries", newest, rule, compaction=newest.compaction, retried=newest)
+    if (first := _asked_in_this_run(memory, asking, same, window)) is not None:
+        return Decision("retries", first, "asked_again_in_one_run", True, compaction=first.compaction, retried=first)
     twin = same[0]
     while twin.edge == "retries" and twin.parent_call_id in memory.by_id:
         twin = memory.by_id[twin.parent_call_id]
@@ -107,6 +109,24 @@ def _again(memory: Memory, asking: Asking, window: float) -> Decision | None:
         own_thread=parent is None or twin.edge in ("subagent", "side_call"),
         compaction=twin.compaction,
     )
+
+
+def _asked_in_this_run(memory: Memory, asking: Asking, same: Sequence[Known], window: float) -> Known | None:
+    """The call of this very run that just answered the same, where the run has not gone on from its answer.
+
+    That it is the same run is known by the ids of its tool calls, which no two answers share, or because the session
+    has no other run in it."""
+    turns = asking.chain.turns
+    if not turns:
+        return None
+    ids = ids_digest(turn.ids for turn in turns) if any(turn.ids for turn in turns) else None
+    if ids is None and not _alone(memory):
+        return None
+    mine = [known for known in same if ids is None or known.ids == ids]
+    if not mine or any(known.continued for known in mine):
+        return None
+    newest = mine[-1]
+    return newest if newest.state != "running" and asking.now - newest.at < window else None
 
 
 def _extended(memory: Memory, asking: Asking) -> Decision | None:

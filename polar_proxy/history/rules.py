@@ -243,6 +243,8 @@ BUILT_IN: dict[str, str] = {
     "has not been continued).",
     "sdk_retry_header": "The client's SDK says that it sends this request again.",
     "asked_again_after_failure": "The same request again after the first one failed or lost its client.",
+    "asked_again_in_one_run": "A run asks the same again just after it was answered and did not go on from the answer: "
+    "the connection broke behind the gateway's back, as a rule (ambiguous: it may want a second sample).",
     "same_request_again": "The same request while the first is being answered or was just answered, and nothing says "
     "that it is a retry (ambiguous: it may be one, or a second run).",
     "partial_answer_kept": "What arrived of an answer that failed is kept in the history.",

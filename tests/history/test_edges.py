@@ -143,6 +143,34 @@ def test_the_same_request_without_any_sign_is_a_second_call() -> None:
     assert (seen(later), later.ambiguous) == (("root", None, None), False)
 
 
+def test_the_same_again_in_one_run_is_a_retry() -> None:
+    """A connection that breaks behind the gateway's back: the answer was sent whole, and the run asks once more."""
+    session = Session()
+    answer = calls(command="ls")
+    session.call([SYSTEM, USER], answer)
+    talk = [SYSTEM, USER, answer, result(answer, "a.txt")]
+    second = session.call(talk, calls(command="cat a.txt"))
+    again = session.ask(*talk)
+    assert (seen(again), again.ambiguous) == (("retries", second.call_id, "asked_again_in_one_run"), True)
+    said = calls(command="cat a.txt")
+    session.answer(again, said)
+    session.call([*talk, said, result(said, "hello")], says("done"))
+    assert session.ask(*talk).edge == "continues"
+
+
+def test_the_same_again_without_tool_calls_is_a_retry_where_there_is_one_run() -> None:
+    session = Session()
+    session.call([SYSTEM, USER], says("first"))
+    talk = [SYSTEM, USER, says("first"), USER]
+    second = session.call(talk, says("second"))
+    assert seen(session.ask(*talk)) == ("retries", second.call_id, "asked_again_in_one_run")
+    two = Session()
+    two.call([SYSTEM, USER], says("first"))
+    two.call([SYSTEM, USER], says("first"))
+    two.call(talk, says("second"))
+    assert two.ask(*talk).edge == "continues"
+
+
 def test_sampling_many_answers_to_one_conversation() -> None:
     """Best-of-n by a client, one after the other: calls of their own, and nothing undecided once time has passed."""
     session = Session()
