@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: setup demo test test-full lint types format image clean
+.PHONY: setup demo test test-full test-harnesses lint types format image clean
 
 setup: $(STAMP)
 
@@ -32,11 +32,15 @@ format: setup
 
 # What needs no service: everything but the tests marked `full`.
 test: lint types
-	$(BIN)/pytest -m 'not full' --cov --cov-report=term:skip-covered
+	$(BIN)/pytest -m 'not full and not by_command' --cov --cov-report=term:skip-covered
 
 # With a real vLLM, harness CLIs, Docker and PostgreSQL; scripts/with_services.sh installs, starts and stops them.
 test-full: setup
 	scripts/with_services.sh $(BIN)/pytest -m full
+
+# OpenHands, aider, terminus-2 and Mistral Vibe: 4 to 10 minutes of installing, and Python 3.12 for three of them.
+test-harnesses: setup
+	$(BIN)/pytest -m by_command
 
 image:
 	docker build -t polar:latest .

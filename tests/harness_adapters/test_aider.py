@@ -75,7 +75,7 @@ def edit_then_message(request: EngineRequest) -> str:
     return "feat: say bye" if asks_for_message else "a.txt\n```\nbye\n```\n"
 
 
-@pytest.mark.full
+@pytest.mark.by_command
 async def test_the_real_program_edits_and_commits(
     installed: Installed, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
@@ -95,7 +95,7 @@ async def test_the_real_program_edits_and_commits(
     assert status.stdout == "", "something of aider's own lies in the workspace"
 
 
-@pytest.mark.full
+@pytest.mark.by_command
 async def test_the_real_program_fails_with_exit_code_0(
     installed: Installed, serve: Serve, store: Store, tmp_path: Path
 ) -> None:

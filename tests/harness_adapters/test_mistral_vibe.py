@@ -72,7 +72,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return real_run.install(ADAPTER, tmp_path_factory)
 
 
-@pytest.mark.full
+@pytest.mark.by_command
 async def test_the_real_program_and_a_second_turn(
     installed: Installed, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
@@ -91,7 +91,7 @@ async def test_the_real_program_and_a_second_turn(
     assert [call.edge for call in again.calls] == ["root", "continues", "continues"]
 
 
-@pytest.mark.full
+@pytest.mark.by_command
 async def test_the_real_program_at_its_limit(installed: Installed, serve: Serve, store: Store, tmp_path: Path) -> None:
     script = real_run.play(real_run.call("bash", '{"command": "true"}'))
     async with serve(ScriptedEngine(script)) as gateway:

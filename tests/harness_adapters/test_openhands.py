@@ -83,7 +83,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return real_run.install(ADAPTER, tmp_path_factory)
 
 
-@pytest.mark.full
+@pytest.mark.by_command
 async def test_the_real_program_and_a_second_turn(
     installed: Installed, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
@@ -101,7 +101,7 @@ async def test_the_real_program_and_a_second_turn(
     assert [call.edge for call in again.calls] == ["root", "continues", "continues"]
 
 
-@pytest.mark.full
+@pytest.mark.by_command
 async def test_the_real_program_fails_with_exit_code_0(
     installed: Installed, serve: Serve, store: Store, tmp_path: Path
 ) -> None:

@@ -86,7 +86,7 @@ def keys(text: str, *, complete: bool = False) -> str:
 LOOK = keys("pwd > where.txt; env | grep -c OPENAI >> where.txt\n")
 
 
-@pytest.mark.full
+@pytest.mark.by_command
 async def test_the_real_agent(installed: Installed, serve: Serve, store: Store, tmp_path: Path) -> None:
     script = real_run.play(LOOK, keys("", complete=True))
     async with serve(ScriptedEngine(script)) as gateway:
@@ -97,7 +97,7 @@ async def test_the_real_agent(installed: Installed, serve: Serve, store: Store, 
     assert [call.edge for call in ran.calls] == ["root", "continues", "continues"]
 
 
-@pytest.mark.full
+@pytest.mark.by_command
 async def test_the_real_agent_out_of_turns_and_with_rollout_details(
     installed: Installed, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
@@ -113,7 +113,7 @@ async def test_the_real_agent_out_of_turns_and_with_rollout_details(
     assert [len(values) for values in details["logprobs"]] == [len(call.choices[0].logprobs) for call in ran.calls]
 
 
-@pytest.mark.full
+@pytest.mark.by_command
 async def test_the_real_agent_fails(installed: Installed, serve: Serve, store: Store, tmp_path: Path) -> None:
     async with serve(ScriptedEngine(real_run.play(LOOK, keys("", complete=True)))) as gateway:
         await real_run.run(ADAPTER, installed, gateway, store, tmp_path)
