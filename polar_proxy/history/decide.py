@@ -76,6 +76,9 @@ def decide(memory: Memory, asking: Asking, window: float) -> Decision:
             own = extended.rule in ("opening_regenerated", "messages_reworded", "outputs_changed")
             edge: Edge = "subagent" if own else extended.edge
             return Decision(edge, extended.parent, request.name, extended.ambiguous and not own, own, True)
+        leaves = extended.edge == "rewinds" or extended.rule == "branches"
+        if leaves and (summary := _summarised(memory, asking)) is not None:
+            return Decision("compacts", summary, "quotes_a_summary")
         return _forked(memory, asking, extended)
     return _fresh(memory, asking, request)
 
@@ -217,6 +220,13 @@ def _rewritten(found: Sequence[tuple[Known, Heard]], asking: Asking, turn: Turn,
     if any(message.role == "tool" for message in segment):
         return Decision("continues", parent, "outputs_changed", True)
     return Decision("continues", parent, "messages_reworded", not sure)
+
+
+def _summarised(memory: Memory, asking: Asking) -> Known | None:
+    """A summary that was made and not used yet, where it stands behind the first turns of a conversation: the turns in
+    the middle are what it replaces."""
+    made = [known for known in memory.compactions if asking.compatible(known) and not known.continued]
+    return next((known for known in reversed(made) if asking.quotes(known, "summary")), None)
 
 
 def _forked(memory: Memory, asking: Asking, extended: Decision) -> Decision:

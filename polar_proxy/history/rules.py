@@ -138,6 +138,14 @@ COMPACTION_REQUESTS = (
         tools=False,
     ),
     Rule(
+        "openhands_condenser",
+        "compaction_request",
+        "The older events as text, to be told again in a summary that takes their place.",
+        "OpenHands SDK 1.21.0",
+        last=r"^You are maintaining a context-aware state summary for an interactive agent\.",
+        tools=False,
+    ),
+    Rule(
         "terminus_handoff",
         "compaction_request",
         "The history with an order to hand the work off to another agent.",

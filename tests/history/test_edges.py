@@ -143,6 +143,22 @@ def test_the_same_request_without_any_sign_is_a_second_call() -> None:
     assert (seen(later), later.ambiguous) == (("root", None, None), False)
 
 
+@pytest.mark.parametrize("first", [2, 3, 4])
+def test_a_summary_behind_the_first_turns_compacts(first: int) -> None:
+    """OpenHands keeps the first events and the newest ones; the summary stands between them."""
+    session = Session()
+    talk, answers = [SYSTEM, USER], []
+    for number in range(4):
+        answers.append(calls(command=f"step {number}"))
+        session.call(list(talk), answers[-1], tools=tools("bash"))
+        talk += [answers[-1], result(answers[-1], "done")]
+    order = user("You are maintaining a context-aware state summary for an interactive agent.\n<EVENT id='2'>")
+    summary = "The user wants the failing test fixed; steps 1 and 2 are done and nothing is broken."
+    asked = session.call([order], says(summary))
+    kept = [*talk[:first], user(summary), *talk[-2:]]
+    assert seen(session.ask(*kept, tools=tools("bash"))) == ("compacts", asked.call_id, "quotes_a_summary")
+
+
 def test_the_same_again_in_one_run_is_a_retry() -> None:
     """A connection that breaks behind the gateway's back: the answer was sent whole, and the run asks once more."""
     session = Session()

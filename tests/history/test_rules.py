@@ -116,6 +116,10 @@ EXAMPLES: dict[str, tuple[str, Callable[[], Place]]] = {
         side("You are a context summarization agent. You are given a conversation"),
     ),
     "pi_compaction_request": ("subagent", side("You are a context summarization assistant. Your task is to read")),
+    "openhands_condenser": (
+        "subagent",
+        side("", last="You are maintaining a context-aware state summary for an interactive agent.\nYou will be given"),
+    ),
     "terminus_handoff": ("continues", compaction(None, "You are about to hand off your work to another AI agent.")),
     "aider_summarises_chat": (
         "subagent",
