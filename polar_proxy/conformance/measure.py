@@ -121,7 +121,7 @@ async def _play(
 def _fitting(scenario: Scenario, profile: Profile, facts: Facts) -> Scenario:
     """Without a second turn where there can be none; with as many commands as it takes to fill a context."""
     if scenario.fills_context:
-        steps: tuple[Step, ...] = (*(Shell() for _ in range(profile.compaction_steps)), Finish())
+        steps: tuple[Step, ...] = (*(Shell((profile.fills_with,)) for _ in range(profile.compaction_steps)), Finish())
         return replace(scenario, steps=steps, second=(Shell(), Finish()) if profile.compacts_at_end else ())
     return scenario if "resume" in facts.features else replace(scenario, second=())
 

@@ -41,12 +41,16 @@ class Profile:
     model: str = "scripted-model"
     missing: Mapping[str, str] = field(default_factory=dict)
     """Checks that it cannot have, with the reason."""
+    rebuilds: str = ""
+    """Why the second turn does not extend the first one's messages, so that it is a `root`."""
     context_error: bool = False
     """It summarises when the endpoint says that the prompt is too long, and not by the usage that it is told."""
     full: int = 2_000_000
     """Tokens of a prompt at which its context is full, and not so full that it gives up."""
     compaction_steps: int = 4
     """Commands after which it has summarised."""
+    fills_with: str = "true"
+    """Command of those steps: a harness that keeps the newest tokens needs more than that to have anything to do."""
     compacts_at_end: bool = False
     """It summarises at the end of a turn: what comes of it is seen in the next."""
 
@@ -153,7 +157,7 @@ PROFILES: Mapping[str, Profile] = {
                 "agent",
                 {"description": "A small task", "prompt": "{prompt}", "subagent_type": "general-purpose"},
             ),
-            full=150_000,
+            full=172_000,
         ),
         Profile(
             "gemini-cli",
@@ -161,7 +165,7 @@ PROFILES: Mapping[str, Profile] = {
             arguments=_DESCRIBED,
             delegate=("invoke_agent", {"agent_name": "generalist", "prompt": "{prompt}"}),
         ),
-        Profile("pi", full=113_000, compacts_at_end=True),
+        Profile("pi", full=120_000, fills_with="seq 10000 15000", compacts_at_end=True),
         Profile(
             "opencode",
             arguments=_DESCRIBED,
@@ -196,6 +200,7 @@ PROFILES: Mapping[str, Profile] = {
             speak=_aider,
             tool="",
             one_answer=True,
+            rebuilds="it makes its messages anew: old turns before the files, thoughts inside the answers",
             missing={
                 "tool_round_trip": _NO_TOOLS,
                 "parallel_calls": _NO_TOOLS,
@@ -219,6 +224,7 @@ PROFILES: Mapping[str, Profile] = {
             arguments={"commands": ["{command}"]},
             delegate=("spawn_agent", {"systemPrompt": "You are a small helper.", "task": "{prompt}"}),
             full=126_000,
+            fills_with="seq 10000 15000",
         ),
         Profile("mistral-vibe", full=400_000),
     )
