@@ -76,6 +76,10 @@ def decide(memory: Memory, asking: Asking, window: float) -> Decision:
             own = extended.rule in ("opening_regenerated", "messages_reworded", "outputs_changed")
             edge: Edge = "subagent" if own else extended.edge
             return Decision(edge, extended.parent, request.name, extended.ambiguous and not own, own, True)
+        if extended.parent is not None and extended.parent.compaction and extended.rule == "opening_regenerated":
+            # The summary is told as the agent's own first turn.
+            name = compacted.name if (compacted := rules.match(rules.COMPACTED, asking.view, asking.hints)) else None
+            return Decision("compacts", extended.parent, name or "quotes_a_summary")
         leaves = extended.edge == "rewinds" or extended.rule == "branches"
         if leaves and (summary := _summarised(memory, asking)) is not None:
             return Decision("compacts", summary, "quotes_a_summary")

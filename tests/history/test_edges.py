@@ -159,6 +159,17 @@ def test_a_summary_behind_the_first_turns_compacts(first: int) -> None:
     assert seen(session.ask(*kept, tools=tools("bash"))) == ("compacts", asked.call_id, "quotes_a_summary")
 
 
+def test_a_summary_told_as_the_agents_own_turn_compacts() -> None:
+    """opencode: a fixed question, the summary as its answer."""
+    session = Session()
+    session.call([SYSTEM, USER], calls(command="ls"), tools=tools("bash"))
+    prompt = system("You are a context summarization agent. You are given a conversation")
+    summary = says("The user wants the failing test fixed; nothing has been done yet but to look around.")
+    asked = session.call([prompt, user("Here is the conversation so far: ...")], summary)
+    after = session.ask(SYSTEM, user("What did we do so far?"), summary, user("Continue."), tools=tools("bash"))
+    assert seen(after) == ("compacts", asked.call_id, "opencode_compacted")
+
+
 def test_the_same_again_in_one_run_is_a_retry() -> None:
     """A connection that breaks behind the gateway's back: the answer was sent whole, and the run asks once more."""
     session = Session()
