@@ -56,6 +56,8 @@ class SmallAgent:
 
         env = {"BASE_URL": context.base_url, "API_KEY": context.api_key, "TASK": context.instruction}
         env |= {"HOME": context.home, "MANNER": self.manner, "RESUME": "1" if context.resume else ""}
+        # Names the test that all this belongs to, for whoever looks for stray processes.
+        env["OF_TEST"] = os.environ.get("POLAR_HOME", "")
         return LaunchPlan((str(installed.program), str(Path(__file__).resolve())), env, mounts=installed.mounts)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[str, str]:
