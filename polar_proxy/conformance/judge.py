@@ -89,7 +89,8 @@ def parallel_calls(case: Case) -> Cell:
     calls = max((len(turn.tool_calls) for turn in turns), default=0)
     if all(found):
         return Cell("ok", "" if calls == 2 else f"sent back as {calls} call a message")
-    return Cell("failed", f"{sum(found)} of 2 outputs came back")
+    back = _texts(after, "tool")[-2:]
+    return Cell("failed", f"{sum(found)} of 2 outputs came back: {[text[-200:] for text in back]}")
 
 
 def reasoning(case: Case) -> Cell:

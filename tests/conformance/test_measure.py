@@ -83,7 +83,7 @@ async def test_an_agent_that_behaves_passes_every_check(measured: Measure) -> No
 async def test_a_forgetful_agent_fails_the_round_trips(measured: Measure) -> None:
     row = await measured(ForgetfulAgent(), "tool_round_trip", "parallel_calls", "reasoning", "exit_ok")
     assert row.checks["tool_round_trip"].status == "failed"
-    assert row.checks["parallel_calls"].detail == "0 of 2 outputs came back"
+    assert row.checks["parallel_calls"].detail == "0 of 2 outputs came back: ['', '']"
     assert row.checks["reasoning"].detail == "the harness drops it"
     assert row.checks["exit_ok"].status == "ok"
     assert not row.good
