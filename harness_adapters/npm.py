@@ -19,6 +19,10 @@ from harness_adapters import cache, node
 from harness_adapters.base import Facts, Installed, InstallError, Outcome
 
 
+_ERRORS = ("ERROR", "Error:", "API Error")
+"""How a line begins that says what went wrong; without one it is the last line (Codex prints a token count there)."""
+
+
 @dataclass(frozen=True)
 class NpmRecipe:
     """What goes into the folder."""
@@ -139,6 +143,6 @@ class NpmHarness:
             return "ok", f"ended by {self.gave_up[exit_code]}"
         if exit_code != 0:
             lines = [line.strip() for line in stdout_tail.splitlines() if line.strip()]
-            last = lines[-1][:400] if lines else "no output"
-            return "failed", f"{self.name} exited with {exit_code}: {last}"
+            told = [line for line in lines if line.startswith(_ERRORS)] or lines or ["no output"]
+            return "failed", f"{self.name} exited with {exit_code}: {told[-1][:400]}"
         return "ok", "finished"

@@ -107,6 +107,8 @@ def test_claude_code() -> None:
     assert servers["web"] == {"type": "http", "url": "http://127.0.0.1:9/mcp"}
     assert adapter.interpret(1, "Error: Reached max turns (7)\n") == ("ok", "ended by its turn limit")
     assert adapter.interpret(1, "API Error: 500\n") == ("failed", "claude-code exited with 1: API Error: 500")
+    codex = get_adapter("codex").interpret(1, "ERROR: Incomplete response returned\ntokens used\n19,642\n")
+    assert codex == ("failed", "codex exited with 1: ERROR: Incomplete response returned")
 
 
 def test_qwen_code() -> None:
