@@ -18,7 +18,6 @@ from typing import ClassVar
 from harness_adapters import cache, node
 from harness_adapters.base import Facts, Installed, InstallError, Outcome
 
-
 _ERRORS = ("ERROR", "Error:", "API Error")
 """How a line begins that says what went wrong; without one it is the last line (Codex prints a token count there)."""
 
