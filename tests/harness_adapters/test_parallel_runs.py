@@ -1,0 +1,80 @@
+"""Runs at the same time of harnesses that send no session id: no call is taken for another run's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from harness_adapters import LaunchContext, get_adapter
+from polar_proxy.store import Store
+from polar_proxy.types import CallRecord, EngineRequest
+from tests.conftest import Serve
+from tests.fakes.scripted_engine import Reply, ScriptedEngine
+from tests.harness_adapters import real_run
+from tests.harness_adapters.test_npm_real import HANDS
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+TURNS = 5
+FRUITS = ("apple", "banana", "cherry")
+COMMANDS = {name: HANDS[name].call for name in ("qwen-code", "pi")}
+
+
+def script(name: str) -> ScriptedEngine:
+    """Each run is told to print its own fruit, and then nothing that tells it from the others."""
+
+    def answer(request: EngineRequest) -> Reply:
+        turn = real_run.answers(request)
+        return COMMANDS[name](f"echo turn {turn}") if turn < TURNS - 1 else "All done."
+
+    return ScriptedEngine(answer)
+
+
+def fruit(call: CallRecord) -> str:
+    said = b"\n".join(call.messages).decode()
+    (found,) = [fruit for fruit in FRUITS if f"Think of the {fruit}." in said]
+    return found
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own keys", "one key"])
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+async def test_three_runs_at_once(
+    name: str, shared: bool, serve: Serve, store: Store, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    adapter = get_adapter(name)
+    installed = await asyncio.to_thread(real_run.install, adapter, tmp_path_factory)
+
+    async def run(fruit: str, url: str) -> None:
+        home, workdir = tmp_path / fruit / "home", tmp_path / fruit / "work"
+        home.mkdir(parents=True)
+        workdir.mkdir()
+        context = LaunchContext(
+            base_url=url,
+            api_key="sk-shared" if shared else f"sk-{fruit}",
+            model="scripted-model",
+            instruction=f"Think of the {fruit}.",
+            home=str(home),
+            workdir=str(workdir),
+        )
+        plan = adapter.launch(installed, context)
+        for file, text in plan.files.items():
+            (home / file).parent.mkdir(parents=True, exist_ok=True)
+            (home / file).write_text(text)
+        code, output = await real_run._program(plan.argv, workdir, plan.env, 250)
+        assert code == 0, output[-2000:]
+
+    async with serve(script(name)) as gateway:
+        await asyncio.gather(*(run(fruit, gateway.url + "/v1") for fruit in FRUITS))
+    calls = [call for session in await store.sessions() for call in await store.calls(session.session_id)]
+    by_id = {call.call_id: call for call in calls}
+    edges: dict[str, list[str]] = defaultdict(list)
+    for call in calls:
+        edges[fruit(call)].append(call.edge)
+        if call.parent_call_id is not None:
+            assert fruit(by_id[call.parent_call_id]) == fruit(call), "joined to another run's call"
+    assert edges == {fruit: ["root"] + ["continues"] * (TURNS - 1) for fruit in FRUITS}, json.dumps(edges)
+    assert len({call.session_id for call in calls}) == (1 if shared else 3)
