@@ -33,6 +33,8 @@ class Profile:
     """Waits for the sub-agent, where `delegate` does not; `{agent}` is the id that starting it gave."""
     speak: Speak | None = None
     """Says a step, for a harness whose model acts by text."""
+    lingers: str = ""
+    """Put behind each command, for a harness that now and then loses the output of one that ends at once."""
     one_answer: bool = False
     """It asks the model once for each message of the user."""
     max_steps: int = 40
@@ -62,7 +64,7 @@ def say(profile: Profile, step: Step, tag: str, child: str, agent: str = "") -> 
         return profile.speak(profile, step, tag, child)
     thought = f"I thought of thought-{tag}."
     if isinstance(step, Shell):
-        commands = [_telling(tag, number, text) for number, text in enumerate(step.commands)]
+        commands = [_telling(tag, number, text) + profile.lingers for number, text in enumerate(step.commands)]
         calls = [(profile.tool, _fill(profile.arguments, command=command)) for command in commands]
         return Reply(reasoning=thought, calls=_calls(calls))
     if isinstance(step, Delegate) and profile.delegate is not None:
@@ -158,6 +160,8 @@ PROFILES: Mapping[str, Profile] = {
                 {"description": "A small task", "prompt": "{prompt}", "subagent_type": "general-purpose"},
             ),
             full=172_000,
+            # Seen in 2 of 10 runs: `Output: (empty)`, exit code 0, for a command that had printed.
+            lingers="; sleep 0.3",
         ),
         Profile(
             "gemini-cli",
