@@ -1,0 +1,47 @@
+"""Gemini CLI shortens old tool outputs once the history is large: the edge says so, and nothing is taken for a new run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from harness_adapters import get_adapter
+from polar_proxy.store import Store
+from polar_proxy.types import EngineRequest
+from tests.conftest import Serve
+from tests.fakes.scripted_engine import Reply, ScriptedEngine
+from tests.harness_adapters import real_run
+from tests.harness_adapters.test_npm_real import HANDS
+
+TURNS = 26
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+async def test_masked_outputs_are_named(
+    serve: Serve, store: Store, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    adapter = get_adapter("gemini-cli")
+    installed = await asyncio.to_thread(real_run.install, adapter, tmp_path_factory)
+
+    def script(request: EngineRequest) -> Reply:
+        turn = real_run.answers(request)
+        if turn == TURNS - 1:
+            return "All done."
+        return HANDS["gemini-cli"].call(f"seq {turn}00000 {turn}05000")
+
+    async with serve(ScriptedEngine(script)) as gateway:
+        ran = await real_run.run(adapter, installed, gateway, store, tmp_path, max_steps=40)
+        sessions = await store.sessions()
+        rows = await store.call_rows(sessions[0].session_id)
+    assert adapter.interpret(ran.exit_code, ran.output) == ("ok", "finished"), ran.output[-2000:]
+    masked = [b"tool_output_masked" in b"".join(call.messages) for call in ran.calls]
+    edges = [call.edge for call in ran.calls]
+    assert len(ran.calls) == TURNS
+    assert any(masked), "the outputs were not large enough for it to mask any"
+    assert edges[0] == "root"
+    assert set(edges[1:]) == {"continues", "compacts"}
+    named = [row.rule for row in rows if row.edge == "compacts"]
+    assert named == ["gemini_masks_old_outputs"] * len(named)
