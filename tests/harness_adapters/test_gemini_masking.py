@@ -1,4 +1,4 @@
-"""Gemini CLI shortens old tool outputs once the history is large: the edge says so, and nothing is taken for a new run."""
+"""Gemini CLI shortens old tool outputs once the history is large. The edge says so; no call is taken for a new run."""
 
 from __future__ import annotations
 
