@@ -6,10 +6,10 @@ It asks through litellm, streams its main calls, and asks once more for a commit
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from harness_adapters import litellm_env, python_venv
+from harness_adapters import litellm_env
 from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, Outcome, require_supported
+from harness_adapters.python_venv import VenvHarness
 
 # How it tells of a request that failed for good; between two tries it says in how many seconds it retries.
 _FAILED = re.compile(r"^litellm\.\w+: .*|^Model .* has hit a token limit!$", re.MULTILINE)
@@ -18,7 +18,7 @@ _RETRIED = re.compile(r"^Retrying in [\d.]+ seconds\.\.\.$", re.MULTILINE)
 _PRICES = ".aider/caches/model_prices_and_context_window.json"
 
 
-class Aider:
+class Aider(VenvHarness):
     """Adapter of aider."""
 
     name = "aider"
@@ -35,22 +35,8 @@ class Aider:
         needs=("git",),
         version_command=("{program}", "-m", "aider", "--version"),
     )
-
-    def _recipe(self, version: str | None) -> python_venv.VenvRecipe:
-        version = version or self.default_version
-        return python_venv.VenvRecipe(
-            name=self.name,
-            version=version,
-            requirements=(f"aider-chat=={version}",),
-            check=("-c", "import litellm, aider.main, aider.coders"),
-            pythons=("3.12", "3.11", "3.10"),
-        )
-
-    def install(self, cache_root: Path, version: str | None = None) -> Installed:
-        return python_venv.ensure(self._recipe(version), cache_root)
-
-    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
-        return python_venv.is_ready(self._recipe(version), cache_root.absolute())
+    imports = "litellm, aider.main, aider.coders"
+    pythons = ("3.12", "3.11", "3.10")
 
     def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
         require_supported(self.name, self.facts, context)

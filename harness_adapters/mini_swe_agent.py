@@ -8,16 +8,16 @@ The whole program runs inside the sandbox with its local environment.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from harness_adapters import litellm_env, python_venv
+from harness_adapters import litellm_env
 from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, Outcome, require_supported
+from harness_adapters.python_venv import VenvHarness
 
 # How mini ends a run of its own accord, as its last message prints it.
 _ENDS = ("LimitsExceeded", "TimeExceeded", "RepeatedFormatError")
 
 
-class MiniSweAgent:
+class MiniSweAgent(VenvHarness):
     """Adapter of mini-swe-agent."""
 
     name = "mini-swe-agent"
@@ -37,22 +37,9 @@ class MiniSweAgent:
             "import importlib.metadata as m; print('mini-swe-agent', m.version('mini-swe-agent'))",
         ),
     )
-
-    def _recipe(self, version: str | None) -> python_venv.VenvRecipe:
-        version = version or self.default_version
-        return python_venv.VenvRecipe(
-            name=self.name,
-            version=version,
-            # litellm fails to import without mcp, and mini then retries silently for minutes.
-            requirements=(f"mini-swe-agent=={version}", "mcp"),
-            check=("-c", "import litellm, minisweagent.run.mini, minisweagent.models.litellm_model"),
-        )
-
-    def install(self, cache_root: Path, version: str | None = None) -> Installed:
-        return python_venv.ensure(self._recipe(version), cache_root)
-
-    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
-        return python_venv.is_ready(self._recipe(version), cache_root.absolute())
+    imports = "litellm, minisweagent.run.mini, minisweagent.models.litellm_model"
+    # litellm fails to import without mcp, and mini then retries silently for minutes.
+    also = ("mcp",)
 
     def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
         wire_api = require_supported(self.name, self.facts, context)

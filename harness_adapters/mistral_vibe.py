@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from harness_adapters import python_venv, rendering
+from harness_adapters import rendering
 from harness_adapters.base import (
     Facts,
     HarnessError,
@@ -15,11 +13,12 @@ from harness_adapters.base import (
     Outcome,
     require_supported,
 )
+from harness_adapters.python_venv import VenvHarness
 
 _KEY_NAME = "POLAR_API_KEY"
 
 
-class MistralVibe:
+class MistralVibe(VenvHarness):
     """Adapter of Mistral Vibe."""
 
     name = "mistral-vibe"
@@ -34,22 +33,8 @@ class MistralVibe:
         notes="Exits with 3 when its limit of turns ended it.",
         version_command=("{root}/bin/vibe", "--version"),
     )
-
-    def _recipe(self, version: str | None) -> python_venv.VenvRecipe:
-        version = version or self.default_version
-        return python_venv.VenvRecipe(
-            name=self.name,
-            version=version,
-            requirements=(f"mistral-vibe=={version}",),
-            check=("-c", "import vibe.app_server, vibe.core.loop"),
-            pythons=("3.12", "3.13"),
-        )
-
-    def install(self, cache_root: Path, version: str | None = None) -> Installed:
-        return python_venv.ensure(self._recipe(version), cache_root)
-
-    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
-        return python_venv.is_ready(self._recipe(version), cache_root.absolute())
+    imports = "vibe.app_server, vibe.core.loop"
+    pythons = ("3.12", "3.13")
 
     def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
         require_supported(self.name, self.facts, context)

@@ -7,9 +7,8 @@ that contain ``gpt-5``, Messages behind the prefix ``anthropic/``, Chat otherwis
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
-from harness_adapters import litellm_env, python_venv, rendering
+from harness_adapters import litellm_env, rendering
 from harness_adapters.base import (
     Facts,
     HarnessError,
@@ -19,6 +18,7 @@ from harness_adapters.base import (
     Outcome,
     require_supported,
 )
+from harness_adapters.python_venv import VenvHarness
 
 # Names for which its SDK takes the Responses API.
 _RESPONSES_NAMES = ("gpt-5", "codex-mini-latest")
@@ -26,7 +26,7 @@ _RESPONSES_NAMES = ("gpt-5", "codex-mini-latest")
 _GITCONFIG = '[url "file:///dev/null/"]\n\tinsteadOf = https://github.com/OpenHands/\n'
 
 
-class OpenHands:
+class OpenHands(VenvHarness):
     """Adapter of the OpenHands CLI."""
 
     name = "openhands"
@@ -43,22 +43,8 @@ class OpenHands:
         needs=("git",),
         version_command=("{root}/bin/openhands", "--version"),
     )
-
-    def _recipe(self, version: str | None) -> python_venv.VenvRecipe:
-        version = version or self.default_version
-        return python_venv.VenvRecipe(
-            name=self.name,
-            version=version,
-            requirements=(f"openhands=={version}",),
-            check=("-c", "import litellm, openhands_cli.entrypoint, openhands_cli.tui.textual_app"),
-            pythons=("3.12",),
-        )
-
-    def install(self, cache_root: Path, version: str | None = None) -> Installed:
-        return python_venv.ensure(self._recipe(version), cache_root)
-
-    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
-        return python_venv.is_ready(self._recipe(version), cache_root.absolute())
+    imports = "litellm, openhands_cli.entrypoint, openhands_cli.tui.textual_app"
+    pythons = ("3.12",)
 
     def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
         wire_api = require_supported(self.name, self.facts, context)

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from harness_adapters import cache, python_runtime
-from harness_adapters.base import Installed
+from harness_adapters.base import Facts, Installed
 
 
 @dataclass(frozen=True)
@@ -88,3 +89,33 @@ def _interpreter_mounts(folder: Path) -> tuple[Path, ...]:
     base = Path(settings["home"]).parent
     roots = {base, base.resolve(), (folder / "bin" / "python").resolve().parent.parent}
     return tuple(sorted(root for root in roots if not root.is_relative_to("/usr")))
+
+
+class VenvHarness:
+    """The half of an adapter that all Python harnesses share."""
+
+    name: str
+    default_version: str
+    facts: Facts
+    imports: str
+    """Modules whose import proves the install, separated by commas."""
+    also: ClassVar[tuple[str, ...]] = ()
+    """What it needs beside its own package, as pip takes it."""
+    pythons: ClassVar[tuple[str, ...]] = ()
+    """See `VenvRecipe.pythons`."""
+
+    def _recipe(self, version: str | None) -> VenvRecipe:
+        version = version or self.default_version
+        return VenvRecipe(
+            name=self.name,
+            version=version,
+            requirements=(f"{self.facts.package.removeprefix('pypi:')}=={version}", *self.also),
+            check=("-c", f"import {self.imports}"),
+            pythons=self.pythons,
+        )
+
+    def install(self, cache_root: Path, version: str | None = None) -> Installed:
+        return ensure(self._recipe(version), cache_root)
+
+    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
+        return is_ready(self._recipe(version), cache_root.absolute())

@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
-from harness_adapters import litellm_env, python_venv
+from harness_adapters import litellm_env
 from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, McpServer, Outcome, require_supported
+from harness_adapters.python_venv import VenvHarness
 
 _RUNNER = Path(__file__).with_name("terminus_2_runner.py")
 
 
-class Terminus2:
+class Terminus2(VenvHarness):
     """Adapter of Terminus 2."""
 
     name = "terminus-2"
@@ -34,26 +36,16 @@ class Terminus2:
         needs=("tmux", "bash"),
         version_command=("{program}", "-c", "import importlib.metadata as m; print('harbor', m.version('harbor'))"),
     )
+    imports = "litellm, harbor.agents.terminus_2.terminus_2"
+    # litellm fails to import without mcp.
+    also = ("mcp",)
+    pythons = ("3.12", "3.13")
     rollout_details = False
     """Ask the endpoint for `logprobs` and `return_token_ids` and send a session id, as harbor does for training."""
 
-    def _recipe(self, version: str | None) -> python_venv.VenvRecipe:
-        version = version or self.default_version
-        return python_venv.VenvRecipe(
-            name=self.name,
-            version=version,
-            # litellm fails to import without mcp.
-            requirements=(f"harbor=={version}", "mcp"),
-            check=("-c", "import litellm, harbor.agents.terminus_2.terminus_2"),
-            pythons=("3.12", "3.13"),
-        )
-
     def install(self, cache_root: Path, version: str | None = None) -> Installed:
-        found = python_venv.ensure(self._recipe(version), cache_root)
-        return Installed(found.name, found.version, found.root, found.program, (*found.mounts, _RUNNER))
-
-    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
-        return python_venv.is_ready(self._recipe(version), cache_root.absolute())
+        found = super().install(cache_root, version)
+        return replace(found, mounts=(*found.mounts, _RUNNER))
 
     def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
         wire_api = require_supported(self.name, self.facts, context)
