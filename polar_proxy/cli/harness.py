@@ -62,7 +62,7 @@ def list_command(as_json: JsonOption = False) -> None:
         return
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for column in ("harness", "version", "installed", "speaks", "runs on"):
-        table.add_column(column, no_wrap=column != "runs on")
+        table.add_column(column, no_wrap=column in ("harness", "version"), overflow="fold")
     for row in rows:
         installed = "[green]yes[/]" if row["installed"] else "no"
         table.add_row(row["name"], row["version"], installed, ", ".join(row["wire_apis"]), escape(row["runtime"]))
