@@ -113,6 +113,8 @@ class LaunchContext:
     """Limit of each command the agent runs, where the harness has such a limit."""
     request_timeout_seconds: float = 300.0
     """How long the harness waits for one model answer."""
+    context_length: int | None = None
+    """Tokens that the model reads at most, where the harness can be told: it then summarises in time."""
     resume: bool = False
     """Go on with the last conversation of this HOME and workspace instead of beginning one."""
     wire_api: WireApi | None = None

@@ -32,6 +32,7 @@ class Cline(NpmHarness):
             "provider": _PROVIDER,
             "model": context.model,
             "baseUrl": context.base_url,
+            **({} if context.context_length is None else {"contextWindow": context.context_length}),
         }
         # As `cline auth` writes it, but for the key: an entry without one takes it from the environment. The date
         # only orders entries, and there is one.

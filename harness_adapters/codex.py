@@ -50,6 +50,8 @@ class Codex(NpmHarness):
             },
             "mcp_servers": mcp_table(context.mcp_servers),
         }
+        if context.context_length is not None:
+            settings["model_context_window"] = context.context_length
         argv = [*self.command(installed), "exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check"]
         argv += ["resume", "--last"] if context.resume else []
         argv += ["--", context.instruction]

@@ -37,7 +37,7 @@ class GeminiCli(NpmHarness):
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
             "general": {"enableAutoUpdate": False, "enableAutoUpdateNotification": False},
-            "model": {"maxSessionTurns": context.max_steps},
+            "model": {"maxSessionTurns": context.max_steps, **_compression(context.context_length)},
             "mcpServers": mcp_table(context.mcp_servers, type="http"),
         }
         # A model that is named is used for the main conversation as it is: no router asks another one first.
@@ -54,3 +54,8 @@ class GeminiCli(NpmHarness):
             "GEMINI_CLI_NO_RELAUNCH": "true",
         }
         return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+
+
+def _compression(context_length: int | None) -> dict[str, float]:
+    """It takes every model it does not know for one of 1,048,576 tokens, and summarises at a share of that: half."""
+    return {} if context_length is None else {"compressionThreshold": min(0.5, 0.5 * context_length / 1_048_576)}

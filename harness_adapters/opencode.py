@@ -47,7 +47,7 @@ class OpenCode(NpmHarness):
                 context.model: {
                     "reasoning": True,
                     "tool_call": True,
-                    "limit": {"context": 128_000, "output": 8192},
+                    "limit": {"context": context.context_length or 128_000, "output": 8192},
                 }
             },
         }

@@ -34,11 +34,12 @@ class Pi(NpmHarness):
 
     def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
         wire_api = require_supported(self.name, self.facts, context)
+        window = {} if context.context_length is None else {"contextWindow": context.context_length}
         provider = {
             "baseUrl": context.root_url if wire_api == "anthropic_messages" else context.base_url,
             "api": _APIS[wire_api],
             "apiKey": f"${_KEY}",
-            "models": [{"id": context.model, "reasoning": True}],
+            "models": [{"id": context.model, "reasoning": True, **window}],
         }
         settings = {"httpIdleTimeoutMs": round(context.request_timeout_seconds * 1000), "enableInstallTelemetry": False}
         argv = [*self.command(installed), "--print", "--offline", "--approve", "--provider", "polar"]

@@ -110,6 +110,7 @@ class Bench:
                         workdir=sandbox.workdir,
                         max_steps=director.profile.max_steps,
                         resume=turn > 0,
+                        context_length=director.profile.window,
                     )
                     plan = adapter.launch(installed, context)
                     run.starts.append(await self._start(run, sandbox, plan, adapter))

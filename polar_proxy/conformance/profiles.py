@@ -47,6 +47,8 @@ class Profile:
     """Why the second turn does not extend the first one's messages, so that it is a `root`."""
     context_error: bool = False
     """It summarises when the endpoint says that the prompt is too long, and not by the usage that it is told."""
+    window: int | None = None
+    """Tokens that it is told the model reads; None: what it takes for granted."""
     full: int = 2_000_000
     """Tokens of a prompt at which its context is full, and not so full that it gives up."""
     compaction_steps: int = 4
@@ -168,8 +170,13 @@ PROFILES: Mapping[str, Profile] = {
             tool="run_shell_command",
             arguments=_DESCRIBED,
             delegate=("invoke_agent", {"agent_name": "generalist", "prompt": "{prompt}"}),
+            window=40_000,
+            full=30_000,
+            compaction_steps=6,
+            fills_with="seq 10000 15000",
+            compacts_at_end=True,
         ),
-        Profile("pi", full=120_000, fills_with="seq 10000 15000", compacts_at_end=True),
+        Profile("pi", window=40_000, full=30_000, fills_with="seq -s , 10000 17000", compacts_at_end=True),
         Profile(
             "opencode",
             arguments=_DESCRIBED,
@@ -227,8 +234,9 @@ PROFILES: Mapping[str, Profile] = {
             tool="run_commands",
             arguments={"commands": ["{command}"]},
             delegate=("spawn_agent", {"systemPrompt": "You are a small helper.", "task": "{prompt}"}),
-            full=126_000,
-            fills_with="seq 10000 15000",
+            window=40_000,
+            full=39_000,
+            fills_with="seq -s , 10000 17000",
         ),
         Profile("mistral-vibe", full=400_000),
     )

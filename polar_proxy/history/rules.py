@@ -138,6 +138,14 @@ COMPACTION_REQUESTS = (
         tools=False,
     ),
     Rule(
+        "cline_compaction_request",
+        "compaction_request",
+        "The session as text, to be summarised for its continuation, without tools.",
+        "Cline CLI 3.0.65",
+        system=r"^Summarize the provided coding session into a concise continuation note",
+        tools=False,
+    ),
+    Rule(
         "openhands_condenser",
         "compaction_request",
         "The older events as text, to be told again in a summary that takes their place.",
@@ -183,6 +191,13 @@ COMPACTED = (
         "The summary stands first, what was kept of the conversation behind it.",
         "Pi 0.87.1",
         first=r"The conversation history before this point was compacted into the following summary:",
+    ),
+    Rule(
+        "cline_compacted",
+        "compacted",
+        "The summary stands first, the newest turns behind it.",
+        "Cline CLI 3.0.65",
+        first=r"^Context summary:\n",
     ),
     Rule(
         "snapshot_compacted",

@@ -63,7 +63,7 @@ async def run_job(
         raise UsageError(str(error)) from error
     note(f"harness: {installed.name} {installed.version}")
     info = engine.info
-    runner = RolloutRunner(store, gateway, adapter, installed, kind, info.model, run, listener)
+    runner = RolloutRunner(store, gateway, adapter, installed, kind, info, run, listener)
     rollouts = []
     for seed in job.seeds:
         task = job.source.task(seed)

@@ -24,6 +24,7 @@ from polar_proxy.rollout.workspace import lay_out, read_patch
 from polar_proxy.store import Store
 from polar_proxy.tasks.base import Task
 from polar_proxy.trajectories import BUILDERS
+from polar_proxy.types import EngineInfo
 from sandboxes import Limits, Mount, Sandbox, SandboxError, SandboxSpec, open_sandbox
 from sandboxes.base import Kind, settle
 
@@ -68,7 +69,7 @@ class RolloutRunner:
         adapter: HarnessAdapter,
         installed: Installed,
         sandbox: Kind,
-        model: str,
+        engine: EngineInfo,
         settings: RunSettings,
         listener: Listener,
     ) -> None:
@@ -77,7 +78,7 @@ class RolloutRunner:
         self._adapter = adapter
         self._installed = installed
         self._kind: Kind = sandbox
-        self._model = model
+        self._engine = engine
         self._settings = settings
         self._listener = listener
 
@@ -165,7 +166,8 @@ class RolloutRunner:
             LaunchContext(
                 base_url=url + "/v1",
                 api_key=key,
-                model=self._model,
+                model=self._engine.model,
+                context_length=self._engine.context_length,
                 instruction=task.instruction,
                 home=sandbox.home,
                 workdir=sandbox.workdir,

@@ -185,3 +185,11 @@ def test_cline() -> None:
     servers = config(made, ".cline/data/settings/cline_mcp_settings.json")["mcpServers"]
     assert servers["web"] == {"type": "streamableHttp", "url": "http://127.0.0.1:9/mcp"}
     assert made.env["CLINE_SESSION_BACKEND_MODE"] == "local"
+
+
+@pytest.mark.parametrize("name", ["codex", "pi", "opencode", "cline", "gemini-cli"])
+def test_the_context_length_is_told_where_it_can_be(name: str) -> None:
+    silent, told = (plan(get_adapter(name), context_length=length) for length in (None, 32_768))
+    assert silent.files != told.files
+    changed = "\n".join(text for path, text in told.files.items() if silent.files.get(path) != text)
+    assert "32768" in changed or '"compressionThreshold": 0.015625' in changed

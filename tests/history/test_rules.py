@@ -116,6 +116,10 @@ EXAMPLES: dict[str, tuple[str, Callable[[], Place]]] = {
         side("You are a context summarization agent. You are given a conversation"),
     ),
     "pi_compaction_request": ("subagent", side("You are a context summarization assistant. Your task is to read")),
+    "cline_compaction_request": (
+        "subagent",
+        side("Summarize the provided coding session into a concise continuation note with detailed next steps."),
+    ),
     "openhands_condenser": (
         "subagent",
         side("", last="You are maintaining a context-aware state summary for an interactive agent.\nYou will be given"),
@@ -139,6 +143,7 @@ EXAMPLES: dict[str, tuple[str, Callable[[], Place]]] = {
         "compacts",
         compacted(user("The conversation history before this point was compacted into the following summary:\n\n...")),
     ),
+    "cline_compacted": ("compacts", compacted(user("Context summary:\n\n1. ...\n\n## Files\nRead:\n- none"))),
     "snapshot_compacted": (
         "compacts",
         compacted(user("<state_snapshot>...</state_snapshot>"), says("Got it. Thanks for the additional context!")),
