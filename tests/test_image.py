@@ -92,7 +92,7 @@ def test_the_image_serves(image: str) -> None:
             except (urllib.error.URLError, ConnectionError):
                 assert time.monotonic() < deadline, run("docker", "logs", name).stderr
                 time.sleep(0.5)
-        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+        body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16}).encode()
         request = urllib.request.Request(base + "/v1/chat/completions", body, {"authorization": "Bearer unknown"})
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=10)

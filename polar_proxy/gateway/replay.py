@@ -30,6 +30,9 @@ _KEPT_BYTES = 64 << 20
 """Of all requests and answers that are kept after their end."""
 
 
+_Key = tuple[str, str, bool, tuple[bytes, ...]]
+
+
 class Tape:
     """One answer as it is sent. Used as the `send` of its turn."""
 
@@ -136,7 +139,7 @@ class Replays:
         self._policy = settings.join_retries
         self._window = settings.retry_window_seconds
         self._grace = settings.retry_grace_seconds
-        self._tapes: dict[str, list[Tape]] = {}
+        self._tapes: dict[_Key, list[Tape]] = {}
         self._ended: deque[Tape] = deque()
         self._kept = 0
 
@@ -145,7 +148,9 @@ class Replays:
         if self._policy == "never":
             return None
         self._forget()
-        same = [tape for tape in self._tapes.get(session_id, ()) if tape.same(dialect, parsed, hints)]
+        same = [
+            tape for tape in self._tapes.get(_key(session_id, dialect, parsed), ()) if tape.same(dialect, parsed, hints)
+        ]
         if lost := [tape for tape in same if tape.lost and not tape.over and tape.ended_at is None]:
             return lost[-1]
         if failed := [tape for tape in same if (tape.failed or tape.over) and not tape.claimed]:
@@ -158,7 +163,7 @@ class Replays:
 
     def open(self, session_id: str, dialect: str, parsed: ParsedRequest, hints: Hints) -> Tape:
         tape = Tape(session_id, dialect, parsed, hints, self._grace)
-        self._tapes.setdefault(session_id, []).append(tape)
+        self._tapes.setdefault(_key(session_id, dialect, parsed), []).append(tape)
         return tape
 
     def close(self, tape: Tape, *, failed: bool) -> None:
@@ -173,10 +178,16 @@ class Replays:
         while self._ended and ((self._ended[0].ended_at or 0.0) < limit or self._kept > _KEPT_BYTES):
             tape = self._ended.popleft()
             self._kept -= tape.size
-            tapes = self._tapes[tape.session_id]
+            key = _key(tape.session_id, tape.dialect, tape.parsed)
+            tapes = self._tapes[key]
             tapes.remove(tape)
             if not tapes:
-                del self._tapes[tape.session_id]
+                del self._tapes[key]
+
+
+def _key(session_id: str, dialect: str, parsed: ParsedRequest) -> _Key:
+    """Equal for equal requests. Each request of a run ends in another message, so that few others have the same."""
+    return session_id, dialect, parsed.stream, tuple(messages[-1] if messages else b"" for messages in parsed.messages)
 
 
 def _lasting(params: Mapping[str, Any]) -> dict[str, Any]:

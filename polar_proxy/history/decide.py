@@ -43,10 +43,16 @@ class Asking:
         return known.hinted is None or self.hints.thread is None or known.hinted == self.hints.thread
 
     def quotes(self, known: Known, *kinds: QuoteKind) -> bool:
-        return any(quote.text in text for quote in known.quotes if quote.kind in kinds for text in self._opening())
+        return quoted(self.opening(), known, *kinds)
 
-    def _opening(self) -> Sequence[str]:
+    def opening(self) -> Sequence[str]:
+        """Where a quote would stand. To look for many, take it once."""
         return [text_of(message)[:_OPENING] for message in self.messages[:6] if message.role != "system"]
+
+
+def quoted(opening: Sequence[str], known: Known, *kinds: QuoteKind) -> bool:
+    """Whether one of these texts holds what this call's answer said."""
+    return any(quote.text in text for quote in known.quotes if quote.kind in kinds for text in opening)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +261,11 @@ def _fresh(memory: Memory, asking: Asking, request: rules.Rule | None) -> Decisi
         return Decision("subagent", parent, "harness_says_subagent", own_thread=True)
     compacted = rules.match(rules.COMPACTED, asking.view, hints)
     summaries = [known for known in memory.compactions if asking.compatible(known)]
-    quoted = [known for known in summaries if asking.quotes(known, "summary")]
-    if quoted or (compacted is not None and summaries):
-        parent = (quoted or [known for known in summaries if not known.continued] or summaries)[-1]
+    told = [known for known in summaries if asking.quotes(known, "summary")]
+    if told or (compacted is not None and summaries):
+        parent = (told or [known for known in summaries if not known.continued] or summaries)[-1]
         name = compacted.name if compacted is not None else "quotes_a_summary"
-        return Decision("compacts", parent, name, not quoted and len(summaries) > 1)
+        return Decision("compacts", parent, name, not told and len(summaries) > 1)
     if compacted is not None:
         return Decision("root", None, compacted.name, True, own_thread=True)
     if asking.chain.turns:
@@ -272,14 +278,15 @@ def _fresh(memory: Memory, asking: Asking, request: rules.Rule | None) -> Decisi
 
 def _quoting(memory: Memory, asking: Asking) -> Decision:
     """A root, unless its first messages are what an earlier answer said."""
+    opening = asking.opening()
     if not any(message.role == "assistant" for message in asking.messages):
-        callers = [known for known in memory.quotable if asking.quotes(known, "agent_prompt")]
+        callers = [known for known in memory.quotable if quoted(opening, known, "agent_prompt")]
         if callers:
             idle = [known for known in callers if not known.continued] or callers
             return Decision("subagent", idle[-1], "prompt_from_tool_call", len(idle) > 1, own_thread=True)
-        if any(asking.quotes(known, "argument") for known in memory.quotable):
+        if any(quoted(opening, known, "argument") for known in memory.quotable):
             return Decision("root", None, "prompt_from_unknown_tool", True, own_thread=True)
-    if any(asking.quotes(known, "answer") for known in memory.quotable):
+    if any(quoted(opening, known, "answer") for known in memory.quotable):
         return Decision("root", None, "quotes_an_answer", True, own_thread=True)
     return Decision("root", own_thread=True)
 

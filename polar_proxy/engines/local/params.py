@@ -23,6 +23,8 @@ class Defaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    max_tokens: int | None = None
+    """None: the room that is left in the context."""
 
     @classmethod
     def of(cls, model: Any) -> Defaults:
@@ -32,6 +34,7 @@ class Defaults:
             top_p=_or(given.get("top_p"), 1.0),
             top_k=_or(given.get("top_k"), 0),
             min_p=_or(given.get("min_p"), 0.0),
+            max_tokens=given.get("max_new_tokens"),
         )
 
 
@@ -58,7 +61,7 @@ def resolve(sampling: Sampling, defaults: Defaults, vocab_size: int, room: int) 
         logit_bias=_bias(sampling.logit_bias, vocab_size) if sampling.logit_bias else None,
         top_logprobs=sampling.top_logprobs,
     )
-    return params, room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+    return params, min(_or(_or(sampling.max_tokens, defaults.max_tokens), room), room)
 
 
 def _bias(bias: Mapping[str, float], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
