@@ -49,7 +49,8 @@ def conformance(
 
     Writes conformance.md and conformance.json; harnesses that were not run keep the rows they have there. With --check
     only a part is measured, and nothing is written; with an engine that is not scripted most checks cannot be made, and
-    nothing is written but to an --out-dir that was given. Exit code 0 when no check failed and no call was lost or doubled.
+    nothing is written but to an --out-dir that was given. Exit code 0 when no check failed and no call was lost or
+    doubled.
     """
     wanted = check or list(CHECKS)
     if unknown := [name for name in wanted if name not in CHECKS]:
