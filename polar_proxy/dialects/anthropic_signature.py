@@ -10,9 +10,10 @@ The seal keeps nothing secret. It lets a client that stores only the opaque stri
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import zlib
+
+from polar_proxy.dialects.inflate import inflate
 
 _VERSION = "polar1"
 _LARGEST = 1 << 24
@@ -32,12 +33,9 @@ def open_seal(signature: str) -> str | None:
     if version != _VERSION:
         return None
     try:
-        unpacker = zlib.decompressobj()
-        raw = unpacker.decompress(base64.b64decode(packed + "=" * (-len(packed) % 4), b"-_", validate=True), _LARGEST)
-        if not unpacker.eof or _digest(raw) != digest:
-            return None
-        return raw.decode(errors="surrogatepass")
-    except (binascii.Error, zlib.error, ValueError):
+        raw = inflate(base64.b64decode(packed + "=" * (-len(packed) % 4), b"-_", validate=True), _LARGEST)
+        return raw.decode(errors="surrogatepass") if _digest(raw) == digest else None
+    except ValueError:  # binascii.Error is one
         return None
 
 

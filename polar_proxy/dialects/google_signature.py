@@ -8,12 +8,12 @@ else comes (a real Google signature, `skip_thought_signature_validator`, a cut o
 from __future__ import annotations
 
 import base64
-import binascii
 import zlib
 from dataclasses import dataclass
 
 import orjson
 
+from polar_proxy.dialects.inflate import inflate
 from polar_proxy.types import ToolCall
 
 _PREFIX = b"polar1."
@@ -43,9 +43,8 @@ def unpack(signature: str) -> Signed | None:
         data = base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True)
         if not data.startswith(_PREFIX):
             return None
-        inflater = zlib.decompressobj()
-        content = orjson.loads(inflater.decompress(data[len(_PREFIX) :], _LONGEST))
-    except (binascii.Error, zlib.error, ValueError):
+        content = orjson.loads(inflate(data[len(_PREFIX) :], _LONGEST))
+    except ValueError:  # binascii.Error is one
         return None
     match content:
         case [int(at), str(reasoning), None] if at >= 0:

@@ -19,6 +19,7 @@ import re
 import zlib
 from typing import Any
 
+from polar_proxy.dialects.inflate import inflate
 from polar_proxy.dialects.openai_responses_custom import begins, custom_input
 from polar_proxy.dialects.openai_responses_tools import Toolbox, built_in_item
 from polar_proxy.errors import RequestError
@@ -65,10 +66,8 @@ def unseal(value: Any) -> str | None:
     if not isinstance(value, str) or not value.startswith(_SEALED):
         return None
     try:
-        unpacker = zlib.decompressobj()
-        data = unpacker.decompress(base64.urlsafe_b64decode(value[len(_SEALED) :]), _MOST)
-        return data.decode() if unpacker.eof else None
-    except (ValueError, zlib.error):  # a broken copy
+        return inflate(base64.urlsafe_b64decode(value[len(_SEALED) :]), _MOST).decode()
+    except ValueError:  # a broken copy
         return None
 
 

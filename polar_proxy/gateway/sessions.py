@@ -97,6 +97,7 @@ class Sessions:
         record = await self._store.session_by_key(digest)
         if record is None and path_key is not None and self.open:
             record = await self._store.session(path_key)
+        is_new = record is None
         if record is None:
             if not self.open:
                 raise RequestError(
@@ -112,8 +113,8 @@ class Sessions:
         session = self._by_id.get(record.session_id)  # known already by another name (its id in the path)
         if session is None:
             history = SessionHistory(self._off, window=self._window)
-            # Its calls of before a restart, or before it was put out of memory.
-            history.rebuild(await self._store.call_places(record.session_id))
+            if not is_new:  # its calls of before a restart, or before it was put out of memory
+                history.rebuild(await self._store.call_places(record.session_id))
             session = Session(record.session_id, record.policy or {}, history)
             session.idle.set()
         self._by_hash[digest] = session
