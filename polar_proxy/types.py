@@ -23,6 +23,8 @@ Logprobs = npt.NDArray[np.float32]
 Edge = Literal["root", "continues", "retries", "rewinds", "compacts", "subagent", "side_call"]
 CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens"]
 LogprobMode = Literal["raw", "processed"]
+PromptMode = Literal["observe", "continue"]
+"""observe: the engine rendered the prompt; continue: Polar gave it the earlier call's exact tokens and what is new."""
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _id_lock = threading.Lock()
@@ -170,6 +172,8 @@ class SampleEvent:
     cached_tokens: int | None = None
     stop_sequence: str | None = None
     """The stop string at which the choice ended, told with its `finish_reason`, where the engine knows which it was."""
+    weight_version: str | None = None
+    """The policy version that sampled these ids, where the engine tells it for every event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,8 @@ class EngineInfo:
     template_hash: str | None
     logprob_mode: LogprobMode
     capabilities: frozenset[str]
-    """Of: token_ids, logprobs, tools, json_schema, tool_choice_required, token_prompt, score, images."""
+    """Of: token_ids, logprobs, tools, json_schema, tool_choice_required, token_prompt, score, images, continue (a chat
+    request is sampled from exact ids and its answer parsed as ever), weight_versions (told for every event)."""
     eos_token_ids: tuple[int, ...] = ()
 
 
@@ -196,6 +201,9 @@ class Choice:
     finish_reason: str | None
     token_ids: TokenIds
     logprobs: Logprobs
+    versions: tuple[tuple[int, str], ...] = ()
+    """(first position, policy version) of each run of tokens, where the weights changed while it was sampled; empty:
+    the call's `weight_version` holds for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +246,13 @@ class CallRecord:
     """The line of conversation: the harness's own id of it, else the call that began it."""
     marks: Json | None = None
     """By which history knows the call again after a restart."""
+    prompt_mode: PromptMode = "observe"
+    prompt_reason: str | None = None
+    """Why the prompt was not continued from the base's tokens (`history/continuation.py` lists the reasons); None where
+    it was, or where nobody asked."""
+    base_call_id: str | None = None
+    """The answered call whose conversation this one extends by meaning, in either mode; None: it extends none."""
+    base_choice: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,3 +304,9 @@ class Trace:
     call_ids: tuple[str, ...]
     reward: float | None = None
     grade: str = "exact"
+    parent_trace_id: str | None = None
+    """Builder `tree`: the trace that this one branches from; its own tokens stand behind the parent's first ones."""
+    branch_at: int = 0
+    """How many tokens of the parent's whole path (its own parents included) come before this trace's own."""
+    rescored: bool = False
+    """`logprobs` are an engine's later, teacher-forced ones, not those told at sampling."""

@@ -19,7 +19,7 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.hermes import HermesParser
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent, TokenIds
 
 VERSION = "1"
 
@@ -50,18 +50,20 @@ class ExpertEngine(Engine):
             eos_token_ids=(self._tokenizer.eos_token_id,),
         )
 
-    async def render(self, request: ChatRequest) -> list[int]:
+    async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         text = self._tokenizer.apply_chat_template(
             [message.to_openai() for message in request.messages],
             tools=list(request.tools) or None,
             tokenize=False,
-            add_generation_prompt=True,
+            add_generation_prompt=generation,
         )
         return self._encode(text)
 
-    async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
+    async def sample(
+        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+    ) -> AsyncGenerator[SampleEvent, None]:
         # The answer is known at once, so there is one event whether or not somebody waits for pieces.
-        del stream
+        del stream, prompt
         if not isinstance(request, ChatRequest):
             raise RequestError("The expert answers conversations only, not raw prompts.")
         try:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Self
 
-from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, TokenIds
 
 
 def enforced_format(request: ChatRequest) -> Json | None:
@@ -46,13 +46,20 @@ class Engine(ABC):
         """What it is and can do; known once the engine is entered."""
 
     @abstractmethod
-    async def render(self, request: ChatRequest) -> list[int]:
-        """The token ids of the prompt for this conversation, as the engine's own template makes them."""
+    async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
+        """The token ids of the prompt for this conversation, as the engine's own template makes them.
+
+        `generation=False` leaves out what opens the answer. Raises RequestError where the template refuses.
+        """
 
     @abstractmethod
-    def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
+    def sample(
+        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+    ) -> AsyncGenerator[SampleEvent, None]:
         """Generate. Raises RequestError (a bad request), EngineError (the engine failed).
 
+        `prompt` (int32 [n]), for engines that can `continue`: sample from exactly these ids instead of rendering the
+        conversation, which then only says how (sampling, tools, how the answer is parsed).
         `stream=False` tells that nobody waits for pieces: the engine may yield the answer in fewer, larger events.
         """
 

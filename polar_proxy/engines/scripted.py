@@ -16,7 +16,16 @@ from dataclasses import dataclass, replace
 
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import PolarError
-from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Message, SampleEvent, ToolCall, ToolDelta
+from polar_proxy.types import (
+    ChatRequest,
+    EngineInfo,
+    EngineRequest,
+    Message,
+    SampleEvent,
+    TokenIds,
+    ToolCall,
+    ToolDelta,
+)
 
 PAD, START, END = 0, 1, 2
 _PIECE = 12
@@ -29,7 +38,7 @@ INFO = EngineInfo(
     context_length=4_000_000,
     template_hash="5c" * 8,
     logprob_mode="processed",
-    capabilities=frozenset({"token_ids", "logprobs", "tools", "token_prompt", "score"}),
+    capabilities=frozenset({"token_ids", "logprobs", "tools", "token_prompt", "score", "continue"}),
     eos_token_ids=(END,),
 )
 
@@ -95,24 +104,28 @@ class ScriptedEngine(Engine):
     def info(self) -> EngineInfo:
         return self._info
 
-    async def render(self, request: ChatRequest) -> list[int]:
+    async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         ids: list[int] = []
         for tool in request.tools:
             ids += encode(json.dumps(tool))
         for message in request.messages:
             ids += [START, *encode(f"{message.role}:{spoken(message)}"), END]
-        return [*ids, START, *encode("assistant:")]
+        return [*ids, START, *encode("assistant:")] if generation else ids
 
-    async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
+    async def sample(
+        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+    ) -> AsyncGenerator[SampleEvent, None]:
         reply = self.script(request)
         await asyncio.sleep(reply.wait)
         if reply.error is not None:
             raise reply.error
-        if isinstance(request, ChatRequest):
-            prompt = await self.render(request)
+        if prompt is not None:
+            ids = prompt.tolist()
+        elif isinstance(request, ChatRequest):
+            ids = await self.render(request)
         else:
-            prompt = encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
-        start: Sequence[int] | None = [PAD] * (reply.prompt_tokens - len(prompt)) + prompt
+            ids = encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+        start: Sequence[int] | None = [PAD] * (reply.prompt_tokens - len(ids)) + ids
         for index in range(request.sampling.n):
             for event in _events(reply, index, request):
                 yield event if start is None else replace(event, prompt_ids=start)

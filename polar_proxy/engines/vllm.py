@@ -33,7 +33,7 @@ from polar_proxy.engines.vllm_wire import (
     text_body,
 )
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, TokenIds
 
 WEIGHT_VERSION_SECONDS = 1.0
 
@@ -84,7 +84,9 @@ class VllmEngine(Engine):
     ) -> None:
         await self._http.close()
 
-    async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
+    async def sample(
+        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+    ) -> AsyncGenerator[SampleEvent, None]:
         """As in `Engine.sample`; `stream=False` tells that the client wants the answer in one piece."""
         info = self.info
         named = bool(request.sampling.top_logprobs)
@@ -132,7 +134,7 @@ class VllmEngine(Engine):
             raise EngineError(f"{self._who} sent an answer of an unknown shape: {error!r}.") from error
         return await self._texts.named(events) if named and events else events
 
-    async def render(self, request: ChatRequest) -> list[int]:
+    async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         """The prompt ids: by `/tokenize` where it was seen to agree with the chat route, else by a one-token call."""
         if self._tokenize_renders:
             answer = await self._http.json("POST", "/tokenize", render_body(self.info.model, request))

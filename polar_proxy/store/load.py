@@ -85,6 +85,7 @@ class Fetched:
                     finish_reason=row.finish_reason,
                     token_ids=self._codec.unpack_ids(row.token_ids),
                     logprobs=self._codec.unpack_logprobs(row.logprobs),
+                    versions=tuple((start, version) for start, version in row.versions or ()),
                 )
             )
         infos: dict[bytes, EngineInfo] = {}
@@ -115,6 +116,10 @@ class Fetched:
             ambiguous=row.ambiguous,
             thread=row.thread,
             marks=row.marks,
+            prompt_mode=row.prompt_mode,
+            prompt_reason=row.prompt_reason,
+            base_call_id=row.base_call_id,
+            base_choice=row.base_choice,
             messages=self._messages(row.messages_node, row.message_count),
             tools=None if row.tools_node is None else self._content(row.tools_node),
             params=row.params,

@@ -133,6 +133,10 @@ class Packer:
                 "ambiguous": record.ambiguous,
                 "thread": jsontext.clean_text(record.thread),
                 "marks": record.marks,
+                "prompt_mode": record.prompt_mode,
+                "prompt_reason": record.prompt_reason,
+                "base_call_id": record.base_call_id,
+                "base_choice": record.base_choice,
                 "message_count": len(messages),
                 "messages_node": messages[-1].id if messages else None,
                 "tools_node": tools[-1].id if tools else None,
@@ -178,6 +182,7 @@ class Packer:
             "message": self._codec.pack_bytes(jsontext.dumps(choice.message)),
             "token_ids": self._codec.pack_ids(choice.token_ids),
             "logprobs": self._codec.pack_logprobs(choice.logprobs),
+            "versions": [list(run) for run in choice.versions] or None,
         }
 
     def _engine(self, info: EngineInfo | None) -> tuple[bytes, Row] | None:

@@ -163,6 +163,10 @@ calls = Table(
     Column("ambiguous", Boolean, nullable=False, server_default="0"),
     Column("thread", Text),
     _json("marks", nullable=True),  # by which history knows it again after a restart
+    Column("prompt_mode", Text, nullable=False, server_default="observe"),  # or continue
+    Column("prompt_reason", Text),  # why it was not continued from its base
+    Column("base_call_id", Text),  # the answered call that it extends by meaning
+    Column("base_choice", Integer),
     Column("message_count", Integer, nullable=False),
     Column("messages_node", LargeBinary, ForeignKey("nodes.node_id")),
     Column("tools_node", LargeBinary, ForeignKey("nodes.node_id")),
@@ -188,6 +192,21 @@ completions = Table(
     Column("message", LargeBinary, nullable=False),
     Column("token_ids", LargeBinary, nullable=False),
     Column("logprobs", LargeBinary, nullable=False),
+    _json("versions", nullable=True),  # [[first position, policy version], ...] where it changed within
+)
+
+rescores = Table(
+    "rescores",  # tokens of an answer that came as text: encoded and scored later, never sampled here
+    metadata,
+    Column("call_id", Text, ForeignKey("calls.call_id"), primary_key=True),
+    Column("choice_index", Integer, primary_key=True, autoincrement=False),
+    Column("engine_hash", LargeBinary, ForeignKey("engines.engine_hash"), nullable=False),
+    Column("weight_version", Text),
+    Column("prompt_node", LargeBinary, ForeignKey("nodes.node_id")),
+    Column("prompt_tokens", Integer, nullable=False),
+    Column("token_ids", LargeBinary, nullable=False),
+    Column("logprobs", LargeBinary, nullable=False),
+    Column("created_at", Double, nullable=False),
 )
 
 rewards = Table(
@@ -217,6 +236,9 @@ traces = Table(
     Column("trained_tokens", Integer, nullable=False),
     Column("reward", Double),
     Column("grade", Text, nullable=False),
+    Column("parent_trace_id", Text),  # builder tree: what it branches from, behind `branch_at` tokens of its path
+    Column("branch_at", Integer, nullable=False, server_default="0"),
+    Column("logprobs", LargeBinary),  # rescored ones of the sampled positions; null: those of the calls
     _json("call_ids"),
     _json("certificate", nullable=True),
     Column("created_at", Double, nullable=False),

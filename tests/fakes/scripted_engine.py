@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError
-from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent, ToolCall, ToolDelta
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent, TokenIds, ToolCall, ToolDelta
 
 START, END = 1, 2
 Reply = str | ToolCall | Sequence[ToolCall] | Exception
@@ -78,26 +78,30 @@ class ScriptedEngine(Engine):
     def info(self) -> EngineInfo:
         return self._info
 
-    async def render(self, request: ChatRequest) -> list[int]:
+    async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         ids: list[int] = []
         for message in request.messages:
             said = message.content if isinstance(message.content, str) else json.dumps(message.content or "")
             text = said + (as_text(message.tool_calls) if message.tool_calls else "")
             ids += [START, *encode(f"{message.role}:{text}"), END]
-        return [*ids, START, *encode("assistant:")]
+        return [*ids, START, *encode("assistant:")] if generation else ids
 
-    async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
+    async def sample(
+        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+    ) -> AsyncGenerator[SampleEvent, None]:
         self.requests.append(request)
-        if isinstance(request, ChatRequest):
-            prompt = await self.render(request)
+        if prompt is not None:
+            ids = prompt.tolist()
+        elif isinstance(request, ChatRequest):
+            ids = await self.render(request)
         else:
-            prompt = encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+            ids = encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
         finished = False
         try:
             for index in range(request.sampling.n):
                 async for event in self._choice(request, index):
-                    if index == 0 and prompt:
-                        event, prompt = _with_prompt(event, prompt), []
+                    if index == 0 and ids:
+                        event, ids = _with_prompt(event, ids), []
                     yield event
             finished = True
         finally:

@@ -338,7 +338,7 @@ class AnyAnswer(ScriptedEngine):
         chosen = [(self._rng.choice(names), self._rng.choice(said)) for _ in range(self._rng.choice((1, 1, 2)))]
         return [ToolCall(f"call_{number}", name, arguments) for number, (name, arguments) in enumerate(chosen)]
 
-    async def render(self, request: ChatRequest) -> list[int]:
+    async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         """The fake's own rendering reads arguments as JSON; here anything must do."""
         return [1, *range(len(request.messages))]
 

@@ -16,7 +16,7 @@ from anthropic.types import Message
 from polar_proxy.dialects.anthropic_signature import open_seal
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, ToolCall, ToolDelta
+from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, TokenIds, ToolCall, ToolDelta
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import Reply, ScriptedEngine, encode
 
@@ -36,13 +36,15 @@ class EventsEngine(ScriptedEngine):
         super().__init__()
         self._events = script
 
-    async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
+    async def sample(
+        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+    ) -> AsyncGenerator[SampleEvent, None]:
         assert isinstance(request, ChatRequest)
         self.requests.append(request)
-        prompt = tuple(await self.render(request))
+        ids = tuple(await self.render(request))
         for number, event in enumerate(self._events(request)):
             evidence: Any = {"token_ids": (7,), "logprobs": (-0.5,)}
-            evidence["prompt_ids"] = prompt if number == 0 else None
+            evidence["prompt_ids"] = ids if number == 0 else None
             yield SampleEvent(
                 text=event.text,
                 reasoning=event.reasoning,

@@ -15,7 +15,7 @@ from google.genai import errors, types
 
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, ToolCall
+from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, TokenIds, ToolCall
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import END, Reply, ScriptedEngine, encode, logprob
 
@@ -41,10 +41,12 @@ CALLS = (
 class Thinking(ScriptedEngine):
     """Thinks `why` before each answer."""
 
-    async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
+    async def sample(
+        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+    ) -> AsyncGenerator[SampleEvent, None]:
         yield SampleEvent(reasoning="wh")
         yield SampleEvent(reasoning="y", token_ids=(100,), logprobs=(-0.5,), tokens=("",))
-        async for event in super().sample(request, stream=stream):
+        async for event in super().sample(request, stream=stream, prompt=prompt):
             yield event
 
 

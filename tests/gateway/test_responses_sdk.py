@@ -19,7 +19,7 @@ from polar_proxy.dialects import Earlier
 from polar_proxy.dialects.openai_responses import OpenAIResponses
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, ToolCall
+from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, TokenIds, ToolCall
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import END, Reply, ScriptedEngine, encode, logprob
 
@@ -47,9 +47,11 @@ async def connected(serve: Serve, engine: ScriptedEngine, **settings: Any) -> As
 class ThinkingEngine(ScriptedEngine):
     """Says what the script says behind the reasoning "hm"."""
 
-    async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncIterator[SampleEvent]:  # type: ignore[override]
+    async def sample(
+        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+    ) -> AsyncIterator[SampleEvent]:  # type: ignore[override]
         first = True
-        async for event in super().sample(request, stream=stream):
+        async for event in super().sample(request, stream=stream, prompt=prompt):
             yield replace(event, reasoning="hm") if first else event
             first = False
 

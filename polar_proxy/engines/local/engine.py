@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass
 from importlib.metadata import version as installed
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -38,12 +39,17 @@ from polar_proxy.types import (
     EngineRequest,
     SampleEvent,
     TextRequest,
+    TokenIds,
     ToolDelta,
     TopLogprob,
 )
 
 SMALL_MODEL = 20_000_000
 """Up to so many parameters one thread is as fast as many, and far faster when the other cores are busy."""
+
+
+_TAIL = 16
+"""Tokens at the end of a prompt in which it is seen whether it opens the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,6 @@ class LocalEngine(Engine):
         self._threads = threads
         self._seeds = random.Random(seed)
         self._loaded: _Loaded | None = None
-        self._weight_version = "0"
 
     # Lifetime
 
@@ -119,7 +124,7 @@ class LocalEngine(Engine):
         vocabulary = Vocabulary(tokenizer)
         template = ChatTemplate(tokenizer)
         eos = _eos_ids(runner.model, tokenizer)
-        capabilities = {"token_ids", "logprobs", "token_prompt", "score"}
+        capabilities = {"token_ids", "logprobs", "token_prompt", "score", "continue", "weight_versions"}
         if template.tools:
             capabilities.add("tools")
         if grammar.available():
@@ -162,16 +167,18 @@ class LocalEngine(Engine):
 
     # Text and tokens
 
-    async def render(self, request: ChatRequest) -> list[int]:
+    async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         template = self._now.template
-        return await asyncio.to_thread(lambda: template.encode(template.render(request)))
+        return await asyncio.to_thread(lambda: template.encode(template.render(request, generation=generation)))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         return self._now.vocabulary.decode(token_ids)
 
-    async def sample(self, request: EngineRequest, *, stream: bool = True) -> AsyncGenerator[SampleEvent, None]:
+    async def sample(
+        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+    ) -> AsyncGenerator[SampleEvent, None]:
         loaded = self._now
-        prepared = await asyncio.to_thread(self._prepare, request)
+        prepared = await asyncio.to_thread(self._prepare, request, prompt)
         work = self._work(request, prepared)
         loaded.scheduler.submit(work)
         try:
@@ -182,18 +189,25 @@ class LocalEngine(Engine):
             work.cancelled = True
             loaded.scheduler.wake()
 
-    def _prepare(self, request: EngineRequest) -> _Prepared:
+    def _prepare(self, request: EngineRequest, prompt: TokenIds | None) -> _Prepared:
         """Render, tokenise, compile grammars. In a thread: all of it can take long. Raises RequestError."""
         template = self._now.template
         if isinstance(request, TextRequest):
+            if prompt is not None:
+                return _Prepared(prompt.tolist())
             ids = template.encode_plain(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
             return _Prepared(ids)
         if request.sampling.n < 1:
             raise RequestError("n must be at least 1.", param="n")
-        text = template.render(request)
+        if prompt is None:
+            text = template.render(request)
+            ids = template.encode(text)
+        else:
+            ids = prompt.tolist()
+            text = self._now.vocabulary.decode(ids[-_TAIL:])
         tools, reasoning = uses_tools(request), template.reasoning(text)
         parsers = [HermesParser(tools=tools, reasoning=reasoning) for _ in range(request.sampling.n)]
-        return _Prepared(template.encode(text), parsers, self._now.grammars.for_request(request, reasoning))
+        return _Prepared(ids, parsers, self._now.grammars.for_request(request, reasoning))
 
     def _work(self, request: EngineRequest, prepared: _Prepared) -> Work:
         """Check and complete what was asked. Raises RequestError."""
@@ -236,7 +250,8 @@ class LocalEngine(Engine):
                     choices.setdefault(item.choice, []).append(item)
             for index, pieces in choices.items():
                 open_choices -= pieces[-1].finish is not None
-                yield self._event(index, pieces, parsers[index] if parsers else None)
+                for _, run in groupby(pieces, key=lambda piece: piece.version):  # one, unless the weights changed
+                    yield self._event(index, list(run), parsers[index] if parsers else None)
 
     def _event(self, index: int, pieces: Sequence[Piece], parser: HermesParser | None) -> SampleEvent:
         """Pieces of one choice, in order, as one event."""
@@ -265,6 +280,7 @@ class LocalEngine(Engine):
             ),
             finish_reason=finish,
             stop_sequence=pieces[-1].stop,
+            weight_version=pieces[-1].version,
         )
 
     # Scoring and weights
@@ -284,7 +300,7 @@ class LocalEngine(Engine):
         return await asyncio.wrap_future(loaded.scheduler.run_job(parts()))
 
     async def weight_version(self) -> str | None:
-        return self._weight_version
+        return self._now.scheduler.version
 
     async def load_weights(self, source: Mapping[str, torch.Tensor] | Path | str, version: str) -> None:
         """Swap the weights between two steps: a state dict, or a safetensors file or a folder of them.
@@ -297,8 +313,7 @@ class LocalEngine(Engine):
 
         def parts() -> Generator[None, None, None]:
             loaded.runner.load_weights(weights)
-            loaded.scheduler.weights_changed()
-            self._weight_version = version
+            loaded.scheduler.weights_changed(version)
             yield
 
         await asyncio.wrap_future(loaded.scheduler.run_job(parts()))

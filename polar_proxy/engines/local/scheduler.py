@@ -70,6 +70,8 @@ class Scheduler:
         self._waiting: deque[Row] = deque()
         self._prefilling: list[Row] = []
         self._letters: list[tuple[Outbox, Item]] = []
+        self.version = "0"
+        """Of the weights, told with every token. Changed on the worker only, by `weights_changed`."""
         self.failure: str | None = None
         """Why the worker no longer serves; None while it does."""
         self._thread = threading.Thread(target=self._main, name="polar-local-engine", daemon=True)
@@ -107,8 +109,9 @@ class Scheduler:
         if self._thread.ident is not None:
             self._thread.join()
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, version: str) -> None:
         """On the worker only (from a job): forget all keys and values; running rows compute theirs anew."""
+        self.version = version
         self._prefixes.clear()
         for pool in self._pools:
             self._prefilling += pool.rows
@@ -300,7 +303,7 @@ class Scheduler:
                 finish = "length"
         if finish is not None:
             text += row.stream.close()
-        piece = Piece(row.index, token_id, logprob, text, top, finish, row.stream.stopped_at)
+        piece = Piece(row.index, token_id, logprob, text, top, finish, row.stream.stopped_at, self.version)
         self._letters.append((row.work.outbox, piece))
         return finish is not None
 

@@ -36,11 +36,13 @@ class ChatTemplate:
     def hash(self) -> str | None:
         return hashlib.sha256(self.source.encode()).hexdigest() if self.source is not None else None
 
-    def render(self, request: ChatRequest) -> str:
-        """The prompt as text. Raises RequestError when the template refuses the conversation."""
+    def render(self, request: ChatRequest, *, generation: bool = True) -> str:
+        """The prompt as text, with the opening of the answer. RequestError when the template refuses."""
         if self.source is None:
             raise RequestError("This model has no chat template; use the completions endpoint.", code="no_template")
         options: Json = {"add_generation_prompt": True, **request.template_kwargs}
+        if not generation:
+            options["add_generation_prompt"] = False
         try:
             text = self._tokenizer.apply_chat_template(
                 [template_message(message) for message in request.messages],

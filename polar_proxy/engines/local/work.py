@@ -35,6 +35,8 @@ class Piece(NamedTuple):
     finish: str | None
     stop: str | None = None
     """The stop string that ended the choice."""
+    version: str | None = None
+    """Of the weights that sampled it."""
 
 
 Item = Started | Piece | EngineError
