@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, delete, insert, select
+from sqlalchemy import ColumnElement, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
@@ -88,6 +88,25 @@ class Traces(Part):
         query = select(_t.trace_id, _t.certificate).where(_t.session_id == session_id, _t.builder == builder)
         async with self._database.reading() as connection:
             return {row.trace_id: row.certificate for row in await connection.execute(query)}
+
+    async def set_audit(self, trace_id: str, grade: str, audit: Json) -> None:
+        """Write the result of an audit into the trace's certificate, in place of an earlier one, and its grade.
+
+        Raises UsageError for a trace that is not there (a later build may have replaced it) or has no certificate.
+        """
+        mine = _t.trace_id == trace_id
+        async with self._database.writing() as connection:
+            # FOR UPDATE matters on PostgreSQL; on SQLite the transaction holds the write lock already.
+            query = select(_t.session_id, _t.certificate).where(mine).with_for_update()
+            found = (await connection.execute(query)).one_or_none()
+            if found is None:
+                raise UsageError(f"There is no trace {trace_id}: its session was built again since")
+            if found.certificate is None:
+                raise UsageError(
+                    f"The trace {trace_id} has no certificate: build it again with `polar build {found.session_id}`"
+                )
+            certificate = {**found.certificate, "grade": grade, "audit": audit}
+            await connection.execute(update(schema.traces).where(mine).values(grade=grade, certificate=certificate))
 
     async def exclusions(self, session_id: str, *, builder: str = "merged") -> dict[str, str]:
         """The calls that the builder left out of its traces, with the reason."""

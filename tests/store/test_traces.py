@@ -109,6 +109,29 @@ async def test_a_wrong_trace_changes_nothing(store: Store, wrong: str) -> None:
     assert_same(await store.traces(session_id=session_id), [right])
 
 
+async def test_an_audit_is_written_into_the_certificate(store: Store) -> None:
+    session_id, calls = await _two_turns(store)
+    trace = trace_of(calls)
+    await store.put_traces(
+        [trace], {}, "merged", session_id, certificates={trace.trace_id: {"head": "ab", "audit": None}}
+    )
+    await store.set_audit(trace.trace_id, "refused", {"max_abs_diff": 9.5})
+    await store.set_audit(trace.trace_id, "marked", {"max_abs_diff": 0.5})
+    audited = {"head": "ab", "grade": "marked", "audit": {"max_abs_diff": 0.5}}
+    assert await store.certificates(session_id=session_id) == {trace.trace_id: audited}
+    assert_same(await store.traces(session_id=session_id), [replace(trace, grade="marked")])
+
+
+async def test_what_cannot_be_audited_is_told(store: Store) -> None:
+    session_id, calls = await _two_turns(store)
+    trace = trace_of(calls)
+    await store.put_traces([trace], {}, "merged", session_id)
+    with pytest.raises(UsageError, match="polar build"):
+        await store.set_audit(trace.trace_id, "exact", {})
+    with pytest.raises(UsageError, match="trc_0"):
+        await store.set_audit("trc_0", "exact", {})
+
+
 async def test_asking_for_nothing_in_particular(store: Store) -> None:
     with pytest.raises(UsageError):
         await store.traces()
