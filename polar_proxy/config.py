@@ -41,6 +41,12 @@ class GatewaySettings(_Section):
     """How long an answer counts as just given, and is kept for a retry."""
     retry_grace_seconds: float = Field(2.0, ge=0)
     """How long a generation goes on whose client is lost, for its retry to take it over."""
+    prompt_mode: Literal["continue", "observe"] = "continue"
+    """continue: a turn is sampled from exactly the tokens of the turn before and those of what is new, wherever the
+    engine can; observe: the engine renders every request afresh."""
+    older_reasoning: Literal["as_sampled", "as_template"] = "as_sampled"
+    """Reasoning of older turns in continued prompts: kept as it was sampled; or, where the model's template drops it,
+    dropped by letting the engine render that request afresh."""
     normalisers_off: frozenset[str] = frozenset()
     """Names of normalisers that history must not use (polar_proxy/history/normalise.py lists them)."""
 

@@ -14,7 +14,7 @@ FLOORS = [
     {"dialects", "engines", "store", "tasks"},
     {"history", "trajectories", "rewards"},
     {"gateway"},
-    {"rollout", "export", "conformance"},
+    {"rollout", "export", "conformance", "training"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

@@ -26,6 +26,14 @@ err = Console(stderr=True)
 DbOption = Annotated[
     str | None, typer.Option("--db", help="Database: a file, sqlite:///FILE or postgresql://...", show_default=False)
 ]
+PromptModeOption = Annotated[
+    str | None,
+    typer.Option(help="continue (each turn from the exact tokens of the last) or observe.", show_default=False),
+]
+OlderReasoningOption = Annotated[
+    str | None,
+    typer.Option(help="In continued prompts: as_sampled (kept) or as_template.", show_default=False),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 
 

@@ -9,12 +9,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from polar_proxy.cli import common
-from polar_proxy.cli.common import DbOption, JsonOption
+from polar_proxy.cli.common import DbOption, JsonOption, OlderReasoningOption, PromptModeOption
 from polar_proxy.cli.live import LiveView
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.store import RolloutRow, display_url
-from polar_proxy.tasks.base import TaskSource, UnknownTaskFamilyError, get_source
+from polar_proxy.tasks import TaskSource, UnknownTaskFamilyError, get_source
 from polar_proxy.types import Json
 
 
@@ -33,6 +33,8 @@ def run(
     model: Annotated[str | None, typer.Option(help="local: a folder; vllm: the served name.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds the agent may take.")] = None,
+    prompt_mode: PromptModeOption = None,
+    older_reasoning: OlderReasoningOption = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -45,6 +47,7 @@ def run(
     settings = common.load_settings(
         db,
         engine={"kind": engine, "url": engine_url, "model": model},
+        gateway={"prompt_mode": prompt_mode, "older_reasoning": older_reasoning},
         run={
             "samples": samples,
             "concurrency": concurrency,

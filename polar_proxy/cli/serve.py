@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from polar_proxy.cli import common
-from polar_proxy.cli.common import DbOption, JsonOption
+from polar_proxy.cli.common import DbOption, JsonOption, OlderReasoningOption, PromptModeOption
 from polar_proxy.config import Settings
 from polar_proxy.gateway import Gateway, hash_key, new_key
 
@@ -23,13 +23,21 @@ def serve(
     engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm).")] = None,
     model: Annotated[str | None, typer.Option(help="local: a folder; vllm: the served name.")] = None,
     closed: Annotated[bool | None, typer.Option("--closed", help="Refuse unknown keys on loopback too.")] = None,
+    prompt_mode: PromptModeOption = None,
+    older_reasoning: OlderReasoningOption = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Serve the gateway until stopped. With --json, one line of JSON when it is ready."""
     settings = common.load_settings(
         db,
-        gateway={"host": host, "port": port, "closed": closed},
+        gateway={
+            "host": host,
+            "port": port,
+            "closed": closed,
+            "prompt_mode": prompt_mode,
+            "older_reasoning": older_reasoning,
+        },
         engine={"kind": engine, "url": engine_url, "model": model},
     )
     common.run_async(_serve(settings, as_json))
@@ -74,14 +82,16 @@ def session_new(
     label: Annotated[str | None, typer.Option(help="A name to find it by.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Replaces what the client asks for.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Upper bound of one answer.")] = None,
+    prompt_mode: PromptModeOption = None,
+    older_reasoning: OlderReasoningOption = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a session and print its key. The key is shown once and stored only as a hash."""
-    settings = common.load_settings(db)
-    policy = {
-        key: value for key, value in (("temperature", temperature), ("max_tokens", max_tokens)) if value is not None
-    }
+    modes = {"prompt_mode": prompt_mode, "older_reasoning": older_reasoning}
+    settings = common.load_settings(db, gateway=dict(modes))  # checks them
+    given = {"temperature": temperature, "max_tokens": max_tokens, **modes}
+    policy = {key: value for key, value in given.items() if value is not None}
 
     async def make() -> tuple[str, str]:
         key = new_key()

@@ -46,6 +46,8 @@ class ChoiceState:
     top: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_sequence: str | None = None
+    versions: list[tuple[int, str]] = field(default_factory=list)
+    """(first position, policy version) of each run of tokens, where the engine tells."""
 
 
 @dataclass(slots=True)
@@ -69,6 +71,9 @@ class Answer:
         if event.reasoning:
             state.reasoning.append(event.reasoning)
         if event.token_ids:
+            version = event.weight_version
+            if version is not None and (not state.versions or state.versions[-1][1] != version):
+                state.versions.append((len(state.token_ids), version))
             state.token_ids.extend(event.token_ids)
             state.logprobs.extend(event.logprobs)
             state.tokens.extend(event.tokens)

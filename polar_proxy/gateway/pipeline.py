@@ -21,6 +21,7 @@ from polar_proxy.dialects import Dialect, Earlier, ParsedRequest, TokenCount
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import wire
+from polar_proxy.gateway.continuing import Continuer
 from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.replay import Replays
 from polar_proxy.gateway.sessions import Session, Sessions, key_of
@@ -51,6 +52,7 @@ class TurnPipeline:
         self.metrics = metrics
         self.observers: list[Observer] = []
         self._replays = Replays(settings)
+        self._continuer = Continuer(engine, store, settings)
 
     async def serve(
         self,
@@ -81,7 +83,7 @@ class TurnPipeline:
             self.metrics.joined.inc()
             return
         tape = self._replays.open(session.session_id, dialect.name, parsed, hints)
-        turn = Turn(self.engine, self.store, self.settings, self.metrics, self.observers)
+        turn = Turn(self.engine, self.store, self.settings, self.metrics, self.observers, self._continuer)
         try:
             await turn.run(dialect, session, parsed, hints, route, started, receive, send, tape)
         finally:

@@ -10,6 +10,7 @@ import numpy as np
 
 from polar_proxy.dialects import Answer, ParsedRequest, assistant_message
 from polar_proxy.engines.base import is_constrained
+from polar_proxy.gateway.continuing import Plan
 from polar_proxy.history import Place
 from polar_proxy.types import CallRecord, CallStatus, Choice, EngineInfo, EngineRequest, Json, Sampling, TokenIds
 
@@ -24,6 +25,9 @@ class Part:
     request: EngineRequest
     place: Place
     messages: tuple[bytes, ...]
+    plan: Plan = field(default_factory=Plan)
+    version: str | None = None
+    """Of the policy, when it was asked."""
     answer: Answer = field(default_factory=Answer)
     first_at: float | None = None
 
@@ -61,6 +65,7 @@ def make_record(
             finish_reason=state.finish_reason,
             token_ids=to_ids(state.token_ids),
             logprobs=np.array(state.logprobs, dtype=np.float32),
+            versions=() if [run[1] for run in state.versions] in ([], [weight_version]) else tuple(state.versions),
         )
         for index, state in sorted(answer.choices.items())
     )
@@ -68,6 +73,7 @@ def make_record(
     if status == "ok" and (answer.prompt_ids is None or not all(map(_has_evidence, choices))):
         status = "no_tokens"
     sampling = part.request.sampling
+    base = part.place.base
     return CallRecord(
         call_id=part.call_id,
         session_id=asked.session_id,
@@ -87,7 +93,7 @@ def make_record(
         messages=part.messages,
         tools=asked.parsed.tools,
         params=asked.parsed.params,
-        sampling=sampling_sent(part.request),
+        sampling=sampling_sent(part.request, part.plan),
         prompt_ids=None if answer.prompt_ids is None else to_ids(answer.prompt_ids),
         choices=choices,
         started_at=asked.started_at,
@@ -98,14 +104,33 @@ def make_record(
         ambiguous=part.place.ambiguous,
         thread=part.place.thread,
         marks=marks,
+        prompt_mode=part.plan.mode,
+        prompt_reason=part.plan.reason,
+        base_call_id=None if base is None else base.call_id,
+        base_choice=None if base is None else base.choice,
     )
 
 
-def sampling_sent(request: EngineRequest) -> Json:
-    """What was said to the engine, without what was left to it; `constrained` where a form of answer was asked for."""
+def version_of(answer: Answer, before: str | None, after: str | None) -> str | None:
+    """The policy version of an answer: what the engine told with its tokens, else what it was before and after.
+
+    "A..B": the weights changed while it was sampled, and nobody knows at which token."""
+    told = [state.versions[-1][1] for _, state in sorted(answer.choices.items()) if state.versions]
+    if told:
+        return told[0]
+    return after if before == after else f"{before}..{after}"
+
+
+def sampling_sent(request: EngineRequest, plan: Plan = Plan()) -> Json:
+    """What was said to the engine, without what was left to it; `constrained` where a form of answer was asked for,
+    `older_reasoning` where it decided about the prompt."""
     said = {name: value for name in _SAMPLING if (value := getattr(request.sampling, name)) not in (None, ())}
     constrained = is_constrained(request)
-    return said if constrained is None else {**said, "constrained": constrained}
+    if constrained is not None:
+        said["constrained"] = constrained
+    if plan.older_reasoning is not None:
+        said["older_reasoning"] = plan.older_reasoning
+    return said
 
 
 def to_ids(ids: Sequence[int]) -> TokenIds:

@@ -1,6 +1,6 @@
 """One turn: the pipeline that every call of every dialect passes, streamed or not.
 
-    place -> policy -> engine.sample -> encoder -> commit -> last byte to the agent
+    place -> policy -> plan of the prompt -> engine.sample -> encoder -> commit -> last byte to the agent
 
 Invariants: the last byte of an answer leaves only after the call is committed (recorded before told). Whatever ends a
 call (finished, failed, client gone, gateway stopped) it is committed with what was sampled until then. If the commit
@@ -21,8 +21,9 @@ from polar_proxy.dialects import Dialect, Encoder, ParsedRequest, TokenCount, as
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import wire
+from polar_proxy.gateway.continuing import Continuer
 from polar_proxy.gateway.metrics import Metrics
-from polar_proxy.gateway.record import Asked, Ending, Part, make_record
+from polar_proxy.gateway.record import Asked, Ending, Part, make_record, version_of
 from polar_proxy.gateway.replay import Tape
 from polar_proxy.gateway.sessions import Session, apply_policy
 from polar_proxy.history import Hints
@@ -59,8 +60,10 @@ class Turn:
         settings: GatewaySettings,
         metrics: Metrics,
         observers: list[Observer],
+        continuer: Continuer,
     ) -> None:
         self._engine = engine
+        self._continuer = continuer
         self._store = store
         self._settings = settings
         self._metrics = metrics
@@ -154,7 +157,11 @@ class Turn:
 
     async def _pump(self, index: int, encoder: Encoder, writer: wire.StreamWriter | None) -> None:
         part = self._parts[index]
-        async with contextlib.aclosing(self._engine.sample(part.request, stream=self._asked.parsed.stream)) as events:
+        part.plan = await self._continuer.plan(part.request, part.place, self._session.policy)
+        part.version = await self._engine.weight_version()
+        stream = self._asked.parsed.stream
+        sampled = self._engine.sample(part.request, stream=stream, prompt=part.plan.prompt)
+        async with contextlib.aclosing(sampled) as events:
             async for event in events:
                 if part.first_at is None:
                     part.first_at = time.time()
@@ -197,9 +204,11 @@ class Turn:
         ending = Ending(status, http_status, error, time.time())
         version = await self._engine.weight_version()
         for part in self._parts:
-            said = [assistant_message(state) for state in part.answer.choices.values()]
+            said = [assistant_message(state) for _, state in sorted(part.answer.choices.items())]
             marks = self._session.history.ended(part.place, said, status, now=ending.ended_at)
-            record = make_record(self._asked, part, ending, self._engine.info, version, marks)
+            weights = version_of(part.answer, part.version, version)
+            record = make_record(self._asked, part, ending, self._engine.info, weights, marks)
+            self._continuer.remember(record, part.request, part.place.base)
             self._metrics.count(record)
             waited = time.perf_counter()
             try:

@@ -1,5 +1,6 @@
 """Where a call stands in its session: comparison by meaning, edges, retries, threads."""
 
+from polar_proxy.history.base import Base
 from polar_proxy.history.hints import NO_HINTS, Hints, read_hints
 from polar_proxy.history.normalise import NORMALISERS, Normaliser
 from polar_proxy.history.place import Place, SessionHistory
@@ -10,6 +11,7 @@ __all__ = [
     "NORMALISERS",
     "NO_HINTS",
     "RULES",
+    "Base",
     "Hints",
     "Normaliser",
     "Place",

@@ -162,7 +162,7 @@ def _extended(memory: Memory, asking: Asking) -> Decision | None:
         return _rewound(asked_before, asking, asked)
     if not end:
         return None
-    parent, sure = _choose(memory.ends[keys[end]], asking, end)
+    parent, sure = choose(memory.ends[keys[end]], asking, end)
     if parent.state not in ("ok", "no_tokens", "running"):
         return Decision("rewinds", parent, "partial_answer_kept", not sure)
     several = len({id(known) for known, _ in memory.ends[keys[end]]}) > 1
@@ -175,7 +175,7 @@ def _opens_anew(asking: Asking, same: int) -> bool:
     return rules.match(rules.COMPACTED, View.of(asking.messages[same : same + 3], None), asking.hints) is not None
 
 
-def _choose(found: Sequence[tuple[Known, Heard]], asking: Asking, end: int) -> tuple[Known, bool]:
+def choose(found: Sequence[tuple[Known, Heard]], asking: Asking, end: int) -> tuple[Known, bool]:
     """Of calls whose conversations mean the same the one that is extended, and whether that is sure."""
     left = list(found)
     turns = asking.chain.turns
@@ -216,7 +216,7 @@ def _rewound(candidates: Sequence[Known], asking: Asking, asked: int) -> Decisio
 
 def _rewritten(found: Sequence[tuple[Known, Heard]], asking: Asking, turn: Turn, same: int) -> Decision:
     """All assistant turns of an earlier call, in messages that differ after the first `same`."""
-    parent, sure = _choose(found, asking, turn.end)
+    parent, sure = choose(found, asking, turn.end)
     changed = asking.messages[same : turn.end]
     outputs = [message for message in changed if message.role == "tool"]
     if (rule := rules.match_changed(rules.MASKED, outputs)) is not None:

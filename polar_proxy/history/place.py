@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from polar_proxy.history.base import Base, find_base
 from polar_proxy.history.decide import Asking, decide
 from polar_proxy.history.hints import NO_HINTS, Hints
 from polar_proxy.history.known import Heard, Known, Memory, known_from, marks_of, quotes_of
@@ -34,6 +35,8 @@ class Place:
     ambiguous: bool
     thread: str
     """The line of conversation: the harness's own id of it, else the call that began it."""
+    base: Base | None = None
+    """The answer whose exact tokens its prompt may begin with."""
 
 
 class SessionHistory:
@@ -50,7 +53,9 @@ class SessionHistory:
         messages = _messages(request)
         chain = self._meaning.chain(messages)
         view = View.of(messages, request if isinstance(request, ChatRequest) else None)
-        found = decide(self._memory, Asking(messages, chain, view, hints, now), self._window)
+        asking = Asking(messages, chain, view, hints, now)
+        found = decide(self._memory, asking, self._window)
+        base = find_base(self._memory, asking)
         parent = found.parent
         thread = hints.thread or (call_id if parent is None or found.own_thread else parent.thread)
         if found.edge == "side_call":
@@ -70,7 +75,7 @@ class SessionHistory:
         )
         self._count(known, parent)
         self._memory.add(known)
-        return Place(call_id, known.edge, known.parent_call_id, found.rule, found.ambiguous, thread)
+        return Place(call_id, known.edge, known.parent_call_id, found.rule, found.ambiguous, thread, base)
 
     def ended(self, place: Place, answers: Sequence[Json], status: CallStatus, *, now: float) -> Json:
         """Remember the answers (OpenAI assistant messages) of a call, partial ones of a failed call too.

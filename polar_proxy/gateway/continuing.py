@@ -1,0 +1,222 @@
+"""Continuation, the half that asks: the exact prompt of a call, from its base's tokens and the engine's own rendering.
+
+    base's prompt + base's answer (+ end of turn where it was cut) + suffix
+
+`history/continuation.py` says what a suffix is and when it is believed. Here the base is found (in memory, else in the
+store: after a restart, or when another gateway answered it) and the engine is asked to render.
+
+Promise: `plan` never fails a call. Whatever stands against continuing, the engine renders the request as in `observe`
+mode, and the reason is recorded with the call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from polar_proxy.config import GatewaySettings
+from polar_proxy.dialects import recorded_request
+from polar_proxy.engines.base import Engine, is_constrained
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.history import Base, Place
+from polar_proxy.history import continuation as rules
+from polar_proxy.history.continuation import Ended, OlderReasoning, Reason, Suffix
+from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, PromptMode, TokenIds
+
+log = logging.getLogger(__name__)
+
+_KEPT_BYTES = 256 << 20
+"""Of answered calls that are kept in memory to be continued; others are read from the store."""
+_REASONING = 80
+"""Characters of an answer's reasoning by which it is looked for in a rendering."""
+
+
+class BaseStore(Protocol):
+    async def call(self, call_id: str) -> CallRecord | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a call's prompt is made. `prompt` int32 [n] goes to the engine as it is; None: the engine renders."""
+
+    prompt: TokenIds | None = None
+    reason: Reason | None = None
+    older_reasoning: OlderReasoning | None = None
+    """Which policy the prompt was made under; None where it plays no part."""
+
+    @property
+    def mode(self) -> PromptMode:
+        return "observe" if self.prompt is None else "continue"
+
+
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """What is needed of a call to continue it."""
+
+    ids: TokenIds
+    """Prompt and answer, int32 [n]."""
+    finish: str | None
+    frame: tuple[bytes, bytes]
+    thoughts: tuple[str, ...]
+    """How the reasoning of this and of earlier answers begins."""
+
+
+class Continuer:
+    """Plans the prompts of one gateway."""
+
+    def __init__(self, engine: Engine, store: BaseStore, settings: GatewaySettings) -> None:
+        self._engine = engine
+        self._store = store
+        self._settings = settings
+        self._answered: OrderedDict[tuple[str, int], _Answered] = OrderedDict()
+        self._size = 0
+        self._heads: dict[Hashable, Ended | None] = {}
+        self._proofs = rules.Proofs()
+
+    async def plan(self, request: EngineRequest, place: Place, policy: Json) -> Plan:
+        """The prompt of a call that was placed. `policy` is its session's."""
+        if not isinstance(request, ChatRequest):
+            return Plan(reason="raw_prompt")
+        if place.base is None:
+            return Plan(reason="no_base")
+        found = await self._base(request, place.base)
+        if not isinstance(found, _Answered):
+            return Plan(reason=found)
+        if (mode := policy.get("prompt_mode", self._settings.prompt_mode)) == "observe":
+            return Plan(reason="off")
+        assert mode == "continue", mode
+        if "continue" not in self._engine.info.capabilities:
+            return Plan(reason="engine_cannot")
+        try:
+            return await self._continued(request, place.base, found, policy)
+        except RequestError:
+            return Plan(reason="template_refuses")
+        except EngineError as error:
+            log.warning("the engine could not render for a continuation: %s", error)
+            return Plan(reason="engine_failed")
+
+    def remember(self, record: CallRecord, request: EngineRequest, base: Base | None) -> None:
+        """Keep a call's tokens for the next one. Called before its client has the answer's last byte."""
+        if record.status != "ok" or record.prompt_ids is None or not isinstance(request, ChatRequest):
+            return
+        before = self._answered.get((base.call_id, base.choice)) if base is not None else None
+        for choice in record.choices:
+            self._keep(
+                (record.call_id, choice.index),
+                _Answered(
+                    np.concatenate([record.prompt_ids, choice.token_ids]),
+                    choice.finish_reason,
+                    rules.frame_of(request),
+                    (*(before.thoughts if before else ()), *_thoughts(choice.message)),
+                ),
+            )
+
+    async def _base(self, request: ChatRequest, base: Base) -> _Answered | Reason:
+        """What the base said, or why it cannot be continued."""
+        if rules.has_images(request.messages):
+            return "images"
+        if is_constrained(request):
+            return "constrained"
+        key = (base.call_id, base.choice)
+        found = self._answered.get(key)
+        if found is None:
+            found = await self._load(base)
+            if found is None:
+                return "base_without_tokens"
+            self._keep(key, found)
+        self._answered.move_to_end(key)
+        tools, options = rules.frame_of(request)
+        if tools != found.frame[0]:
+            return "tools_changed"
+        if options != found.frame[1]:
+            return "template_options_changed"
+        if found.finish != "length" and int(found.ids[-1]) not in self._engine.info.eos_token_ids:
+            return "stop_sequence" if found.finish == "stop" else "aborted"
+        return found
+
+    async def _load(self, base: Base) -> _Answered | None:
+        """A base that is not in memory, from the store, with the reasoning of the answers before it."""
+        call = await self._store.call(base.call_id)
+        choice = next((choice for choice in call.choices if choice.index == base.choice), None) if call else None
+        if call is None or choice is None or call.prompt_ids is None or not choice.token_ids.size:
+            return None
+        try:
+            request = recorded_request(call)
+        except RequestError:
+            return None
+        if not isinstance(request, ChatRequest):
+            return None
+        said = [thought for message in request.messages for thought in _thought(message.reasoning)]
+        return _Answered(
+            np.concatenate([call.prompt_ids, choice.token_ids]),
+            choice.finish_reason,
+            rules.frame_of(request),
+            (*said, *_thoughts(choice.message)),
+        )
+
+    def _keep(self, key: tuple[str, int], answered: _Answered) -> None:
+        if (old := self._answered.pop(key, None)) is not None:
+            self._size -= old.ids.nbytes
+        self._answered[key] = answered
+        self._size += answered.ids.nbytes
+        while self._size > _KEPT_BYTES and len(self._answered) > 1:
+            self._size -= self._answered.popitem(last=False)[1].ids.nbytes
+
+    async def _continued(self, request: ChatRequest, base: Base, found: _Answered, policy: Json) -> Plan:
+        suffix = await self._suffix(request, base)
+        if not isinstance(suffix, Suffix):
+            return Plan(reason=suffix)
+        older = policy.get("older_reasoning", self._settings.older_reasoning)
+        if older == "as_template" and found.thoughts and await self._dropped(request, found):
+            return Plan(reason="reasoning_by_template", older_reasoning=older)
+        ends = () if found.finish != "length" or int(found.ids[-1]) in self._end_of_turn else (suffix.end,)
+        prompt = np.concatenate([found.ids, np.array([*ends, *suffix.ids], dtype=np.int32)])
+        if prompt.size >= self._engine.info.context_length:
+            return Plan(reason="context_full")
+        return Plan(prompt, older_reasoning=older)
+
+    @property
+    def _end_of_turn(self) -> tuple[int, ...]:
+        return self._engine.info.eos_token_ids
+
+    async def _suffix(self, request: ChatRequest, base: Base) -> Suffix | Reason:
+        head, whole = rules.stand_in(request, base.messages)
+        ending = await self._ended(head)
+        if ending is None:
+            return "no_end_of_turn"
+        shape = rules.shape_of(request, base.messages)
+        proved = self._proofs.get(shape)
+        if proved is False:
+            return "suffix_unproven"
+        suffix = rules.suffix_of(await self._engine.render(whole), ending, self._end_of_turn)
+        if proved is None:
+            full = await self._engine.render(request)
+            proved = suffix is not None and rules.is_end_of(full, suffix)
+            self._proofs.put(shape, proved)
+        return suffix if suffix is not None and proved else "suffix_unproven"
+
+    async def _ended(self, head: ChatRequest) -> Ended | None:
+        shape = rules.head_shape(head)
+        if shape not in self._heads:
+            self._heads[shape] = rules.ended(await self._engine.render(head, generation=False), self._end_of_turn)
+        return self._heads[shape]
+
+    async def _dropped(self, request: ChatRequest, found: _Answered) -> bool:
+        """Whether the engine's own rendering lacks reasoning that older answers were sampled with."""
+        text = await self._engine.decode(await self._engine.render(request))
+        return not all(thought in text for thought in found.thoughts)
+
+
+def _thoughts(message: Json) -> tuple[str, ...]:
+    reasoning: Any = message.get("reasoning_content")
+    return _thought(reasoning if isinstance(reasoning, str) else None)
+
+
+def _thought(reasoning: str | None) -> tuple[str, ...]:
+    said = (reasoning or "").strip()
+    return (said[:_REASONING],) if said else ()
