@@ -86,9 +86,16 @@ class SandboxSpec:
     limits: Limits = field(default_factory=Limits)
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    workdir: str | None = None
+    """Absolute path of the working folder; None: the kind's own. In docker: the image's folder, with what it holds."""
+    folders: tuple[str, ...] = ()
+    """Further empty, writable folders, absolute."""
 
     def check(self) -> None:
-        """Raise `SandboxError` for a mount that cannot work, before anything is started."""
+        """Raise `SandboxError` for a mount or folder that cannot work, before anything is started."""
+        for folder in (*self.folders, *([self.workdir] if self.workdir else [])):
+            if not posixpath.isabs(folder) or posixpath.normpath(folder) == "/":
+                raise SandboxError(f"a folder of a sandbox must be absolute and not /: {folder!r}")
         for mount in self.mounts:
             if not mount.source.exists():
                 raise SandboxError(f"cannot mount {mount.source}: it does not exist")

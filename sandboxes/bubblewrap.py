@@ -38,14 +38,19 @@ class BubblewrapSandbox(SupervisedSandbox):
 
     def __init__(self, spec: SandboxSpec, registry: orphans.Registry) -> None:
         super().__init__(spec, registry)
-        self.home, self.workdir = HOME, WORKDIR
+        self.home, self.workdir = HOME, spec.workdir or WORKDIR
         self.base_env = {"PATH": SEARCH_PATH, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": "/tmp"}
 
     def _prepare(self) -> list[str]:
-        for name in ("home", "workspace"):
+        places = {"home": HOME, "workspace": self.workdir}
+        places |= {f"folder-{number}": folder for number, folder in enumerate(self.spec.folders)}
+        binds = []
+        for name, place in places.items():
+            if any(Path(place).is_relative_to(system) for system in SYSTEM):
+                raise SandboxError(f"bubblewrap shows the host's own {place}, read-only; use docker for a folder there")
             (self.base / name).mkdir(mode=0o755)
+            binds += ["--bind", str(self.base / name), place]
         self._limit()
-        binds = ["--bind", str(self.base / "home"), HOME, "--bind", str(self.base / "workspace"), WORKDIR]
         for mount in self.spec.mounts:
             binds += ["--ro-bind" if mount.read_only else "--bind", str(mount.source.absolute()), mount.target]
         # The root itself is a small tmpfs that only carries mount points; last, it is made read-only.

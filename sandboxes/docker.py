@@ -57,7 +57,8 @@ class DockerSandbox(Sandbox):
     def __init__(self, spec: SandboxSpec, registry: orphans.Registry) -> None:
         self.id = new_id()
         self.spec = spec
-        self.home, self.workdir = HOME, WORKDIR
+        self.home, self.workdir = HOME, spec.workdir or WORKDIR
+        self._volumes = (HOME, *([] if spec.workdir else [WORKDIR]), *spec.folders)
         self.unenforced = ()
         self._registry = registry
         self._record = orphans.Record.mine(self.id, self.kind)
@@ -93,18 +94,18 @@ class DockerSandbox(Sandbox):
         except module().DockerError as error:
             raise SandboxError(f"the engine did not start a container of {image}: {error.message}") from error
         # The volumes come owned by root; an image's own user has to be able to write to them.
-        done = await self._script(scripts.FIRST, HOME, WORKDIR)
+        done = await self._script(scripts.FIRST, *self._volumes)
         self._main = done.stdout.split()[0].decode() if done.stdout else "1"
         if done.exit_code:
             await self._own_volumes()
 
     async def _own_volumes(self) -> None:
-        """Open the two folders to the image's user. Root inside has no capability; the engine's archive call has."""
+        """Open these folders to the image's user. Root inside has no capability; the engine's archive call has."""
         who = await self.exec(["sh", "-c", "id -u; id -g"], cwd="/")
         uid, gid = (int(n) for n in who.stdout.split())
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as tar:
-            for folder in (HOME, WORKDIR):
+            for folder in self._volumes:
                 entry = tarfile.TarInfo(folder.lstrip("/"))
                 entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, 0o755, uid, gid
                 tar.addfile(entry)
@@ -115,7 +116,7 @@ class DockerSandbox(Sandbox):
         mounts: list[dict[str, Any]] = [
             # Empty even where the image has such a folder, and quicker than the image's layers.
             {"Type": "volume", "Target": target, "VolumeOptions": {"NoCopy": True}}
-            for target in (HOME, WORKDIR)
+            for target in self._volumes
         ]
         mounts += [
             {"Type": "bind", "Source": str(m.source.absolute()), "Target": m.target, "ReadOnly": m.read_only}
@@ -145,7 +146,7 @@ class DockerSandbox(Sandbox):
             "Entrypoint": ["tail", "-f", "/dev/null"],
             "Cmd": [],
             "Hostname": "sandbox",
-            "WorkingDir": WORKDIR,
+            "WorkingDir": self.workdir,
             "Env": [f"{MARKER}={self.id}", f"HOME={HOME}"],
             "Labels": {**self.spec.labels, **orphans.labels(self._record)},
             "HostConfig": host,

@@ -40,7 +40,8 @@ done 2>/dev/null
 """
 # The container's own program is the only process besides init when the first command comes.
 FIRST = (
-    'for d in /proc/[0-9]*; do p=${d#/proc/}; case $p in 1|$$) ;; *) echo $p;; esac; done; test -w "$1" && test -w "$2"'
+    "for d in /proc/[0-9]*; do p=${d#/proc/}; case $p in 1|$$) ;; *) echo $p;; esac; done; "
+    'for f; do test -w "$f" || exit 1; done'
 )
 READ = '[ -e "$1" ] || exit 2; [ -d "$1" ] && exit 21; [ -f "$1" ] || exit 22; head -c "$2" -- "$1"'
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1" && chmod "$2" -- "$1"'

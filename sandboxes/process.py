@@ -36,6 +36,11 @@ class ProcessSandbox(SupervisedSandbox):
             self.unenforced += ("memory_mb: held for each process by itself, not for their sum",)
 
     def _prepare(self) -> None:
+        if own := (*self.spec.folders, *([self.spec.workdir] if self.spec.workdir else [])):
+            raise SandboxError(
+                f"a process sandbox has no file system of its own, so there can be no {own[-1]} of its own; "
+                "use bubblewrap or docker"
+            )
         for mount in self.spec.mounts:
             if posixpath.normpath(mount.target) != str(mount.source.absolute()):
                 raise SandboxError(

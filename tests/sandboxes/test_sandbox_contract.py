@@ -298,6 +298,23 @@ async def test_mounts(opener: Opener, kind: str, tmp_path: Path) -> None:
         assert not (shared / "other").exists()
 
 
+async def test_folders_at_places_of_their_own(opener: Opener, kind: str) -> None:
+    spec = SandboxSpec(workdir="/app", folders=("/tests", "/logs"))
+    if kind == "process":
+        with pytest.raises(SandboxError, match="no file system of its own"):
+            await opener(spec)
+        return
+    async with await opener(spec) as sandbox:
+        assert sandbox.workdir == "/app"
+        done = await sh(sandbox, "pwd; ls -A /app /tests /logs; mkdir -p /logs/verifier && echo 1 >/logs/verifier/r")
+        assert (done.exit_code, done.stdout) == (0, b"/app\n/app:\n\n/logs:\n\n/tests:\n")
+        await sandbox.write_tree({"a/b": b"b"})
+        assert await sandbox.read("/app/a/b") == b"b"
+        assert await sandbox.read("/logs/verifier/r") == b"1\n"
+    with pytest.raises(SandboxError, match="absolute"):
+        await opener(SandboxSpec(workdir="app"))
+
+
 async def test_impossible_mounts_are_refused_before_the_start(opener: Opener, tmp_path: Path) -> None:
     for mount in (Mount(tmp_path / "missing", "/mnt"), Mount(tmp_path, "relative"), Mount(tmp_path, "/")):
         with pytest.raises(SandboxError, match="cannot mount"):
