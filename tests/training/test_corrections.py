@@ -1,0 +1,81 @@
+"""Stale and mismatched tokens: decoupled PPO, TIS, IcePop, the interpolated proximal policy."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from polar_proxy.training.corrections import decoupled, icepop, interpolated_proximal, tis
+from tests.training.by_hand import gradient, tokens
+
+
+def test_decoupled_by_hand() -> None:
+    # r = pi/mu = 3, 0.5; k = prox/mu = 2, 0.5; u = r/k = 1.5, 1. A = 1, -1, clip [0.8, 1.2].
+    # Objectives: 2 * min(1.5, 1.2) = 2.4 (clipped); 0.5 * (-1) = -0.5. Mean 1.9 / 2.
+    batch = tokens([3, 0.5], [1, -1], proximal=[2, 0.5])
+    loss, stats = decoupled(batch)
+    assert loss.item() == pytest.approx(-0.95)
+    assert gradient(loss, batch) == pytest.approx([0, 0.25])
+    # The ratio reported is u: mean 1.25.
+    assert (stats.clipped_share, stats.ratio_mean) == (pytest.approx(0.5), pytest.approx(1.25))
+
+
+def test_decoupled_keeps_a_stale_token_that_plain_clipping_would_lose() -> None:
+    # pi/mu = 2 lies outside of [0.8, 1.2], but all of it is staleness: u = 1. Gradient -k u A = -2.
+    batch = tokens([2], [1], proximal=[2])
+    loss, stats = decoupled(batch)
+    assert gradient(loss, batch) == pytest.approx([-2.0])
+    assert stats.clipped_share == 0.0
+
+
+def test_decoupled_can_leave_out_what_is_too_stale() -> None:
+    batch = tokens([8, 1], [1, 1], proximal=[8, 1])
+    loss, stats = decoupled(batch, largest_weight=5.0)
+    assert gradient(loss, batch) == pytest.approx([0, -0.5])
+    assert stats.dropped_share == pytest.approx(0.5)
+
+
+def test_tis_by_hand() -> None:
+    # k = 4 -> cut to 2; k = 0.5 stays. u = 1, 1.5; A = 1, 1: 2 * 1 = 2; 0.5 * 1.2 = 0.6 (clipped). Mean 1.3.
+    batch = tokens([4, 0.75], [1, 1], proximal=[4, 0.5])
+    loss, stats = tis(batch)
+    assert loss.item() == pytest.approx(-1.3)
+    assert gradient(loss, batch) == pytest.approx([-1, 0])
+    assert stats.clipped_share == pytest.approx(0.5)
+
+
+def test_icepop_with_a_proximal_policy_by_hand() -> None:
+    # k = 6 (above 5: left out), 0.4 (below 0.5: left out), 2, 0.5 (on the bound: kept). u = 1 each; A = 1.
+    # Objectives 0, 0, 2, 0.5: loss -2.5 / 4.
+    batch = tokens([6, 0.4, 2, 0.5], [1, 1, 1, 1], proximal=[6, 0.4, 2, 0.5])
+    loss, stats = icepop(batch)
+    assert loss.item() == pytest.approx(-0.625)
+    assert gradient(loss, batch) == pytest.approx([0, 0, -0.5, -0.125])
+    assert stats.dropped_share == pytest.approx(0.5)
+
+
+def test_icepop_without_a_proximal_policy_by_hand() -> None:
+    # The ratio carries the gradient and nothing is clipped: 3 * 1, 0.6 * -1; 6 is left out.
+    batch = tokens([3, 0.6, 6], [1, -1, 1])
+    loss, stats = icepop(batch)
+    assert loss.item() == pytest.approx(-(3 - 0.6) / 3)
+    assert gradient(loss, batch) == pytest.approx([-1, 0.2, 0])
+    assert (stats.dropped_share, stats.clipped_share) == (pytest.approx(1 / 3), 0.0)
+
+
+@pytest.mark.parametrize("loss", [tis, decoupled])
+def test_a_correction_without_its_numbers_is_refused(loss: object) -> None:
+    with pytest.raises(ValueError, match="needs `proximal`"):
+        loss(tokens([1], [1]))  # type: ignore[operator]
+
+
+def test_interpolated_proximal_by_hand() -> None:
+    # Version 10 is being made, 9 is proximal. Sampled by 6: a = (9 - 6) / (10 - 6) = 3/4. By 9: a = 0. By 8: a = 1/2.
+    recorded = torch.tensor([-1.0, -1.0, -1.0])
+    new = torch.tensor([-2.0, -2.0, -3.0], requires_grad=True)
+    got = interpolated_proximal(new, recorded, torch.tensor([6, 9, 8]), 10)
+    assert got.tolist() == pytest.approx([-1.75, -1.0, -2.0])
+    assert not got.requires_grad
+    assert math.isclose(interpolated_proximal(new, recorded, torch.tensor([10, 10, 10]), 10)[0].item(), -1.0)

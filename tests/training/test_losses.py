@@ -1,0 +1,246 @@
+"""Policy losses and their gradients against values worked out by hand.
+
+d r / d log pi = r, so a token whose objective is r A has the gradient -w r A, and one that was clipped has 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from polar_proxy.training.algorithms import LOSSES
+from polar_proxy.training.losses import adaptive_bounds, bapo, cispo, dapo, gspo, minpro, ppo_clip
+from polar_proxy.training.normalise import token_weights
+from polar_proxy.training.tokens import Tokens
+from tests.training.by_hand import gradient, tokens, with_noise_off_the_mask
+
+
+def test_ppo_clip_by_hand() -> None:
+    # r = 1.5, 1.5, 0.5, 0.5, 1.1 with A = 1, -1, 1, -1, 2 and clip [0.8, 1.2]:
+    #   min(1.5, 1.2) = 1.2 (clipped)      min(-1.5, -1.2) = -1.5
+    #   min(0.5, 0.8) = 0.5                min(-0.5, -0.8) = -0.8 (clipped)        1.1 * 2 = 2.2
+    # Mean (1.2 - 1.5 + 0.5 - 0.8 + 2.2) / 5 = 1.6 / 5 = 0.32.
+    batch = tokens([1.5, 1.5, 0.5, 0.5, 1.1], [1, -1, 1, -1, 2])
+    loss, stats = ppo_clip(batch)
+    assert loss.item() == pytest.approx(-0.32)
+    # -r A / 5 where nothing was clipped: 0, 0.3, -0.1, 0, -0.44.
+    assert gradient(loss, batch) == pytest.approx([0, 0.3, -0.1, 0, -0.44])
+    assert (stats.tokens, stats.clipped_share, stats.ratio_max) == (5, pytest.approx(0.4), pytest.approx(1.5))
+    # Mean ratio 5.1 / 5. KL: mean of r - 1 - log r = 0.02 - (2 log 1.5 + 2 log 0.5 + log 1.1) / 5.
+    assert stats.ratio_mean == pytest.approx(1.02)
+    assert stats.approx_kl == pytest.approx(0.02 - (2 * math.log(1.5) + 2 * math.log(0.5) + math.log(1.1)) / 5)
+
+
+def test_dapo_clips_higher_above_than_below() -> None:
+    # r = 1.25: below 1.28, so kept (1.25); PPO would clip at 1.2. r = 1.4: clipped to 1.28. r = 0.7, A = -1: to -0.8.
+    batch = tokens([1.25, 1.4, 0.7], [1, 1, -1])
+    loss, stats = dapo(batch)
+    assert loss.item() == pytest.approx(-(1.25 + 1.28 - 0.8) / 3)
+    assert gradient(loss, batch) == pytest.approx([-1.25 / 3, 0, 0])
+    assert stats.clipped_share == pytest.approx(2 / 3)
+
+
+def test_token_level_and_sequence_level_differ_as_the_papers_say() -> None:
+    # Ratios 1. Sequence 0: one token, A = 3. Sequence 1: three tokens, A = -1.
+    # Per token (DAPO): (3 - 1 - 1 - 1) / 4 = 0. Per sequence (GRPO): (3 + (-1)) / 2 = 1.
+    plain = tokens([1, 1, 1, 1], [3, -1, -1, -1], sequences=[0, 1, 1, 1])
+    weights = token_weights(plain.mask, plain.sequences, how="sequence")
+    assert ppo_clip(plain)[0].item() == pytest.approx(0.0)
+    per_sequence = tokens([1, 1, 1, 1], [3, -1, -1, -1], sequences=[0, 1, 1, 1], weights=weights)
+    assert ppo_clip(per_sequence)[0].item() == pytest.approx(-1.0)
+
+
+def test_gspo_by_hand() -> None:
+    # Sequence 0: ratios 2 and 1/2 -> s = sqrt(1) = 1, A = 1: objective 1 though both tokens lie far outside.
+    # Sequence 1: ratios 4, 1, context -> s = sqrt 4 = 2, A = 2: clipped to 1.1 -> 2.2.
+    # Mean over sequences: (1 + 2.2) / 2 = 1.6.
+    sequences = [0, 0, 1, 1, 1]
+    batch = tokens([2, 0.5, 4, 9, 1], [1, 1, 2, 2, 2], mask=[1, 1, 1, 0, 1], sequences=sequences)
+    weights = token_weights(batch.mask, batch.sequences, how="sequence")
+    batch = tokens([2, 0.5, 4, 9, 1], [1, 1, 2, 2, 2], mask=[1, 1, 1, 0, 1], sequences=sequences, weights=weights)
+    loss, stats = gspo(batch, clip_low=0.1, clip_high=0.1)
+    assert loss.item() == pytest.approx(-1.6)
+    # d s_0 / d log pi_t = s_0 / 2: the gradient of -(1/2) s_0 A is -1/4 at both tokens; sequence 1 is clipped.
+    assert gradient(loss, batch) == pytest.approx([-0.25, -0.25, 0, 0, 0])
+    assert stats.clipped_share == pytest.approx(0.5)
+    assert stats.ratio_max == pytest.approx(2.0)
+
+
+def test_cispo_by_hand() -> None:
+    # Weights: r = 3 -> 2 (bounded), r = 0.5 stays. Gradient -w * sg(weight) * A, also where it was bounded.
+    batch = tokens([3, 0.5], [1, -1])
+    loss, stats = cispo(batch, max_ratio=2.0)
+    assert gradient(loss, batch) == pytest.approx([-2 / 2, 0.5 / 2])
+    # Value: -(2 log(1.5) - 0.5 log(0.25)) / 2, with pi = r / 2.
+    assert loss.item() == pytest.approx(-(2 * math.log(1.5) - 0.5 * math.log(0.25)) / 2)
+    assert stats.clipped_share == pytest.approx(0.5)
+
+
+def test_minpro_by_hand() -> None:
+    # Sequence 0: ratios 0.5, 2, (context), 1, 4. Smallest before: 1 (nothing), 0.5, 0.5, 0.5.
+    # Products: 0.5, 1, 0.5, 2. Clip [0.6, 1.5]: 0.6, 1, 0.6, 1.5. Sequence 1 begins anew: 1.2 * 1 = 1.2.
+    batch = tokens([0.5, 2, 7, 1, 4, 1.2], [1, 1, 1, -1, 1, 1], mask=[1, 1, 0, 1, 1, 1], sequences=[0, 0, 0, 0, 0, 1])
+    loss, stats = minpro(batch, clip_low=0.4, clip_high=0.5)
+    assert gradient(loss, batch) == pytest.approx([-0.6 / 5, -1 / 5, 0, 0.6 / 5, -1.5 / 5, -1.2 / 5])
+    assert stats.clipped_share == pytest.approx(3 / 5)
+    assert stats.ratio_max == pytest.approx(2.0)
+    # A prefix whose every ratio is above 1 has its minimum above 1 as well: 2, then 2 * 1.5 = 3.
+    rising = tokens([2, 1.5], [1, 1])
+    loss, _ = minpro(rising, clip_low=0.9, clip_high=9.0)
+    assert gradient(loss, rising) == pytest.approx([-2 / 2, -3 / 2])
+
+
+def test_adaptive_bounds_by_hand() -> None:
+    mask = torch.ones(5).bool()
+    ratio = torch.tensor([1.0, 1.35, 0.65, 0.85, 1.0], dtype=torch.float64)
+    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
+    settings = {"low": (0.6, 0.9), "high": (1.2, 3.0), "step": 0.1}
+    # [0.6, 1.2]: positive 1.0 (1.35 is clipped); negative 0.65 + 0.85 + 1 = 2.5 -> 1 / 3.5 = 0.2857.
+    assert adaptive_bounds(ratio, advantage, mask, target=0.2, **settings).low == pytest.approx(0.6)
+    # Low 0.7 leaves out 0.65: 1 / (1 + 1.85) = 0.351 reaches 0.3, and nothing else is moved.
+    bounds = adaptive_bounds(ratio, advantage, mask, target=0.3, **settings)
+    assert (bounds.low, bounds.high) == (pytest.approx(0.7), pytest.approx(1.2))
+    assert bounds.positive_share == pytest.approx(1 / 2.85)
+    # 0.5: low 0.8 changes nothing, 0.9 leaves out 0.85: 1 / 2 = 0.5 is reached.
+    bounds = adaptive_bounds(ratio, advantage, mask, target=0.5, **settings)
+    assert (bounds.low, bounds.high, bounds.positive_share) == (
+        pytest.approx(0.9),
+        pytest.approx(1.2),
+        pytest.approx(0.5),
+    )
+    # 0.6: low is at its end; high 1.3, then 1.4 takes 1.35 in: 2.35 / 3.35 = 0.701.
+    bounds = adaptive_bounds(ratio, advantage, mask, target=0.6, **settings)
+    assert (bounds.low, bounds.high) == (pytest.approx(0.9), pytest.approx(1.4))
+    assert bounds.positive_share == pytest.approx(2.35 / 3.35)
+    # What cannot be reached ends at both ends; without anything negative nothing needs to move.
+    bounds = adaptive_bounds(ratio, advantage, mask, target=0.99, **settings)
+    assert (bounds.low, bounds.high) == (pytest.approx(0.9), pytest.approx(3.0))
+    assert adaptive_bounds(ratio, advantage.abs(), mask, target=0.9, **settings).positive_share == 1.0
+
+
+def test_bapo_by_hand() -> None:
+    # As above with target 0.5: bounds [0.9, 1.2]. A = 1: 1 and min(1.35, 1.2) = 1.2; A = -1: max(r, 0.9) = 0.9, 0.9, 1.
+    batch = tokens([1, 1.35, 0.65, 0.85, 1], [1, 1, -1, -1, -1])
+    loss, stats = bapo(batch, step=0.1)
+    assert loss.item() == pytest.approx(-(1 + 1.2 - 0.9 - 0.9 - 1) / 5)
+    assert gradient(loss, batch) == pytest.approx([-1 / 5, 0, 0, 0, 1 / 5])
+    assert stats.clipped_share == pytest.approx(3 / 5)
+
+
+# Every loss ---------------------------------------------------------------------------------------------------------
+
+
+def batch_for(name: str, **changes: object) -> Tokens:
+    proximal = [1.1, 0.9, 5.0, 1.3, 0.7, 1.0] if name in ("tis", "decoupled", "icepop") else None
+    return tokens(
+        [1.3, 0.6, 9.0, 1.05, 0.9, 1.0],
+        [1, -1, 5, 0.5, 2, -2],
+        mask=[1, 1, 0, 1, 1, 1],
+        sequences=[0, 0, 0, 1, 1, 1],
+        proximal=proximal,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_what_is_not_trained_cannot_be_seen(name: str) -> None:
+    """NaN in context positions changes neither the value nor the gradient."""
+    clean, dirty = batch_for(name), with_noise_off_the_mask(batch_for(name))
+    (clean_loss, clean_stats), (dirty_loss, dirty_stats) = LOSSES[name](clean), LOSSES[name](dirty)
+    assert dirty_loss.item() == clean_loss.item()
+    assert dirty_stats == clean_stats
+    wanted = gradient(clean_loss, clean)
+    assert gradient(dirty_loss, dirty) == wanted
+    assert wanted[2] == 0.0
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
+    """At pi_theta = pi_prox = mu all of them give -w A: they differ only in what they do about a distance."""
+    advantages = [1.0, 1.0, -2.0, -2.0]
+    batch = tokens([1.0] * 4, advantages, sequences=[0, 0, 1, 1], proximal=[1.0] * 4)
+    loss, stats = LOSSES[name](batch)
+    assert gradient(loss, batch) == pytest.approx([-value / 4 for value in advantages])
+    assert (stats.clipped_share, stats.dropped_share, stats.approx_kl) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"bapo"}))
+def test_micro_batches_add_up_to_the_step(name: str) -> None:
+    """With the weights of the whole step, the losses and gradients of its sequences sum to the step's."""
+    whole = batch_for(name)
+    weights = token_weights(whole.mask, whole.sequences, how="sequence")
+    whole = batch_for(name, weights=weights)
+    loss, _ = LOSSES[name](whole)
+    total, parts = 0.0, []
+    for piece in (slice(0, 3), slice(3, 6)):
+        proximal = None if whole.proximal is None else whole.proximal[piece]
+        part = Tokens(
+            new=whole.new.detach()[piece].clone().requires_grad_(),
+            recorded=whole.recorded[piece],
+            advantages=whole.advantages[piece],
+            mask=whole.mask[piece],
+            sequences=whole.sequences[piece],
+            proximal=proximal,
+            weights=weights[piece],
+        )
+        part_loss, _ = LOSSES[name](part)
+        total += part_loss.item()
+        parts += gradient(part_loss, part)
+    assert total == pytest.approx(loss.item())
+    assert parts == pytest.approx(gradient(loss, whole))
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_a_batch_of_context_alone_adds_nothing(name: str) -> None:
+    batch = tokens([2.0, 3.0], [1, 1], mask=[0, 0], proximal=[1.0, 1.0])
+    loss, stats = LOSSES[name](batch)
+    assert (loss.item(), stats.tokens) == (0.0, 0)
+    assert gradient(loss, batch) == [0.0, 0.0]
+
+
+def test_a_huge_ratio_does_not_become_infinite() -> None:
+    batch = tokens([1.0, 1.0], [-1, -1])
+    far = Tokens(
+        new=torch.tensor([0.0, -0.7], requires_grad=True),
+        recorded=torch.tensor([-500.0, -0.7]),
+        advantages=batch.advantages,
+        mask=batch.mask,
+        sequences=batch.sequences,
+    )
+    loss, stats = ppo_clip(far)
+    assert math.isfinite(loss.item())
+    assert stats.ratio_max == pytest.approx(math.exp(20), rel=1e-4)
+
+
+def test_entropy_is_reported_over_the_trained_tokens() -> None:
+    batch = tokens([1, 1, 1], [1, 1, 1], mask=[1, 0, 1])
+    batch = Tokens(
+        batch.new,
+        batch.recorded,
+        batch.advantages,
+        batch.mask,
+        batch.sequences,
+        entropy=torch.tensor([1.0, float("nan"), 2.0]),
+    )
+    assert ppo_clip(batch)[1].entropy == pytest.approx(1.5)
+    assert ppo_clip(tokens([1], [1]))[1].entropy is None
+
+
+@pytest.mark.parametrize("field", ["recorded", "advantages"])
+def test_a_trained_token_without_evidence_is_refused(field: str) -> None:
+    """A sampled token whose log-probability or advantage is unknown must never reach a loss."""
+    batch = tokens([1, 1], [1, 1])
+    values = {name: getattr(batch, name).clone() for name in ("recorded", "advantages")}
+    values[field][1] = float("nan")
+    with pytest.raises(ValueError, match=f"no finite value of `{field}`"):
+        Tokens(new=batch.new, mask=batch.mask, sequences=batch.sequences, **values)
+
+
+def test_shapes_and_masks_are_checked() -> None:
+    batch = tokens([1, 1], [1, 1])
+    with pytest.raises(ValueError, match="2 log-probabilities"):
+        Tokens(batch.new, batch.recorded[:1], batch.advantages, batch.mask, batch.sequences)
+    with pytest.raises(ValueError, match="not boolean"):
+        Tokens(batch.new, batch.recorded, batch.advantages, batch.mask.long(), batch.sequences)
