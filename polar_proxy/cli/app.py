@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from polar_proxy import __version__
-from polar_proxy.cli import conformance, db, doctor, export, harness, run, serve, show
+from polar_proxy.cli import audit, conformance, db, doctor, export, harness, run, serve, show
 from polar_proxy.errors import PolarError
 from sandboxes import SandboxError
 
@@ -24,6 +24,7 @@ app.command("serve")(serve.serve)
 app.command("sessions")(show.sessions)
 app.command("show")(show.show)
 app.command("export")(export.export)
+app.command("audit")(audit.audit)
 app.command("doctor")(doctor.doctor)
 app.command("conformance")(conformance.conformance)
 app.add_typer(serve.session_app, name="session")

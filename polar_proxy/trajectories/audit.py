@@ -1,0 +1,429 @@
+"""Audit: the recorded log-probabilities of traces against those of a fresh, teacher-forced pass.
+
+Promises, each a test:
+
+* Only sampled tokens are compared, each with the fresh log-probability of that token behind all that stands before it
+  (in a `tree`, the whole path). What cannot be compared is counted with its reason and never as a difference of 0.
+* A trace with a difference beyond the tolerance, or whose numbers are of another log-probability mode than the record
+  says, is `refused`. No other trace gets a better grade than its builder gave it; an audit that finds nothing takes an
+  earlier refusal by audit back.
+* A sequence that is the beginning of a longer one is not run twice.
+
+Reasons for which a token is not compared: `policy_version` (sampled by other weights than the engine has loaded),
+`processed_sampling` (recorded of a distribution that was changed by temperature, top_p, ..., where a fresh pass gives
+the model's own), `beyond_context` (longer than the engine takes), `no_fresh_logprob` (the engine gave none),
+`unknown_engine` (the record does not say what sampled it).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from polar_proxy.engines.base import Engine
+from polar_proxy.errors import RequestError, UsageError
+from polar_proxy.trajectories.cover import cover
+from polar_proxy.types import CallRecord, EngineInfo, Json, LogprobMode, Logprobs, TokenIds, Trace
+
+TOLERANCE = 1e-2
+"""Nats. In fp32 a batched decode and a prefill of the same tokens differ by 1e-5 to 1e-3; an importance ratio that is
+wrong by one per cent still lies far inside of every clip range. bf16 needs more (docs/audit.md)."""
+CONTEXT_TOKENS = 24
+"""Tokens shown in front of a token that differs most."""
+_WORST_OF_TRACE = 3
+_TRAINABLE = ("exact", "spliced")
+_INFORMATIVE = -0.1
+"""Log-probability below which a token tells the modes apart: a token that was sure looks alike in both."""
+_INFORMATIVE_TOKENS = 16
+_FITS = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """What the traces are compared with. `same_model`: the caller vouches for the model, whatever it is called."""
+
+    info: EngineInfo
+    policy_version: str | None
+    tolerance: float = TOLERANCE
+    same_model: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One token that differs; `position` counts in its choice, `before` are the ids in front of it."""
+
+    trace_id: str
+    call_id: str
+    choice: int
+    position: int
+    token_id: int
+    recorded: float
+    fresh: float
+    policy_version: str | None
+    before: tuple[int, ...]
+
+    @property
+    def size(self) -> float:
+        return abs(self.recorded - self.fresh)
+
+    def to_json(self) -> Json:
+        return {
+            "call_id": self.call_id,
+            "choice": self.choice,
+            "position": self.position,
+            "token_id": self.token_id,
+            "recorded": self.recorded,
+            "fresh": self.fresh,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """What came of one trace. `differences`: |recorded - fresh|, float32 [compared], by policy version."""
+
+    trace_id: str
+    built_grade: str
+    grade: str
+    differences: Mapping[str | None, Logprobs]
+    skipped: Mapping[str, int]
+    """Sampled tokens that were not compared, by reason."""
+    findings: Mapping[str, str]
+    """beyond_tolerance, wrong_mode, not_policy_samples: each with what was seen."""
+    worst: tuple[Difference, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(values) for values in self.differences.values())
+
+    def to_json(self, against: Against, now: float) -> Json:
+        """For the certificate. `now`: seconds since the epoch."""
+        tally = Tally()
+        for values in self.differences.values():
+            tally.add(values)
+        return {
+            "at": now,
+            "engine": {"engine": against.info.engine, "version": against.info.version, "model": against.info.model},
+            "policy_version": against.policy_version,
+            "tolerance": against.tolerance,
+            "built_grade": self.built_grade,
+            "tokens": tally.tokens,
+            "skipped_tokens": dict(self.skipped),
+            "max_abs_diff": tally.largest,
+            "mean_abs_diff": tally.mean,
+            "findings": dict(self.findings),
+            "worst": self.worst[0].to_json() if self.worst else None,
+        }
+
+
+@dataclass(slots=True)
+class Tally:
+    """Differences of many tokens. `largest` and `mean` are None where nothing was compared."""
+
+    traces: int = 0
+    tokens: int = 0
+    largest: float | None = None
+    total: float = 0.0
+
+    def add(self, differences: Logprobs) -> None:
+        if len(differences):
+            self.tokens += len(differences)
+            self.largest = max(self.largest or 0.0, float(differences.max()))
+            self.total += float(differences.sum(dtype=np.float64))
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.tokens if self.tokens else None
+
+    def to_json(self) -> Json:
+        return {
+            "traces": self.traces,
+            "tokens": self.tokens,
+            "max_abs_diff": self.largest,
+            "mean_abs_diff": self.mean,
+        }
+
+
+@dataclass(slots=True)
+class Scored:
+    """How many tokens went through the engine."""
+
+    tokens: int = 0
+
+
+async def audit(
+    engine: Engine,
+    against: Against,
+    traces: Sequence[Trace],
+    calls: Sequence[CallRecord],
+    *,
+    built_grades: Mapping[str, str] | None = None,
+    at_once: int = 4,
+    scored: Scored | None = None,
+) -> list[Audited]:
+    """Audit all traces of one builder and one session.
+
+    `built_grades`: the builder's own grade of traces that an earlier audit may have changed. At most `at_once`
+    sequences are scored at a time. Raises UsageError where a trace is of another model or template than the engine's.
+    """
+    by_id = {call.call_id: call for call in calls}
+    for trace in traces:
+        for span in trace.spans:
+            if span.kind == "sampled" and not against.same_model:
+                _require_same_model(by_id[span.call_id].engine, against.info)
+    paths = whole_paths(traces)
+    fresh = await _score([paths[trace.trace_id] for trace in traces], engine, at_once, scored)
+    found = []
+    for trace, values in zip(traces, fresh, strict=True):
+        grade = (built_grades or {}).get(trace.trace_id, trace.grade)
+        path = paths[trace.trace_id]
+        found.append(await asyncio.to_thread(_compare, trace, path, values, by_id, against, grade))
+    return found
+
+
+def whole_paths(traces: Sequence[Trace]) -> dict[str, TokenIds]:
+    """Trace id -> all its tokens with those of its parents (builder `tree`) in front, int32 [n].
+
+    Raises UsageError where a parent is missing.
+    """
+    by_id = {trace.trace_id: trace for trace in traces}
+    paths: dict[str, TokenIds] = {}
+    for trace in traces:
+        line = [trace]
+        while line[-1].parent_trace_id is not None and line[-1].parent_trace_id not in paths:
+            parent = by_id.get(line[-1].parent_trace_id)
+            if parent is None or len(line) > len(by_id):
+                raise UsageError(f"The trace {line[-1].trace_id} branches from one that is not there.")
+            line.append(parent)
+        for one in reversed(line):
+            above = paths[one.parent_trace_id][: one.branch_at] if one.parent_trace_id is not None else ()
+            paths[one.trace_id] = np.concatenate([above, one.token_ids]).astype(np.int32, copy=False)
+    return paths
+
+
+def _require_same_model(recorded: EngineInfo | None, now: EngineInfo) -> None:
+    if recorded is None:
+        return
+    if recorded.model != now.model:
+        raise UsageError(
+            f"There are traces of the model {recorded.model!r}, and the engine serves {now.model!r}: choose its own "
+            f"with --where 'model={now.model}'. If it is the same model under another name, say --same-model."
+        )
+    before, after = recorded.template_hash, now.template_hash
+    comparable = before is not None and after is not None and _kind(before) == _kind(after)
+    if comparable and before != after:
+        raise UsageError(
+            f"The engine's chat template or tokenizer is not the one that traces of {recorded.model!r} were recorded "
+            "with: serve the model as it was. If only the template was edited, say --same-model."
+        )
+
+
+def _kind(template_hash: str) -> str:
+    """Servers that do not show their template are known by what they render (`render:...`)."""
+    return template_hash.rpartition(":")[0]
+
+
+async def _score(
+    paths: Sequence[TokenIds], engine: Engine, at_once: int, scored: Scored | None
+) -> list[npt.NDArray[np.float64]]:
+    """For each path the fresh log-probability of each of its tokens, float64 [n]; nan where there is none."""
+    within = cover(paths)
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(path: TokenIds) -> npt.NDArray[np.float64]:
+        async with gate:
+            values = await score_sequence(engine, path)
+        if scored is not None:
+            scored.tokens += len(path)
+        return values
+
+    wanted = sorted(set(within))
+    async with asyncio.TaskGroup() as group:
+        tasks = {index: group.create_task(one(paths[index])) for index in wanted}
+    return [tasks[index].result()[: len(path)] for path, index in zip(paths, within, strict=True)]
+
+
+async def score_sequence(engine: Engine, path: TokenIds) -> npt.NDArray[np.float64]:
+    """Log-probability of each token behind all before it, float64 [n]; nan for the first, for what the engine gave
+    none for, and for what stands beyond its context."""
+    out = np.full(len(path), np.nan)
+    if len(path) < 2:
+        return out
+    taken = path
+    try:
+        values = await engine.score(taken.tolist())
+    except RequestError as error:
+        limit = engine.info.context_length
+        if error.code != "context_length_exceeded" or not 2 < limit <= len(path):
+            raise
+        taken = path[: limit - 1]
+        values = await engine.score(taken.tolist())
+    out[1 : len(taken)] = values
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Neighbouring sampled tokens of one choice under one policy version: [start, end) of the trace's own tokens."""
+
+    call: CallRecord
+    choice: int
+    first: int
+    """Position of its first token in the choice."""
+    start: int
+    end: int
+    version: str | None
+
+
+def _runs(trace: Trace, calls: Mapping[str, CallRecord]) -> Iterator[_Run]:
+    place = 0
+    for span in trace.spans:
+        here, place = place, place + span.end - span.start
+        if span.kind != "sampled":
+            continue
+        call = calls[span.call_id]
+        choice = next(choice for choice in call.choices if choice.index == span.choice)
+        changes = choice.versions or ((0, call.weight_version),)
+        ends = [start for start, _ in changes[1:]] + [len(choice.token_ids)]
+        for (start, version), end in zip(changes, ends, strict=True):
+            low, high = max(start, span.start), min(end, span.end)
+            if low < high:
+                offset = here - span.start
+                yield _Run(call, span.choice, low, low + offset, high + offset, version)
+
+
+def _compare(
+    trace: Trace,
+    path: TokenIds,
+    values: npt.NDArray[np.float64],
+    calls: Mapping[str, CallRecord],
+    against: Against,
+    built_grade: str,
+) -> Audited:
+    offset = len(path) - len(trace.token_ids)
+    differences: dict[str | None, list[Logprobs]] = {}
+    skipped: Counter[str] = Counter()
+    findings: dict[str, str] = {}
+    worst: list[Difference] = []
+    by_temperature: dict[tuple[LogprobMode, float], _Numbers] = {}
+    warped = False
+    for run in _runs(trace, calls):
+        recorded = trace.logprobs[run.start : run.end].astype(np.float64)
+        fresh = values[offset + run.start : offset + run.end]
+        mode: LogprobMode = "raw" if trace.rescored else run.call.logprob_mode
+        plain = trace.rescored or is_plain(run.call.sampling)
+        warped = warped or (mode == "raw" and not plain)
+        reason = _incomparable(run, against)
+        if reason is not None:
+            skipped[reason] += len(recorded)
+            continue
+        known = np.isfinite(fresh) & np.isfinite(recorded)
+        if missing := int(np.count_nonzero(~known)):
+            beyond = offset + run.end > against.info.context_length > 0
+            skipped["beyond_context" if beyond else "no_fresh_logprob"] += missing
+        temperature = run.call.sampling.get("temperature")
+        if not plain and temperature:
+            by_temperature.setdefault((mode, float(temperature)), _Numbers()).add(recorded[known], fresh[known])
+        if mode == "processed" and not plain:
+            skipped["processed_sampling"] += int(np.count_nonzero(known))
+            continue
+        sizes = np.abs(recorded - fresh)[known].astype(np.float32)
+        differences.setdefault(run.version, []).append(sizes)
+        for place in np.flatnonzero(known)[np.argsort(-sizes, kind="stable")[:_WORST_OF_TRACE]]:
+            at = run.start + int(place)
+            worst.append(
+                Difference(
+                    trace_id=trace.trace_id,
+                    call_id=run.call.call_id,
+                    choice=run.choice,
+                    position=run.first + int(place),
+                    token_id=int(trace.token_ids[at]),
+                    recorded=float(recorded[place]),
+                    fresh=float(fresh[place]),
+                    policy_version=run.version,
+                    before=tuple(path[max(0, offset + at - CONTEXT_TOKENS) : offset + at].tolist()),
+                )
+            )
+    worst.sort(key=lambda difference: -difference.size)
+    for (mode, temperature), numbers in by_temperature.items():
+        found = wrong_mode(*numbers.arrays(), mode, temperature, against.tolerance)
+        if found is not None:
+            findings["wrong_mode"] = f"recorded as {mode}, but at temperature {temperature:g} the numbers are {found}"
+    if worst and worst[0].size > against.tolerance:
+        findings["beyond_tolerance"] = f"largest difference {worst[0].size:.3g}, tolerance {against.tolerance:g}"
+    if warped:
+        findings["not_policy_samples"] = "raw log-probabilities under a temperature or a cut distribution"
+    grade = built_grade
+    if "wrong_mode" in findings or "beyond_tolerance" in findings:
+        grade = "refused"
+    elif warped and grade in _TRAINABLE:
+        grade = "marked"
+    return Audited(
+        trace_id=trace.trace_id,
+        built_grade=built_grade,
+        grade=grade,
+        differences={version: np.concatenate(parts) for version, parts in differences.items()},
+        skipped=skipped,
+        findings=findings,
+        worst=tuple(worst[:_WORST_OF_TRACE]),
+    )
+
+
+def _incomparable(run: _Run, against: Against) -> str | None:
+    if run.call.engine is None:
+        return "unknown_engine"
+    # Where one side does not tell its version there is nothing to hold against it: the numbers will.
+    told = run.version is not None and against.policy_version is not None
+    return "policy_version" if told and run.version != against.policy_version else None
+
+
+def is_plain(sampling: Json) -> bool:
+    """Sampled from the model's own distribution: raw and processed log-probabilities are then the same numbers."""
+    return (
+        sampling.get("temperature") in (None, 1.0)
+        and sampling.get("top_p") in (None, 1.0)
+        and (sampling.get("top_k") or 0) <= 0
+        and not any(sampling.get(name) for name in ("min_p", "presence_penalty", "frequency_penalty", "logit_bias"))
+    )
+
+
+@dataclass(slots=True)
+class _Numbers:
+    recorded: list[npt.NDArray[np.float64]] = field(default_factory=list)
+    fresh: list[npt.NDArray[np.float64]] = field(default_factory=list)
+
+    def add(self, recorded: npt.NDArray[np.float64], fresh: npt.NDArray[np.float64]) -> None:
+        self.recorded.append(recorded)
+        self.fresh.append(fresh)
+
+    def arrays(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        return np.concatenate(self.recorded), np.concatenate(self.fresh)
+
+
+def wrong_mode(
+    recorded: npt.NDArray[np.float64],
+    fresh: npt.NDArray[np.float64],
+    mode: LogprobMode,
+    temperature: float,
+    tolerance: float,
+) -> LogprobMode | None:
+    """The mode that the numbers (float64 [n] each) are of, where it is not `mode`; None where they fit or cannot tell.
+
+    With z the logits, raw is log softmax(z) and processed log softmax(z / T) = raw / T - log sum p^(1/T). That sum is
+    above 1 for T > 1 and below it for T < 1 (cutting makes it smaller still), so for processed numbers
+    recorded - raw / T has a known sign, though the rest of the distribution is not at hand.
+    """
+    informative = fresh < _INFORMATIVE
+    if np.count_nonzero(informative) < _INFORMATIVE_TOKENS or abs(1 / temperature - 1) < 0.1:
+        return None
+    recorded, fresh = recorded[informative], fresh[informative]
+    raw = float(np.mean(np.abs(recorded - fresh) <= tolerance)) >= _FITS
+    if mode == "processed":
+        return "raw" if raw else None
+    rest = recorded - fresh / temperature
+    processed = float(np.mean(rest <= tolerance if temperature > 1 else rest >= -tolerance)) >= _FITS
+    return "processed" if processed and not raw else None
