@@ -1,0 +1,485 @@
+"""Jobs and the queue: what was submitted, which worker has which rollout, and the stages that each went through.
+
+Promises, for any number of processes on one database:
+
+* a rollout is held by one worker at a time; a worker that says nothing until `held_until` has lost it;
+* an idempotency key makes one job, whoever says it how often;
+* what a job was cancelled for is never begun afterwards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, and_, case, func, insert, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from polar_proxy.errors import UsageError
+from polar_proxy.store import jsontext, schema
+from polar_proxy.store.base import Part
+from polar_proxy.store.evidence import insert_event
+from polar_proxy.store.rows import FINAL_STATUSES
+from polar_proxy.types import Json, new_id
+
+CANCEL_REQUESTED = "cancel_requested"
+"""The cause of a rollout that a worker has in hand and is asked to end."""
+
+JobStatus = Literal["open", "paused", "done", "cancelled"]
+
+_r = schema.rollouts.c
+_g = schema.groups.c
+_j = schema.jobs.c
+_st = schema.stages.c
+_final = _r.status.in_(sorted(FINAL_STATUSES))
+
+
+@dataclass(frozen=True, slots=True)
+class NewRollout:
+    """A rollout to queue."""
+
+    harness: str
+    sandbox: str
+    engine: str
+    model: str
+    seed: int | None
+    config: Json
+
+
+@dataclass(frozen=True, slots=True)
+class NewGroup:
+    """A group to queue: its rollouts, of which `wanted` decide it (more may be started)."""
+
+    task_id: str
+    wanted: int
+    config: Json
+    rollouts: tuple[NewRollout, ...]
+    offered: bool = False
+    """It goes to the trainer feed when it is finished."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """A job with how many of its rollouts stand where: {"queued": 3, "running": 1, ...}."""
+
+    job_id: str
+    idempotency_key: str | None
+    label: str | None
+    spec: Json
+    priority: int
+    status: JobStatus
+    error: str | None
+    created_at: float
+    ended_at: float | None
+    groups: int
+    rollouts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    group_id: str
+    job_id: str | None
+    task_id: str
+    size: int
+    wanted: int
+    config: Json
+    status: str
+    reason: str | None
+    delivery: str | None
+    created_at: float
+    ended_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A rollout that a worker has claimed."""
+
+    rollout_id: str
+    group_id: str
+    job_id: str | None
+    task_id: str
+    group_index: int
+    attempt: int
+    harness: str
+    sandbox: str
+    seed: int | None
+    config: Json
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    rollout_id: str
+    attempt: int
+    stage: str
+    began_at: float
+    ended_at: float | None
+    outcome: str | None
+    cause: str | None
+    worker: str | None
+
+
+class Jobs(Part):
+    async def submit_job(
+        self,
+        spec: Json,
+        groups: Sequence[NewGroup],
+        *,
+        idempotency_key: str | None = None,
+        priority: int = 0,
+        label: str | None = None,
+    ) -> tuple[JobRow, bool]:
+        """Queue a job with all its groups and rollouts, and whether it is new: a known key gives the job that has it.
+
+        The tasks must be stored already. Raises UsageError where the key was used for another `spec`.
+        """
+        now = time.time()
+        job_id = new_id("job")
+        async with self._database.writing() as connection:
+            added = await connection.execute(
+                self._database.insert_new(schema.jobs).values(
+                    job_id=job_id,
+                    idempotency_key=idempotency_key,
+                    label=jsontext.clean_text(label),
+                    spec=spec,
+                    priority=priority,
+                    status="open" if groups else "done",
+                    created_at=now,
+                    ended_at=None if groups else now,
+                )
+            )
+            is_new = added.rowcount == 1
+            if is_new:
+                for group in groups:
+                    await _queue(connection, job_id, group, now)
+            else:
+                found = (
+                    await connection.execute(select(_j.job_id, _j.spec).where(_j.idempotency_key == idempotency_key))
+                ).one()
+                if found.spec != spec:
+                    raise UsageError(
+                        f"The idempotency key {idempotency_key!r} was used for another job, {found.job_id}."
+                    )
+                job_id = found.job_id
+        row = await self.job(job_id)
+        assert row is not None
+        return row, is_new
+
+    async def job(self, job_id: str) -> JobRow | None:
+        rows = await self._jobs(_j.job_id == job_id)
+        return rows[0] if rows else None
+
+    async def jobs(
+        self, *, statuses: Collection[str] | None = None, limit: int | None = None, before: str | None = None
+    ) -> list[JobRow]:
+        """Newest first."""
+        conditions: list[ColumnElement[bool]] = []
+        if statuses is not None:
+            conditions.append(_j.status.in_(sorted(statuses)))
+        if before is not None:
+            conditions.append(_j.job_id < before)
+        return await self._jobs(*conditions, limit=limit)
+
+    async def _jobs(self, *conditions: ColumnElement[bool], limit: int | None = None) -> list[JobRow]:
+        columns = (_j.job_id, _j.idempotency_key, _j.label, _j.spec, _j.priority, _j.status, _j.error)
+        query = select(*columns, _j.created_at, _j.ended_at).where(*conditions).order_by(_j.job_id.desc()).limit(limit)
+        async with self._database.reading() as connection:
+            rows = (await connection.execute(query)).all()
+            ids = [row.job_id for row in rows]
+            counted = (
+                select(_r.job_id, _r.status, func.count()).where(_r.job_id.in_(ids)).group_by(_r.job_id, _r.status)
+            )
+            stands: dict[str, dict[str, int]] = {}
+            for job_id, status, count in await connection.execute(counted):
+                stands.setdefault(job_id, {})[status] = count
+            grouped = select(_g.job_id, func.count()).where(_g.job_id.in_(ids)).group_by(_g.job_id)
+            sizes = {row[0]: row[1] for row in await connection.execute(grouped)}
+        return [JobRow(*row, sizes.get(row.job_id, 0), stands.get(row.job_id, {})) for row in rows]
+
+    async def set_job(self, job_id: str, status: JobStatus, *, error: str | None = None) -> list[str]:
+        """Pause, resume, cancel or end a job. Cancelling ends what is still queued at once; returns the ids of its
+        rollouts that workers have in hand, which they must end."""
+        now = time.time()
+        async with self._database.writing() as connection:
+            found = (
+                await connection.execute(select(_j.status).where(_j.job_id == job_id).with_for_update())
+            ).one_or_none()
+            if found is None:
+                raise UsageError(f"There is no job {job_id}.")
+            if found.status in ("done", "cancelled"):
+                return []
+            ends = now if status in ("done", "cancelled") else None
+            await connection.execute(
+                update(schema.jobs)
+                .where(_j.job_id == job_id)
+                .values(status=status, error=jsontext.clean_text(error), ended_at=ends)
+            )
+            if status != "cancelled":
+                return []
+            return await _cancel(connection, _r.job_id == job_id, now)
+
+    async def cancel_group(self, group_id: str, *, reason: str) -> list[str]:
+        """Cancel what is left of a group; returns the ids of its rollouts that workers have in hand."""
+        now = time.time()
+        async with self._database.writing() as connection:
+            await connection.execute(
+                update(schema.groups)
+                .where(_g.group_id == group_id, _g.status == "open")
+                .values(reason=jsontext.clean_text(reason))
+            )
+            return await _cancel(connection, _r.group_id == group_id, now)
+
+    async def cancel_rollout(self, rollout_id: str) -> bool:
+        """Cancel a rollout that is queued. False: a worker has it in hand and must end it, or it has ended."""
+        async with self._database.writing() as connection:
+            await _cancel(connection, _r.rollout_id == rollout_id, time.time())
+            query = select(_r.status).where(_r.rollout_id == rollout_id)
+            return (await connection.execute(query)).scalar_one_or_none() == "cancelled"
+
+    async def claim(self, worker: str, limit: int, seconds: float, *, policy_version: str | None = None) -> list[Held]:
+        """Take up to `limit` queued rollouts for `worker`, to be kept by `hold` before `seconds` have passed.
+
+        Jobs of higher priority come first, then jobs take turns, the one with least in work first; within a job groups
+        go in order and siblings together.
+        """
+        now = time.time()
+        busy = (
+            select(_r.job_id, func.count().label("n"))
+            .where(_r.held_by.is_not(None), ~_final)
+            .group_by(_r.job_id)
+            .subquery()
+        )
+        place = func.row_number().over(
+            partition_by=func.coalesce(_r.job_id, _r.group_id), order_by=(_r.group_id, _r.group_index)
+        )
+        queue = (
+            select(
+                _r.rollout_id,
+                func.coalesce(_j.priority, 0).label("priority"),
+                (place + func.coalesce(busy.c.n, 0)).label("turn"),
+                _r.group_id,
+                _r.group_index,
+            )
+            .outerjoin(schema.jobs, _j.job_id == _r.job_id)
+            .outerjoin(busy, busy.c.job_id == _r.job_id)
+            .where(_r.status == "queued", _r.held_by.is_(None), or_(_j.status.is_(None), _j.status == "open"))
+            .subquery()
+        )
+        c = queue.c
+        first = select(c.rollout_id).order_by(c.priority.desc(), c.turn, c.group_id, c.group_index).limit(limit)
+        columns = (_r.rollout_id, _r.group_id, _r.job_id, _r.task_id, _r.group_index, _r.attempt)
+        more = (_r.harness, _r.sandbox, _r.seed, _r.config)
+        async with self._database.writing() as connection:
+            ids = list((await connection.execute(first)).scalars())
+            # Another worker may have taken some between the two statements (PostgreSQL): those are skipped.
+            lock = select(_r.rollout_id).where(_r.rollout_id.in_(ids), _r.status == "queued", _r.held_by.is_(None))
+            mine = list((await connection.execute(lock.with_for_update(skip_locked=True))).scalars())
+            if not mine:
+                return []
+            await connection.execute(
+                update(schema.rollouts)
+                .where(_r.rollout_id.in_(mine))
+                .values(held_by=worker, held_until=now + seconds, policy_version=policy_version)
+            )
+            rows = (await connection.execute(select(*columns, *more).where(_r.rollout_id.in_(mine)))).all()
+        held = {row.rollout_id: Held(**row._mapping) for row in rows}
+        return [held[rollout_id] for rollout_id in ids if rollout_id in held]
+
+    async def hold(self, worker: str, rollout_ids: Collection[str], seconds: float) -> set[str]:
+        """Say that the worker still has these; returns those it must end: cancelled meanwhile, or no longer its own."""
+        async with self._database.writing() as connection:
+            mine = and_(_r.rollout_id.in_(list(rollout_ids)), _r.held_by == worker)
+            await connection.execute(update(schema.rollouts).where(mine).values(held_until=time.time() + seconds))
+            wanted = select(_r.rollout_id).where(mine, ~_final, or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED))
+            kept = set((await connection.execute(wanted)).scalars())
+        return set(rollout_ids) - kept
+
+    async def release(self, rollout_id: str, *, cause: str) -> int:
+        """Put a rollout back into the queue for another attempt; returns that attempt's number."""
+        now = time.time()
+        async with self._database.writing() as connection:
+            attempt = await _requeue(connection, _r.rollout_id == rollout_id, cause, now)
+        if not attempt:
+            raise UsageError(f"The rollout {rollout_id} has ended, or does not exist.")
+        return attempt[rollout_id]
+
+    async def lost(self, *, attempts: int) -> dict[str, int]:
+        """Take rollouts from workers that fell silent: queued again, with their new attempt's number, or, after so
+        many `attempts`, failed (attempt 0)."""
+        now = time.time()
+        silent = and_(_r.held_until < now, ~_final)
+        async with self._database.writing() as connection:
+            spent = (
+                await connection.execute(select(_r.rollout_id, _r.status).where(silent, _r.attempt >= attempts))
+            ).all()
+            for row in spent:
+                await insert_event(connection, row.rollout_id, now, "status", {"from": row.status, "to": "failed"})
+            gone = [row.rollout_id for row in spent]
+            await connection.execute(
+                update(schema.rollouts)
+                .where(_r.rollout_id.in_(gone))
+                .values(
+                    status="failed", cause="worker_lost", error="its worker fell silent", ended_at=now, held_by=None
+                )
+            )
+            again = await _requeue(connection, silent, "worker_lost", now)
+        return {**again, **dict.fromkeys(gone, 0)}
+
+    async def begin_stage(self, rollout_id: str, attempt: int, stage: str, worker: str | None = None) -> None:
+        statement = self._database.insert_new(schema.stages).values(
+            rollout_id=rollout_id, attempt=attempt, stage=stage, began_at=time.time(), worker=worker
+        )
+        async with self._database.writing() as connection:
+            await connection.execute(statement)
+
+    async def end_stage(
+        self, rollout_id: str, attempt: int, stage: str, outcome: str, cause: str | None = None
+    ) -> None:
+        mine = and_(_st.rollout_id == rollout_id, _st.attempt == attempt, _st.stage == stage, _st.ended_at.is_(None))
+        values = {"ended_at": time.time(), "outcome": outcome, "cause": jsontext.clean_text(cause)}
+        async with self._database.writing() as connection:
+            await connection.execute(update(schema.stages).where(mine).values(**values))
+
+    async def stages(self, rollout_id: str) -> list[StageRow]:
+        """In the order in which they began."""
+        columns = (
+            _st.rollout_id,
+            _st.attempt,
+            _st.stage,
+            _st.began_at,
+            _st.ended_at,
+            _st.outcome,
+            _st.cause,
+            _st.worker,
+        )
+        query = select(*columns).where(_st.rollout_id == rollout_id).order_by(_st.began_at, _st.attempt)
+        async with self._database.reading() as connection:
+            return [StageRow(*row) for row in await connection.execute(query)]
+
+    async def group(self, group_id: str) -> GroupRow | None:
+        async with self._database.reading() as connection:
+            row = (await connection.execute(_groups.where(_g.group_id == group_id))).one_or_none()
+        return None if row is None else GroupRow(*row)
+
+    async def groups(self, job_id: str) -> list[GroupRow]:
+        """Of a job, in the order of submission."""
+        async with self._database.reading() as connection:
+            rows = await connection.execute(_groups.where(_g.job_id == job_id).order_by(_g.group_id))
+            return [GroupRow(*row) for row in rows]
+
+    async def settle_group(self, group_id: str) -> GroupRow | None:
+        """End a group all of whose rollouts have ended, and its job with the last group. None: it is still open.
+
+        An offered group then waits for a consumer, unless none of its rollouts came to an end of its own.
+        """
+        now = time.time()
+        async with self._database.writing() as connection:
+            found = (await connection.execute(_groups.where(_g.group_id == group_id).with_for_update())).one()
+            if found.status != "open":
+                return GroupRow(*found)
+            left = select(func.count()).where(_r.group_id == group_id, ~_final)
+            if (await connection.execute(left)).scalar_one():
+                return None
+            useful = select(func.count()).where(_r.group_id == group_id, _r.status.in_(("done", "timed_out")))
+            finished = bool((await connection.execute(useful)).scalar_one())
+            await connection.execute(
+                update(schema.groups)
+                .where(_g.group_id == group_id)
+                .values(
+                    status="finished" if finished else "cancelled",
+                    ended_at=now,
+                    delivery=case((_g.delivery.is_(None), None), else_="waiting" if finished else "dropped"),
+                    reason=func.coalesce(_g.reason, None if finished else "no rollout of it came to an end"),
+                )
+            )
+            if found.job_id is not None:
+                open_groups = select(func.count()).where(_g.job_id == found.job_id, _g.status == "open")
+                if not (await connection.execute(open_groups)).scalar_one():
+                    await connection.execute(
+                        update(schema.jobs)
+                        .where(_j.job_id == found.job_id, _j.status.in_(("open", "paused")))
+                        .values(status="done", ended_at=now)
+                    )
+            return GroupRow(*(await connection.execute(_groups.where(_g.group_id == group_id))).one())
+
+
+_groups = select(
+    *(_g.group_id, _g.job_id, _g.task_id, _g.size, func.coalesce(_g.wanted, _g.size), _g.config, _g.status),
+    *(_g.reason, _g.delivery, _g.created_at, _g.ended_at),
+)
+
+
+async def _queue(connection: AsyncConnection, job_id: str, group: NewGroup, now: float) -> None:
+    group_id = new_id("group")
+    await connection.execute(
+        insert(schema.groups).values(
+            group_id=group_id,
+            job_id=job_id,
+            task_id=group.task_id,
+            size=len(group.rollouts),
+            wanted=group.wanted,
+            config=group.config,
+            created_at=now,
+            delivery="open" if group.offered else None,
+        )
+    )
+    for index, rollout in enumerate(group.rollouts):
+        rollout_id = new_id("roll")
+        await connection.execute(
+            insert(schema.rollouts).values(
+                rollout_id=rollout_id,
+                group_id=group_id,
+                job_id=job_id,
+                task_id=group.task_id,
+                group_index=index,
+                status="queued",
+                harness=rollout.harness,
+                sandbox=rollout.sandbox,
+                engine=rollout.engine,
+                model=rollout.model,
+                seed=rollout.seed,
+                config=rollout.config,
+                created_at=now,
+            )
+        )
+        await insert_event(connection, rollout_id, now, "status", {"from": None, "to": "queued"})
+
+
+async def _cancel(connection: AsyncConnection, which: ColumnElement[bool], now: float) -> list[str]:
+    """Cancel what nobody has in hand and ask for the end of the rest, whose ids are returned."""
+    rows = (await connection.execute(select(_r.rollout_id, _r.status, _r.held_by).where(which, ~_final))).all()
+    free = [row.rollout_id for row in rows if row.held_by is None]
+    for row in rows:
+        if row.held_by is None:
+            await insert_event(connection, row.rollout_id, now, "status", {"from": row.status, "to": "cancelled"})
+    await connection.execute(
+        update(schema.rollouts)
+        .where(_r.rollout_id.in_(free))
+        .values(status="cancelled", cause="cancelled", error="cancelled before it began", ended_at=now)
+    )
+    held = [row.rollout_id for row in rows if row.held_by is not None]
+    await connection.execute(update(schema.rollouts).where(_r.rollout_id.in_(held)).values(cause=CANCEL_REQUESTED))
+    return held
+
+
+async def _requeue(connection: AsyncConnection, which: ColumnElement[bool], cause: str, now: float) -> dict[str, int]:
+    query = select(_r.rollout_id, _r.status, _r.attempt).where(which, ~_final).with_for_update()
+    rows = (await connection.execute(query)).all()
+    for row in rows:
+        data: Any = {"from": row.status, "to": "queued", "cause": cause}
+        await insert_event(connection, row.rollout_id, now, "status", data)
+    await connection.execute(
+        update(schema.rollouts)
+        .where(_r.rollout_id.in_([row.rollout_id for row in rows]))
+        .values(
+            status="queued",
+            attempt=_r.attempt + 1,
+            cause=cause,
+            held_by=None,
+            held_until=None,
+            session_id=None,
+            started_at=None,
+        )
+    )
+    return {row.rollout_id: row.attempt + 1 for row in rows}

@@ -1,0 +1,79 @@
+"""The feed: each group to one consumer, leases that run out, staleness."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from polar_proxy.errors import StoreError, UsageError
+from polar_proxy.store import Store, open_store
+from tests.store.test_jobs import submit
+
+
+async def finished(store: Store, groups: int, version: str | None = None) -> list[str]:
+    """Groups that wait for a consumer."""
+    job_id = await submit(store, groups=groups, size=1)
+    for held in await store.claim("w", groups, 60, policy_version=version):
+        await store.set_rollout(held.rollout_id, status="done")
+        await store.settle_group(held.group_id)
+    return [group.group_id for group in await store.groups(job_id)]
+
+
+async def test_oldest_first_and_once(store: Store) -> None:
+    first, second, third = await finished(store, 3)
+    offer = await store.lease_groups("trainer", 2, 60)
+    assert [lease.group_id for lease in offer.leases] == [first, second]
+    assert await store.feed_depth() == {"leased": 2, "waiting": 1}
+    await store.acknowledge(offer.leases[0].lease_id)
+    await store.acknowledge(offer.leases[0].lease_id)
+    await store.give_back(offer.leases[1].lease_id)
+    again = await store.lease_groups("trainer", 5, 60)
+    assert {lease.group_id for lease in again.leases} == {second, third}
+    assert await store.feed_depth() == {"delivered": 1, "leased": 2}
+    with pytest.raises(StoreError, match="run out"):
+        await store.give_back(offer.leases[0].lease_id)
+
+
+async def test_a_lease_that_nobody_acknowledges_comes_back(store: Store) -> None:
+    (group,) = await finished(store, 1)
+    (lease,) = (await store.lease_groups("dead", 1, -1)).leases
+    (other,) = (await store.lease_groups("living", 1, 60)).leases
+    assert (lease.group_id, other.group_id) == (group, group)
+    for late in (store.acknowledge(lease.lease_id), store.extend_lease(lease.lease_id, 60)):
+        with pytest.raises(StoreError, match="run out"):
+            await late
+    assert await store.extend_lease(other.lease_id, 600) > other.expires_at
+    assert (await store.lease_groups("third", 1, 60)).leases == ()
+    await store.acknowledge(other.lease_id)
+
+
+async def test_two_consumers_never_get_the_same_group(store: Store, url: str) -> None:
+    groups = await finished(store, 12)
+    async with open_store(url) as other:
+
+        async def consume(one: Store, name: str) -> list[str]:
+            mine = []
+            while (offer := await one.lease_groups(name, 1, 60)).leases:
+                mine += [lease.group_id for lease in offer.leases]
+            return mine
+
+        got = await asyncio.gather(*(consume(one, f"c{n}") for n, one in enumerate((store, other, store, other))))
+    counts = Counter(group for mine in got for group in mine)
+    assert counts == Counter(groups)
+
+
+async def test_what_is_too_stale_is_dropped_and_told(store: Store) -> None:
+    (old,) = await finished(store, 1, version="3")
+    (young,) = await finished(store, 1, version="5")
+    (unknown,) = await finished(store, 1, version=None)
+    offer = await store.lease_groups("t", 5, 60, policy_version="6", max_staleness=2)
+    assert [(lease.group_id, lease.staleness) for lease in offer.leases] == [(young, 1)]
+    assert set(offer.dropped) == {old, unknown}
+    assert await store.feed_depth() == {"leased": 1, "dropped": 2}
+    dropped = await store.group(old)
+    assert dropped is not None
+    assert dropped.reason == "staler than 2 policy versions"
+    with pytest.raises(UsageError, match="numbers"):
+        await store.lease_groups("t", 5, 60, policy_version="abc", max_staleness=2)
