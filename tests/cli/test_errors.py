@@ -65,7 +65,7 @@ def test_an_empty_home(
         (["show", "[/red]"], "'[/red]' is no id"),
         (["show", "task_1", "--json"], "is no id"),
         (["export", "--format", "csv"], "tokens-jsonl"),
-        (["export", "--builder", "tree"], "per_call"),
+        (["export", "--builder", "forest"], "per_call"),
         (["export", "--where", "colour=red"], "colour"),
         (["export", "--session", "sess_0"], "sess_0"),
         (["export", "--json"], "--out must be a file"),

@@ -70,7 +70,7 @@ async def test_more_rollouts_than_a_page(store: Store, monkeypatch: pytest.Monke
     ("form", "options", "told"),
     [
         ("csv", {}, "tokens-jsonl"),
-        ("jsonl", {"builder": "tree"}, "per_call"),
+        ("jsonl", {"builder": "forest"}, "per_call"),
         ("jsonl", {"where": "reward is high"}, "condition"),
         ("jsonl", {"where": "colour=red"}, "reward"),
         ("jsonl", {"where": "reward>=x"}, "number"),

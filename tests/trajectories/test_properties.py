@@ -16,7 +16,7 @@ from tests.trajectories.calls import sessions
 Session = tuple[list[CallRecord], dict[str, str]]
 
 
-@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("builder", ["per_call", "merged"])
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(session=sessions())
 def test_every_session(builder: str, session: Session) -> None:

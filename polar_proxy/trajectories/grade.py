@@ -1,0 +1,84 @@
+"""Grades: how far a trace can be trusted, and why.
+
+`exact`    every prompt was rendered by the engine and every log-probability is the one told at sampling
+`spliced`  some prompts were continued by Polar from exact tokens
+`marked`   something is not as it was sampled; the reasons say what. Not exported and not trained unless asked for
+`refused`  an audit found the log-probabilities wrong. No builder gives this grade
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from polar_proxy.types import CallRecord, Choice
+
+GRADES = ("exact", "spliced", "marked", "refused")
+"""From the best to the worst."""
+TRAINABLE = frozenset({"exact", "spliced"})
+
+CONTINUED = "continued"
+WARPED = "warped"
+WEIGHTS_CHANGED = "weights_changed"
+CANONICAL = "canonical"
+RESCORED = "rescored"
+REASONS = {
+    CONTINUED: "spliced",
+    WARPED: "marked",
+    WEIGHTS_CHANGED: "marked",
+    CANONICAL: "marked",
+    RESCORED: "marked",
+}
+"""Each reason with the grade that a trace has at best because of it:
+
+continued        Polar made a prompt from the earlier call's exact tokens and what was new
+warped           raw log-probabilities were recorded where another distribution was sampled from
+weights_changed  the weights changed while an answer was sampled, and the engine did not tell at which token
+canonical        context stands before sampled tokens that differs from what the model was given
+rescored         the log-probabilities are an engine's later ones
+"""
+
+
+def grade_of(why: Iterable[str]) -> str:
+    """The grade that these reasons leave. Raises KeyError for a reason that is none."""
+    return max((REASONS[reason] for reason in why), key=GRADES.index, default="exact")
+
+
+def reasons_of(call: CallRecord, choice: Choice) -> set[str]:
+    """What speaks against `exact` in one answer by itself."""
+    found = set()
+    if call.prompt_mode == "continue":
+        found.add(CONTINUED)
+    if warped(call):
+        found.add(WARPED)
+    if unknown_change(call, choice):
+        found.add(WEIGHTS_CHANGED)
+    return found
+
+
+def warped(call: CallRecord) -> bool:
+    """The recorded log-probabilities are of another distribution than the one that was sampled from."""
+    sampling = call.sampling
+    plain = (
+        sampling.get("temperature") in (None, 1.0)
+        and sampling.get("top_p") in (None, 1.0)
+        and not sampling.get("top_k")  # 0: switched off
+        and not sampling.get("min_p")
+        and not sampling.get("presence_penalty")
+        and not sampling.get("frequency_penalty")
+        and not sampling.get("logit_bias")
+    )
+    return call.logprob_mode == "raw" and not plain
+
+
+def unknown_change(call: CallRecord, choice: Choice) -> bool:
+    """`weight_version` is "A..B": it was A before and B behind the answer, and nobody told where it changed."""
+    return not choice.versions and call.weight_version is not None and ".." in call.weight_version
+
+
+def versions(call: CallRecord, choice: Choice) -> tuple[tuple[int, str | None], ...]:
+    """(first position within the answer, policy version) of each run of its tokens; begins at 0."""
+    if not choice.versions:
+        return ((0, call.weight_version),)
+    if choice.versions[0][0] > 0:
+        return ((0, call.weight_version), *choice.versions)
+    return choice.versions

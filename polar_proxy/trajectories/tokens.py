@@ -1,0 +1,58 @@
+"""Comparing token sequences. All are int32 [n].
+
+The prompts of a session begin alike, and the store reads them into one buffer (`store/load.py`): where two arrays begin
+at the same address nothing needs to be compared, so a turn costs what is new in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from polar_proxy.types import TokenIds
+
+_STEP = 256
+
+
+def common(one: TokenIds, other: TokenIds) -> int:
+    """How many tokens both begin with alike."""
+    size = min(len(one), len(other))
+    if size == 0 or _same_address(one, other):
+        return size
+    start, step = 0, _STEP
+    while start < size:  # in growing steps: what differs mostly differs early
+        end = min(start + step, size)
+        differs = one[start:end] != other[start:end]
+        if differs.any():
+            return start + int(differs.argmax())
+        start, step = end, step * 8
+    return size
+
+
+def begins_with(whole: TokenIds, start: TokenIds) -> bool:
+    size = len(start)
+    if size == 0:
+        return True
+    if size > len(whole) or whole[size - 1] != start[-1]:
+        return False
+    # The end is compared first: it is where histories that only look alike differ.
+    near = max(0, size - _STEP)
+    if not np.array_equal(whole[near:size], start[near:]):
+        return False
+    return common(whole[:near], start[:near]) == near
+
+
+def is_any(ids: TokenIds, wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """bool [n]: which of `ids` are among a few wanted ones."""
+    found = np.zeros(len(ids), dtype=np.bool_)
+    for token in wanted:
+        found |= ids == token
+    return found
+
+
+def _same_address(one: TokenIds, other: TokenIds) -> bool:
+    if one.strides != other.strides:
+        return False
+    return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])
