@@ -8,6 +8,8 @@ class PolarError(Exception):
     """What went wrong, and what to do about it, in one or two sentences. Base of all that a user may see."""
 
     exit_code = 1
+    retry_after: str | None = None
+    """The header of that name with which an engine refused, to be passed on."""
 
 
 class UsageError(PolarError):

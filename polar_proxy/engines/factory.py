@@ -23,13 +23,21 @@ def make_engine(settings: EngineSettings) -> Engine:
         from polar_proxy.engines.vllm import VllmEngine
 
         return VllmEngine(settings.url, model=settings.model, api_key=settings.api_key)
+    if settings.kind == "hosted":
+        if not settings.url:
+            raise UsageError("--engine hosted needs --engine-url, such as https://api.example.com/v1.")
+        from polar_proxy.engines.hosted import HostedEngine
+
+        return HostedEngine(settings.url, model=settings.model, api_key=settings.api_key)
     if settings.kind == "scripted":
         from polar_proxy.engines.scripted import ScriptedEngine
 
         return ScriptedEngine()
     module_name, separator, class_name = settings.kind.partition(":")
     if not separator:
-        raise UsageError(f"There is no engine {settings.kind!r}: choose local, vllm, scripted, or module:Class.")
+        raise UsageError(
+            f"There is no engine {settings.kind!r}: choose local, vllm, hosted, scripted, or module:Class."
+        )
     try:
         made = getattr(importlib.import_module(module_name), class_name)()
     except (ImportError, AttributeError) as error:
@@ -41,7 +49,7 @@ def make_engine(settings: EngineSettings) -> Engine:
 
 def _local(settings: EngineSettings) -> Engine:
     if settings.url:
-        raise UsageError("--engine-url is for --engine vllm; the local engine runs in this process.")
+        raise UsageError("--engine-url is for --engine vllm or hosted; the local engine runs in this process.")
     path = POLAR_TINY if settings.model in (None, "polar-tiny") else Path(str(settings.model)).expanduser()
     if not (path / "config.json").is_file():
         raise UsageError(f"There is no model in {path}: --model takes a folder with config.json and safetensors.")

@@ -128,7 +128,9 @@ class OpenAIHttp:
             body = orjson.loads(raw)
         except orjson.JSONDecodeError:
             body = raw.decode(errors="replace")[:300]
-        return api_error(body, response.status, f"The engine at {self.url}")
+        error = api_error(body, response.status, f"The engine at {self.url}")
+        error.retry_after = response.headers.get("retry-after")
+        return error
 
     def lost(self, error: BaseException) -> EngineError:
         return EngineError(f"The connection to the engine at {self.url} broke off: {_reason(error)}.")

@@ -46,7 +46,8 @@ class CallSink(Protocol):
 async def refuse(send: wire.Send, error: RequestError, shape: Dialect | TokenCount, headers: wire.Headers = ()) -> None:
     """An error as the whole answer, in the caller's own format."""
     # Clients such as Codex give up at once on a 429 that does not say when to come back.
-    retry = [(b"retry-after", b"1")] if error.status in (429, 503) else []
+    after = error.retry_after or ("1" if error.status in (429, 503) else None)
+    retry = [] if after is None else [(b"retry-after", after.encode("latin-1", "replace"))]
     await wire.respond(send, error.status, shape.error(error), [*headers, *retry])
 
 
@@ -197,7 +198,9 @@ class Turn:
                 await writer.finish(encoder.fail(message, error.status))
                 return
         if isinstance(error, EngineError):
+            after = error.retry_after
             error = RequestError(message, status=error.status, code="engine_error")
+            error.retry_after = after
         await refuse(send, error, self._dialect, self._headers)
 
     async def _commit(self, status: CallStatus, http_status: int, error: str | None) -> None:
