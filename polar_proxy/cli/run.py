@@ -1,7 +1,8 @@
-"""`polar run`: rollouts of a task family, from nothing but Python to recorded, scored trajectories."""
+"""`polar run`: rollouts of tasks, from nothing but Python to recorded, scored trajectories."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -14,14 +15,22 @@ from polar_proxy.cli.live import LiveView
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.store import RolloutRow, display_url
-from polar_proxy.tasks import TaskSource, UnknownTaskFamilyError, get_source
+from polar_proxy.tasks import ListedTasks, TaskSource, UnknownTaskFamilyError, get_source
 from polar_proxy.types import Json
 
 
 def run(
-    task: Annotated[str, typer.Argument(help="Task family, such as swe-task, or module:Class.")],
-    seed: Annotated[int | None, typer.Option(min=0, help="Run this one instance.")] = None,
-    instances: Annotated[int | None, typer.Option(min=1, help="Run instances 0 ... N-1.")] = None,
+    task: Annotated[
+        str,
+        typer.Argument(
+            help="Task family (swe-task), a JSONL file of tasks or SWE-bench rows, a Harbor task folder "
+            "or a folder of those, module:Class or module:function."
+        ),
+    ],
+    seed: Annotated[int | None, typer.Option(min=0, help="Run this one instance; of a file: by its position.")] = None,
+    instances: Annotated[
+        int | None, typer.Option(min=1, help="Run the first N. Default: one of a family, all of a file or folder.")
+    ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Rollouts of each instance (a group).")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")] = None,
     harness: Annotated[
@@ -61,13 +70,32 @@ def run(
         source = get_source(task)
     except (UnknownTaskFamilyError, TypeError) as error:
         raise UsageError(str(error)) from error
-    seeds = [seed] if seed is not None else list(range(instances or 1))
+    seeds = _seeds(source, seed, instances)
+    refused = source.refused if isinstance(source, ListedTasks) else ()
+    for refusal in refused:
+        common.err.print(f"[yellow]refused[/] {escape(str(refusal))}", highlight=False, soft_wrap=True)
+    if not seeds:
+        raise UsageError(f"{task} holds no task that can be run ({len(refused)} refused).")
     rows = common.run_async(_run(settings, source, seeds, quiet=as_json))
     url = display_url(common.database_url(settings))
     if as_json:
-        common.print_json({"rollouts": [summary(row) for row in rows], "db": url})
+        document: Json = {"rollouts": [summary(row) for row in rows], "db": url}
+        if isinstance(source, ListedTasks):
+            document["refused"] = [asdict(refusal) for refusal in refused]
+        common.print_json(document)
     else:
         _print_summary(rows, url)
+
+
+def _seeds(source: TaskSource, seed: int | None, instances: int | None) -> list[int]:
+    """Which instances to run. Raises `UsageError` for one that a file does not hold, or that was refused."""
+    if seed is not None:
+        if isinstance(source, ListedTasks):
+            source.task(seed)
+        return [seed]
+    if isinstance(source, ListedTasks):
+        return list(source.seeds[:instances])
+    return list(range(instances or 1))
 
 
 async def _run(settings: Settings, source: TaskSource, seeds: list[int], *, quiet: bool) -> list[RolloutRow]:

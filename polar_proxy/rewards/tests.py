@@ -1,74 +1,57 @@
-"""The `tests` evaluator: hidden tests, run in a fresh sandbox that the agent never touched.
+"""The `tests` evaluator: hidden tests by name.
 
-Only the agent's patch is carried over. The hidden test files are written after it, so that a patch cannot replace
-them; a task counts as solved when every test that had to turn green did, and none that was green turned red.
+A task counts as solved when every test that had to turn green did, and none that was green turned red.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
-
-from polar_proxy.tasks.base import Task
-from polar_proxy.tasks.unittest_output import parse_unittest
+from polar_proxy.rewards.base import Attempt, Fresh, Score, Workspace, apply_patch, not_applied
+from polar_proxy.tasks import Task, Verdict
+from polar_proxy.tasks.evaluation import HiddenTests
+from polar_proxy.tasks.log_parsers import get_parser
 from polar_proxy.types import Json
 
-
-class CommandResult(Protocol):
-    @property
-    def exit_code(self) -> int: ...
-    @property
-    def stdout(self) -> bytes: ...
-    @property
-    def stderr(self) -> bytes: ...
-    @property
-    def timed_out(self) -> bool: ...
+_GOOD = ("passed", "xfailed")
 
 
-class Workspace(Protocol):
-    """What an evaluator needs of a sandbox."""
-
-    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None: ...
-    async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None: ...
-    async def exec(
-        self, argv: tuple[str, ...], *, timeout: float | None = None, stdin: bytes = b""
-    ) -> CommandResult: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """A reward in [0, 1] with what it was judged by; `log` is the test output for people."""
-
-    reward: float
-    detail: Json
-    log: bytes
-
-
-async def evaluate(task: Task, patch: bytes, workspace: Workspace) -> Score:
-    """Score a patch (unified diff against the task's files, may be empty) in an empty workspace."""
-    await workspace.write_tree({name: text.encode() for name, text in task.files.items()})
-    applied = True
-    if patch.strip():
-        # Outside a repository `git apply` only reads the patch and writes below the working directory.
-        result = await workspace.exec(("git", "apply", "--whitespace=nowarn", "-"), stdin=patch, timeout=60)
-        applied = result.exit_code == 0
-        if not applied:
-            return Score(0.0, {"patch_applied": False, "solved": False}, result.stderr)
-    await workspace.write_tree({name: text.encode() for name, text in task.hidden_files.items()})
-    result = await workspace.exec(task.test_command, timeout=task.timeout_seconds)
-    log = result.stdout + result.stderr
-    verdicts = parse_unittest(log.decode(errors="replace"))
-    missed = [name for name in task.fail_to_pass if verdicts.get(name) != "passed"]
-    broken = [name for name in task.pass_to_pass if verdicts.get(name) != "passed"]
-    solved = not missed and not broken and not result.timed_out
+async def hidden_tests(evaluation: HiddenTests, attempt: Attempt, fresh: Fresh) -> Score:
+    """Run the task's hidden tests on the patched workspace, and with `before` on the unpatched one first."""
+    task = attempt.task
+    if evaluation.before and (score := await _before(evaluation, task, fresh)) is not None:
+        return score
+    async with fresh() as workspace:
+        if (why := await apply_patch(attempt.patch, workspace)) is not None:
+            return not_applied(why)
+        verdicts, log, timed_out = await _run(evaluation, task, workspace)
+    missed = [name for name in task.fail_to_pass if verdicts.get(name) not in _GOOD]
+    broken = [name for name in task.pass_to_pass if verdicts.get(name) not in _GOOD]
+    solved = not missed and not broken and not timed_out
     detail: Json = {
         "solved": solved,
-        "patch_applied": applied,
+        "patch_applied": True,
         "fail_to_pass": {"passed": len(task.fail_to_pass) - len(missed), "total": len(task.fail_to_pass)},
         "pass_to_pass": {"passed": len(task.pass_to_pass) - len(broken), "total": len(task.pass_to_pass)},
         "missed": missed,
         "broken": broken,
-        "timed_out": result.timed_out,
+        "timed_out": timed_out,
     }
     return Score(1.0 if solved else 0.0, detail, log)
+
+
+async def _before(evaluation: HiddenTests, task: Task, fresh: Fresh) -> Score | None:
+    """None if the tests stand as the task says they do before the fix, else the score of a task at fault."""
+    async with fresh() as workspace:
+        verdicts, log, timed_out = await _run(evaluation, task, workspace)
+    green = [name for name in task.fail_to_pass if verdicts.get(name) in _GOOD]
+    red = [name for name in task.pass_to_pass if verdicts.get(name) not in _GOOD]
+    if not green and not red and not timed_out:
+        return None
+    why = "the task is at fault: before the fix its tests do not stand as it says"
+    return Score(None, {"no_reward": why, "already_green": green, "already_red": red, "timed_out": timed_out}, log)
+
+
+async def _run(evaluation: HiddenTests, task: Task, workspace: Workspace) -> tuple[dict[str, Verdict], bytes, bool]:
+    await workspace.write_tree({name: text.encode() for name, text in task.hidden_files.items()})
+    result = await workspace.exec(task.test_command, timeout=task.timeout_seconds)
+    log = result.stdout + result.stderr
+    return dict(get_parser(evaluation.parser)(log.decode(errors="replace"))), log, result.timed_out

@@ -19,17 +19,19 @@ from harness_adapters.base import HarnessAdapter, Installed, LaunchContext, Laun
 from polar_proxy.config import RunSettings
 from polar_proxy.errors import PolarError
 from polar_proxy.gateway import Gateway, hash_key, new_key
-from polar_proxy.rewards import Score, evaluate
+from polar_proxy.rewards import Attempt, Score, budget, evaluate, source_of
+from polar_proxy.rollout.environment import Environments
 from polar_proxy.rollout.workspace import lay_out, read_patch
 from polar_proxy.store import Store
-from polar_proxy.tasks.base import Task
+from polar_proxy.tasks import Task
 from polar_proxy.trajectories import BUILDERS
-from polar_proxy.types import EngineInfo
-from sandboxes import Limits, Mount, Sandbox, SandboxError, SandboxSpec, open_sandbox
+from polar_proxy.types import CallRecord, EngineInfo
+from sandboxes import Mount, Sandbox, SandboxError, open_sandbox
 from sandboxes.base import Kind, settle
 
 _PREPARE_SECONDS = 300.0
 _SCORE_SECONDS = 300.0
+"""For sandboxes and patches; the evaluators' own commands have the task's limit each."""
 # OpenHands prints its whole first prompt after the event that tells why it failed.
 _TAIL = 200_000
 
@@ -78,6 +80,7 @@ class RolloutRunner:
         self._adapter = adapter
         self._installed = installed
         self._kind: Kind = sandbox
+        self._environments = Environments(sandbox)
         self._engine = engine
         self._settings = settings
         self._listener = listener
@@ -102,8 +105,8 @@ class RolloutRunner:
             end = await self._agent(rollout, key)
             await self._store.close_session(session_id)
             await self._stage(rollout, "scoring", exit_code=end.exit_code)
-            score = await self._score(rollout, end)
-            await self._store.add_reward(rollout.rollout_id, score.reward, "tests", score.detail)
+            score = await self._score(rollout, session_id, end)
+            await self._reward(rollout, score)
             await self._finish(rollout, session_id, end.status, end.detail, reward=score.reward)
         except asyncio.CancelledError:
             await settle(self._cancelled(rollout, session_id))
@@ -128,17 +131,19 @@ class RolloutRunner:
         }
 
     async def _agent(self, rollout: Rollout, key: str) -> _AgentEnd:
-        spec = SandboxSpec(
-            mounts=tuple(_mounts(self._installed.mounts)),
-            limits=Limits(memory_mb=None if self._kind == "process" else 4096),
+        task = rollout.task
+        spec = await self._environments.spec(
+            task,
+            memory_mb=4096,
             labels={"polar.rollout": rollout.rollout_id},
+            mounts=_mounts(self._installed.mounts),
         )
         async with contextlib.AsyncExitStack() as stack:
             async with asyncio.timeout(_PREPARE_SECONDS):
                 sandbox = await stack.enter_async_context(await open_sandbox(self._kind, spec))
-                base = await lay_out(rollout.task, sandbox)
+                base = await lay_out(task, sandbox, await self._environments.bundle(task))
                 url = await stack.enter_async_context(self._reachable(sandbox))
-                plan = self._plan(rollout.task, sandbox, url, key)
+                plan = self._plan(task, sandbox, url, key)
                 for name, text in plan.files.items():
                     await sandbox.write(f"{sandbox.home}/{name}", text.encode(), 0o600)
             await self._stage(rollout, "running")
@@ -146,7 +151,7 @@ class RolloutRunner:
                 plan.argv,
                 env=plan.env,
                 cwd=sandbox.workdir,
-                timeout=self._settings.timeout,
+                timeout=min(self._settings.timeout, task.agent_seconds or self._settings.timeout),
                 on_output=lambda data: self._listener.output(rollout.rollout_id, data),
             )
             # Nothing that the agent left running may touch the workspace while it is read.
@@ -155,7 +160,7 @@ class RolloutRunner:
             await self._store.add_artifact(rollout.rollout_id, "agent.log", log)
             exit_code = None if result.timed_out else result.exit_code
             outcome, detail = self._adapter.interpret(exit_code, log[-_TAIL:].decode(errors="replace"))
-            patch, no_patch = await read_patch(sandbox, base)
+            patch, no_patch = await read_patch(sandbox, base, snapshot=task.environment.snapshot)
             await self._store.add_artifact(rollout.rollout_id, "patch.diff", patch)
         status = {"ok": "done", "failed": "failed", "timed_out": "timed_out"}[outcome]
         return _AgentEnd(status, detail, exit_code, patch, no_patch)
@@ -188,17 +193,28 @@ class RolloutRunner:
         finally:
             await self._gateway.stop_serving_on(listener)
 
-    async def _score(self, rollout: Rollout, end: _AgentEnd) -> Score:
-        spec = SandboxSpec(
-            limits=Limits(memory_mb=None if self._kind == "process" else 2048),
-            labels={"polar.rollout": rollout.rollout_id, "polar.role": "evaluator"},
-        )
-        async with asyncio.timeout(_SCORE_SECONDS), await open_sandbox(self._kind, spec) as sandbox:
-            score = await evaluate(rollout.task, end.patch, sandbox)
+    async def _score(self, rollout: Rollout, session_id: str, end: _AgentEnd) -> Score:
+        task = rollout.task
+        calls: list[CallRecord] = []
+        if any(evaluation.kind == "python" for evaluation in task.evaluators):
+            # A call that was in flight when the agent died is committed a moment later.
+            await self._gateway.sessions.idle(session_id, timeout=30)
+            calls = await self._store.calls(session_id)
+        labels = {"polar.rollout": rollout.rollout_id}
+        async with asyncio.timeout(_SCORE_SECONDS + budget(task)):
+            score = await evaluate(
+                Attempt(task, end.patch, end.exit_code, calls), lambda: self._environments.fresh(task, labels)
+            )
         if end.no_patch is not None:
             score.detail["no_patch"] = end.no_patch
         await self._store.add_artifact(rollout.rollout_id, "tests.log", score.log)
         return score
+
+    async def _reward(self, rollout: Rollout, score: Score) -> None:
+        source = source_of(rollout.task)
+        for call_id, value in score.calls.items():
+            await self._store.add_reward(rollout.rollout_id, value, source, {}, call_id=call_id)
+        await self._store.add_reward(rollout.rollout_id, score.reward, source, score.detail)
 
     async def _finish(
         self,
@@ -258,5 +274,5 @@ async def build_traces(
             await store.put_traces(built.traces, built.excluded, name, session_id, rollout_id)
 
 
-def _mounts(paths: tuple[Path, ...]) -> list[Mount]:
-    return [Mount(path, str(path)) for path in paths]
+def _mounts(paths: tuple[Path, ...]) -> tuple[Mount, ...]:
+    return tuple(Mount(path, str(path)) for path in paths)

@@ -1,69 +1,119 @@
-"""The task's repository inside the agent's sandbox: laid out at the start, read out as a patch at the end."""
+"""The task's workspace inside a sandbox: laid out at the start, read out as a patch at the end.
+
+What the agent gets holds no answer: a repository ends at its base commit (`sanitiser`), and hidden tests are not there.
+What it leaves is taken as a diff against a commit that was made before it came.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from polar_proxy.errors import PolarError
-from polar_proxy.tasks.base import Task
+from polar_proxy.rollout.git import APART, WorkspaceError, git, shell
+from polar_proxy.rollout.sanitiser import end_history
+from polar_proxy.tasks import Environment, Task
 from sandboxes import Sandbox
+from sandboxes.base import Kind
 
-# The agent may have changed the repository's configuration; nothing of it is obeyed when the patch is read out.
-_GIT = (
-    "git",
-    "-c",
-    "core.hooksPath=/dev/null",
-    "-c",
-    "core.fsmonitor=false",
-    "-c",
-    "core.autocrlf=false",
-    "-c",
-    "commit.gpgsign=false",
-    "-c",
-    "safe.directory=*",
+# Neither reflog nor FETCH_HEAD: the agent's repository begins with what it is, not with how it came about.
+_QUIET = ("-c", "core.logAllRefUpdates=false")
+# Files that git would ignore, and those inside of other repositories, are work as well; git's own `add` takes neither.
+_SNAPSHOT_FILES = (
+    r"{ git ls-files -z; find . -name .git -prune -o \( -type f -o -type l \) -print0; }"
+    r" | git update-index -z --add --remove --replace --stdin"
 )
-_ENV = {
-    "GIT_CONFIG_GLOBAL": "/dev/null",
-    "GIT_CONFIG_NOSYSTEM": "1",
-    "GIT_AUTHOR_NAME": "polar",
-    "GIT_AUTHOR_EMAIL": "polar@localhost",
-    "GIT_COMMITTER_NAME": "polar",
-    "GIT_COMMITTER_EMAIL": "polar@localhost",
-    "GIT_AUTHOR_DATE": "2026-01-01T00:00:00Z",
-    "GIT_COMMITTER_DATE": "2026-01-01T00:00:00Z",
-    "GIT_TERMINAL_PROMPT": "0",
-}
-_SECONDS = 60.0
-_PATCH_LIMIT = 32 << 20
 
 
-class WorkspaceError(PolarError):
-    """The repository could not be laid out."""
+class TaskNotPossibleError(PolarError):
+    """This kind of sandbox cannot hold this task; the text says why and which can."""
 
 
-async def lay_out(task: Task, sandbox: Sandbox) -> str:
-    """Write the task's files and commit them; returns the commit that the patch will be taken against."""
-    await sandbox.write_tree({name: text.encode() for name, text in task.files.items()})
-    await _git(sandbox, "init", "-q", "-b", "main")
-    await _git(sandbox, "add", "-A")
-    await _git(sandbox, "commit", "-q", "-m", "Initial commit")
-    return (await _git(sandbox, "rev-parse", "HEAD")).decode().strip()
+def uses_image(environment: Environment, kind: Kind) -> bool:
+    """Whether the workspace comes from an image."""
+    return kind == "docker" and (environment.image is not None or environment.build is not None)
 
 
-async def read_patch(sandbox: Sandbox, base: str) -> tuple[bytes, str | None]:
-    """What the agent changed since `base`, committed or not, as a binary-safe diff; or nothing and the reason."""
-    try:
-        await _git(sandbox, "add", "-A")
-        patch = await _git(
-            sandbox, "diff", "--cached", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", base
+def why_not(task: Task, kind: Kind) -> str | None:
+    """Why a sandbox of this kind cannot hold the task, or None."""
+    environment = task.environment
+    if environment.needs_image and kind != "docker":
+        source = environment.image or f"the Dockerfile in {environment.build}"
+        return f"{task.task_id} needs docker: its workspace comes from {source}, which {kind} cannot make"
+    if kind == "process" and (environment.workdir or environment.folders):
+        places = ", ".join(filter(None, (environment.workdir, *environment.folders)))
+        return (
+            f"{task.task_id} needs bubblewrap or docker: it uses {places}, "
+            "and a process sandbox has no file system of its own"
         )
+    return None
+
+
+async def place(task: Task, sandbox: Sandbox, bundle: Path | None) -> None:
+    """Put the task's own state into an empty sandbox, for the agent or for an evaluator.
+
+    `bundle` holds the task's repository, whose one ref is ``refs/heads/base``, where the sandbox can read it.
+    """
+    environment = task.environment
+    if bundle is not None:
+        await git(sandbox, "init", "-q", "-b", "main")
+        await git(sandbox, *_QUIET, "fetch", "-q", "--no-tags", str(bundle), "refs/heads/base")
+        await git(sandbox, *_QUIET, "update-ref", "refs/heads/main", "FETCH_HEAD")
+        await git(sandbox, *_QUIET, "reset", "-q", "--hard")
+        await shell(sandbox, "rm -f .git/FETCH_HEAD .git/ORIG_HEAD")
+    elif not uses_image(environment, sandbox.kind):
+        programs = set(environment.executable)
+        await sandbox.write_tree({name: text.encode() for name, text in task.files.items() if name not in programs})
+        for name in environment.executable:
+            await sandbox.write(name, task.files[name].encode(), 0o755)
+
+
+async def lay_out(task: Task, sandbox: Sandbox, bundle: Path | None = None) -> str:
+    """Make the agent's workspace; returns the commit that the patch will be taken against."""
+    environment = task.environment
+    await place(task, sandbox, bundle)
+    if uses_image(environment, sandbox.kind) and environment.hide:
+        await shell(sandbox, 'rm -rf -- "$@"', *environment.hide)
+    if environment.snapshot:
+        await git(sandbox, "init", "-q", "-b", "main", apart=True)
+        # Bytes as they are, whatever the workspace's .gitattributes say.
+        await sandbox.write(f"{sandbox.home}/{APART}/info/attributes", b"* -text -filter -ident\n")
+        return await _snapshot(sandbox)
+    if bundle is not None:
+        return await _head(sandbox)
+    if uses_image(environment, sandbox.kind) and await _is_repository(sandbox):
+        await end_history(sandbox, environment.base_commit)
+        return await _head(sandbox)
+    if environment.base_commit is not None:
+        raise WorkspaceError(
+            f"{sandbox.workdir} in the image is no git repository, so it has no {environment.base_commit}"
+        )
+    await git(sandbox, "init", "-q", "-b", "main")
+    await git(sandbox, "add", "-A")
+    await git(sandbox, *_QUIET, "commit", "-q", "--allow-empty", "-m", "Initial commit")
+    return await _head(sandbox)
+
+
+async def read_patch(sandbox: Sandbox, base: str, *, snapshot: bool = False) -> tuple[bytes, str | None]:
+    """What the agent changed since `base`, committed or not, as a binary-safe diff; or nothing and the reason."""
+    diff = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
+    try:
+        if snapshot:
+            return await git(sandbox, *diff, base, await _snapshot(sandbox), apart=True), None
+        await git(sandbox, "add", "-A")
+        return await git(sandbox, *diff, "--cached", base), None
     except WorkspaceError as error:  # the agent broke the repository: a result, not a fault of the machinery
         return b"", str(error)
-    return patch, None
 
 
-async def _git(sandbox: Sandbox, *arguments: str) -> bytes:
-    result = await sandbox.exec((*_GIT, *arguments), env=_ENV, timeout=_SECONDS, output_limit=_PATCH_LIMIT)
-    if result.timed_out or result.exit_code != 0 or result.truncated:
-        why = "was too slow" if result.timed_out else "gave more than 32 MB" if result.truncated else "failed"
-        words = result.stderr.decode(errors="replace").strip()[-400:]
-        raise WorkspaceError(f"git {arguments[0]} {why} in the sandbox: {words or f'exit {result.exit_code}'}")
-    return result.stdout
+async def _snapshot(sandbox: Sandbox) -> str:
+    """The workspace as a tree object in the repository that is kept apart."""
+    await shell(sandbox, _SNAPSHOT_FILES, apart=True)
+    return (await git(sandbox, "write-tree", apart=True)).decode().strip()
+
+
+async def _head(sandbox: Sandbox) -> str:
+    return (await git(sandbox, "rev-parse", "HEAD")).decode().strip()
+
+
+async def _is_repository(sandbox: Sandbox) -> bool:
+    return (await sandbox.exec(("test", "-e", ".git"), timeout=60)).exit_code == 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-Verdict = Literal["passed", "failed", "error", "skipped"]
+Verdict = Literal["passed", "failed", "error", "skipped", "xfailed"]
 
 _START = re.compile(r"^(?P<method>\w+) \((?P<where>[\w.]+)\)(?P<rest>.*)$")
 _VERDICT = re.compile(

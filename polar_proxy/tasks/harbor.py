@@ -1,0 +1,225 @@
+"""Harbor task folders: task.toml, instruction.md, environment/, tests/, and optionally solution/.
+
+Format: https://www.harborframework.com/docs/tasks. What of it changes a task's meaning and cannot be done here is
+refused by name (several steps, docker compose, a verifier image of its own, Windows, GPUs, MCP servers, health checks);
+the rest of the file is kept as metadata.
+
+**Without docker.** A Dockerfile needs docker. A task whose Dockerfile installs only what every sandbox has may say so::
+
+    [metadata.polar]
+    without_image = true
+
+Then FROM and RUN lines are taken on the author's word, WORKDIR is the workspace, COPY lines put text files into it, and
+ENV is obeyed; any other line is refused. Such a task runs in bubblewrap as well, and in docker from its real image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from polar_proxy.errors import UsageError
+from polar_proxy.tasks.base import BadTaskError, Environment, Task
+from polar_proxy.tasks.dockerfile import read_dockerfile
+from polar_proxy.tasks.evaluation import Harbor
+from polar_proxy.tasks.listed import Entry, ListedTasks, listed
+
+LOGS = "/logs"
+TESTS = "/tests"
+_SECONDS = 600.0
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGT])i?B?", re.IGNORECASE)
+_MEGABYTES = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
+_UNSUPPORTED_FILES = {
+    "environment/docker-compose.yaml": "docker compose",
+    "environment/docker-compose.yml": "docker compose",
+    "trajectory.json": "a conversation to go on with",
+    "tests/Dockerfile": "an image of its own for the verifier",
+    "tests/test.bat": "Windows",
+}
+_UNSUPPORTED_KEYS = {
+    ("steps",): "several steps",
+    ("environment", "healthcheck"): "a health check",
+    ("environment", "mcp_servers"): "MCP servers",
+    ("environment", "gpus"): "GPUs",
+    ("environment", "tpu"): "TPUs",
+    ("verifier", "environment"): "an environment of its own for the verifier",
+    ("verifier", "collect"): "commands that collect evidence before the verifier",
+    ("agent", "user"): "a user of its own for the agent",
+    ("verifier", "user"): "a user of its own for the verifier",
+}
+
+
+def is_task_folder(path: Path) -> bool:
+    return (path / "task.toml").is_file()
+
+
+def read_folder(path: Path) -> ListedTasks:
+    """The task in this folder, or those in the folders directly below it. Raises `UsageError` where there is none."""
+    if is_task_folder(path):
+        return listed(path.name, [_entry(path)])
+    folders = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    found = [child for child in folders if is_task_folder(child) or (child / "instruction.md").is_file()]
+    if not found:
+        raise UsageError(f"{path} holds no task: no task.toml in it or in a folder below it")
+    return listed(path.name, [_entry(child) for child in found])
+
+
+def _entry(folder: Path) -> Entry:
+    return Entry(folder.name, None, lambda position: harbor_task(folder.absolute(), position))
+
+
+def harbor_task(folder: Path, position: int) -> Task:
+    """The task of one folder. Raises `BadTaskError`."""
+    config = _config(folder)
+    for name, what in _UNSUPPORTED_FILES.items():
+        if (folder / name).exists():
+            raise BadTaskError(f"{name}: {what} is not supported")
+    for keys, what in _UNSUPPORTED_KEYS.items():
+        if _at(config, *keys):
+            raise BadTaskError(f"task.toml: {'.'.join(keys)}: {what} is not supported")
+    if str(_at(config, "environment", "os") or "linux").lower() != "linux":
+        raise BadTaskError("task.toml: environment.os: only linux is supported")
+    if _at(config, "verifier", "environment_mode") == "separate":
+        raise BadTaskError("task.toml: verifier.environment_mode: separate is not supported")
+    tests = folder / "tests"
+    if not (tests / "test.sh").is_file():
+        raise BadTaskError("tests/test.sh: there is none")
+    environment, files = _environment(folder, config)
+    return Task(
+        task_id=str(_at(config, "task", "name") or folder.name),
+        family="harbor",
+        seed=position,
+        instruction=_read(folder / "instruction.md"),
+        files=files,
+        timeout_seconds=_seconds(config, "verifier"),
+        agent_seconds=_seconds(config, "agent") if _at(config, "agent", "timeout_sec") is not None else None,
+        metadata={"folder": folder.name, **_plain(_table(config, "metadata"))},
+        environment=environment,
+        evaluators=(Harbor(str(tests), folder_digest(tests), env=_variables(config, "verifier")),),
+    )
+
+
+def folder_files(folder: Path) -> dict[str, tuple[bytes, bool]]:
+    """Relative path -> content and whether it is a program, of every file below. Raises `BadTaskError` for links."""
+    found: dict[str, tuple[bytes, bool]] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            raise BadTaskError(f"{folder.name}/{name}: is a link; a task holds files and folders only")
+        if path.is_file() and "__pycache__" not in path.parts:
+            found[name] = (path.read_bytes(), bool(path.stat().st_mode & 0o100))
+    return found
+
+
+def folder_digest(folder: Path) -> str:
+    """SHA-256 over names, modes and contents of what `folder_files` finds."""
+    digest = hashlib.sha256()
+    for name, (data, program) in folder_files(folder).items():
+        digest.update(f"{len(name.encode())}:{name}:{int(program)}:{len(data)}:".encode() + data)
+    return digest.hexdigest()
+
+
+def _environment(folder: Path, config: dict[str, Any]) -> tuple[Environment, dict[str, str]]:
+    context = folder / "environment"
+    image = _at(config, "environment", "docker_image")
+    workdir = _at(config, "environment", "workdir")
+    memory = _at(config, "environment", "memory_mb") or _megabytes(_at(config, "environment", "memory"))
+    cpus = _at(config, "environment", "cpus")
+    env = _variables(config, "environment")
+    built = (context / "Dockerfile").is_file()
+    if not image and not built:
+        raise BadTaskError("environment/Dockerfile: there is none, and task.toml has no environment.docker_image")
+    without_image = _at(config, "metadata", "polar", "without_image") is True
+    files: dict[str, str] = {}
+    programs: tuple[str, ...] = ()
+    if without_image:
+        if not built:
+            raise BadTaskError("metadata.polar.without_image: there is no Dockerfile that says what to do without it")
+        layout = read_dockerfile(context, workdir)
+        workdir, files, programs = layout.workdir, layout.files, layout.programs
+        env = {**layout.env, **env}
+    return (
+        Environment(
+            image=str(image) if image else None,
+            build=str(context) if built and not image else None,
+            without_image=without_image,
+            workdir=workdir,
+            folders=(TESTS, LOGS),
+            snapshot=True,
+            executable=programs,
+            env=env,
+            memory_mb=int(memory) if memory else None,
+            cpus=float(cpus) if cpus else None,
+        ),
+        files,
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(_read(folder / "task.toml"))
+    except tomllib.TOMLDecodeError as error:
+        raise BadTaskError(f"task.toml: {error}") from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise BadTaskError(f"{path.name}: there is none") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadTaskError(f"{path.name}: cannot be read: {error}") from None
+
+
+def _at(config: dict[str, Any], *keys: str) -> Any:
+    value: Any = config
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name, {})
+    if not isinstance(value, dict):
+        raise BadTaskError(f"task.toml: {name}: must be a table")
+    return value
+
+
+def _seconds(config: dict[str, Any], section: str) -> float:
+    value = _at(config, section, "timeout_sec")
+    if value is None:
+        return _SECONDS
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadTaskError(f"task.toml: {section}.timeout_sec: must be a number")
+    return float(value)
+
+
+def _variables(config: dict[str, Any], section: str) -> dict[str, str]:
+    variables = _at(config, section, "env") or {}
+    for name, value in variables.items():
+        if not isinstance(value, str):
+            raise BadTaskError(f"task.toml: {section}.env.{name}: must be text")
+        if "${" in value:
+            raise BadTaskError(f"task.toml: {section}.env.{name}: takes a variable of the host, which is not handed in")
+    return dict(variables)
+
+
+def _megabytes(size: object) -> int | None:
+    if not size:
+        return None
+    found = _SIZE.fullmatch(str(size))
+    if found is None:
+        raise BadTaskError(f"task.toml: environment.memory: {size!r} is no size such as 2G")
+    return max(1, int(float(found["number"]) * _MEGABYTES[found["unit"].upper()]))
+
+
+def _plain(value: Any) -> Any:
+    """TOML values as JSON ones: dates become text."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool) else str(value)

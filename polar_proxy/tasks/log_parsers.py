@@ -1,0 +1,226 @@
+"""Reading what test runners print: a log in, test id -> verdict out.
+
+The names are those by which the SWE-bench family of data sets calls its parsers (`log_parser`, with or without
+``parse_log_``); test ids come out spelt as in their FAIL_TO_PASS lists. Each parser was written from the runner's
+output and the data sets' documented ids. A runner that is not here takes a parser of your own, ``module:function``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import get_args
+
+from polar_proxy.tasks.base import BadTaskError
+from polar_proxy.tasks.unittest_output import Verdict, parse_unittest
+
+Parser = Callable[[str], Mapping[str, Verdict]]
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+# -rA's summary lines, and with -v the lines of the run itself, which end in the word and a percentage.
+_WORDS: Mapping[str, Verdict] = {
+    "PASSED": "passed",
+    "FAILED": "failed",
+    "ERROR": "error",
+    "SKIPPED": "skipped",
+    "XFAIL": "xfailed",
+}
+_PYTEST = re.compile(r"^(?P<word>PASSED|FAILED|ERROR|SKIPPED|XFAIL)\s+(?P<rest>\S.*)$")
+_PYTEST_VERBOSE = re.compile(r"^(?P<test>\S.*\S)\s+(?P<word>PASSED|FAILED|ERROR|SKIPPED|XFAIL)(?:\s+\[\s*\d+%\])?$")
+# `SKIPPED [2] tests/test_x.py:3: reason` counts tests and names none.
+_COUNT = re.compile(r"\[\d+\]")
+_OPTION = re.compile(r"^(?P<test>.*?)\[(?P<option>.*)\]$")
+_DJANGO = re.compile(
+    r"^(?P<test>.+?) \.\.\. *(?P<words>.*?)(?P<verdict>ok|OK|FAIL|ERROR|skipped.*|expected failure|unexpected success)$"
+)
+_DJANGO_HEADING = re.compile(r"^(?P<word>FAIL|ERROR): (?P<test>\S+)")
+_SYMPY = re.compile(r"^(?P<test>test_\w+)\s+(?P<word>ok|F|E|f|s|X)$")
+_SYMPY_HEADING = re.compile(r"^_+ (?P<file>\S+\.py):(?P<test>\S+) _+$")
+_GO = re.compile(r"^\s*--- (?P<word>PASS|FAIL|SKIP): (?P<test>.+) \([^()]*\)$")
+_CARGO = re.compile(r"^test (?P<test>\S+)(?: - should panic)? \.\.\. (?P<word>ok|FAILED|ignored)")
+_TAP = re.compile(r"^\s*(?P<word>ok|not ok) \d+(?: -)? (?P<test>.*?)(?P<directive> # (?:SKIP|TODO).*)?$", re.IGNORECASE)
+
+
+def _lines(log: str) -> Iterable[str]:
+    return (_ANSI.sub("", line).rstrip() for line in log.splitlines())
+
+
+def _pytest(log: str, name: Callable[[str], str]) -> dict[str, Verdict]:
+    verdicts: dict[str, Verdict] = {}
+    for line in _lines(log):
+        if found := _PYTEST.match(line):
+            rest = found["rest"]
+            test = name(rest)
+            if not (found["word"] == "SKIPPED" and _COUNT.fullmatch(rest.split()[0])):
+                verdicts[test] = _WORDS[found["word"]]
+        elif (found := _PYTEST_VERBOSE.match(line)) and "::" in found["test"]:
+            verdicts.setdefault(found["test"], _WORDS[found["word"]])
+    return verdicts
+
+
+def parse_pytest(log: str) -> dict[str, Verdict]:
+    """``pytest -rA``: the first word behind the verdict, so that ids with spaces are cut, as the data sets cut them."""
+    return _pytest(log, lambda rest: rest.split()[0])
+
+
+def parse_pytest_v2(log: str) -> dict[str, Verdict]:
+    """``pytest -rA`` with whole ids, spaces included."""
+    return _pytest(log, lambda rest: rest.split(" - ")[0].strip())
+
+
+def parse_pytest_options(log: str) -> dict[str, Verdict]:
+    """``pytest -rA``, where a parameter that is an absolute path keeps its last part only: machines differ."""
+
+    def name(rest: str) -> str:
+        test = rest.split()[0]
+        found = _OPTION.match(test)
+        if found is None or not found["option"].startswith("/") or found["option"].startswith("//"):
+            return test
+        if "*" in found["option"]:
+            return test
+        return f"{found['test']}[/{found['option'].rpartition('/')[2]}]"
+
+    return _pytest(log, name)
+
+
+def parse_django(log: str) -> dict[str, Verdict]:
+    """Django's test runner, which is unittest's: ids as printed, ``test_x (app.tests.TestCase)`` or a docstring's line.
+
+    The verdict may follow on a later line, behind what the test itself printed.
+    """
+    verdicts: dict[str, Verdict] = {}
+    waiting: str | None = None
+    for line in (line.strip() for line in _lines(log)):
+        if found := _DJANGO.match(line):
+            verdicts[found["test"]] = _unittest_word(found["verdict"])
+            waiting = None
+        elif " ... " in line or line.endswith(" ..."):
+            waiting = line.partition(" ...")[0]
+        elif found := _DJANGO_HEADING.match(line):
+            verdicts.setdefault(found["test"], "failed" if found["word"] == "FAIL" else "error")
+        elif waiting is not None and line in ("ok", "OK", "FAIL", "ERROR"):
+            verdicts[waiting] = _unittest_word(line)
+            waiting = None
+    return verdicts
+
+
+def _unittest_word(word: str) -> Verdict:
+    if word.startswith("skipped"):
+        return "skipped"
+    words: dict[str, Verdict] = {"ok": "passed", "OK": "passed", "FAIL": "failed", "ERROR": "error"}
+    return words.get(word, "xfailed" if word == "expected failure" else "failed")
+
+
+def parse_sympy(log: str) -> dict[str, Verdict]:
+    """``bin/test -C --verbose``: bare function names; failures also as ``file.py:function`` from their headings."""
+    words: dict[str, Verdict] = {"ok": "passed", "F": "failed", "E": "error", "f": "xfailed", "s": "skipped"}
+    verdicts: dict[str, Verdict] = {}
+    for line in _lines(log):
+        if found := _SYMPY.match(line.strip()):
+            verdicts[found["test"]] = words.get(found["word"], "failed")
+        elif found := _SYMPY_HEADING.match(line):
+            verdicts[f"{found['file']}:{found['test']}"] = "failed"
+    return verdicts
+
+
+def _by_word(log: str, pattern: re.Pattern[str], words: Mapping[str, Verdict]) -> dict[str, Verdict]:
+    found = filter(None, (pattern.match(line) for line in _lines(log)))
+    return {match["test"]: words[match["word"]] for match in found}
+
+
+def parse_gotest(log: str) -> dict[str, Verdict]:
+    """``go test -v``."""
+    return _by_word(log, _GO, {"PASS": "passed", "FAIL": "failed", "SKIP": "skipped"})
+
+
+def parse_cargo(log: str) -> dict[str, Verdict]:
+    """``cargo test``."""
+    return _by_word(log, _CARGO, {"ok": "passed", "FAILED": "failed", "ignored": "skipped"})
+
+
+def parse_tap(log: str) -> dict[str, Verdict]:
+    """Test Anything Protocol: the description is the id. https://testanything.org/tap-version-14-specification.html"""
+    verdicts: dict[str, Verdict] = {}
+    for match in (_TAP.match(line) for line in _lines(log)):
+        if match and match["test"]:
+            skipped = match["directive"] is not None
+            verdicts[match["test"]] = "skipped" if skipped else "passed" if match["word"] == "ok" else "failed"
+    return verdicts
+
+
+def parse_r2e(log: str) -> dict[str, Verdict]:
+    """R2E-Gym: pytest's short summary alone, ids without their file and joined by dots (``TestX.test_y``)."""
+    summary = log.rpartition("short test summary info")[2]
+    verdicts: dict[str, Verdict] = {}
+    for line in _lines(summary):
+        if (found := _PYTEST.match(line)) and "::" in found["rest"]:
+            verdicts[".".join(found["rest"].split(" - ")[0].split("::")[1:])] = _WORDS[found["word"]]
+    return verdicts
+
+
+PARSERS: Mapping[str, Parser] = {
+    "cargo": parse_cargo,
+    "django": parse_django,
+    "gotest": parse_gotest,
+    "pytest": parse_pytest,
+    "pytest_options": parse_pytest_options,
+    "pytest_v2": parse_pytest_v2,
+    "r2e": parse_r2e,
+    "sympy": parse_sympy,
+    "tap": parse_tap,
+    "unittest": parse_unittest,
+}
+# The benchmark has a parser for each repository; most are one of those above by another name.
+_ALIASES: Mapping[str, str] = {
+    **dict.fromkeys(("astroid", "flask", "marshmallow", "pvlib", "pyvista", "sqlfluff", "xarray"), "pytest"),
+    **dict.fromkeys(("matplotlib", "seaborn"), "pytest"),
+    **dict.fromkeys(("pydicom", "requests", "pylint"), "pytest_options"),
+    **dict.fromkeys(("astropy", "scikit", "sphinx"), "pytest_v2"),
+}
+
+
+def get_parser(name: str) -> Parser:
+    """The parser called `name`, or one of your own given as ``module:function``. Raises `BadTaskError`."""
+    module, separator, function = name.partition(":")
+    if separator:
+        try:
+            found = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise BadTaskError(f"cannot load the log parser {name}: {error}") from error
+        return _checked(name, found)
+    bare = name.removeprefix("parse_log_")
+    try:
+        return PARSERS[_ALIASES.get(bare, bare)]
+    except KeyError:
+        known = ", ".join(sorted(PARSERS))
+        raise BadTaskError(f"no log parser {name!r}; there are {known}; or give module:function") from None
+
+
+def _checked(name: str, parse: Parser) -> Parser:
+    allowed = set(get_args(Verdict))
+
+    def parsed(log: str) -> Mapping[str, Verdict]:
+        verdicts = parse(log)
+        if wrong := {str(verdict) for verdict in verdicts.values()} - allowed:
+            raise BadTaskError(f"the log parser {name} gave {', '.join(sorted(wrong))}; verdicts are {sorted(allowed)}")
+        return verdicts
+
+    return parsed
+
+
+def named_tests(value: object) -> tuple[str, ...]:
+    """FAIL_TO_PASS and its like, which some data sets hold as a list and others as the JSON text of one.
+
+    Raises `BadTaskError`.
+    """
+    if isinstance(value, str):
+        text = value
+        try:
+            value = json.loads(text) if text.strip() else []
+        except json.JSONDecodeError:
+            raise BadTaskError(f"is text that is no JSON list: {text[:60]!r}") from None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise BadTaskError("must be a list of test names")
+    return tuple(value)
