@@ -52,36 +52,14 @@ ROUNDING = {"gpt2": 1e-11, "qwen3": 2e-6}
 def model(kind: str, attention: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
     """Two layers with tied embeddings and random weights, large enough for sharp distributions."""
     torch.manual_seed(seed)
+    common = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "attn_implementation": attention}
     if kind == "gpt2":
-        gpt2 = GPT2Config(
-            vocab_size=VOCABULARY,
-            n_embd=24,
-            n_layer=2,
-            n_head=3,
-            n_positions=128,
-            initializer_range=0.3,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            resid_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-            attn_implementation=attention,
-        )
-        return GPT2LMHeadModel(gpt2).to(dtype).train()
-    qwen3 = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        tie_word_embeddings=True,
-        attn_implementation=attention,
-    )
-    return Qwen3ForCausalLM(qwen3).to(dtype).train()
+        sizes = {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0}
+        off = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+        return GPT2LMHeadModel(GPT2Config(**sizes, **off, **common)).to(dtype).train()
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True}
+    return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **common)).to(dtype).train()
 
 
 class Step:

@@ -43,7 +43,7 @@ def test_a_small_tree_by_hand() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.lists(TOKENS, min_size=1, max_size=8))
 def test_every_prefix_is_stored_once(lists: list[list[int]]) -> None:
     sequences = [array(tokens) for tokens in lists]
@@ -97,7 +97,7 @@ def test_a_branch_may_leave_its_parent_above_the_parents_own_tokens() -> None:
     assert len(tree) == 3 + 2 + 1 + 1
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(st.lists(st.tuples(TOKENS, st.integers(0, 99), st.integers(0, 99)), min_size=1, max_size=9))
 def test_explicit_forests_of_any_shape(drawn: list[tuple[list[int], int, int]]) -> None:
     branches: list[Branch] = []
