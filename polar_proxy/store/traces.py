@@ -1,4 +1,7 @@
-"""Traces: only their spans are stored; the tokens stay with the calls and are put together again on reading."""
+"""Traces: only their spans are stored; the tokens stay with the calls and are put together again on reading.
+
+Rescored log-probabilities are the exception: nothing else has them, so they are stored with their trace.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.base import Part
+from polar_proxy.store.codec import Codec
 from polar_proxy.store.load import fetch
 from polar_proxy.types import CallRecord, Json, Logprobs, Span, TokenIds, Trace
 
@@ -35,17 +39,21 @@ class Traces(Part):
         """Replace what this builder made of this session before.
 
         `excluded` maps the call ids that went into no trace to the reason. Raises StoreError, and changes nothing,
-        when a trace is not what its spans say: its tokens would come back as something else. `certificates` are by
-        trace id.
+        when a trace is not what its spans say (its tokens would come back as something else) or branches from one that
+        is not among `traces`. `certificates` are by trace id.
         """
+        ids = {trace.trace_id for trace in traces}
         for trace in traces:
             if trace.session_id != session_id or trace.builder != builder or trace.rollout_id != rollout_id:
                 raise StoreError(f"The trace {trace.trace_id} is of another session, rollout or builder")
+            if trace.parent_trace_id is not None and trace.parent_trace_id not in ids:
+                raise StoreError(f"The trace {trace.trace_id} branches from one that is not put with it")
         async with self._database.reading() as connection:
             found = await fetch(connection, schema.calls.c.session_id == session_id)
         await asyncio.to_thread(_check, traces, found.records)
         now = time.time()
-        rows = [_trace_row(trace, (certificates or {}).get(trace.trace_id), now) for trace in traces]
+        codec = Codec()
+        rows = [_trace_row(trace, (certificates or {}).get(trace.trace_id), now, codec) for trace in traces]
         spans = [row for trace in traces for row in _span_rows(trace)]
         reasons = [
             {"session_id": session_id, "builder": builder, "call_id": call_id, "reason": reason}
@@ -129,7 +137,7 @@ async def _spans(connection: AsyncConnection, where: ColumnElement[bool]) -> dic
     return {trace_id: tuple(spans) for trace_id, spans in found.items()}
 
 
-def _trace_row(trace: Trace, certificate: Json | None, now: float) -> dict[str, Any]:
+def _trace_row(trace: Trace, certificate: Json | None, now: float, codec: Codec) -> dict[str, Any]:
     return {
         "trace_id": trace.trace_id,
         "session_id": trace.session_id,
@@ -141,6 +149,9 @@ def _trace_row(trace: Trace, certificate: Json | None, now: float) -> dict[str, 
         "trained_tokens": int(np.count_nonzero(trace.loss_mask)),
         "reward": trace.reward,
         "grade": trace.grade,
+        "parent_trace_id": trace.parent_trace_id,
+        "branch_at": trace.branch_at,
+        "logprobs": codec.pack_logprobs(trace.logprobs[trace.loss_mask == 1]) if trace.rescored else None,
         "call_ids": list(trace.call_ids),
         "certificate": certificate,
         "created_at": now,
@@ -166,9 +177,12 @@ def _rebuild(
     rows: Sequence[Any], spans: Mapping[str, tuple[Span, ...]], calls: Mapping[str, CallRecord]
 ) -> list[Trace]:
     found = []
+    codec = Codec()
     for row in rows:
         own = spans.get(row.trace_id, ())
         token_ids, loss_mask, logprobs = _sequence(row.trace_id, own, calls)
+        if row.logprobs is not None:
+            logprobs = _rescored(row.trace_id, loss_mask, codec.unpack_logprobs(row.logprobs))
         found.append(
             Trace(
                 trace_id=row.trace_id,
@@ -184,6 +198,9 @@ def _rebuild(
                 call_ids=tuple(row.call_ids),
                 reward=row.reward,
                 grade=row.grade,
+                parent_trace_id=row.parent_trace_id,
+                branch_at=row.branch_at,
+                rescored=row.logprobs is not None,
             )
         )
     return found
@@ -193,12 +210,23 @@ def _check(traces: Sequence[Trace], load: Any) -> None:
     calls = {call.call_id: call for call in load()}
     for trace in traces:
         token_ids, loss_mask, logprobs = _sequence(trace.trace_id, trace.spans, calls)
+        if trace.rescored and len(trace.logprobs) == len(loss_mask):
+            logprobs = np.where(loss_mask == 1, np.nan_to_num(trace.logprobs), np.nan).astype(np.float32)
         if not (
             np.array_equal(token_ids, trace.token_ids)
             and np.array_equal(loss_mask, trace.loss_mask)
             and np.array_equal(logprobs, trace.logprobs, equal_nan=True)
         ):
             raise StoreError(f"The trace {trace.trace_id} is not what its spans say: tokens, mask or log-probabilities")
+
+
+def _rescored(trace_id: str, loss_mask: Any, values: Logprobs) -> Logprobs:
+    """float32 [n]: one of the stored numbers for each sampled position, NaN elsewhere."""
+    logprobs: Logprobs = np.full(loss_mask.size, np.nan, np.float32)
+    if values.size != np.count_nonzero(loss_mask):
+        raise StoreError(f"The trace {trace_id} has another number of stored log-probabilities than sampled tokens")
+    logprobs[loss_mask == 1] = values
+    return logprobs
 
 
 def _sequence(trace_id: str, spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> tuple[TokenIds, Any, Logprobs]:

@@ -74,6 +74,45 @@ async def test_a_reward_can_be_given_to_a_trace(store: Store) -> None:
     assert row.reward is None
 
 
+async def test_branches_come_back(store: Store) -> None:
+    session_id, calls = await _two_turns(store)
+    root = replace(trace_of(calls[:1], "tree"), index=0)
+    prompt = calls[1].prompt_ids
+    assert prompt is not None
+    own = replace(
+        root,
+        trace_id="trc_branch",
+        index=1,
+        prompt_length=len(prompt) - 9,
+        token_ids=np.concatenate([prompt[9:], calls[1].choices[0].token_ids]),
+        loss_mask=np.array([0] * (len(prompt) - 9) + [1] * 30, np.uint8),
+        logprobs=np.concatenate([np.full(len(prompt) - 9, np.nan, np.float32), calls[1].choices[0].logprobs]),
+        spans=(Span("context", calls[1].call_id, 9, len(prompt)), Span("sampled", calls[1].call_id, 0, 30)),
+        call_ids=(calls[1].call_id,),
+        parent_trace_id=root.trace_id,
+        branch_at=9,
+    )
+    await store.put_traces([root, own], {}, "tree", session_id)
+    assert_same(await store.traces(session_id=session_id, builder="tree"), [root, own])
+    with pytest.raises(StoreError, match="branches from"):
+        await store.put_traces([own], {}, "tree", session_id)
+
+
+async def test_rescored_log_probabilities_come_back(store: Store) -> None:
+    session_id, calls = await _two_turns(store)
+    trace = trace_of(calls)
+    later = replace(trace, logprobs=trace.logprobs * np.float32(1.25), rescored=True, grade="marked")
+    await store.put_traces([later], {}, "merged", session_id)
+    assert_same(await store.traces(session_id=session_id), [later])
+    for place, value in ((0, -0.5), (-1, np.nan), (-1, np.inf)):
+        hurt = later.logprobs.copy()
+        hurt[place] = value
+        with pytest.raises(StoreError, match="log-probabilities"):
+            await store.put_traces([replace(later, logprobs=hurt)], {}, "merged", session_id)
+    with pytest.raises(StoreError, match="log-probabilities"):
+        await store.put_traces([replace(later, rescored=False)], {}, "merged", session_id)
+
+
 def _wrong(trace: Trace) -> dict[str, Trace]:
     tokens, mask, logprobs = trace.token_ids.copy(), trace.loss_mask.copy(), trace.logprobs.copy()
     tokens[0] += 1
