@@ -4,16 +4,25 @@ A cell is two header bytes and a body. Byte 0 is the version of this format; byt
 
     bits 0-2  kind: 0 bytes, 1 token ids (int32), 2 log-probabilities (float32)
     bits 3-5  width: bytes kept per number (ids: the narrowest of 1-4 that holds all of them; float32: 4)
+    bit  6    the body is raw deflate (RFC 1951) with what stands before it as the preset dictionary
     bit  7    the body is a zstd frame (only where that is smaller)
 
 Numbers lie in byte planes: first the lowest byte of every number, then the next byte of every number, and so on,
 little-endian. The high bytes of neighbours resemble each other, so zstd finds more in planes than in whole numbers.
+Under bit 6 they lie whole, little-endian: there it is the repetition of earlier tokens that is found.
+
+What stands before a short piece (the conversation before a message, the prompt before an answer) tells most of it: a
+file is listed, then quoted, then edited. A third of a run's bytes is saved so. `CONTEXT` bytes of it are used; of
+tokens, the lowest `width` bytes of each. zstd takes a dictionary as well, but costs twice the time for it.
 
 Promise: unpacking gives back exactly what was packed, bit for bit, NaN payloads included. A cell of an unknown
 version or kind raises StoreError; it is never guessed at.
 """
 
 from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +32,18 @@ from polar_proxy.errors import StoreError
 from polar_proxy.types import Logprobs, TokenIds
 
 VERSION = 1
+CONTEXT = 16_384
+"""Bytes of what stands before a piece that its packing may refer to. Part of the format."""
+NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
+
 _BYTES, _IDS, _FLOATS = 0, 1, 2
+_DEFLATE = 0x40
 _ZSTD = 0x80
-_TOO_SHORT_FOR_ZSTD = 32
+_TOO_SHORT = 32
 """A zstd frame of fewer bytes than this is never smaller than what it holds."""
+_TOO_LONG_FOR_DEFLATE = 16_384
+"""Longer pieces say enough by themselves, and zstd is five times faster."""
+_DEFLATE_LEVEL = 5
 
 
 class Codec:
@@ -36,53 +53,115 @@ class Codec:
         self._compressor = zstandard.ZstdCompressor(level=level)
         self._decompressor = zstandard.ZstdDecompressor()
 
-    def pack_bytes(self, content: bytes) -> bytes:
+    def pack_bytes(self, content: bytes, before: bytes = b"") -> bytes:
+        """`before`: what stands before it (`bytes_before`); the same must be given to unpack it."""
+        if before and (packed := _deflated(content, before[-CONTEXT:])) is not None:
+            return bytes((VERSION, _BYTES | 1 << 3 | _DEFLATE)) + packed
         return self._cell(_BYTES, 1, content)
 
-    def pack_ids(self, ids: TokenIds) -> bytes:
-        """`ids`: int32 [n]."""
+    def pack_ids(self, ids: TokenIds, before: TokenIds = NO_IDS) -> bytes:
+        """`ids`: int32 [n]; `before`: int32 [m], the tokens before them, to be given again for unpacking."""
         width = 4 if ids.size == 0 or int(ids.min()) < 0 else max(1, (int(ids.max()).bit_length() + 7) // 8)
+        if before.size and (packed := _deflated(_whole(ids, width), _ids_before(before, width))) is not None:
+            return bytes((VERSION, _IDS | width << 3 | _DEFLATE)) + packed
         return self._cell(_IDS, width, _planes(ids, "<i4", width))
 
     def pack_logprobs(self, logprobs: Logprobs) -> bytes:
         """`logprobs`: float32 [n]."""
         return self._cell(_FLOATS, 4, _planes(logprobs, "<f4", 4))
 
-    def unpack_bytes(self, cell: bytes) -> bytes:
-        return self._body(cell, _BYTES)[1]
+    def unpack_bytes(self, cell: bytes, before: bytes = b"") -> bytes:
+        width, body = self._head(cell, _BYTES)
+        return _inflated(body, before[-CONTEXT:]) if cell[1] & _DEFLATE else self._body(cell, width, body)
 
-    def unpack_ids(self, cell: bytes) -> TokenIds:
-        width, body = self._body(cell, _IDS)
-        return _from_planes(body, width).view("<i4").astype(np.int32, copy=False)
+    def unpack_ids(self, cell: bytes, before: TokenIds = NO_IDS) -> TokenIds:
+        width, body = self._head(cell, _IDS)
+        if cell[1] & _DEFLATE:
+            numbers = _from_whole(_inflated(body, _ids_before(before, width)), width)
+        else:
+            numbers = _from_planes(self._body(cell, width, body), width)
+        return numbers.view("<i4").astype(np.int32, copy=False)
 
     def unpack_logprobs(self, cell: bytes) -> Logprobs:
-        width, body = self._body(cell, _FLOATS)
-        return _from_planes(body, width).view("<f4").astype(np.float32, copy=False)
+        width, body = self._head(cell, _FLOATS)
+        return _from_planes(self._body(cell, width, body), width).view("<f4").astype(np.float32, copy=False)
 
     def _cell(self, kind: int, width: int, body: bytes) -> bytes:
         flags = kind | width << 3
-        if len(body) >= _TOO_SHORT_FOR_ZSTD:
+        if len(body) >= _TOO_SHORT:
             packed = self._compressor.compress(body)
             if len(packed) < len(body):
                 return bytes((VERSION, flags | _ZSTD)) + packed
         return bytes((VERSION, flags)) + body
 
-    def _body(self, cell: bytes, kind: int) -> tuple[int, bytes]:
+    def _head(self, cell: bytes, kind: int) -> tuple[int, bytes]:
+        """Width and body."""
         if len(cell) < 2 or cell[0] != VERSION:
             found = f"version {cell[0]}" if cell else "an empty cell"
             raise StoreError(f"A stored value has {found}; this Polar reads version {VERSION}: update Polar")
-        flags, body = cell[1], cell[2:]
+        flags = cell[1]
         width = flags >> 3 & 7
-        if flags & 7 != kind or not 1 <= width <= 4:
+        if flags & 7 != kind or not 1 <= width <= 4 or flags & (_ZSTD | _DEFLATE) == _ZSTD | _DEFLATE:
             raise StoreError(f"A stored value is of kind {flags & 7}, expected {kind}: the database is damaged")
-        if flags & _ZSTD:
+        return width, cell[2:]
+
+    def _body(self, cell: bytes, width: int, body: bytes) -> bytes:
+        if cell[1] & _ZSTD:
             try:
                 body = self._decompressor.decompress(body)
             except zstandard.ZstdError as error:
                 raise StoreError("A stored value cannot be decompressed: the database is damaged") from error
         if len(body) % width:
             raise StoreError("A stored array is cut short: the database is damaged")
-        return width, body
+        return body
+
+
+def bytes_before(contents: Sequence[bytes]) -> bytes:
+    """What stands behind `contents` may refer to: their last `CONTEXT` bytes, put in a row."""
+    pieces: list[bytes] = []
+    room = CONTEXT
+    for content in reversed(contents):
+        pieces.append(content[-room:])
+        room -= len(content)
+        if room <= 0:
+            break
+    return b"".join(reversed(pieces))
+
+
+def _ids_before(before: TokenIds, width: int) -> bytes:
+    return _whole(before[-(CONTEXT // width) :], width)
+
+
+def _deflated(body: bytes, before: bytes) -> bytes | None:
+    """None where it is not smaller, or not worth the time."""
+    if not _TOO_SHORT <= len(body) <= _TOO_LONG_FOR_DEFLATE:
+        return None
+    packer = zlib.compressobj(_DEFLATE_LEVEL, zlib.DEFLATED, -15, 9, zlib.Z_DEFAULT_STRATEGY, before)
+    packed = packer.compress(body) + packer.flush()
+    return packed if len(packed) < len(body) else None
+
+
+def _inflated(body: bytes, before: bytes) -> bytes:
+    unpacker = zlib.decompressobj(-15, before)
+    try:
+        found = unpacker.decompress(body) + unpacker.flush()
+    except zlib.error as error:
+        raise StoreError("A stored value cannot be decompressed: the database is damaged") from error
+    if not unpacker.eof or unpacker.unused_data:
+        raise StoreError("A stored value is cut short or goes on behind its end: the database is damaged")
+    return found
+
+
+def _whole(ids: TokenIds, width: int) -> bytes:
+    return np.ascontiguousarray(ids, dtype="<i4").view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
+
+
+def _from_whole(body: bytes, width: int) -> npt.NDArray[np.uint8]:
+    if len(body) % width:
+        raise StoreError("A stored array is cut short: the database is damaged")
+    numbers = np.zeros((len(body) // width, 4), dtype=np.uint8)
+    numbers[:, :width] = np.frombuffer(body, dtype=np.uint8).reshape(-1, width)
+    return numbers.reshape(-1)
 
 
 def _planes(numbers: npt.NDArray[np.int32] | npt.NDArray[np.float32], dtype: str, width: int) -> bytes:

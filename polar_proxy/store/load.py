@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import jsontext
-from polar_proxy.store.codec import Codec
+from polar_proxy.store.codec import NO_IDS, Codec, bytes_before
 from polar_proxy.store.schema import calls, completions, engines, nodes, settings
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, TokenIds
 
@@ -76,27 +76,20 @@ class Fetched:
         self._prompts: dict[bytes, TokenIds] = {}
 
     def records(self) -> list[CallRecord]:
-        choices: dict[str, list[Choice]] = defaultdict(list)
+        chosen: dict[str, list[Any]] = defaultdict(list)
         for row in self._chosen:
-            choices[row.call_id].append(
-                Choice(
-                    index=row.choice_index,
-                    message=jsontext.loads(self._codec.unpack_bytes(row.message)),
-                    finish_reason=row.finish_reason,
-                    token_ids=self._codec.unpack_ids(row.token_ids),
-                    logprobs=self._codec.unpack_logprobs(row.logprobs),
-                    versions=tuple((start, version) for start, version in row.versions or ()),
-                )
-            )
+            chosen[row.call_id].append(row)
         infos: dict[bytes, EngineInfo] = {}
-        return [self._record(row, tuple(choices[row.call_id]), infos) for row in self._rows]
+        return [self._record(row, chosen[row.call_id], infos) for row in self._rows]
 
-    def _record(self, row: Any, choices: tuple[Choice, ...], infos: dict[bytes, EngineInfo]) -> CallRecord:
+    def _record(self, row: Any, chosen: Sequence[Any], infos: dict[bytes, EngineInfo]) -> CallRecord:
         engine = None
         if row.engine_hash is not None:
             if row.engine_hash not in infos:
                 infos[row.engine_hash] = _engine_info(row.engine_info)
             engine = infos[row.engine_hash]
+        messages = self._messages(row.messages_node, row.message_count)
+        prompt = None if row.prompt_tokens is None else self.prompt(row.prompt_node)
         return CallRecord(
             call_id=row.call_id,
             session_id=row.session_id,
@@ -120,55 +113,75 @@ class Fetched:
             prompt_reason=row.prompt_reason,
             base_call_id=row.base_call_id,
             base_choice=row.base_choice,
-            messages=self._messages(row.messages_node, row.message_count),
-            tools=None if row.tools_node is None else self._content(row.tools_node),
+            messages=messages,
+            tools=None if row.tools_node is None else self._content(row.tools_node, ()),
             params=row.params,
             sampling=row.sampling,
-            prompt_ids=None if row.prompt_tokens is None else self._prompt(row.prompt_node),
-            choices=choices,
+            prompt_ids=prompt,
+            choices=self._choices(chosen, messages, prompt),
             started_at=row.started_at,
             first_token_at=row.first_token_at,
             ended_at=row.ended_at,
             cached_tokens=row.cached_tokens,
         )
 
+    def _choices(self, chosen: Sequence[Any], messages: Sequence[bytes], prompt: TokenIds | None) -> tuple[Choice, ...]:
+        before = bytes_before(messages) if chosen else b""
+        return tuple(
+            Choice(
+                index=row.choice_index,
+                message=jsontext.loads(self._codec.unpack_bytes(row.message, before)),
+                finish_reason=row.finish_reason,
+                token_ids=self._codec.unpack_ids(row.token_ids, NO_IDS if prompt is None else prompt),
+                logprobs=self._codec.unpack_logprobs(row.logprobs),
+                versions=tuple((start, version) for start, version in row.versions or ()),
+            )
+            for row in chosen
+        )
+
     def _messages(self, head: bytes | None, count: int) -> tuple[bytes, ...]:
-        found = []
+        chain: list[bytes] = []
         while head is not None:
-            found.append(self._content(head))
+            chain.append(head)
             head = self._link(head).parent_id
-        if len(found) != count:
-            raise StoreError(f"A conversation of {count} messages has {len(found)} stored: the database is damaged")
-        return tuple(reversed(found))
+        if len(chain) != count:
+            raise StoreError(f"A conversation of {count} messages has {len(chain)} stored: the database is damaged")
+        found: list[bytes] = []
+        for node in reversed(chain):
+            found.append(self._content(node, found))
+        return tuple(found)
 
     def _link(self, node: bytes) -> Any:
         if node not in self._links:
             raise StoreError(f"The node {node.hex()} of a stored chain is missing: the database is damaged")
         return self._links[node]
 
-    def _content(self, node: bytes) -> bytes:
+    def _content(self, node: bytes, above: Sequence[bytes]) -> bytes:
         if node not in self._bytes:
-            self._bytes[node] = self._codec.unpack_bytes(self._link(node).data)
+            self._bytes[node] = self._codec.unpack_bytes(self._link(node).data, bytes_before(above))
         return self._bytes[node]
 
-    def _prompt(self, head: bytes | None) -> TokenIds:
+    def prompt(self, head: bytes | None) -> TokenIds:
         """The prompt that ends at `head`. What an earlier prompt of the session has in common is copied whole."""
         if head is None:
             return np.empty(0, dtype=np.int32)
-        pieces: list[TokenIds] = []
+        new: list[bytes] = []
         node: bytes | None = head
-        while node is not None:
-            if node in self._prompts:
-                pieces.append(self._prompts[node])
-                break
-            if node not in self._ids:
-                self._ids[node] = self._codec.unpack_ids(self._link(node).data)
-            pieces.append(self._ids[node])
+        while node is not None and node not in self._prompts:
+            new.append(node)
             node = self._link(node).parent_id
-        pieces.reverse()
-        prompt = np.concatenate(pieces) if len(pieces) > 1 else pieces[0].copy()
-        if prompt.size != self._link(head).total:
-            raise StoreError("A prompt has not as many tokens as its chain counts: the database is damaged")
+        known = NO_IDS if node is None else self._prompts[node]
+        prompt = np.empty(self._link(head).total, dtype=np.int32)
+        end = known.size
+        prompt[:end] = known
+        for node in reversed(new):
+            if node not in self._ids:
+                self._ids[node] = self._codec.unpack_ids(self._link(node).data, prompt[:end])
+            piece = self._ids[node]
+            if end + piece.size != self._link(node).total:
+                raise StoreError("A prompt has not as many tokens as its chain counts: the database is damaged")
+            prompt[end : end + piece.size] = piece
+            end += piece.size
         # The next call's prompt does not contain this one's last segment (the generation prompt), so the memo is of
         # the chain up to its parent.
         parent = self._link(head).parent_id

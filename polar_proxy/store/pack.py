@@ -10,9 +10,9 @@ import numpy as np
 from polar_proxy.errors import StoreError
 from polar_proxy.store import jsontext
 from polar_proxy.store.chains import Known, Node, bytes_chain, content_hash
-from polar_proxy.store.codec import Codec
+from polar_proxy.store.codec import NO_IDS, Codec, bytes_before
 from polar_proxy.store.memo import Asked, LastAsked, message_chain, prompt_chain
-from polar_proxy.types import CallRecord, Choice, EngineInfo, Json
+from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, TokenIds
 
 Row = dict[str, object]
 
@@ -98,7 +98,8 @@ class Packer:
         prompt, before = self._prompt(record, last)
         prompt_head = prompt[-1] if prompt else before
         params, sampling = _setting(record.params), _setting(record.sampling)
-        completions = [self._completion(record.call_id, choice) for choice in record.choices]
+        before_answer = bytes_before(record.messages) if record.choices else b""
+        completions = [self._completion(record, choice, before_answer) for choice in record.choices]
         engine = self._engine(record.engine)
 
         for key, row in (params, sampling):
@@ -109,7 +110,7 @@ class Packer:
         for chain in (messages[stored:], tools, prompt):
             for node in chain:
                 if node.id not in self._known and node.id not in batch.nodes:
-                    batch.nodes[node.id] = (node.depth, self._node_row(node))
+                    batch.nodes[node.id] = (node.depth, node_row(node, self._codec, _before(node, record)))
 
         prompt_tokens = None if record.prompt_ids is None else int(record.prompt_ids.size)
         completion_tokens = sum(int(choice.token_ids.size) for choice in record.choices)
@@ -167,7 +168,7 @@ class Packer:
         _require_array(record.prompt_ids, np.int32, "prompt_ids")
         return prompt_chain(record.prompt_ids, _end_of_turn(record), last)
 
-    def _completion(self, call_id: str, choice: Choice) -> Row:
+    def _completion(self, record: CallRecord, choice: Choice, before: bytes) -> Row:
         _require_array(choice.token_ids, np.int32, "token_ids")
         _require_array(choice.logprobs, np.float32, "logprobs")
         if choice.token_ids.size != choice.logprobs.size:
@@ -175,12 +176,14 @@ class Packer:
                 f"choice {choice.index} has {choice.token_ids.size} tokens and {choice.logprobs.size} log-probabilities"
             )
         return {
-            "call_id": call_id,
+            "call_id": record.call_id,
             "choice_index": choice.index,
             "finish_reason": choice.finish_reason,
             "tokens": int(choice.token_ids.size),
-            "message": self._codec.pack_bytes(jsontext.dumps(choice.message)),
-            "token_ids": self._codec.pack_ids(choice.token_ids),
+            "message": self._codec.pack_bytes(jsontext.dumps(choice.message), before),
+            "token_ids": self._codec.pack_ids(
+                choice.token_ids, NO_IDS if record.prompt_ids is None else record.prompt_ids
+            ),
             "logprobs": self._codec.pack_logprobs(choice.logprobs),
             "versions": [list(run) for run in choice.versions] or None,
         }
@@ -189,28 +192,48 @@ class Packer:
         if info is None:
             return None
         if info not in self._engines:
-            as_json = {**asdict(info), "capabilities": sorted(info.capabilities)}
-            key = content_hash(jsontext.dumps(as_json))
-            row: Row = {
-                "engine_hash": key,
-                "engine": info.engine,
-                "version": info.version,
-                "model": info.model,
-                "info": as_json,
-            }
-            self._engines[info] = (key, row)
+            self._engines[info] = engine_row(info)
         return self._engines[info]
 
-    def _node_row(self, node: Node) -> Row:
-        content = node.content
-        return {
-            "node_id": node.id,
-            "parent_id": node.parent,
-            "kind": node.kind,
-            "length": node.length,
-            "total": node.total,
-            "data": (self._codec.pack_bytes(content) if isinstance(content, bytes) else self._codec.pack_ids(content)),
-        }
+
+def engine_row(info: EngineInfo) -> tuple[bytes, Row]:
+    """(key, row) of an engine's description."""
+    as_json = {**asdict(info), "capabilities": sorted(info.capabilities)}
+    key = content_hash(jsontext.dumps(as_json))
+    row: Row = {
+        "engine_hash": key,
+        "engine": info.engine,
+        "version": info.version,
+        "model": info.model,
+        "info": as_json,
+    }
+    return key, row
+
+
+def node_row(node: Node, codec: Codec, before: bytes | TokenIds = b"") -> Row:
+    """The row of one link of a chain. `before`: what its chain holds above it (messages: `bytes_before`; tokens: int32
+    [total - length]), for it to be packed better; nothing, where that is not at hand."""
+    content = node.content
+    if isinstance(content, bytes):
+        data = codec.pack_bytes(content, before if isinstance(before, bytes) else b"")
+    else:
+        data = codec.pack_ids(content, NO_IDS if isinstance(before, bytes) else before)
+    return {
+        "node_id": node.id,
+        "parent_id": node.parent,
+        "kind": node.kind,
+        "length": node.length,
+        "total": node.total,
+        "data": data,
+    }
+
+
+def _before(node: Node, record: CallRecord) -> bytes | TokenIds:
+    if node.kind == "message":
+        return bytes_before(record.messages[: node.depth])
+    if node.kind == "tokens" and record.prompt_ids is not None:
+        return record.prompt_ids[: node.total - node.length]
+    return b""
 
 
 def _end_of_turn(record: CallRecord) -> tuple[int, ...]:

@@ -1,0 +1,256 @@
+"""Model calls of a coding agent, made up but of real text: what the store and its peer are given to keep.
+
+Text: source code, searches, listings and docstrings of Python's own standard library, so that it repeats itself about
+as much as an agent's work does. Tokens: of polar-tiny's tokenizer. Log-probabilities: random float32, most of them near
+zero as a trained policy's are; their lowest bits are noise, as everywhere. The same seed gives the same calls.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from tokenizers import Tokenizer
+
+from polar_proxy.history import SessionHistory
+from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json, Logprobs, Message, TokenIds, ToolCall
+
+MODELS = Path(__file__).parents[2] / "polar_proxy" / "models" / "polar_tiny"
+MODULES = (
+    *("argparse", "ast", "asyncio/base_events", "base64", "bisect", "calendar", "collections/__init__", "configparser"),
+    *("contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "dis", "doctest", "email/message"),
+    *("enum", "fractions", "ftplib", "functools", "gettext", "glob", "gzip", "heapq", "html/parser", "http/client"),
+    *("http/cookies", "imaplib", "inspect", "ipaddress", "json/decoder", "linecache", "locale", "logging/__init__"),
+    *("mailbox", "optparse", "os", "pathlib", "pdb", "pickle", "platform", "plistlib", "pprint", "queue", "random"),
+    *(
+        "sched",
+        "selectors",
+        "shelve",
+        "shlex",
+        "shutil",
+        "smtplib",
+        "socketserver",
+        "sqlite3/dump",
+        "ssl",
+        "statistics",
+    ),
+    *("string", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "timeit", "tokenize", "trace", "typing"),
+    *("unittest/case", "urllib/parse", "uuid", "warnings", "weakref", "xml/dom/minidom", "zipfile"),
+)
+END = "<|im_end|>"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One call: the conversation that is sent (OpenAI form), the answer, and the exact tokens of both."""
+
+    messages: tuple[Json, ...]
+    answer: Json
+    prompt_ids: TokenIds
+    token_ids: TokenIds
+    logprobs: Logprobs
+    started_at: float
+
+
+def tools() -> list[Json]:
+    text: Json = {"type": "string"}
+    made = []
+    for name, about, fields in (
+        ("bash", "Run a command in the repository and return what it prints. The shell keeps its folder.", ["command"]),
+        ("edit", "Replace a piece of a file. The old text must occur once, exactly.", ["path", "old", "new"]),
+        ("finish", "End the work with a summary of what was changed and how it was tested.", ["summary"]),
+    ):
+        schema = {"type": "object", "properties": dict.fromkeys(fields, text), "required": fields}
+        made.append({"type": "function", "function": {"name": name, "description": about, "parameters": schema}})
+    return made
+
+
+def conversation(turns: int, tokens: int, seed: int = 1) -> list[Turn]:
+    """`turns` calls, each of which extends the one before; the last prompt and answer have `tokens` tokens together
+    (within one observation's length)."""
+    rng, noise = random.Random(seed), np.random.default_rng(seed)
+    system = f"You fix bugs in the Python library `lib{seed}`.\n\n" + "\n".join(_docstrings(rng, 12))
+    messages: list[Json] = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": "Fix this, then run the tests.\n\n" + "\n".join(_docstrings(rng, 3))},
+    ]
+    head = f"<|im_start|>system\n{system}\n\n# Tools\n" + "\n".join(json.dumps(tool) for tool in tools()) + END + "\n"
+    ids = [*_encode(head), *_encode(_turn("user", str(messages[1]["content"])))]
+    generation = _encode("<|im_start|>assistant\n")
+    made: list[Turn] = []
+    clock = 1_750_000_000.0
+    for number in range(turns):
+        thought, name, arguments, observation = _step(rng)
+        call_id = f"call_{rng.getrandbits(96):024x}"
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        answer: Json = {"role": "assistant", "content": thought, "tool_calls": [call]}
+        said = f'{thought}\n<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>{END}'
+        sampled = _encode(said)
+        logprobs = (-noise.gamma(0.25, 1.2, len(sampled))).astype(np.float32)
+        prompt = np.array([*ids, *generation], dtype=np.int32)
+        clock += rng.uniform(2, 20)
+        made.append(Turn(tuple(messages), answer, prompt, np.array(sampled, dtype=np.int32), logprobs, round(clock, 6)))
+        room = (tokens - len(ids)) // (turns - number)  # what each of the turns to come may add
+        shown = _encode(observation)[: max(16, room - len(sampled) - 16)]
+        observation = _tokenizer().decode(shown)
+        messages = [*messages, answer, {"role": "tool", "tool_call_id": call_id, "content": observation}]
+        ids += [
+            *generation,
+            *sampled,
+            *_encode("\n" + _turn("user", f"<tool_response>\n{observation}\n</tool_response>")),
+        ]
+    return made
+
+
+def records(session_id: str, turns: list[Turn], *, step: float = 0.0) -> Iterator[CallRecord]:
+    """The turns as the gateway records them, marks of history included. `step` moves their times."""
+    history = SessionHistory()
+    listed = tools()
+    written = orjson.dumps(listed)
+    for turn in turns:
+        started = turn.started_at + step
+        call_id = _call_id(session_id, started)
+        request = ChatRequest(model="polar-tiny", messages=tuple(map(_message, turn.messages)), tools=tuple(listed))
+        place = history.place(call_id, request, now=started)
+        marks = history.ended(place, [turn.answer], "ok", now=started + 1)
+        yield CallRecord(
+            call_id=call_id,
+            session_id=session_id,
+            dialect="openai_chat",
+            path="/v1/chat/completions",
+            stream=True,
+            model="polar-tiny",
+            engine=INFO,
+            weight_version="0",
+            logprob_mode="processed",
+            status="ok",
+            http_status=200,
+            error=None,
+            edge=place.edge,
+            parent_call_id=place.parent_call_id,
+            messages=tuple(json.dumps(message).encode() for message in turn.messages),
+            tools=written,
+            params={"model": "polar-tiny", "stream": True, "temperature": 1.0, "max_tokens": 8192},
+            sampling={"temperature": 1.0, "max_tokens": 8192, "logprobs": True},
+            prompt_ids=turn.prompt_ids,
+            choices=(Choice(0, turn.answer, "tool_calls", turn.token_ids, turn.logprobs),),
+            started_at=started,
+            first_token_at=started + 0.213874,
+            ended_at=started + 1.734651,
+            cached_tokens=0,
+            rule=place.rule,
+            ambiguous=place.ambiguous,
+            thread=place.thread,
+            marks=marks,
+        )
+
+
+INFO = EngineInfo(
+    engine="local",
+    version="4.57",
+    model="polar-tiny",
+    context_length=131_072,
+    template_hash="0" * 32,
+    logprob_mode="processed",
+    capabilities=frozenset({"token_ids", "logprobs", "tools", "token_prompt"}),
+    eos_token_ids=(1,),
+)
+
+
+def _step(rng: random.Random) -> tuple[str, str, dict[str, str], str]:
+    """A thought, a tool with its arguments, and what the tool answers."""
+    module = rng.choice(MODULES)
+    lines = _source(module)
+    start = rng.randrange(max(1, len(lines) - 160))
+    thought = " ".join(_docstrings(rng, 2))[:400]
+    kind = rng.randrange(5)
+    if kind < 2:
+        command = f"sed -n '{start + 1},{start + 160}p' {module}.py"
+        return thought, "bash", {"command": command}, "\n".join(lines[start : start + 160])
+    if kind == 2:
+        word = rng.choice(["self._", "raise ", "return ", "import ", "isinstance", "None", "lambda", "except"])
+        found = [
+            f"{name}.py:{at}:{line}"
+            for name in rng.sample(MODULES, 6)
+            for at, line in enumerate(_source(name), 1)
+            if word in line
+        ]
+        return thought, "bash", {"command": f"grep -rn {word!r} . | head -150"}, "\n".join(found[:150])
+    if kind == 3:
+        old = lines[start : start + rng.randrange(3, 9)]
+        new = [line.replace("self", "this", 1) for line in old] + _source(rng.choice(MODULES))[40:43]
+        arguments = {"path": f"{module}.py", "old": "\n".join(old), "new": "\n".join(new)}
+        shown = "\n".join(f"{at:6}\t{line}" for at, line in enumerate(lines[start : start + 120], start + 1))
+        return thought, "edit", arguments, f"The file {module}.py was changed:\n{shown}"
+    output = [f"test_{line.split('(')[0].split()[-1]} ({module}.Test) ... ok" for line in lines if "def " in line][:60]
+    trace = [
+        f'  File "{module}.py", line {start + at}, in run\n    {line.strip()}'
+        for at, line in enumerate(lines[start : start + 40])
+        if line.strip()
+    ]
+    return (
+        thought,
+        "bash",
+        {"command": f"python -m pytest -x -q tests/test_{module.split('/')[0]}.py"},
+        "\n".join(
+            [*output, "Traceback (most recent call last):", *trace, f"AssertionError: {rng.random()} != {rng.random()}"]
+        ),
+    )
+
+
+@cache
+def _source(module: str) -> list[str]:
+    return (Path(sysconfig.get_path("stdlib")) / f"{module}.py").read_text().splitlines()
+
+
+@cache
+def _documents(module: str) -> list[str]:
+    """The first paragraphs of the module's docstrings."""
+    tree = ast.parse("\n".join(_source(module)))
+    kinds = (ast.FunctionDef, ast.ClassDef, ast.Module)
+    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [" ".join(text.split("\n\n")[0].split()) for text in found if text] or ["Nothing is said."]
+
+
+def _docstrings(rng: random.Random, count: int) -> list[str]:
+    return [rng.choice(_documents(rng.choice(MODULES))) for _ in range(count)]
+
+
+@cache
+def _tokenizer() -> Any:
+    return Tokenizer.from_file(str(MODELS / "tokenizer.json"))
+
+
+def _encode(text: str) -> list[int]:
+    ids: list[int] = _tokenizer().encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def _turn(role: str, content: str) -> str:
+    return f"<|im_start|>{role}\n{content}{END}\n"
+
+
+def _message(message: Json) -> Message:
+    calls = tuple(
+        ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls", ())
+    )
+    return Message(message["role"], message["content"], tool_calls=calls, tool_call_id=message.get("tool_call_id"))
+
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+def _call_id(session_id: str, at: float) -> str:
+    """As long and as hard to compress as `types.new_id` makes them, but of the session and the time only."""
+    rng = random.Random(f"{session_id}{at}")
+    return f"call_{int(at * 1e6):013x}"[:17] + "".join(rng.choice(_ALPHABET) for _ in range(8))
