@@ -217,7 +217,19 @@ class Jobs(Part):
             )
             if status != "cancelled":
                 return []
-            return await _cancel(connection, _r.job_id == job_id, now)
+            in_hand = await _cancel(connection, _r.job_id == job_id, now)
+            busy = select(_r.group_id).where(_r.job_id == job_id, ~_final)
+            await connection.execute(
+                update(schema.groups)
+                .where(_g.job_id == job_id, _g.status == "open", _g.group_id.not_in(busy))
+                .values(
+                    status="cancelled",
+                    reason="the job was cancelled",
+                    ended_at=now,
+                    delivery=case((_g.delivery.is_(None), None), else_="dropped"),
+                )
+            )
+            return in_hand
 
     async def cancel_group(self, group_id: str, *, reason: str) -> list[str]:
         """Cancel what is left of a group; returns the ids of its rollouts that workers have in hand."""
@@ -291,7 +303,7 @@ class Jobs(Part):
         async with self._database.writing() as connection:
             mine = and_(_r.rollout_id.in_(list(rollout_ids)), _r.held_by == worker)
             await connection.execute(update(schema.rollouts).where(mine).values(held_until=time.time() + seconds))
-            wanted = select(_r.rollout_id).where(mine, ~_final, or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED))
+            wanted = select(_r.rollout_id).where(mine, or_(_final, _r.cause.is_(None), _r.cause != CANCEL_REQUESTED))
             kept = set((await connection.execute(wanted)).scalars())
         return set(rollout_ids) - kept
 
@@ -368,8 +380,9 @@ class Jobs(Part):
             rows = await connection.execute(_groups.where(_g.job_id == job_id).order_by(_g.group_id))
             return [GroupRow(*row) for row in rows]
 
-    async def settle_group(self, group_id: str) -> GroupRow | None:
-        """End a group all of whose rollouts have ended, and its job with the last group. None: it is still open.
+    async def settle_group(self, group_id: str) -> tuple[GroupRow, bool] | None:
+        """End a group all of whose rollouts have ended, and its job with the last group; and whether it
+        was this call that did. None: it is still open.
 
         An offered group then waits for a consumer, unless none of its rollouts came to an end of its own.
         """
@@ -377,7 +390,7 @@ class Jobs(Part):
         async with self._database.writing() as connection:
             found = (await connection.execute(_groups.where(_g.group_id == group_id).with_for_update())).one()
             if found.status != "open":
-                return GroupRow(*found)
+                return GroupRow(*found), False
             left = select(func.count()).where(_r.group_id == group_id, ~_final)
             if (await connection.execute(left)).scalar_one():
                 return None
@@ -401,7 +414,7 @@ class Jobs(Part):
                         .where(_j.job_id == found.job_id, _j.status.in_(("open", "paused")))
                         .values(status="done", ended_at=now)
                     )
-            return GroupRow(*(await connection.execute(_groups.where(_g.group_id == group_id))).one())
+            return GroupRow(*(await connection.execute(_groups.where(_g.group_id == group_id))).one()), True
 
 
 _groups = select(

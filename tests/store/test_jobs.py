@@ -33,15 +33,14 @@ async def test_a_job_from_queue_to_done(store: Store) -> None:
     assert await store.hold("w", [item.rollout_id for item in held], 60) == set()
     for item in held[:2]:
         await store.set_rollout(item.rollout_id, status="done")
-    done = await store.settle_group(first.group_id)
-    assert done is not None
-    assert (done.status, done.delivery) == ("finished", "waiting")
+    done, mine = await store.settle_group(first.group_id) or pytest.fail("still open")
+    assert (done.status, done.delivery, mine) == ("finished", "waiting", True)
+    assert await store.settle_group(first.group_id) == (done, False)
     assert await store.settle_group(second.group_id) is None
     (last,) = await store.claim("w", 3, 60)
     for item in (held[2], last):
         await store.set_rollout(item.rollout_id, status="failed")
-    lost = await store.settle_group(second.group_id)
-    assert lost is not None
+    lost, _ = await store.settle_group(second.group_id) or pytest.fail("still open")
     assert (lost.status, lost.delivery, lost.reason) == ("cancelled", "dropped", "no rollout of it came to an end")
     job = await store.job(job_id)
     assert job is not None

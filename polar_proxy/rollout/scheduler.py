@@ -1,0 +1,268 @@
+r"""The scheduler of one process: takes rollouts from the queue in the database and sees each to its end.
+
+    claim -> attempt (preparing | running | scoring, each behind its gate) -> final status -> group settled
+                 \-> infrastructure failed: back into the queue, for a fresh attempt
+
+The database is the queue, and each row in it says how far a rollout is; so any number of these may work side by side,
+and what a killed one had in hand is taken up by another when its hold runs out. In memory is only what can be lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from polar_proxy.errors import PolarError, StoreError
+from polar_proxy.rollout.decided import POLICIES, wait_for_all
+from polar_proxy.rollout.gates import Admission, Gate, Ticket
+from polar_proxy.store import Store
+from polar_proxy.store.jobs import Held
+from polar_proxy.types import new_id
+
+log = logging.getLogger(__name__)
+
+
+class InfrastructureError(PolarError):
+    """An attempt failed for no fault of the agent: a sandbox, the engine, the disk. Tried again, afresh."""
+
+    def __init__(self, cause: str, text: str) -> None:
+        """`cause` is machine-readable: sandbox, engine, store, disk."""
+        super().__init__(text)
+        self.cause = cause
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one process takes on."""
+
+    in_hand: int = 64
+    """Rollouts claimed at once, those that wait at a gate included."""
+    preparing: int = 4
+    running: int = 8
+    scoring: int = 4
+    attempts: int = 3
+    hold_seconds: float = 30.0
+    """A process that says nothing for so long has lost what it held."""
+    poll_seconds: float = 0.5
+    """How often the queue is looked at, and how soon a cancellation from elsewhere is noticed."""
+    backlog: int | None = None
+    """Nothing new is begun while so many finished groups wait for the trainer; None: no bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gates:
+    preparing: Gate
+    running: Gate
+    scoring: Gate
+
+
+class Attempt(Protocol):
+    async def __call__(self, held: Held, gates: Gates, ticket: Ticket) -> None:
+        """See one rollout to a final status in the store. Raises InfrastructureError where it should be tried again.
+
+        On cancellation it leaves nothing behind but what was recorded, and lets the cancellation out: the scheduler
+        knows what it means, and writes the status."""
+        ...
+
+
+VersionOf = Callable[[], Awaitable[str | None]]
+
+
+class Scheduler:
+    """`async with Scheduler(store, attempt, limits) as scheduler:` works until the block ends.
+
+    Leaving the block puts what is in hand back into the queue; `drain` first to let it end.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        attempt: Attempt,
+        limits: Limits,
+        *,
+        policy_version: VersionOf | None = None,
+        admission: Admission | None = None,
+        on_settled: Callable[[str], None] | None = None,
+    ) -> None:
+        """`policy_version` is asked at every claim; `on_settled` is told of each group that ended."""
+        self.worker = f"{socket.gethostname()}:{os.getpid()}:{new_id('w')[-8:]}"
+        self._store = store
+        self._attempt = attempt
+        self._limits = limits
+        self._version = policy_version
+        self._on_settled = on_settled
+        self.gates = Gates(Gate(limits.preparing), Gate(limits.running, admission), Gate(limits.scoring))
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._taking, self._stopping = True, False
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._loops = [
+            asyncio.create_task(self._claim_forever(), name="polar-claim"),
+            asyncio.create_task(self._hold_forever(), name="polar-hold"),
+        ]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._taking, self._stopping = False, True
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        await self._end(list(self._tasks))
+
+    # What others may ask
+
+    def wake(self) -> None:
+        """There is something new in the queue."""
+        self._wake.set()
+
+    @property
+    def in_hand(self) -> int:
+        return len(self._tasks)
+
+    async def cancel(self, rollout_ids: Sequence[str]) -> None:
+        """End these, where they are in hand, and wait until nothing of them is left."""
+        await self._end([rollout_id for rollout_id in rollout_ids if rollout_id in self._tasks])
+
+    async def drain(self) -> None:
+        """Take nothing new and wait for what is in hand."""
+        self._taking = False
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def until_idle(self) -> None:
+        """Wait until the queue is empty and nothing is in hand."""
+        self._idle.clear()
+        self._wake.set()
+        await self._idle.wait()
+
+    # The two loops
+
+    async def _claim_forever(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                taken = await self._claim()
+            except StoreError:
+                log.exception("the queue cannot be read; trying again")
+                taken = 0
+            if not taken and not self._tasks:
+                self._idle.set()
+            if not taken:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._limits.poll_seconds):
+                        await self._wake.wait()
+
+    async def _claim(self) -> int:
+        room = self._limits.in_hand - len(self._tasks)
+        if not self._taking or room <= 0 or await self._backed_up():
+            return 0
+        version = await self._version() if self._version is not None else None
+        held = await self._store.claim(self.worker, room, self._limits.hold_seconds, policy_version=version)
+        for one in held:
+            task = asyncio.create_task(self._see_through(one), name=f"polar-{one.rollout_id}")
+            self._tasks[one.rollout_id] = task
+        return len(held)
+
+    async def _backed_up(self) -> bool:
+        if self._limits.backlog is None:
+            return False
+        return (await self._store.feed_depth()).get("waiting", 0) >= self._limits.backlog
+
+    async def _hold_forever(self) -> None:
+        """Keep what is in hand, end what was cancelled elsewhere, and take from the dead."""
+        while True:
+            await asyncio.sleep(self._limits.poll_seconds)
+            try:
+                gone = await self._store.hold(self.worker, list(self._tasks), self._limits.hold_seconds)
+                lost = await self._store.lost(attempts=self._limits.attempts)
+            except StoreError:
+                log.exception("the queue cannot be written; trying again")
+                continue
+            for rollout_id in gone & set(self._tasks):
+                self._tasks[rollout_id].cancel()
+            for rollout_id, attempt in lost.items():
+                log.warning("rollout %s was taken from a silent worker (attempt %d)", rollout_id, attempt)
+                if not attempt and (row := await self._store.rollout(rollout_id)) is not None:
+                    await self._settle(row.group_id)
+            if lost:
+                self._wake.set()
+
+    # One rollout
+
+    async def _see_through(self, held: Held) -> None:
+        ticket = Ticket(held.rollout_id, held.group_id, held.job_id)
+        try:
+            await self._attempt(held, self.gates, ticket)
+        except InfrastructureError as error:
+            await self._again(held, error)
+            await self._after(held)
+        except asyncio.CancelledError:
+            # Shielded: a second cancellation must not leave the rollout without a status.
+            await asyncio.shield(self._interrupted(held))
+            raise
+        except StoreError:
+            log.exception("rollout %s: the store failed; its hold will run out and it is tried again", held.rollout_id)
+        else:
+            await self._after(held)
+        finally:
+            del self._tasks[held.rollout_id]
+            self._wake.set()
+
+    async def _interrupted(self, held: Held) -> None:
+        row = await self._store.rollout(held.rollout_id)
+        if row is not None and not row.final:
+            if self._stopping:
+                await self._store.release(held.rollout_id, cause="service_stopped")
+            else:
+                await self._store.set_rollout(held.rollout_id, status="cancelled", error="cancelled")
+        if not self._stopping:
+            await self._settle(held.group_id)
+
+    async def _again(self, held: Held, error: InfrastructureError) -> None:
+        if held.attempt < self._limits.attempts:
+            log.warning("rollout %s, attempt %d: %s", held.rollout_id, held.attempt, error)
+            await self._store.release(held.rollout_id, cause=error.cause)
+        else:
+            await self._store.set_rollout(held.rollout_id, status="failed", error=str(error))
+
+    async def _after(self, held: Held) -> None:
+        """The group may be decided by now, or over."""
+        if await self._settle(held.group_id):
+            return
+        group = await self._store.group(held.group_id)
+        assert group is not None
+        decide = POLICIES.get(str(group.config.get("decided_by", "")), wait_for_all)
+        reason = decide(group.wanted, await self._store.rollouts(group_id=held.group_id))
+        if reason is not None:
+            in_hand = await self._store.cancel_group(held.group_id, reason=reason)
+            for rollout_id in in_hand:
+                if rollout_id in self._tasks:
+                    self._tasks[rollout_id].cancel()
+            if not in_hand:
+                await self._settle(held.group_id)
+
+    async def _settle(self, group_id: str) -> bool:
+        settled = await self._store.settle_group(group_id)
+        if settled is not None and settled[1] and self._on_settled is not None:
+            self._on_settled(group_id)
+        return settled is not None
+
+    async def _end(self, rollout_ids: Sequence[str]) -> None:
+        tasks = [self._tasks[rollout_id] for rollout_id in rollout_ids]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+__all__ = ["Attempt", "Gates", "InfrastructureError", "Limits", "Scheduler"]

@@ -1,0 +1,189 @@
+"""The scheduler with scripted attempts over a real store: every rollout to its end, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from polar_proxy.rollout.gates import Ticket
+from polar_proxy.rollout.scheduler import Gates, InfrastructureError, Limits, Scheduler
+from polar_proxy.store import Store
+from polar_proxy.store.jobs import Held, NewGroup, NewRollout
+
+QUICK = Limits(in_hand=16, preparing=2, running=3, scoring=2, hold_seconds=30.0, poll_seconds=0.05)
+Body = Callable[[Held], Awaitable[float | None]]
+
+
+class Scripted:
+    """An attempt whose middle part is `body(held) -> reward`."""
+
+    def __init__(self, store: Store, body: Body) -> None:
+        self._store = store
+        self._body = body
+        self.running = 0
+        self.most = 0
+        self.begun: Counter[str] = Counter()
+
+    async def __call__(self, held: Held, gates: Gates, ticket: Ticket) -> None:
+        self.begun[held.rollout_id] += 1
+        async with gates.preparing.enter(ticket):
+            await self._store.set_rollout(held.rollout_id, status="preparing")
+        async with gates.running.enter(ticket):
+            self.running += 1
+            self.most = max(self.most, self.running)
+            try:
+                await self._store.set_rollout(held.rollout_id, status="running")
+                reward = await self._body(held)
+            finally:
+                self.running -= 1
+        async with gates.scoring.enter(ticket):
+            await self._store.set_rollout(held.rollout_id, status="scoring")
+            await self._store.add_reward(held.rollout_id, reward, "tests", {})
+            await self._store.set_rollout(held.rollout_id, status="done")
+
+
+async def submit(store: Store, groups: int, size: int, wanted: int | None = None, **config: object) -> str:
+    await store.put_task("t", "f", 1, "do", {})
+    rollout = NewRollout("h 1", "process", "e", "m", 1, {})
+    group = NewGroup("t", wanted or size, dict(config), (rollout,) * size, offered=True)
+    job, _ = await store.submit_job({}, [group] * groups)
+    return job.job_id
+
+
+async def stands(store: Store, job_id: str) -> dict[str, int]:
+    job = await store.job(job_id)
+    assert job is not None
+    return job.rollouts
+
+
+async def test_all_to_their_end_within_the_limits(store: Store) -> None:
+    chance = random.Random(3)
+
+    async def body(held: Held) -> float | None:
+        await asyncio.sleep(chance.random() / 100)
+        return chance.choice([0.0, 1.0, None])
+
+    job_id = await submit(store, 5, 4)
+    attempt = Scripted(store, body)
+    settled: list[str] = []
+    async with Scheduler(store, attempt, QUICK, on_settled=settled.append) as scheduler:
+        await asyncio.wait_for(scheduler.until_idle(), 30)
+    assert await stands(store, job_id) == {"done": 20}
+    assert 1 < attempt.most <= 3
+    assert sorted(settled) == [group.group_id for group in await store.groups(job_id)]
+    assert await store.feed_depth() == {"waiting": 5}
+    job = await store.job(job_id)
+    assert job is not None
+    assert job.status == "done"
+
+
+async def test_infrastructure_is_tried_again_and_agents_are_results(store: Store) -> None:
+    async def body(held: Held) -> float | None:
+        if held.attempt < 3 and held.group_index == 0:
+            raise InfrastructureError("sandbox", "the sandbox would not start")
+        if held.group_index == 1:
+            raise InfrastructureError("engine", "the engine is gone")
+        return 1.0
+
+    job_id = await submit(store, 1, 3)
+    attempt = Scripted(store, body)
+    async with Scheduler(store, attempt, QUICK) as scheduler:
+        await asyncio.wait_for(scheduler.until_idle(), 30)
+    rows = sorted(await store.rollouts(), key=lambda row: row.group_index)
+    assert [(row.status, row.error) for row in rows] == [
+        ("done", None),
+        ("failed", "the engine is gone"),
+        ("done", None),
+    ]
+    assert [attempt.begun[row.rollout_id] for row in rows] == [3, 3, 1]
+    (group,) = await store.groups(job_id)
+    assert group.status == "finished"
+
+
+async def test_more_are_started_than_are_waited_for(store: Store) -> None:
+    async def body(held: Held) -> float | None:
+        await asyncio.sleep(0.01 if held.group_index in (1, 2) else 60)
+        return 1.0
+
+    job_id = await submit(store, 1, 3, wanted=2, decided_by="first_n")
+    async with Scheduler(store, Scripted(store, body), QUICK) as scheduler:
+        await asyncio.wait_for(scheduler.until_idle(), 10)
+    assert await stands(store, job_id) == {"done": 2, "cancelled": 1}
+    (group,) = await store.groups(job_id)
+    assert (group.status, group.reason, group.delivery) == ("finished", "the first 2 have ended", "waiting")
+
+
+async def test_cancelled_from_another_process(store: Store) -> None:
+    async def body(held: Held) -> float | None:
+        await asyncio.sleep(60)
+        return None
+
+    job_id = await submit(store, 2, 3)
+    attempt = Scripted(store, body)
+    async with Scheduler(store, attempt, QUICK) as scheduler:
+        while attempt.running < 3:
+            await asyncio.sleep(0.01)
+        await store.set_job(job_id, "cancelled")
+        await asyncio.wait_for(scheduler.until_idle(), 10)
+    assert await stands(store, job_id) == {"cancelled": 6}
+    assert {group.status for group in await store.groups(job_id)} == {"cancelled"}
+
+
+async def test_a_stopped_service_leaves_its_work_in_the_queue(store: Store) -> None:
+    slow = True
+
+    async def body(held: Held) -> float | None:
+        await asyncio.sleep(60 if slow else 0)
+        return 1.0
+
+    job_id = await submit(store, 1, 4)
+    attempt = Scripted(store, body)
+    async with Scheduler(store, attempt, QUICK):
+        while attempt.running < 3:
+            await asyncio.sleep(0.01)
+    assert await stands(store, job_id) == {"queued": 4}
+    slow = False
+    async with Scheduler(store, attempt, QUICK) as scheduler:
+        await asyncio.wait_for(scheduler.until_idle(), 10)
+    assert await stands(store, job_id) == {"done": 4}
+
+
+async def test_what_a_dead_scheduler_held_is_taken_up(store: Store) -> None:
+    async def body(held: Held) -> float | None:
+        return 1.0
+
+    job_id = await submit(store, 1, 3)
+    assert len(await store.claim("dead", 2, 0.2)) == 2
+    attempt = Scripted(store, body)
+    async with Scheduler(store, attempt, QUICK):
+        for _ in range(200):
+            if await stands(store, job_id) == {"done": 3}:
+                break
+            await asyncio.sleep(0.05)
+    assert await stands(store, job_id) == {"done": 3}
+    assert set(attempt.begun.values()) == {1}
+
+
+async def test_nothing_is_begun_while_the_trainer_is_behind(store: Store) -> None:
+    async def body(held: Held) -> float | None:
+        return 1.0
+
+    await submit(store, 6, 1)
+    limits = Limits(in_hand=1, poll_seconds=0.02, backlog=2)
+    async with Scheduler(store, Scripted(store, body), limits):
+        await reaches(store, {"waiting": 2, "open": 4})
+        for lease in (await store.lease_groups("trainer", 2, 60)).leases:
+            await store.acknowledge(lease.lease_id)
+        await reaches(store, {"waiting": 2, "open": 2, "delivered": 2})
+
+
+async def reaches(store: Store, depth: dict[str, int]) -> None:
+    """The feed comes to stand so, and stays."""
+    for _ in range(400):
+        if await store.feed_depth() == depth:
+            break
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)
+    assert await store.feed_depth() == depth
