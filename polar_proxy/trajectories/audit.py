@@ -20,14 +20,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from polar_proxy.engines.base import Engine
-from polar_proxy.errors import RequestError, UsageError
-from polar_proxy.trajectories.cover import cover
+from polar_proxy.errors import StoreError, UsageError
+from polar_proxy.trajectories.grade import TRAINABLE, versions, warped
+from polar_proxy.trajectories.paths import path
+from polar_proxy.trajectories.score import Scored, score_all
 from polar_proxy.types import CallRecord, EngineInfo, Json, LogprobMode, Logprobs, TokenIds, Trace
 
 TOLERANCE = 1e-2
@@ -36,7 +38,6 @@ wrong by one per cent still lies far inside of every clip range. bf16 needs more
 CONTEXT_TOKENS = 24
 """Tokens shown in front of a token that differs most."""
 _WORST_OF_TRACE = 3
-_TRAINABLE = ("exact", "spliced")
 _INFORMATIVE = -0.1
 """Log-probability below which a token tells the modes apart: a token that was sure looks alike in both."""
 _INFORMATIVE_TOKENS = 16
@@ -148,13 +149,6 @@ class Tally:
         }
 
 
-@dataclass(slots=True)
-class Scored:
-    """How many tokens went through the engine."""
-
-    tokens: int = 0
-
-
 async def audit(
     engine: Engine,
     against: Against,
@@ -175,34 +169,29 @@ async def audit(
         for span in trace.spans:
             if span.kind == "sampled" and not against.same_model:
                 _require_same_model(by_id[span.call_id].engine, against.info)
-    paths = whole_paths(traces)
-    fresh = await _score([paths[trace.trace_id] for trace in traces], engine, at_once, scored)
+    wholes = whole_paths(traces)
+    fresh = await score_all([wholes[trace.trace_id] for trace in traces], engine, at_once, scored)
     found = []
     for trace, values in zip(traces, fresh, strict=True):
         grade = (built_grades or {}).get(trace.trace_id, trace.grade)
-        path = paths[trace.trace_id]
-        found.append(await asyncio.to_thread(_compare, trace, path, values, by_id, against, grade))
+        whole = wholes[trace.trace_id]
+        found.append(await asyncio.to_thread(_compare, trace, whole, values, by_id, against, grade))
     return found
 
 
 def whole_paths(traces: Sequence[Trace]) -> dict[str, TokenIds]:
     """Trace id -> all its tokens with those of its parents (builder `tree`) in front, int32 [n].
 
-    Raises UsageError where a parent is missing.
+    Raises StoreError where a parent is missing.
     """
     by_id = {trace.trace_id: trace for trace in traces}
-    paths: dict[str, TokenIds] = {}
-    for trace in traces:
-        line = [trace]
-        while line[-1].parent_trace_id is not None and line[-1].parent_trace_id not in paths:
-            parent = by_id.get(line[-1].parent_trace_id)
-            if parent is None or len(line) > len(by_id):
-                raise UsageError(f"The trace {line[-1].trace_id} branches from one that is not there.")
-            line.append(parent)
-        for one in reversed(line):
-            above = paths[one.parent_trace_id][: one.branch_at] if one.parent_trace_id is not None else ()
-            paths[one.trace_id] = np.concatenate([above, one.token_ids]).astype(np.int32, copy=False)
-    return paths
+    try:
+        return {
+            trace.trace_id: trace.token_ids if trace.parent_trace_id is None else path(trace, by_id).token_ids
+            for trace in traces
+        }
+    except ValueError as error:
+        raise StoreError(str(error)) from error
 
 
 def _require_same_model(recorded: EngineInfo | None, now: EngineInfo) -> None:
@@ -227,45 +216,6 @@ def _kind(template_hash: str) -> str:
     return template_hash.rpartition(":")[0]
 
 
-async def _score(
-    paths: Sequence[TokenIds], engine: Engine, at_once: int, scored: Scored | None
-) -> list[npt.NDArray[np.float64]]:
-    """For each path the fresh log-probability of each of its tokens, float64 [n]; nan where there is none."""
-    within = cover(paths)
-    gate = asyncio.Semaphore(at_once)
-
-    async def one(path: TokenIds) -> npt.NDArray[np.float64]:
-        async with gate:
-            values = await score_sequence(engine, path)
-        if scored is not None:
-            scored.tokens += len(path)
-        return values
-
-    wanted = sorted(set(within))
-    async with asyncio.TaskGroup() as group:
-        tasks = {index: group.create_task(one(paths[index])) for index in wanted}
-    return [tasks[index].result()[: len(path)] for path, index in zip(paths, within, strict=True)]
-
-
-async def score_sequence(engine: Engine, path: TokenIds) -> npt.NDArray[np.float64]:
-    """Log-probability of each token behind all before it, float64 [n]; nan for the first, for what the engine gave
-    none for, and for what stands beyond its context."""
-    out = np.full(len(path), np.nan)
-    if len(path) < 2:
-        return out
-    taken = path
-    try:
-        values = await engine.score(taken.tolist())
-    except RequestError as error:
-        limit = engine.info.context_length
-        if error.code != "context_length_exceeded" or not 2 < limit <= len(path):
-            raise
-        taken = path[: limit - 1]
-        values = await engine.score(taken.tolist())
-    out[1 : len(taken)] = values
-    return out
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
     """Neighbouring sampled tokens of one choice under one policy version: [start, end) of the trace's own tokens."""
@@ -287,7 +237,7 @@ def _runs(trace: Trace, calls: Mapping[str, CallRecord]) -> Iterator[_Run]:
             continue
         call = calls[span.call_id]
         choice = next(choice for choice in call.choices if choice.index == span.choice)
-        changes = choice.versions or ((0, call.weight_version),)
+        changes = versions(call, choice)
         ends = [start for start, _ in changes[1:]] + [len(choice.token_ids)]
         for (start, version), end in zip(changes, ends, strict=True):
             low, high = max(start, span.start), min(end, span.end)
@@ -298,33 +248,33 @@ def _runs(trace: Trace, calls: Mapping[str, CallRecord]) -> Iterator[_Run]:
 
 def _compare(
     trace: Trace,
-    path: TokenIds,
+    whole: TokenIds,
     values: npt.NDArray[np.float64],
     calls: Mapping[str, CallRecord],
     against: Against,
     built_grade: str,
 ) -> Audited:
-    offset = len(path) - len(trace.token_ids)
+    offset = len(whole) - len(trace.token_ids)
     differences: dict[str | None, list[Logprobs]] = {}
     skipped: Counter[str] = Counter()
     findings: dict[str, str] = {}
     worst: list[Difference] = []
     by_temperature: dict[tuple[LogprobMode, float], _Numbers] = {}
-    warped = False
+    marked = False
     for run in _runs(trace, calls):
         recorded = trace.logprobs[run.start : run.end].astype(np.float64)
         fresh = values[offset + run.start : offset + run.end]
         mode: LogprobMode = "raw" if trace.rescored else run.call.logprob_mode
-        plain = trace.rescored or is_plain(run.call.sampling)
-        warped = warped or (mode == "raw" and not plain)
+        plain = trace.rescored or not warped(replace(run.call, logprob_mode="raw"))
+        marked = marked or (mode == "raw" and not plain)
         reason = _incomparable(run, against)
         if reason is not None:
             skipped[reason] += len(recorded)
             continue
         known = np.isfinite(fresh) & np.isfinite(recorded)
-        if missing := int(np.count_nonzero(~known)):
-            beyond = offset + run.end > against.info.context_length > 0
-            skipped["beyond_context" if beyond else "no_fresh_logprob"] += missing
+        for missing in np.flatnonzero(~known):
+            beyond = offset + run.start + int(missing) >= against.info.context_length - 1
+            skipped["beyond_context" if beyond else "no_fresh_logprob"] += 1
         temperature = run.call.sampling.get("temperature")
         if not plain and temperature:
             by_temperature.setdefault((mode, float(temperature)), _Numbers()).add(recorded[known], fresh[known])
@@ -345,7 +295,7 @@ def _compare(
                     recorded=float(recorded[place]),
                     fresh=float(fresh[place]),
                     policy_version=run.version,
-                    before=tuple(path[max(0, offset + at - CONTEXT_TOKENS) : offset + at].tolist()),
+                    before=tuple(whole[max(0, offset + at - CONTEXT_TOKENS) : offset + at].tolist()),
                 )
             )
     worst.sort(key=lambda difference: -difference.size)
@@ -355,12 +305,12 @@ def _compare(
             findings["wrong_mode"] = f"recorded as {mode}, but at temperature {temperature:g} the numbers are {found}"
     if worst and worst[0].size > against.tolerance:
         findings["beyond_tolerance"] = f"largest difference {worst[0].size:.3g}, tolerance {against.tolerance:g}"
-    if warped:
+    if marked:
         findings["not_policy_samples"] = "raw log-probabilities under a temperature or a cut distribution"
     grade = built_grade
     if "wrong_mode" in findings or "beyond_tolerance" in findings:
         grade = "refused"
-    elif warped and grade in _TRAINABLE:
+    elif marked and grade in TRAINABLE:
         grade = "marked"
     return Audited(
         trace_id=trace.trace_id,
@@ -379,16 +329,6 @@ def _incomparable(run: _Run, against: Against) -> str | None:
     # Where one side does not tell its version there is nothing to hold against it: the numbers will.
     told = run.version is not None and against.policy_version is not None
     return "policy_version" if told and run.version != against.policy_version else None
-
-
-def is_plain(sampling: Json) -> bool:
-    """Sampled from the model's own distribution: raw and processed log-probabilities are then the same numbers."""
-    return (
-        sampling.get("temperature") in (None, 1.0)
-        and sampling.get("top_p") in (None, 1.0)
-        and (sampling.get("top_k") or 0) <= 0
-        and not any(sampling.get(name) for name in ("min_p", "presence_penalty", "frequency_penalty", "logit_bias"))
-    )
 
 
 @dataclass(slots=True)

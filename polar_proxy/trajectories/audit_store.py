@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, UsageError
 from polar_proxy.store import Store
-from polar_proxy.trajectories.audit import Against, Audited, Difference, Scored, Tally, audit
+from polar_proxy.trajectories.audit import Against, Audited, Difference, Tally, audit
+from polar_proxy.trajectories.score import Scored
 from polar_proxy.trajectories.targets import Target
 from polar_proxy.types import Json
 
