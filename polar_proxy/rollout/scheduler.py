@@ -25,6 +25,7 @@ from polar_proxy.rollout.gates import Admission, Gate, Ticket
 from polar_proxy.store import Store
 from polar_proxy.store.jobs import Held
 from polar_proxy.types import new_id
+from sandboxes.base import settle
 
 log = logging.getLogger(__name__)
 
@@ -208,8 +209,8 @@ class Scheduler:
             await self._again(held, error)
             await self._after(held)
         except asyncio.CancelledError:
-            # Shielded: a second cancellation must not leave the rollout without a status.
-            await asyncio.shield(self._interrupted(held))
+            # To its end: a second cancellation must not leave the rollout without a status.
+            await settle(self._interrupted(held))
             raise
         except StoreError:
             log.exception("rollout %s: the store failed; its hold will run out and it is tried again", held.rollout_id)
