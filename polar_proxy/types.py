@@ -174,6 +174,8 @@ class SampleEvent:
     """The stop string at which the choice ended, told with its `finish_reason`, where the engine knows which it was."""
     weight_version: str | None = None
     """The policy version that sampled these ids, where the engine tells it for every event."""
+    versions: tuple[tuple[int, str], ...] = ()
+    """As `Choice.versions`, told with the `finish_reason` where the engine knows the versions only then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,8 @@ class Answer:
         if event.finish_reason is not None:
             state.finish_reason = event.finish_reason
             state.stop_sequence = event.stop_sequence
+        if event.versions:
+            state.versions = list(event.versions)
 
     @property
     def finished(self) -> bool:
@@ -157,6 +159,11 @@ class Dialect(ABC):
     @abstractmethod
     def parse(self, body: Json) -> ParsedRequest:
         """Raises RequestError for what cannot be understood; tolerates what is not needed."""
+
+    def parse_after(self, body: Json, before: ParsedRequest | None) -> ParsedRequest:
+        """As `parse`. `before` is what an earlier body of this dialect said: messages and tools that `body` repeats
+        byte for byte may be taken from it, as the very same objects."""
+        return self.parse(body)
 
     def refers_to(self, body: Json) -> str | None:
         """Id of the recorded call that `body` continues by reference (`previous_response_id`), if any."""

@@ -28,8 +28,10 @@ from polar_proxy.types import ToolDelta
 THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
-Reasoning = Literal["off", "tags", "open"]
-"""off: this model's answers have no reasoning; tags: they may begin with `<think>`; open: the prompt ended in it."""
+Reasoning = Literal["off", "tags", "open", "implied", "implied_call"]
+"""off: this model's answers have no reasoning; tags: they may begin with `<think>`; open: the prompt ended in it;
+implied: every answer begins in reasoning, with or without a `<think>` of its own; implied_call: so, and a tool call
+ends the reasoning as `</think>` does. (vLLM's reasoning parsers are of the last two kinds.)"""
 
 _JSON = JSONDecoder()
 _QUOTE_OR_ESCAPE = re.compile(r'["\\]')
@@ -55,9 +57,9 @@ class HermesParser:
         self._tools = tools
         self._make_id = make_id
         self._buffer = ""
-        self._state: Callable[[bool], bool] = {
-            "off": self._text, "tags": self._start, "open": self._think
-        }[reasoning]  # fmt: skip
+        self._state: Callable[[bool], bool] = {"off": self._text, "open": self._think}.get(reasoning, self._start)
+        self._implied = reasoning in ("implied", "implied_call")
+        self._call_ends_thought = tools and reasoning == "implied_call"
         self._blank = ""
         """White space that is content only if other content follows."""
         self._said = False
@@ -99,18 +101,19 @@ class HermesParser:
             return True
         if not final and THINK.startswith(body):
             return False
-        self._state = self._text
+        self._state = self._think if self._implied else self._text
         return True
 
     def _think(self, final: bool) -> bool:
-        head, tag, rest = self._buffer.partition(END_THINK)
-        if tag:
-            self._out_reasoning.append(head)
-            self._buffer = rest
-            self._state = self._text
-            return True
-        self._out_reasoning.append(self._release(END_THINK, final))
-        return False
+        ends = (END_THINK, CALL) if self._call_ends_thought else (END_THINK,)
+        found = min((place for tag in ends if (place := self._buffer.find(tag)) >= 0), default=None)
+        if found is None:
+            self._out_reasoning.append(self._release(ends, final))
+            return False
+        self._out_reasoning.append(self._buffer[:found])
+        self._buffer = self._buffer[found:].removeprefix(END_THINK)
+        self._state = self._text
+        return True
 
     def _text(self, final: bool) -> bool:
         if not self._tools:
@@ -124,7 +127,7 @@ class HermesParser:
             self._scan = _StringScan()
             self._state = self._call
             return True
-        self._say(self._release(CALL, final))
+        self._say(self._release((CALL,), final))
         return False
 
     def _call(self, final: bool) -> bool:
@@ -162,12 +165,12 @@ class HermesParser:
         else:
             self._blank += text
 
-    def _release(self, tag: str, final: bool) -> str:
-        """Take from the buffer all that cannot be the beginning of `tag`."""
+    def _release(self, tags: tuple[str, ...], final: bool) -> str:
+        """Take from the buffer all that cannot be the beginning of one of `tags`."""
         hold = 0
         if not final:
-            sizes = range(min(len(self._buffer), len(tag) - 1), 0, -1)
-            hold = next((size for size in sizes if tag.startswith(self._buffer[-size:])), 0)
+            sizes = range(min(len(self._buffer), max(map(len, tags)) - 1), 0, -1)
+            hold = next((size for size in sizes if any(tag.startswith(self._buffer[-size:]) for tag in tags)), 0)
         cut = len(self._buffer) - hold
         text, self._buffer = self._buffer[:cut], self._buffer[cut:]
         return text

@@ -1,7 +1,7 @@
 """What an OpenAI-shaped server can really do, found out by asking it, before anything is recorded from it.
 
 Servers accept fields that they do not know without a word, so nothing is believed that was not seen in an answer.
-A full probe is about a dozen requests of one to four tokens.
+A full probe is two dozen requests of one to four tokens, and what `probe_parsers.py` asks.
 """
 
 from __future__ import annotations
@@ -15,24 +15,19 @@ from typing import Any
 import numpy as np
 
 from polar_proxy.engines.openai_http import OpenAIHttp, SseDecoder
-from polar_proxy.engines.vllm_wire import MISSING_BELOW, AnswerParser, score_body, scores
+from polar_proxy.engines.probe_parsers import TOOL, USER, ParserProof, Readings
+from polar_proxy.engines.vllm_reading import cannot_continue
+from polar_proxy.engines.vllm_requests import score_body, scores
+from polar_proxy.engines.vllm_wire import MISSING_BELOW, AnswerParser, version_runs
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import EngineInfo, Json, LogprobMode, Sampling
 
 REFUSED = "Recording for training is refused."
-_USER: list[Json] = [{"role": "user", "content": "Count to three."}]
-_TOOL: Json = {
-    "type": "function",
-    "function": {
-        "name": "look",
-        "description": "Look at a file.",
-        "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
-    },
-}
+_END_TOKENS = 4
 _CALL: Json = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
 _CANONICAL: list[Json] = [
     {"role": "system", "content": "You are terse."},
-    *_USER,
+    *USER,
     {"role": "assistant", "content": "Wait.", "tool_calls": [_CALL]},
     {"role": "tool", "tool_call_id": "call_1", "content": "1 2 3"},
     {"role": "assistant", "content": "One, two, three."},
@@ -45,11 +40,15 @@ _NEUTRAL: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`tokenize_renders`: `/tokenize` gave the very ids of the chat route. `weight_version`: None where not told."""
+    """`tokenize_renders`: `/tokenize` gave the very ids of the chat route. `weight_version`: None where not told.
+
+    `readings`: how answers to exact ids are read, or the refusal that says why they cannot be.
+    """
 
     info: EngineInfo
     tokenize_renders: bool
     weight_version: str | None
+    readings: Readings | RequestError
 
 
 class Probe:
@@ -70,17 +69,21 @@ class Probe:
             if self._require:
                 raise EngineError(f"{self._who} (version {version}) {problem} {REFUSED}")
             info = EngineInfo("vllm", version, self._model, context_length, None, "raw", frozenset())
-            return Found(info, tokenize_renders=False, weight_version=None)
+            return Found(info, False, None, cannot_continue("it returns no token ids and log-probabilities."))
         mode, tools, required, schema, tokenize = await asyncio.gather(
             self._logprob_mode(),
-            self._accepts(tools=[_TOOL], tool_choice="auto"),
-            self._accepts(tools=[_TOOL], tool_choice="required"),
+            self._accepts(tools=[TOOL], tool_choice="auto"),
+            self._accepts(tools=[TOOL], tool_choice="required"),
             self._accepts(response_format=_SCHEMA),
             self._tokenize_renders(),
         )
-        ids_prompt, score, weights = await asyncio.gather(self._token_prompt(), self._score(), self._weight_version())
+        ids_prompt, score, weights, versions = await asyncio.gather(
+            self._token_prompt(), self._score(), self._weight_version(), self._tells_versions()
+        )
         if tools and tokenize:
-            tokenize = await self._tokenize_renders(tools=[_TOOL])
+            tokenize = await self._tokenize_renders(tools=[TOOL])
+        ends = await self._end_of_turn() if tokenize else ()
+        readings = await self._readings(tokenize, ids_prompt, ends, tools=tools)
         can = {
             "token_ids": True,
             "logprobs": True,
@@ -89,6 +92,8 @@ class Probe:
             "json_schema": schema,
             "token_prompt": ids_prompt,
             "score": score,
+            "continue": isinstance(readings, Readings),
+            "weight_versions": versions,
         }
         info = EngineInfo(
             engine="vllm",
@@ -98,9 +103,24 @@ class Probe:
             template_hash=await self._template_hash(tokenize),
             logprob_mode=mode,
             capabilities=frozenset(name for name, able in can.items() if able),
-            eos_token_ids=await self._end_of_turn() if tokenize else (),
+            eos_token_ids=ends,
         )
-        return Found(info, tokenize_renders=tokenize, weight_version=weights)
+        return Found(info, tokenize, weights, readings)
+
+    async def _readings(
+        self, tokenize: bool, ids_prompt: bool, ends: tuple[int, ...], *, tools: bool
+    ) -> Readings | RequestError:
+        if not tokenize:
+            return cannot_continue("its `/tokenize` does not render conversations as its chat route does.")
+        if not ids_prompt:
+            return cannot_continue("it does not sample from token ids with the evidence that recording needs.")
+        if not ends:
+            return cannot_continue("no token ends the turns of its template at which it also stops by itself.")
+        proof = ParserProof(self._http, self._model, end=ends[0], tools=tools)
+        try:
+            return Readings(proof, await proof.prove({}))
+        except RequestError as error:
+            return error
 
     async def _version(self) -> str:
         try:
@@ -130,7 +150,7 @@ class Probe:
         return int(length or 0)
 
     def _body(self, **more: Any) -> Json:
-        return {"model": self._model, "messages": _USER, "max_tokens": 1, **more}
+        return {"model": self._model, "messages": USER, "max_tokens": 1, **more}
 
     async def _chat(self, **more: Any) -> Json:
         answer = await self._http.json("POST", "/v1/chat/completions", self._body(**more))
@@ -232,7 +252,7 @@ class Probe:
 
     async def _tokenize_renders(self, **more: Any) -> bool:
         try:
-            rendered = await self._rendered(_USER, **more)
+            rendered = await self._rendered(USER, **more)
         except (RequestError, EngineError):
             return False
         answer = await self._chat(return_token_ids=True, **more)
@@ -244,7 +264,7 @@ class Probe:
         It changes with the template and with the tokenizer. Templates that cannot take a part of the conversation
         (a system message, tools) are hashed over what they take.
         """
-        for messages, more in ((_CANONICAL, {"tools": [_TOOL]}), (_CANONICAL[-2:], {}), (_USER, {})):
+        for messages, more in ((_CANONICAL, {"tools": [TOOL]}), (_CANONICAL[-2:], {}), (USER, {})):
             try:
                 if tokenize:
                     ids = await self._rendered(messages, **more)
@@ -256,23 +276,34 @@ class Probe:
         return None
 
     async def _end_of_turn(self) -> tuple[int, ...]:
-        """The id that ends an answer: the one by which a finished and an unfinished last message differ.
+        """The id that ends an answer: the first by which a finished and an unfinished last message differ and at which
+        the server stops by itself when it is forced to be sampled.
 
-        Believed only if the server stops at it by itself when it is forced to be sampled.
+        A template may write more behind a message than the token that ends it (a line break in front of it, say).
         """
-        turn = [*_USER, {"role": "assistant", "content": "One"}]
+        turn = [*USER, {"role": "assistant", "content": "One"}]
         try:
             closed = await self._rendered(turn, add_generation_prompt=False)
             still_open = await self._rendered(turn, add_generation_prompt=False, continue_final_message=True)
         except (RequestError, EngineError):
             return ()
-        if len(closed) <= len(still_open) or closed[: len(still_open)] != still_open:
-            return ()
-        end = closed[len(still_open)]
-        answer = await self._chat(max_tokens=2, logit_bias={str(end): 100}, return_token_ids=True)
+        same = next((at for at, (a, b) in enumerate(zip(closed, still_open, strict=False)) if a != b), len(still_open))
+        for end in closed[same : same + _END_TOKENS]:
+            answer = await self._chat(max_tokens=2, logit_bias={str(end): 100}, return_token_ids=True)
+            choice = answer["choices"][0]
+            # A second end token, from the model's generation config, is named as the reason.
+            own = choice.get("stop_reason") in (None, end)
+            if choice.get("finish_reason") == "stop" and own and choice.get("token_ids") == [end]:
+                return (int(end),)
+        return ()
+
+    async def _tells_versions(self) -> bool:
+        answer = await self._chat(return_token_ids=True, return_weight_versions=True)
         choice = answer["choices"][0]
-        stops = choice.get("finish_reason") == "stop" and choice.get("stop_reason") is None
-        return (int(end),) if stops and choice.get("token_ids") == [end] else ()
+        try:
+            return version_runs(choice.get("weight_versions") or ()) != ()
+        except (KeyError, TypeError):
+            return False
 
     async def _weight_version(self) -> str | None:
         try:

@@ -4,10 +4,13 @@ Conversations go to `/v1/chat/completions`, raw prompts to `/v1/completions`, bo
 log-probabilities on. The server proves at start that it can do this (`probe.py`); what it cannot do, the engine
 refuses to be used for.
 
-An answer is streamed from the server when the client streams or the request has tools. Without tools, a client that
-does not stream is served from one JSON object, which costs a fraction of 250 chunks. With tools the two forms differ:
-a call cut by `max_tokens` is raw text in one and a tool call in the other, and an agent must not be able to tell from
-its answer whether it streamed.
+A conversation that is continued from exact ids goes to `/v1/completions`, too, and its answer is read as the chat route
+would read it (`vllm_reading.py`); the server proved at start that it is. `continue_problem` says why where it is not.
+
+An answer of the chat route is streamed from the server when the client streams or the request has tools. Without
+tools, a client that does not stream is served from one JSON object, which costs a fraction of 250 chunks. With tools,
+they differ: a call cut by `max_tokens` is raw text in one and a tool call in the other, and an agent must not be
+able to tell from its answer whether it streamed.
 """
 
 from __future__ import annotations
@@ -19,19 +22,22 @@ from typing import Any, Self
 
 import aiohttp
 
-from polar_proxy.engines.base import Engine
+from polar_proxy.engines.base import Engine, is_constrained
 from polar_proxy.engines.openai_http import OpenAIHttp, SseDecoder, orjson_loads
 from polar_proxy.engines.probe import Probe
-from polar_proxy.engines.vllm_tokens import TokenTexts
-from polar_proxy.engines.vllm_wire import (
-    AnswerParser,
+from polar_proxy.engines.probe_parsers import Readings
+from polar_proxy.engines.vllm_reading import Reader, cannot_continue, make_reader
+from polar_proxy.engines.vllm_requests import (
     chat_body,
+    exact_body,
     prompt_body,
     render_body,
     score_body,
     scores,
     text_body,
 )
+from polar_proxy.engines.vllm_tokens import TokenTexts
+from polar_proxy.engines.vllm_wire import AnswerParser
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, TokenIds
 
@@ -54,6 +60,8 @@ class VllmEngine(Engine):
         self._require_tokens = require_tokens
         self._info: EngineInfo | None = None
         self._tokenize_renders = False
+        self._readings: Readings | RequestError | None = None
+        self._asks: Json = {}
         self._weight_version: str | None = None
         self._weight_version_at = 0.0
         self._who = f"The engine at {self._http.url}"
@@ -64,6 +72,11 @@ class VllmEngine(Engine):
             raise EngineError("The engine is not open: use it as `async with engine:`.", status=500)
         return self._info
 
+    @property
+    def continue_problem(self) -> str | None:
+        """Why conversations are not continued from exact ids, and the remedy; None where they are."""
+        return None if isinstance(self._readings, Readings) else str(self._readings or "The engine is not open.")
+
     async def __aenter__(self) -> Self:
         await self._http.open()
         try:
@@ -73,6 +86,8 @@ class VllmEngine(Engine):
             raise
         self._info = found.info
         self._tokenize_renders = found.tokenize_renders
+        self._readings = found.readings
+        self._asks = {"return_weight_versions": True} if "weight_versions" in found.info.capabilities else {}
         self._weight_version = found.weight_version
         self._weight_version_at = time.monotonic()
         separator = next(iter(found.info.eos_token_ids), None)
@@ -91,7 +106,13 @@ class VllmEngine(Engine):
         info = self.info
         named = bool(request.sampling.top_logprobs)
         parser = AnswerParser(request.sampling, self._who, expect_ids="token_ids" in info.capabilities)
-        if isinstance(request, ChatRequest):
+        reader: Reader | None = None
+        if prompt is not None:
+            reader, special = await self._reader(request, prompt)
+            room = info.context_length - prompt.size
+            body = exact_body(info.model, request, prompt, room, stream=stream, special=special)
+            response = await self._begin("/v1/completions", body)
+        elif isinstance(request, ChatRequest):
             stream = stream or bool(request.tools)
             response = await self._begin("/v1/chat/completions", chat_body(info.model, request, stream=stream))
         else:
@@ -101,17 +122,37 @@ class VllmEngine(Engine):
                 decoder = SseDecoder(self._http.url)
                 while not decoder.done and (data := await self._http.read_some(response)):
                     for event in await self._parse(parser, decoder.feed(data), named):
-                        yield event
+                        yield event if reader is None else await self._read(reader, event, prompt)
             else:
                 answer = orjson_loads(await self._http.read(response), self._http.url)
                 for event in await self._parse(parser, [answer], named):
-                    yield event
+                    yield event if reader is None else await self._read(reader, event, prompt)
             for event in await self._parse(parser, None, named):
-                yield event
+                yield event if reader is None else await self._read(reader, event, prompt)
             await self._http.finish(response)
         finally:
             # An answer that was not read to its end closes the connection, at which vLLM aborts the generation.
             response.close()
+
+    async def _reader(self, request: EngineRequest, prompt: TokenIds) -> tuple[Reader | None, bool]:
+        """Who reads the answer to exact ids, and whether it has to show special tokens. Raises RequestError."""
+        if not isinstance(request, ChatRequest):
+            if "token_prompt" not in self.info.capabilities:
+                raise cannot_continue("it does not sample from token ids.")
+            return None, False
+        if is_constrained(request):
+            raise cannot_continue("the answer is held to a grammar, which the server makes for conversations only.")
+        if not isinstance(self._readings, Readings):
+            raise self._readings or cannot_continue("the engine is not open.")
+        reading = await self._readings.of(request.template_kwargs)
+        self._readings.check(prompt, reading)
+        return make_reader(self._http, self.info.model, request, prompt, reading), reading.shows_special(request)
+
+    async def _read(self, reader: Reader, event: SampleEvent, prompt: TokenIds | None) -> SampleEvent:
+        """The event as the chat route would tell it; checks that the server took the prompt as it was given."""
+        if event.prompt_ids is not None and prompt is not None and list(event.prompt_ids) != prompt.tolist():
+            raise EngineError(f"{self._who} sampled from other prompt tokens than it was given.")
+        return await reader.read(event)
 
     async def _begin(self, path: str, body: Json) -> aiohttp.ClientResponse:
         """Send; where `max_tokens` does not fit behind the prompt, let the answer take the room that there is.
@@ -119,6 +160,7 @@ class VllmEngine(Engine):
         Agents ask for as much as their own provider's largest model may write; vLLM refuses what is beyond the context,
         where the others cut it.
         """
+        body |= self._asks
         try:
             return await self._http.post(path, body)
         except RequestError as error:
@@ -137,8 +179,11 @@ class VllmEngine(Engine):
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         """The prompt ids: by `/tokenize` where it was seen to agree with the chat route, else by a one-token call."""
         if self._tokenize_renders:
-            answer = await self._http.json("POST", "/tokenize", render_body(self.info.model, request))
+            body = render_body(self.info.model, request, generation=generation)
+            answer = await self._http.json("POST", "/tokenize", body)
             return list(self._field(answer, "tokens"))
+        if not generation:
+            raise RequestError(f"{self._who} renders conversations only together with what opens the answer.")
         answer = await self._http.json("POST", "/v1/chat/completions", prompt_body(self.info.model, request))
         return list(self._field(answer, "prompt_token_ids"))
 

@@ -1,4 +1,4 @@
-"""Polar's requests as vLLM's JSON, and vLLM's answers, streamed or in one piece, as `SampleEvent`s. Pure data.
+"""vLLM's answers, streamed or in one piece, as `SampleEvent`s. Pure data.
 
 Invariant: of each choice, all `token_ids` that the server sent come out, once and in order, each with the
 log-probability that the server reported for it. What the server does not say is said to be unknown, never made up:
@@ -13,150 +13,34 @@ Such a call is answered as any other (the agent is not to blame) and must not be
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from math import nan
 from typing import Any
 
-import orjson
-
-from polar_proxy.engines.base import enforced_format
 from polar_proxy.engines.openai_http import api_error
 from polar_proxy.errors import EngineError
-from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, Sampling, TextRequest, ToolDelta, TopLogprob
+from polar_proxy.types import Json, SampleEvent, Sampling, ToolDelta, TopLogprob
 
 MISSING_BELOW = -9000.0
 """vLLM floors at -9999.0; no float32 softmax over real logits comes near."""
 UNKNOWN_ID = -1
 
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "max_tokens",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-)
-
-
-def chat_body(model: str, request: ChatRequest, *, stream: bool) -> Json:
-    """The body for `/v1/chat/completions`. Its `response_format` is `enforced_format`: vLLM's grammar would hold the
-    whole answer to it and forbid the calls of offered tools."""
-    body = _body(model, request.sampling, stream)
-    body["messages"] = [_message(message) for message in request.messages]
-    body["logprobs"] = True
-    if request.sampling.top_logprobs:
-        body["top_logprobs"] = request.sampling.top_logprobs
-    if request.tools:
-        body["tools"] = list(request.tools)
-        if request.tool_choice is not None:
-            body["tool_choice"] = request.tool_choice
-        if request.parallel_tool_calls is not None:
-            body["parallel_tool_calls"] = request.parallel_tool_calls
-    if (form := enforced_format(request)) is not None:
-        body["response_format"] = form
-    if request.template_kwargs:
-        body["chat_template_kwargs"] = dict(request.template_kwargs)
-    return body
-
-
-def _message(message: Message) -> Json:
-    """vLLM refuses a conversation in which the arguments of a call are no JSON, though a model wrote them. As a JSON
-    string they pass, and templates write a string as it is."""
-    out = message.to_openai()
-    for call in out.get("tool_calls", ()):
-        function = call["function"]
-        if not _is_json(function["arguments"]):
-            function["arguments"] = orjson.dumps(function["arguments"]).decode()
-    return out
-
-
-def _is_json(text: str) -> bool:
-    try:
-        orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return False
-    return True
-
-
-def text_body(model: str, request: TextRequest, *, stream: bool) -> Json:
-    """The body for `/v1/completions`; `logprobs` counts the alternatives there, the sampled token always comes."""
-    body = _body(model, request.sampling, stream)
-    body["prompt"] = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
-    body["logprobs"] = request.sampling.top_logprobs
-    return body
-
-
-def render_body(model: str, request: ChatRequest) -> Json:
-    """The body for `/tokenize` that renders the prompt of this conversation."""
-    body: Json = {
-        "model": model,
-        "messages": [_message(message) for message in request.messages],
-        "add_generation_prompt": True,
-    }
-    if request.tools:
-        body["tools"] = list(request.tools)
-    if request.template_kwargs:
-        body["chat_template_kwargs"] = dict(request.template_kwargs)
-    return body
-
-
-def prompt_body(model: str, request: ChatRequest) -> Json:
-    """The body for a chat of one token, made for the prompt ids that come with its answer."""
-    plain = replace(request, sampling=Sampling(max_tokens=1), response_format=None)
-    return chat_body(model, plain, stream=False)
-
-
-def score_body(model: str, token_ids: Sequence[int]) -> Json:
-    """The body for `/v1/completions` that scores a prompt; vLLM generates at least one token."""
-    return {
-        "model": model,
-        "prompt": list(token_ids),
-        "max_tokens": 1,
-        "prompt_logprobs": 0,
-        "temperature": 0,
-    }
-
-
-def scores(token_ids: Sequence[int], answer: Json, who: str) -> list[float]:
-    """The log-probabilities of `token_ids[1:]` out of the answer to `score_body`."""
-    rows = answer["choices"][0].get("prompt_logprobs") if answer.get("choices") else None
-    if not rows or len(rows) != len(token_ids):
-        raise EngineError(f"{who} returned no log-probabilities for the {len(token_ids)} tokens of a prompt.")
-    out: list[float] = []
-    for token, row in zip(token_ids[1:], rows[1:], strict=True):
-        entry = (row or {}).get(str(token))
-        if entry is None:
-            raise EngineError(f"{who} returned no log-probability for token {token} of a prompt.")
-        out.append(entry["logprob"] if entry["logprob"] > MISSING_BELOW else nan)
-    return out
-
-
-def _body(model: str, sampling: Sampling, stream: bool) -> Json:
-    body: Json = {"model": model, "return_token_ids": True}
-    for name in _SAMPLING:
-        value = getattr(sampling, name)
-        if value is not None:
-            body[name] = value
-    if sampling.top_logprobs:
-        body["return_tokens_as_token_ids"] = True
-    if sampling.n != 1:
-        body["n"] = sampling.n
-    if sampling.stop:
-        body["stop"] = list(sampling.stop)
-    if sampling.logit_bias:
-        body["logit_bias"] = dict(sampling.logit_bias)
-    if stream:
-        body["stream"] = True
-        body["stream_options"] = {"include_usage": True}
-    return body
-
 
 class _Pending:
     """What has come for one choice and has not gone out yet."""
 
-    __slots__ = ("finish", "ids", "logprobs", "reasoning", "stage", "stop", "text", "tokens", "tools", "top")
+    __slots__ = (
+        "finish",
+        "ids",
+        "logprobs",
+        "reasoning",
+        "stage",
+        "stop",
+        "text",
+        "tokens",
+        "tools",
+        "top",
+        "versions",
+    )
 
     def __init__(self) -> None:
         self.stage = 0
@@ -169,6 +53,7 @@ class _Pending:
         self.top: list[tuple[TopLogprob, ...]] = []
         self.finish: str | None = None
         self.stop: str | None = None
+        self.versions: tuple[tuple[int, str], ...] = ()
 
 
 class AnswerParser:
@@ -226,6 +111,8 @@ class AnswerParser:
                     pending.finish = finish
                     stop = choice.get("stop_reason")  # a stop string, or the id of a stop token
                     pending.stop = stop if isinstance(stop, str) else None
+                    if spans := choice.get("weight_versions"):
+                        pending.versions = version_runs(spans)
                     self._open.discard(index)
         # The very last event waits for the end of the answer, because the usage chunk stands behind it.
         for index in [index for index, pending in held.items() if self._open or pending.finish is None]:
@@ -343,8 +230,26 @@ class AnswerParser:
                 self._prompt if first else None,
                 self._cached if last else None,
                 pending.stop,
+                versions=pending.versions,
             )
         )
+
+
+def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:
+    """(first position, policy version) of each run of an answer's tokens, from vLLM's `weight_versions`.
+
+    They are `{"version", "start", "end"}` over the answer's tokens and come with its end only (weight-version docs of
+    vLLM 0.33). Spans that do not tile the answer from its first token on tell nothing.
+    """
+    out: list[tuple[int, str]] = []
+    end = 0
+    for span in spans:
+        if span["start"] != end or span["end"] < end:
+            return ()
+        if span["end"] > end and (not out or out[-1][1] != str(span["version"])):
+            out.append((end, str(span["version"])))
+        end = span["end"]
+    return tuple(out)
 
 
 def _all_real(values: list[Any]) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -83,8 +84,25 @@ def gather(events: Sequence[SampleEvent]) -> Result:
     return Result(list(events), tuple(events[0].prompt_ids), [choices[index] for index in sorted(choices)])
 
 
-async def run(engine: Engine, request: EngineRequest) -> Result:
-    return gather([event async for event in engine.sample(request)])
+async def run(
+    engine: Engine, request: EngineRequest, *, prompt: Sequence[int] | None = None, stream: bool = True
+) -> Result:
+    exact = None if prompt is None else np.array(prompt, dtype=np.int32)
+    return gather([event async for event in engine.sample(request, stream=stream, prompt=exact)])
+
+
+def read(answer: Answer) -> tuple[object, ...]:
+    """What an agent reads of an answer, without the white space around text and reasoning."""
+    calls = [(answer.names[index], answer.arguments.get(index, "")) for index in sorted(answer.names)]
+    return answer.text.strip(), answer.reasoning.strip(), calls, answer.finish_reason
+
+
+async def assert_scored(engine: Engine, result: Result) -> None:
+    """The log-probabilities of every choice are those of a fresh pass over its whole sequence."""
+    for answer in result.choices:
+        fresh = (await engine.score([*result.prompt_ids, *answer.token_ids]))[len(result.prompt_ids) - 1 :]
+        assert answer.logprobs == pytest.approx(fresh, abs=1e-3)
+        assert answer.token_ids
 
 
 def chat(text: str = "def main(): return 1", *, sampling: Sampling = PLAIN, **more: Any) -> ChatRequest:

@@ -27,6 +27,7 @@ from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Message, Sampling, TextRequest, ToolCall
 from tests.engines.contract import PLAIN, WEATHER, EngineContract, chat, gather, run
+from tests.engines.contract_continue import ContinuationContract
 
 pytestmark = pytest.mark.full
 
@@ -94,6 +95,10 @@ async def engine(url: str) -> AsyncIterator[VllmEngine]:
 
 class TestContract(EngineContract):
     tail_may_be_lost = True
+
+
+class TestContinuation(ContinuationContract):
+    pass
 
 
 async def test_everything_is_found_out(engine: VllmEngine) -> None:

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_proxy.engines.openai_http import SseDecoder
-from polar_proxy.engines.vllm_wire import AnswerParser, chat_body, text_body
+from polar_proxy.engines.vllm_requests import chat_body, text_body
+from polar_proxy.engines.vllm_wire import AnswerParser
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Message, SampleEvent, Sampling, TextRequest, ToolCall
 
