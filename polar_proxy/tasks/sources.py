@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from polar_proxy.errors import UsageError
@@ -73,17 +75,15 @@ def _from_items(target: str, items: Iterable[object]) -> ListedTasks:
     def entries() -> Iterator[Entry]:
         for number, item in enumerate(items):
             where = f"{target}[{number}]"
-            if isinstance(item, Task):
-                yield Entry(where, item.task_id, lambda position, item=item: item)  # type: ignore[misc]
-            else:
-                row = dict(item) if isinstance(item, Mapping) else None
-                name = str(row.get("task_id") or row.get("instance_id") or "") if row else ""
-                yield Entry(where, name or None, lambda position, row=row: _item(row, position))  # type: ignore[misc]
+            name = item.task_id if isinstance(item, Task) else None
+            yield Entry(where, name, partial(_item, item))
 
     return listed(target, entries())
 
 
-def _item(row: Row | None, position: int) -> Task:
-    if row is None:
-        raise BadTaskError("is neither a Task nor a row")
-    return _row(row, position, Path.cwd())
+def _item(item: object, position: int) -> Task:
+    if isinstance(item, Task):
+        return replace(item, seed=position)
+    if isinstance(item, Mapping):
+        return _row(dict(item), position, Path.cwd())
+    raise BadTaskError("is neither a Task nor a row")

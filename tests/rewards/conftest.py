@@ -1,0 +1,55 @@
+"""Agents that are one command, in a real sandbox, judged by a task's own evaluators."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar_proxy.rewards import Attempt, Score, evaluate
+from polar_proxy.rollout.environment import Environments
+from polar_proxy.rollout.workspace import lay_out, read_patch
+from polar_proxy.tasks import Task
+from sandboxes import Mount, available, open_sandbox
+from sandboxes.base import Kind
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
+Try = Callable[..., Awaitable[Score]]
+USABLE = {item.kind: item for item in available()}
+
+
+def needs(kind: Kind) -> Any:
+    """The kind as a parameter that skips, saying what to install, where there is no such sandbox."""
+    item = USABLE[kind]
+    skip = pytest.mark.skipif(not item.ok, reason=f"{kind}: {item.why_not}. {item.how_to_get}")
+    return pytest.param(kind, marks=[skip, pytest.mark.full] if kind == "docker" else [skip])
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes are registered, and bundles kept, below the temporary directory."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+@pytest.fixture
+def attempt() -> Try:
+    """`await attempt(task, "shell script of the agent", kind)`: its score. `mount`: what the script may read."""
+
+    async def run(task: Task, script: str, kind: Kind = "process", *, mount: Path | None = None) -> Score:
+        environments = Environments(kind)
+        mounts = (Mount(mount, str(mount)),) if mount else ()
+        spec = await environments.spec(task, memory_mb=1024, labels={}, mounts=mounts)
+        async with await open_sandbox(kind, spec) as sandbox:
+            base = await lay_out(task, sandbox, await environments.bundle(task))
+            done = await sandbox.exec(("sh", "-c", script), timeout=60)
+            assert done.exit_code == 0, done.stderr
+            await sandbox.kill_all()
+            patch, _ = await read_patch(sandbox, base, snapshot=task.environment.snapshot)
+        return await evaluate(Attempt(task, patch, 0), lambda: environments.fresh(task, {}))
+
+    return run

@@ -1,0 +1,74 @@
+"""`polar run` on tasks of every source, with an agent that knows the answer and one that does nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar_proxy.store import open_store
+from tests.rewards.conftest import EXAMPLES, needs
+
+POLAR = str(Path(sys.executable).with_name("polar"))
+HARBOR = EXAMPLES / "harbor"
+ROWS = EXAMPLES / "swebench"
+SOLVE = f"shell:sh {{mount:{HARBOR}/running-mean/solution/solve.sh}}"
+APPLY = f"shell:git apply {{mount:{ROWS}/example__tally-1.gold.patch}}"
+
+
+def polar(*arguments: str, code: int = 0) -> dict[str, Any]:
+    command = [POLAR, "run", *arguments, "--engine", "tests.fakes.player:PlayerEngine", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == code, done.stderr
+    return dict(json.loads(done.stdout)) if code == 0 else {"stderr": done.stderr}
+
+
+@pytest.mark.parametrize("kind", [needs("bubblewrap")])
+@pytest.mark.parametrize(("agent", "reward"), [(SOLVE, 1.0), ("shell:true", 0.0)])
+async def test_a_harbor_folder(polar_home: Path, kind: str, agent: str, reward: float) -> None:
+    (row,) = polar(str(HARBOR), "--sandbox", kind, "--harness", agent)["rollouts"]
+    assert (row["task_id"], row["status"], row["reward"]) == ("polar/running-mean", "done", reward)
+    async with open_store(f"sqlite:///{polar_home}/polar.db", create=False) as store:
+        (stored,) = await store.rewards(row["rollout_id"])
+        assert (stored.source, stored.value, stored.detail["exit_code"]) == ("harbor", reward, 0)
+
+
+@pytest.mark.parametrize("kind", [needs("process"), needs("bubblewrap")])
+@pytest.mark.parametrize(("agent", "reward"), [(APPLY, 1.0), ("shell:true", 0.0)])
+def test_a_swebench_row(polar_home: Path, kind: str, agent: str, reward: float) -> None:
+    (row,) = polar(str(ROWS / "rows.jsonl"), "--seed", "0", "--sandbox", kind, "--harness", agent)["rollouts"]
+    assert (row["task_id"], row["status"], row["reward"]) == ("example__tally-1", "done", reward)
+
+
+async def test_a_file_with_bad_tasks_runs_the_good_ones(polar_home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mixed.jsonl"
+    good = (EXAMPLES / "jsonl" / "tasks.jsonl").read_text().splitlines()
+    file.write_text("\n".join([good[0], good[1], "{", '{"task_id": "no-words", "instruction": " "}', good[2]]))
+    document = polar(str(file), "--sandbox", "process", "--harness", "shell:true")
+    assert [row["task_id"] for row in document["rollouts"]] == ["greet-1", "sorted-1"]
+    assert [row["seed"] for row in document["rollouts"]] == [0, 3]
+    assert [(item["where"], item["name"]) for item in document["refused"]] == [
+        ("mixed.jsonl:3", None),
+        ("mixed.jsonl:4", "no-words"),
+    ]
+    refused = polar(str(file), "--seed", "2", code=2)["stderr"]
+    assert "mixed.jsonl:4 (no-words): instruction: is empty" in " ".join(refused.split())
+
+
+async def test_a_rollout_without_a_reward_keeps_null(polar_home: Path, tmp_path: Path) -> None:
+    task = {
+        "task_id": "t",
+        "instruction": "Do.",
+        "evaluator": {"kind": "command", "argv": ["true"], "reward": "last_line"},
+    }
+    (tmp_path / "one.jsonl").write_text(json.dumps(task))
+    (row,) = polar(str(tmp_path / "one.jsonl"), "--sandbox", "process", "--harness", "shell:true")["rollouts"]
+    assert (row["status"], row["reward"]) == ("done", None)
+    async with open_store(f"sqlite:///{polar_home}/polar.db", create=False) as store:
+        (stored,) = await store.rewards(row["rollout_id"])
+        assert stored.value is None
+        assert "printed nothing" in stored.detail["no_reward"]

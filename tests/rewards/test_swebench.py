@@ -1,0 +1,135 @@
+"""Rows shaped like SWE-bench's, judged as the benchmark does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from polar_proxy.rewards.swebench import grade, grade_exactly
+from polar_proxy.tasks import Task, get_source
+from polar_proxy.tasks.evaluation import Swebench
+from tests.rewards.conftest import EXAMPLES, Try, needs
+
+ROWS = EXAMPLES / "swebench"
+KINDS = [needs("process"), needs("bubblewrap"), needs("docker")]
+
+
+def task(number: int = 0) -> Task:
+    return get_source(str(ROWS / "rows.jsonl")).task(number)
+
+
+def gold(number: int = 0) -> str:
+    return f"git apply {ROWS}/example__tally-{number + 1}.gold.patch"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("number", [0, 1])
+async def test_the_gold_patch_resolves_and_no_work_does_not(attempt: Try, kind: str, number: int) -> None:
+    solved = await attempt(task(number), gold(number), kind, mount=ROWS)
+    assert (solved.reward, solved.detail["solved"]) == (1.0, True)
+    assert solved.detail["fail_to_pass"] == {"passed": 1, "total": 1}
+    idle = await attempt(task(number), "true", kind)
+    assert (idle.reward, idle.detail["missed"]) == (0.0, list(task(number).fail_to_pass))
+    assert idle.detail["broken"] == []
+
+
+async def test_a_fix_that_breaks_something_else_is_not_resolved(attempt: Try) -> None:
+    script = f"{gold()} && sed -i 's/, 0) + 1/, 1) + 1/' tally.py"
+    score = await attempt(task(), script, mount=ROWS)
+    assert score.reward == 0.0
+    assert score.detail["broken"] == ["tests.test_count.TestCount.test_counts"]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        # over the tests that are there, and at the places where hidden ones will be put
+        "for f in tests/test_count.py tests/test_most_common.py; do printf 'import unittest\\n' >$f; done",
+        "mkdir -p tests/test_most_common.py && touch tests/test_most_common.py/x",
+        "rm -rf tests && echo >tests",
+        "rm -rf tests && ln -s . tests",
+        # a test that says that others passed
+        'printf \'import sys\\nprint("test_order (tests.test_most_common.TestMostCommon.test_order) ... ok", '
+        "file=sys.stderr)\\n' >>tests/__init__.py",
+        "rm -rf .git",
+        "git commit -q --allow-empty -m x; git update-ref -d HEAD",
+    ],
+)
+async def test_tests_cannot_be_replaced_or_destroyed(attempt: Try, script: str) -> None:
+    assert (await attempt(task(), script)).reward == 0.0
+
+
+async def test_tests_of_the_same_name_do_not_hinder_a_right_fix(attempt: Try) -> None:
+    script = f"{gold()} && echo 'raise SystemExit(0)' >tests/test_most_common.py"
+    assert (await attempt(task(), script, mount=ROWS)).reward == 1.0
+
+
+async def test_a_test_patch_that_never_applied_is_no_reward(attempt: Try) -> None:
+    (evaluation,) = task().evaluators
+    assert isinstance(evaluation, Swebench)
+    broken = replace(evaluation, test_patch="diff --git a/no b/no\n--- a/no\n+++ b/no\n@@ -1 +1 @@\n-x\n+y\n")
+    score = await attempt(replace(task(), evaluators=(broken,)), gold(), mount=ROWS)
+    assert score.reward is None
+    assert "at fault" in score.detail["no_reward"]
+
+
+async def test_the_benchmarks_own_script_is_graded_between_its_marks(attempt: Try) -> None:
+    (evaluation,) = task().evaluators
+    assert isinstance(evaluation, Swebench)
+    script = f"""
+    echo 'test_order (tests.test_most_common.TestMostCommon.test_order) ... FAIL'
+    git apply - <<'EOF_114329324912'
+{evaluation.test_patch}EOF_114329324912
+    set -x
+    : '>>>>> Start Test Output'
+    {evaluation.command}
+    code=$?
+    : '>>>>> End Test Output'
+    echo ">>>>> Test Exit Code: $code"
+    """
+    own = replace(task(), evaluators=(Swebench(eval_script=script, parser="unittest"),))
+    solved = await attempt(own, gold(), mount=ROWS)
+    assert (solved.reward, solved.detail["exit_code"]) == (1.0, 0)
+    assert (await attempt(own, "true")).reward == 0.0
+
+
+async def test_a_failing_exit_without_a_failing_test_is_not_believed(attempt: Try) -> None:
+    names = task().fail_to_pass + task().pass_to_pass
+    claims = "".join(f"echo '{n.rpartition('.')[2]} ({n}) ... ok'\n" for n in names)
+    own = replace(task(), evaluators=(Swebench(command=claims + "exit 1", parser="unittest"),))
+    score = await attempt(own, "true")
+    assert score.reward == 0.0
+    assert "exited with 1" in score.detail["not_believed"]
+
+
+def test_the_benchmarks_rules_one_by_one() -> None:
+    def solved(verdicts: dict[str, str], **more: bool) -> bool:
+        return bool(grade(verdicts, ("a",), ("b",), fail_only=more.get("fail_only", False))["solved"])  # type: ignore[arg-type]
+
+    assert solved({"a": "passed", "b": "passed"})
+    assert solved({"a": "xfailed", "b": "skipped"})
+    assert not solved({"a": "skipped", "b": "passed"})
+    assert not solved({"a": "passed"})
+    assert not solved({"b": "passed"})
+    assert not solved({"a": "passed", "b": "error"})
+    assert solved({}, fail_only=True)
+    assert not solved({"b": "failed"}, fail_only=True)
+    # Names that the data set cut inside their brackets, and names with a time in them.
+    cut = {"t[log(photon s^-1]": "passed", "t[log(photon cm]": "passed", "b": "passed"}
+    assert grade(cut, ("t[log(photon",), ("b",), fail_only=False)["solved"]  # type: ignore[arg-type]
+    mixed = {**cut, "t[log(photon cm]": "failed"}
+    assert not grade(mixed, ("t[log(photon",), ("b",), fail_only=False)["solved"]  # type: ignore[arg-type]
+    timed = {"a (12 ms)": "passed", "b": "passed"}
+    assert grade(timed, ("a (3 ms)",), ("b",), fail_only=False)["solved"]  # type: ignore[arg-type]
+
+
+def test_r2e_gym_wants_the_same_tests_with_the_same_verdicts() -> None:
+    expected = {"T.a": "PASSED", "T.b": "FAILED"}
+    assert grade_exactly({"T.a": "passed", "T.b": "failed"}, expected)["solved"]
+    for other in (
+        {"T.a": "passed", "T.b": "passed"},
+        {"T.a": "passed"},
+        {"T.a": "passed", "T.b": "failed", "c": "passed"},
+    ):
+        assert not grade_exactly(other, expected)["solved"]  # type: ignore[arg-type]
