@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, select, union
+from sqlalchemy import ColumnElement, CompoundSelect, Select, select, union
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
@@ -48,19 +48,19 @@ async def fetch(connection: AsyncConnection, where: ColumnElement[bool]) -> Fetc
         )
     ).all()
     columns = (calls.c.messages_node, calls.c.tools_node, calls.c.prompt_node)
-    heads = union(*(select(column.label("node_id")).where(where, column.is_not(None)) for column in columns)).subquery()
-    chain = select(heads.c.node_id).cte("chain", recursive=True)
+    heads = union(*(select(column.label("node_id")).where(where, column.is_not(None)) for column in columns))
+    return Fetched(rows, chosen, await fetch_links(connection, heads))
+
+
+async def fetch_links(connection: AsyncConnection, heads: Select[Any] | CompoundSelect[Any]) -> Sequence[Any]:
+    """All nodes of the chains that end at `heads` (a query for `node_id`), each once."""
+    ends = heads.subquery()
+    chain = select(ends.c.node_id).cte("chain", recursive=True)
     chain = chain.union(
         select(nodes.c.parent_id).join(chain, chain.c.node_id == nodes.c.node_id).where(nodes.c.parent_id.is_not(None))
     )
-    links = (
-        await connection.execute(
-            select(nodes.c.node_id, nodes.c.parent_id, nodes.c.total, nodes.c.length, nodes.c.data).join(
-                chain, chain.c.node_id == nodes.c.node_id
-            )
-        )
-    ).all()
-    return Fetched(rows, chosen, links)
+    query = select(nodes.c.node_id, nodes.c.parent_id, nodes.c.total, nodes.c.length, nodes.c.data)
+    return (await connection.execute(query.join(chain, chain.c.node_id == nodes.c.node_id))).all()
 
 
 class Fetched:
@@ -86,7 +86,7 @@ class Fetched:
         engine = None
         if row.engine_hash is not None:
             if row.engine_hash not in infos:
-                infos[row.engine_hash] = _engine_info(row.engine_info)
+                infos[row.engine_hash] = engine_info(row.engine_info)
             engine = infos[row.engine_hash]
         messages = self._messages(row.messages_node, row.message_count)
         prompt = None if row.prompt_tokens is None else self.prompt(row.prompt_node)
@@ -191,7 +191,8 @@ class Fetched:
         return prompt
 
 
-def _engine_info(info: Json) -> EngineInfo:
+def engine_info(info: Json) -> EngineInfo:
+    """An engine's description, as it was before it was stored."""
     return EngineInfo(
         **{
             **info,
