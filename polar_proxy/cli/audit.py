@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from polar_proxy.cli import common
 from polar_proxy.cli.common import DbOption, JsonOption
+from polar_proxy.cli.progress import counting
 from polar_proxy.trajectories.audit import TOLERANCE, Against
 from polar_proxy.trajectories.audit_store import Report, audit_store
 from polar_proxy.trajectories.targets import find_targets
@@ -54,9 +54,15 @@ def audit(
             async with make_engine(settings.engine) as entered:
                 version = policy_version or await entered.weight_version()
                 against = Against(entered.info, version, tolerance, same_model)
-                with _Shown(len(targets)) as shown:
+                with counting("audit", len(targets)) as told:
                     report = await audit_store(
-                        store, entered, against, targets, builder=builder, at_once=concurrency, progress=shown.told
+                        store,
+                        entered,
+                        against,
+                        targets,
+                        builder=builder,
+                        at_once=concurrency,
+                        progress=lambda report: told(report.sessions, _said(report)),
                     )
                 texts = [
                     (await entered.decode([worst.token_id]), await entered.decode(list(worst.before)))
@@ -74,27 +80,9 @@ def audit(
         raise typer.Exit(1)
 
 
-class _Shown:
-    """A bar on standard error, where somebody looks at it."""
-
-    def __init__(self, sessions: int) -> None:
-        columns = (TextColumn("audit"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-        self._bar = Progress(
-            *columns, TimeElapsedColumn(), console=common.err, transient=True, disable=not common.err.is_terminal
-        )
-        self._task = self._bar.add_task("", total=sessions)
-
-    def __enter__(self) -> _Shown:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def told(self, report: Report) -> None:
-        rate = report.scored.tokens / report.seconds if report.seconds else 0.0
-        said = f"{report.all.traces} traces, {report.grades['refused']} refused, {rate:,.0f} tokens/s"
-        self._bar.update(self._task, completed=report.sessions, description=said)
+def _said(report: Report) -> str:
+    rate = report.scored.tokens / report.seconds if report.seconds else 0.0
+    return f"{report.all.traces} traces, {report.grades['refused']} refused, {rate:,.0f} tokens/s"
 
 
 def _print(found: Json) -> None:

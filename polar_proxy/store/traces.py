@@ -19,7 +19,7 @@ from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.base import Part
 from polar_proxy.store.codec import Codec
-from polar_proxy.store.load import fetch
+from polar_proxy.store.rescores import Records, fetch_for
 from polar_proxy.types import CallRecord, Json, Logprobs, Span, TokenIds, Trace
 
 _t = schema.traces.c
@@ -49,8 +49,8 @@ class Traces(Part):
             if trace.parent_trace_id is not None and trace.parent_trace_id not in ids:
                 raise StoreError(f"The trace {trace.trace_id} branches from one that is not put with it")
         async with self._database.reading() as connection:
-            found = await fetch(connection, schema.calls.c.session_id == session_id)
-        await asyncio.to_thread(_check, traces, found.records)
+            records = await fetch_for(connection, schema.calls.c.session_id == session_id, builder)
+        await asyncio.to_thread(_check, traces, records)
         now = time.time()
         codec = Codec()
         rows = [_trace_row(trace, (certificates or {}).get(trace.trace_id), now, codec) for trace in traces]
@@ -88,8 +88,8 @@ class Traces(Part):
                 return []
             spans = await _spans(connection, where)
             sessions = sorted({row.session_id for row in rows})
-            found = await fetch(connection, schema.calls.c.session_id.in_(sessions))
-        return await asyncio.to_thread(lambda: _rebuild(rows, spans, {call.call_id: call for call in found.records()}))
+            records = await fetch_for(connection, schema.calls.c.session_id.in_(sessions), builder)
+        return await asyncio.to_thread(lambda: _rebuild(rows, spans, {call.call_id: call for call in records()}))
 
     async def certificates(self, *, session_id: str, builder: str = "merged") -> dict[str, Json | None]:
         """By trace id; None where the trace has none (yet)."""
@@ -206,8 +206,8 @@ def _rebuild(
     return found
 
 
-def _check(traces: Sequence[Trace], load: Any) -> None:
-    calls = {call.call_id: call for call in load()}
+def _check(traces: Sequence[Trace], records: Records) -> None:
+    calls = {call.call_id: call for call in records()}
     for trace in traces:
         token_ids, loss_mask, logprobs = _sequence(trace.trace_id, trace.spans, calls)
         if trace.rescored and len(trace.logprobs) == len(loss_mask):

@@ -156,26 +156,34 @@ async def audit(
     calls: Sequence[CallRecord],
     *,
     built_grades: Mapping[str, str] | None = None,
+    scorers: Mapping[str, Json] | None = None,
     at_once: int = 4,
     scored: Scored | None = None,
 ) -> list[Audited]:
     """Audit all traces of one builder and one session.
 
-    `built_grades`: the builder's own grade of traces that an earlier audit may have changed. At most `at_once`
-    sequences are scored at a time. Raises UsageError where a trace is of another model or template than the engine's.
+    `built_grades`: the builder's own grade of traces that an earlier audit may have changed. `scorers`: of rescored
+    traces what their certificates name as the engine of their numbers. Both by trace id. At most `at_once` sequences
+    are scored at a time. Raises UsageError where a trace is of another model or template than the engine's.
     """
     by_id = {call.call_id: call for call in calls}
-    for trace in traces:
+    by = scorers or {}
+    for trace in traces if not against.same_model else ():
+        if trace.trace_id in by:
+            _require_same_model(by[trace.trace_id].get("model"), None, against.info)
+            continue
         for span in trace.spans:
-            if span.kind == "sampled" and not against.same_model:
-                _require_same_model(by_id[span.call_id].engine, against.info)
+            info = by_id[span.call_id].engine
+            if span.kind == "sampled" and info is not None:
+                _require_same_model(info.model, info.template_hash, against.info)
     wholes = whole_paths(traces)
     fresh = await score_all([wholes[trace.trace_id] for trace in traces], engine, at_once, scored)
     found = []
     for trace, values in zip(traces, fresh, strict=True):
         grade = (built_grades or {}).get(trace.trace_id, trace.grade)
         whole = wholes[trace.trace_id]
-        found.append(await asyncio.to_thread(_compare, trace, whole, values, by_id, against, grade))
+        runs = list(_runs(trace, by_id, by.get(trace.trace_id)))
+        found.append(await asyncio.to_thread(_compare, trace, whole, values, runs, against, grade))
     return found
 
 
@@ -194,19 +202,17 @@ def whole_paths(traces: Sequence[Trace]) -> dict[str, TokenIds]:
         raise StoreError(str(error)) from error
 
 
-def _require_same_model(recorded: EngineInfo | None, now: EngineInfo) -> None:
-    if recorded is None:
-        return
-    if recorded.model != now.model:
+def _require_same_model(model: str | None, before: str | None, now: EngineInfo) -> None:
+    """`model` and template hash (`before`) are those of the record."""
+    if model != now.model:
         raise UsageError(
-            f"There are traces of the model {recorded.model!r}, and the engine serves {now.model!r}: choose its own "
+            f"There are traces of the model {model!r}, and the engine serves {now.model!r}: choose its own "
             f"with --where 'model={now.model}'. If it is the same model under another name, say --same-model."
         )
-    before, after = recorded.template_hash, now.template_hash
-    comparable = before is not None and after is not None and _kind(before) == _kind(after)
-    if comparable and before != after:
+    after = now.template_hash
+    if before is not None and after is not None and _kind(before) == _kind(after) and before != after:
         raise UsageError(
-            f"The engine's chat template or tokenizer is not the one that traces of {recorded.model!r} were recorded "
+            f"The engine's chat template or tokenizer is not the one that traces of {model!r} were recorded "
             "with: serve the model as it was. If only the template was edited, say --same-model."
         )
 
@@ -229,7 +235,8 @@ class _Run:
     version: str | None
 
 
-def _runs(trace: Trace, calls: Mapping[str, CallRecord]) -> Iterator[_Run]:
+def _runs(trace: Trace, calls: Mapping[str, CallRecord], scorer: Json | None) -> Iterator[_Run]:
+    """`scorer`: the engine that a rescored trace has its numbers from."""
     place = 0
     for span in trace.spans:
         here, place = place, place + span.end - span.start
@@ -237,7 +244,7 @@ def _runs(trace: Trace, calls: Mapping[str, CallRecord]) -> Iterator[_Run]:
             continue
         call = calls[span.call_id]
         choice = next(choice for choice in call.choices if choice.index == span.choice)
-        changes = versions(call, choice)
+        changes = versions(call, choice) if scorer is None else ((0, scorer["weight_version"]),)
         ends = [start for start, _ in changes[1:]] + [len(choice.token_ids)]
         for (start, version), end in zip(changes, ends, strict=True):
             low, high = max(start, span.start), min(end, span.end)
@@ -250,7 +257,7 @@ def _compare(
     trace: Trace,
     whole: TokenIds,
     values: npt.NDArray[np.float64],
-    calls: Mapping[str, CallRecord],
+    runs: Sequence[_Run],
     against: Against,
     built_grade: str,
 ) -> Audited:
@@ -261,7 +268,7 @@ def _compare(
     worst: list[Difference] = []
     by_temperature: dict[tuple[LogprobMode, float], _Numbers] = {}
     marked = False
-    for run in _runs(trace, calls):
+    for run in runs:
         recorded = trace.logprobs[run.start : run.end].astype(np.float64)
         fresh = values[offset + run.start : offset + run.end]
         mode: LogprobMode = "raw" if trace.rescored else run.call.logprob_mode

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, UsageError
 from polar_proxy.store import Store
+from polar_proxy.store.rescores import BUILDER, substituted
 from polar_proxy.trajectories.audit import Against, Audited, Difference, Tally, audit
 from polar_proxy.trajectories.score import Scored
 from polar_proxy.trajectories.targets import Target
@@ -142,9 +143,19 @@ async def _session(store: Store, engine: Engine, target: Target, builder: str, a
         for trace_id, certificate in certificates.items()
         if certificate is not None and (audited := certificate.get("audit"))
     }
+    scorers = {trace_id: told["rescored"] for trace_id, told in certificates.items() if told and told.get("rescored")}
     calls = await store.calls(target.session_id)
+    if builder == BUILDER:
+        calls = substituted(calls, await store.rescores(target.session_id))
     found = await audit(
-        engine, report.against, traces, calls, built_grades=built, at_once=at_once, scored=report.scored
+        engine,
+        report.against,
+        traces,
+        calls,
+        built_grades=built,
+        scorers=scorers,
+        at_once=at_once,
+        scored=report.scored,
     )
     for audited in found:
         if audited.tokens or audited.grade == "refused":
