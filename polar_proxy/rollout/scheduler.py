@@ -101,6 +101,8 @@ class Scheduler:
         self._on_settled = on_settled
         self.gates = Gates(Gate(limits.preparing), Gate(limits.running, admission), Gate(limits.scoring))
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._held: set[str] = set()
+        """Of the tasks, those whose rollout is this process's to decide about."""
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._taking, self._stopping = True, False
@@ -173,6 +175,7 @@ class Scheduler:
         for one in held:
             task = asyncio.create_task(self._see_through(one), name=f"polar-{one.rollout_id}")
             self._tasks[one.rollout_id] = task
+            self._held.add(one.rollout_id)
         return len(held)
 
     async def _backed_up(self) -> bool:
@@ -185,12 +188,15 @@ class Scheduler:
         while True:
             await asyncio.sleep(self._limits.poll_seconds)
             try:
-                gone = await self._store.hold(self.worker, list(self._tasks), self._limits.hold_seconds)
+                cancelled, others = await self._store.hold(self.worker, list(self._held), self._limits.hold_seconds)
                 lost = await self._store.lost(attempts=self._limits.attempts)
             except StoreError:
                 log.exception("the queue cannot be written; trying again")
                 continue
-            for rollout_id in gone & set(self._tasks):
+            for rollout_id in (cancelled | others) & self._held:
+                if rollout_id in others:
+                    log.warning("rollout %s is with another worker now", rollout_id)
+                    self._held.discard(rollout_id)
                 self._tasks[rollout_id].cancel()
             for rollout_id, attempt in lost.items():
                 log.warning("rollout %s was taken from a silent worker (attempt %d)", rollout_id, attempt)
@@ -206,6 +212,7 @@ class Scheduler:
         try:
             await self._attempt(held, self.gates, ticket)
         except InfrastructureError as error:
+            self._held.discard(held.rollout_id)
             await self._again(held, error)
             await self._after(held)
         except asyncio.CancelledError:
@@ -215,14 +222,18 @@ class Scheduler:
         except StoreError:
             log.exception("rollout %s: the store failed; its hold will run out and it is tried again", held.rollout_id)
         else:
+            self._held.discard(held.rollout_id)
             await self._after(held)
         finally:
-            del self._tasks[held.rollout_id]
+            # This process may have claimed the next attempt already.
+            if self._tasks[held.rollout_id] is asyncio.current_task():
+                del self._tasks[held.rollout_id]
+                self._held.discard(held.rollout_id)
             self._wake.set()
 
     async def _interrupted(self, held: Held) -> None:
         row = await self._store.rollout(held.rollout_id)
-        if row is not None and not row.final:
+        if row is not None and not row.final and held.rollout_id in self._held:
             if self._stopping:
                 await self._store.release(held.rollout_id, cause="service_stopped")
             else:

@@ -298,14 +298,15 @@ class Jobs(Part):
         held = {row.rollout_id: Held(**row._mapping) for row in rows}
         return [held[rollout_id] for rollout_id in ids if rollout_id in held]
 
-    async def hold(self, worker: str, rollout_ids: Collection[str], seconds: float) -> set[str]:
-        """Say that the worker still has these; returns those it must end: cancelled meanwhile, or no longer its own."""
+    async def hold(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
+        """Say that the worker still has these. Returns those it must end because they were cancelled, and those that
+        are not its own any more, about which it has nothing to say."""
+        mine = and_(_r.rollout_id.in_(list(rollout_ids)), _r.held_by == worker)
         async with self._database.writing() as connection:
-            mine = and_(_r.rollout_id.in_(list(rollout_ids)), _r.held_by == worker)
             await connection.execute(update(schema.rollouts).where(mine).values(held_until=time.time() + seconds))
-            wanted = select(_r.rollout_id).where(mine, or_(_final, _r.cause.is_(None), _r.cause != CANCEL_REQUESTED))
-            kept = set((await connection.execute(wanted)).scalars())
-        return set(rollout_ids) - kept
+            asked = and_(~_final, _r.cause == CANCEL_REQUESTED)
+            rows = (await connection.execute(select(_r.rollout_id, asked.label("cancelled")).where(mine))).all()
+        return {row.rollout_id for row in rows if row.cancelled}, set(rollout_ids) - {row.rollout_id for row in rows}
 
     async def release(self, rollout_id: str, *, cause: str) -> int:
         """Put a rollout back into the queue for another attempt; returns that attempt's number."""

@@ -30,7 +30,7 @@ async def test_a_job_from_queue_to_done(store: Store) -> None:
     first, second = await store.groups(job_id)
     assert [item.group_id for item in held] == [first.group_id, first.group_id, second.group_id]
     assert [item.group_index for item in held] == [0, 1, 0]
-    assert await store.hold("w", [item.rollout_id for item in held], 60) == set()
+    assert await store.hold("w", [item.rollout_id for item in held], 60) == (set(), set())
     for item in held[:2]:
         await store.set_rollout(item.rollout_id, status="done")
     done, mine = await store.settle_group(first.group_id) or pytest.fail("still open")
@@ -90,14 +90,14 @@ async def test_a_silent_worker_loses_its_rollouts(store: Store) -> None:
     (living,) = await store.claim("living", 1, 60)
     await store.set_rollout(silent[0].rollout_id, status="running")
     assert await store.lost(attempts=2) == {silent[0].rollout_id: 2}
-    assert await store.hold("silent", [silent[0].rollout_id], 60) == {silent[0].rollout_id}
+    assert await store.hold("silent", [silent[0].rollout_id], 60) == (set(), {silent[0].rollout_id})
     (again,) = await store.claim("other", 5, -1)
     assert (again.rollout_id, again.attempt) == (silent[0].rollout_id, 2)
     assert await store.lost(attempts=2) == {again.rollout_id: 0}
     row = await store.rollout(again.rollout_id)
     assert row is not None
     assert (row.status, row.error) == ("failed", "its worker fell silent")
-    assert await store.hold("living", [living.rollout_id], 60) == set()
+    assert await store.hold("living", [living.rollout_id], 60) == (set(), set())
 
 
 async def test_an_attempt_that_failed_for_no_fault_of_the_agent(store: Store) -> None:
@@ -129,7 +129,7 @@ async def test_cancelling(store: Store, what: str) -> None:
         assert await store.cancel_group(held.group_id, reason="decided") == [held.rollout_id]
     else:
         assert await store.cancel_rollout(held.rollout_id) is False
-    assert await store.hold("w", [held.rollout_id], 60) == {held.rollout_id}
+    assert await store.hold("w", [held.rollout_id], 60) == ({held.rollout_id}, set())
     job = await store.job(job_id)
     assert job is not None
     # The one in hand stays where it was until its worker ends it.
