@@ -226,7 +226,7 @@ class Scheduler:
             await self._after(held)
         finally:
             # This process may have claimed the next attempt already.
-            if self._tasks[held.rollout_id] is asyncio.current_task():
+            if self._tasks.get(held.rollout_id) is asyncio.current_task():
                 del self._tasks[held.rollout_id]
                 self._held.discard(held.rollout_id)
             self._wake.set()
