@@ -2,7 +2,8 @@
 
 Written here: r_t = pi_theta(t) / mu(t), mu being the recorded log-probability of the engine that sampled; A_t the
 advantage; w_t the weight of the token (`normalise`); sg = no gradient. The paper's normalisation is named with each
-loss and is what its formula shows; which weights are used is the caller's choice (`Tokens.weights`).
+loss and is what its formula shows; which weights are used is the caller's choice (`Tokens.weights`). `gspo` and
+`minpro` look at whole sequences: a micro-batch must not cut one (`packing` never does).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def ppo_clip(batch: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) ->
     """L = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t).
 
     With `how="sequence"` this is the loss of GRPO without its KL term (`auxiliary.kl_to_reference`).
-    Source: Schulman et al., PPO, arXiv 1707.06347, equation 7; GRPO: arXiv 2402.03300.
+    Source: Schulman et al., PPO, arXiv 1707.06347; GRPO: arXiv 2402.03300.
     """
     ratio = log_ratio(batch.new, batch.recorded, batch.mask).exp()
     objective, clipped = clipped_objective(ratio, known_advantages(batch), 1.0 - clip_low, 1.0 + clip_high)

@@ -14,6 +14,14 @@ from torch import Tensor
 How = Literal["token", "sequence", "rollout", "constant"]
 
 
+def trained(mask: Tensor, advantages: Tensor) -> Tensor:
+    """The mask [n] without the tokens whose advantage is NaN: those of rollouts without a reward, and of pivots.
+
+    Comes before `token_weights`, so that no such token is counted in a denominator.
+    """
+    return torch.where(torch.isnan(advantages), torch.zeros_like(mask), mask)
+
+
 def token_weights(
     mask: Tensor, sequences: Tensor, rollouts: Tensor | None = None, *, how: How = "token", length: int | None = None
 ) -> Tensor:

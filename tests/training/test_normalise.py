@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polar_proxy.training.normalise import token_weights
+from polar_proxy.training.normalise import token_weights, trained
 
 # Rollout 0 has the sequences 0 (2 sampled, 1 context) and 1 (4 sampled); rollout 1 has sequence 2 (2 sampled).
 MASK = torch.tensor([1, 0, 1, 1, 1, 1, 1, 1, 1]).bool()
@@ -61,3 +61,15 @@ def test_all_but_the_constant_sum_to_one() -> None:
 def test_nothing_to_train_is_an_error() -> None:
     with pytest.raises(ValueError, match="no token is trained"):
         token_weights(torch.zeros(3).bool(), torch.zeros(3).long())
+
+
+def test_who_has_no_advantage_is_in_no_denominator() -> None:
+    mask, advantages = torch.tensor([True, False, True, True]), torch.tensor([1.0, 1.0, float("nan"), 0.0])
+    assert trained(mask, advantages).tolist() == [True, False, False, True]
+    assert trained(mask.double() / 2, advantages).tolist() == [0.5, 0.0, 0.0, 0.5]
+    assert token_weights(trained(mask, advantages), torch.tensor([0, 0, 1, 2]), how="sequence").tolist() == [
+        0.5,
+        0,
+        0,
+        0.5,
+    ]
