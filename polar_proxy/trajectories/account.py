@@ -16,7 +16,7 @@ from polar_proxy.trajectories.drift import findings
 from polar_proxy.trajectories.grade import CANONICAL, RESCORED, grade_of
 from polar_proxy.trajectories.line import Built
 from polar_proxy.trajectories.paths import path
-from polar_proxy.trajectories.tokens import begins_with, common
+from polar_proxy.trajectories.tokens import begins_with, shared
 from polar_proxy.types import CallRecord, Json, Span, TokenIds, Trace
 
 
@@ -136,7 +136,7 @@ def _check_prompts(trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str
 
 def _is_start(prompt: TokenIds, ids: TokenIds, known: TokenIds) -> bool:
     """Whether `ids` begin with the prompt, given that they begin with `known`."""
-    if len(known) and common(prompt, known) == len(known):
+    if len(known) and len(prompt) >= len(known) and shared(prompt, known):
         return begins_with(ids[len(known) :], prompt[len(known) :])
     return begins_with(ids, prompt)
 

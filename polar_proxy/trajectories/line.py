@@ -9,7 +9,7 @@ import numpy as np
 
 from polar_proxy.trajectories.drift import Finding
 from polar_proxy.trajectories.grade import CANONICAL, grade_of, reasons_of
-from polar_proxy.trajectories.tokens import begins_with, common
+from polar_proxy.trajectories.tokens import begins_with, common, shared
 from polar_proxy.types import CallRecord, Choice, Json, Span, TokenIds, Trace, new_id
 
 
@@ -71,8 +71,8 @@ class Line:
     def reach(self, prompt: TokenIds) -> int:
         """How many tokens of `prompt` are those of the path, given that the first `branch_at` are."""
         known, start = self._known, self.branch_at
-        if known is not None and (same := common(prompt, known)) >= len(known):
-            start = same
+        if known is not None and len(prompt) >= len(known) and shared(prompt, known):
+            start = len(known)
         return start + common(prompt[start:], self.ids[start - self.branch_at :])
 
     def is_start_of(self, prompt: TokenIds) -> bool:
@@ -80,7 +80,7 @@ class Line:
         if self._size > len(prompt) or prompt[self._size - 1] != self._buffer[self._size - 1]:
             return False
         known = self._known
-        if known is not None and common(prompt, known) == len(known):
+        if known is not None and shared(prompt, known):
             return begins_with(prompt[len(known) :], self.ids[len(known) :])
         return begins_with(prompt, self.ids)
 

@@ -19,16 +19,26 @@ _STEP = 256
 def common(one: TokenIds, other: TokenIds) -> int:
     """How many tokens both begin with alike."""
     size = min(len(one), len(other))
-    if size == 0 or _same_address(one, other):
+    if size == 0 or shared(one, other):
         return size
     start, step = 0, _STEP
     while start < size:  # in growing steps: what differs mostly differs early
         end = min(start + step, size)
         differs = one[start:end] != other[start:end]
-        if differs.any():
-            return start + int(differs.argmax())
+        place = int(differs.argmax())
+        if differs[place]:
+            return start + place
         start, step = end, step * 8
     return size
+
+
+def shared(one: TokenIds, other: TokenIds) -> bool:
+    """Whether both begin at the same address of one buffer, so that the shorter is how the longer begins."""
+    owner, other_owner = one.base, other.base
+    if (one if owner is None else owner) is not (other if other_owner is None else other_owner):
+        return False
+    same = one.__array_interface__["data"][0] == other.__array_interface__["data"][0]
+    return bool(same and one.strides == other.strides)
 
 
 def begins_with(whole: TokenIds, start: TokenIds) -> bool:
@@ -37,11 +47,11 @@ def begins_with(whole: TokenIds, start: TokenIds) -> bool:
         return True
     if size > len(whole) or whole[size - 1] != start[-1]:
         return False
+    if shared(whole, start):
+        return True
     # The end is compared first: it is where histories that only look alike differ.
     near = max(0, size - _STEP)
-    if not np.array_equal(whole[near:size], start[near:]):
-        return False
-    return common(whole[:near], start[:near]) == near
+    return bool((whole[near:size] == start[near:]).all()) and common(whole[:near], start[:near]) == near
 
 
 def is_any(ids: TokenIds, wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
@@ -50,9 +60,3 @@ def is_any(ids: TokenIds, wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
     for token in wanted:
         found |= ids == token
     return found
-
-
-def _same_address(one: TokenIds, other: TokenIds) -> bool:
-    if one.strides != other.strides:
-        return False
-    return bool(one.__array_interface__["data"][0] == other.__array_interface__["data"][0])

@@ -1,0 +1,161 @@
+"""How long it takes to join the calls of a long session into traces, from calls in memory and from the store.
+
+    python benchmarks/joining.py --turns 200 --tokens 100000 --json
+
+`join_ms` is the figure of `polar build`: the time of the builder itself, its own checks included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from polar_proxy.store import open_store
+from polar_proxy.trajectories import build, certificates
+from polar_proxy.types import CallRecord, Choice, EngineInfo, new_id
+
+_END = 151_645
+_INFO = EngineInfo(
+    engine="vllm",
+    version="0",
+    model="m",
+    context_length=1 << 20,
+    template_hash=None,
+    logprob_mode="processed",
+    capabilities=frozenset({"token_ids", "logprobs"}),
+    eos_token_ids=(_END,),
+)
+
+
+def join_ms(calls: Sequence[CallRecord], *, builder: str = "merged", on_drift: str = "split", repeat: int = 5) -> float:
+    """Milliseconds, the fastest of `repeat`, to build the traces of a session's calls."""
+    taken = []
+    for _ in range(repeat):
+        started = time.perf_counter()
+        build(calls, builder, on_drift=on_drift)
+        taken.append(time.perf_counter() - started)
+    return min(taken) * 1000
+
+
+def long_session(turns: int, tokens: int, *, drift_every: int = 0, session_id: str = "sess_1") -> list[CallRecord]:
+    """A session that grows to `tokens` tokens in `turns` turns of random ids. With `drift_every` k, the k-th turn, the
+    2k-th ... has one token of its history changed, and later ones go on from that."""
+    random = np.random.default_rng(7)
+    new = max(4, tokens // turns)
+    answer, context = new // 3, new - new // 3
+    calls: list[CallRecord] = []
+    prompt = np.empty(0, np.int32)
+    for number in range(turns):
+        prompt = np.concatenate([prompt, random.integers(0, 150_000, context, dtype=np.int32)])
+        prompt[-2] = _END
+        drifted = drift_every and number and number % drift_every == 0
+        if drifted:
+            prompt[len(prompt) - new - 1] ^= 1
+        said = random.integers(0, 150_000, answer, dtype=np.int32)
+        said[-1] = _END
+        logprobs = -random.exponential(1, answer).astype(np.float32)
+        choice = Choice(0, {"role": "assistant", "content": f"turn {number}"}, "stop", said, logprobs)
+        before = calls[-1].call_id if calls else None
+        calls.append(
+            replace(
+                _TURN,
+                call_id=new_id("call"),
+                session_id=session_id,
+                edge="continues" if calls else "root",
+                parent_call_id=before,
+                base_call_id=before,
+                base_choice=None if before is None else 0,
+                messages=tuple(b'{"role":"user","content":"turn %d"}' % turn for turn in range(2 * number + 1)),
+                prompt_ids=prompt.copy(),
+                choices=(choice,),
+                started_at=float(number),
+            )
+        )
+        prompt = np.concatenate([prompt, said])
+    return calls
+
+
+_TURN = CallRecord(
+    call_id="",
+    session_id="",
+    dialect="openai_chat",
+    path="/v1/chat/completions",
+    stream=True,
+    model="m",
+    engine=_INFO,
+    weight_version="1",
+    logprob_mode="processed",
+    status="ok",
+    http_status=200,
+    error=None,
+    edge="root",
+    parent_call_id=None,
+    messages=(),
+    tools=None,
+    params={"model": "m"},
+    sampling={"temperature": 1.0},
+    prompt_ids=None,
+    choices=(),
+    started_at=0.0,
+    first_token_at=None,
+    ended_at=0.0,
+)
+
+
+async def _from_store(calls: Sequence[CallRecord]) -> tuple[list[CallRecord], float]:
+    """The calls as the store gives them back, and the milliseconds that it takes (the faster of two)."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with open_store(str(Path(folder) / "polar.db")) as store:
+            row = await store.create_session(key_hash=None, label=None, origin="open")
+            for call in calls:
+                await store.commit_call(replace(call, session_id=row.session_id))
+            taken = []
+            for _ in range(2):
+                started = time.perf_counter()
+                found = await store.calls(row.session_id)
+                taken.append(time.perf_counter() - started)
+            return found, min(taken) * 1000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--turns", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--drift-every", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    calls = long_session(given.turns, given.tokens, drift_every=given.drift_every)
+    loaded, load_ms = asyncio.run(_from_store(calls))
+    built = build(loaded, "merged")
+    started = time.perf_counter()
+    certificates(loaded, built)
+    certify_ms = (time.perf_counter() - started) * 1000
+    found = {
+        "turns": given.turns,
+        "join_tokens": sum(len(trace.token_ids) for trace in built.traces),
+        "traces": len(built.traces),
+        "join_ms": round(join_ms(loaded), 2),
+        "join_in_memory_ms": round(join_ms(calls), 2),
+        "tree_ms": round(join_ms(loaded, builder="tree"), 2),
+        "canonical_ms": round(join_ms(loaded, on_drift="canonical"), 2),
+        "per_call_ms": round(join_ms(loaded, builder="per_call"), 2),
+        "certify_ms": round(certify_ms, 2),
+        "load_ms": round(load_ms, 2),
+    }
+    if given.json:
+        print(json.dumps(found))
+    else:
+        for name, value in found.items():
+            print(f"{name:>18}: {value}")
+
+
+if __name__ == "__main__":
+    main()
