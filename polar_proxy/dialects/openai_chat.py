@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -37,13 +38,16 @@ class OpenAIChat(Dialect):
     name = "openai_chat"
 
     def parse(self, body: Json) -> ParsedRequest:
+        return self.parse_after(body, None)
+
+    def parse_after(self, body: Json, before: ParsedRequest | None) -> ParsedRequest:
         raw_messages = required(body, "messages", list)
         if not raw_messages:
             raise RequestError(
                 "Invalid 'messages': expected at least one message.", param="messages", code="empty_array"
             )
-        messages = tuple(parse_message(item, position) for position, item in enumerate(raw_messages))
-        tools = _parse_tools(body)
+        messages, stored = _read_messages(raw_messages, before)
+        tools, tools_stored = _read_tools(body, before)
         top_logprobs = take(body, "top_logprobs", int, low=0, high=20) or 0
         logprobs = bool(take(body, "logprobs", bool))
         if top_logprobs and not logprobs:
@@ -64,9 +68,8 @@ class OpenAIChat(Dialect):
         return ParsedRequest(
             requests=(request,),
             stream=bool(take(body, "stream", bool)),
-            messages=(tuple(to_json(item, f"messages[{i}]") for i, item in enumerate(raw_messages)),),
-            # All of them, those of a type that no engine here is told of too: what came is kept.
-            tools=to_json(body["tools"], "tools") if body.get("tools") else None,
+            messages=(stored,),
+            tools=tools_stored,
             params=params,
             options={
                 "model": request.model,
@@ -84,6 +87,38 @@ class OpenAIChat(Dialect):
 
     def error(self, error: RequestError) -> bytes:
         return error_body(error)
+
+
+def _read_messages(raw: list[Any], before: ParsedRequest | None) -> tuple[tuple[Message, ...], tuple[bytes, ...]]:
+    """The messages and their bytes. An agent sends its whole conversation with every turn: what it sent with the turn
+    before is compared as bytes and not read again."""
+    known, told = _chat_of(before)
+    same = 0
+    with suppress(TypeError):  # what cannot be written is not the same, and refused below
+        for item, data in zip(raw, told, strict=False):
+            if orjson.dumps(item) != data:
+                break
+            same += 1
+    new = range(same, len(raw))
+    messages = (*known[:same], *(parse_message(raw[i], i) for i in new))
+    return messages, (*told[:same], *(to_json(raw[i], f"messages[{i}]") for i in new))
+
+
+def _chat_of(before: ParsedRequest | None) -> tuple[tuple[Message, ...], tuple[bytes, ...]]:
+    request = None if before is None else before.requests[0]
+    return (request.messages, before.messages[0]) if before and isinstance(request, ChatRequest) else ((), ())
+
+
+def _read_tools(body: Json, before: ParsedRequest | None) -> tuple[tuple[Json, ...], bytes | None]:
+    """The functions that are offered; and all tools as bytes, those of a type that no engine here is told of too: what
+    came is kept."""
+    if not body.get("tools"):
+        return _parse_tools(body), None
+    stored = to_json(body["tools"], "tools")
+    request = None if before is None else before.requests[0]
+    if before is not None and isinstance(request, ChatRequest) and before.tools == stored:
+        return request.tools, before.tools
+    return _parse_tools(body), stored
 
 
 def parse_message(item: Any, position: int) -> Message:

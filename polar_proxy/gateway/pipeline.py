@@ -23,9 +23,10 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import wire
 from polar_proxy.gateway.continuing import Continuer
 from polar_proxy.gateway.metrics import Metrics
-from polar_proxy.gateway.replay import Replays
+from polar_proxy.gateway.recent import Recent, Recently
+from polar_proxy.gateway.replay import Replays, tape_key
 from polar_proxy.gateway.sessions import Session, Sessions, key_of
-from polar_proxy.gateway.turn import CallSink, Observer, Turn, refuse
+from polar_proxy.gateway.turn import CallSink, Observer, Services, Turn, refuse
 from polar_proxy.history import read_hints
 from polar_proxy.types import CallRecord, Json
 
@@ -52,7 +53,9 @@ class TurnPipeline:
         self.metrics = metrics
         self.observers: list[Observer] = []
         self._replays = Replays(settings)
-        self._continuer = Continuer(engine, store, settings)
+        self._recent = Recent()
+        continuer = Continuer(engine, store, settings)
+        self._services = Services(engine, store, settings, metrics, self.observers, continuer, self._recent)
 
     async def serve(
         self,
@@ -70,7 +73,8 @@ class TurnPipeline:
             headers = _headers(scope)
             session = await self._session(headers, scope, path_key)
             raw = await wire.read_body(receive, self.settings.max_body_mb << 20)
-            parsed = await self._parse(dialect, raw, session)
+            recently = self._recent.get(session.session_id, dialect.name)
+            parsed = await self._parse(dialect, raw, session, recently)
         except wire.Disconnected:
             return
         except RequestError as error:
@@ -78,14 +82,15 @@ class TurnPipeline:
             await refuse(send, error, dialect)
             return
         hints = read_hints(headers, parsed.params)
-        tape = self._replays.find(session.session_id, dialect.name, parsed, hints)
+        key = tape_key(session.session_id, dialect.name, parsed)
+        tape = self._replays.find(key, parsed, hints)
         if tape is not None and await tape.follow(receive, send):
             self.metrics.joined.inc()
             return
-        tape = self._replays.open(session.session_id, dialect.name, parsed, hints)
-        turn = Turn(self.engine, self.store, self.settings, self.metrics, self.observers, self._continuer)
+        tape = self._replays.open(key, parsed, hints)
+        turn = Turn(self._services)
         try:
-            await turn.run(dialect, session, parsed, hints, route, started, receive, send, tape)
+            await turn.run(dialect, session, parsed, hints, route, started, receive, send, tape, recently)
         finally:
             self._replays.close(tape, failed=not turn.ok)
 
@@ -113,11 +118,16 @@ class TurnPipeline:
         query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
         return await self.sessions.find(key_of(headers, query_key), path_key)
 
-    async def _parse(self, dialect: Dialect, raw: bytes, session: Session) -> ParsedRequest:
+    async def _parse(self, dialect: Dialect, raw: bytes, session: Session, recently: Recently | None) -> ParsedRequest:
+        before = None if recently is None else recently.parsed
+
+        def parse(body: Json) -> ParsedRequest:
+            return dialect.parse_after(body, before)
+
         body = await _offloaded(len(raw), _load, raw)
         call_id = dialect.refers_to(body)
         if call_id is None:
-            return await _offloaded(len(raw), dialect.parse, body)
+            return await _offloaded(len(raw), parse, body)
         earlier = await self._earlier(dialect, call_id, session)
 
         def resume(body: Json) -> ParsedRequest:

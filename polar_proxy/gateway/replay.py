@@ -30,15 +30,16 @@ _KEPT_BYTES = 64 << 20
 """Of all requests and answers that are kept after their end."""
 
 
-_Key = tuple[str, str, bool, tuple[bytes, ...]]
+Key = tuple[str, str, bool, tuple[bytes, ...]]
+"""Session, dialect, whether it is streamed, and the last message of each of its conversations: equal for equal
+requests. Each request of a run ends in another message, so that few others have the same."""
 
 
 class Tape:
     """One answer as it is sent. Used as the `send` of its turn."""
 
-    def __init__(self, session_id: str, dialect: str, parsed: ParsedRequest, hints: Hints, grace: float) -> None:
-        self.session_id = session_id
-        self.dialect = dialect
+    def __init__(self, key: Key, parsed: ParsedRequest, hints: Hints, grace: float) -> None:
+        self.key = key
         self.parsed = parsed
         self.thread = hints.thread
         self.lost = False
@@ -112,13 +113,11 @@ class Tape:
                 self._deadline = time.monotonic() + self._grace
             self._notify()
 
-    def same(self, dialect: str, parsed: ParsedRequest, hints: Hints) -> bool:
-        """Whether the other is the same request: order of keys and volatile fields ignored."""
+    def same(self, parsed: ParsedRequest, hints: Hints) -> bool:
+        """Whether another of the same key is the same request: order of keys and volatile fields ignored."""
         mine = self.parsed
         return (
-            self.dialect == dialect
-            and mine.stream == parsed.stream
-            and (self.thread is None or hints.thread is None or self.thread == hints.thread)
+            (self.thread is None or hints.thread is None or self.thread == hints.thread)
             and mine.messages == parsed.messages
             and mine.tools == parsed.tools
             and _lasting(mine.params) == _lasting(parsed.params)
@@ -139,18 +138,19 @@ class Replays:
         self._policy = settings.join_retries
         self._window = settings.retry_window_seconds
         self._grace = settings.retry_grace_seconds
-        self._tapes: dict[_Key, list[Tape]] = {}
+        self._tapes: dict[Key, list[Tape]] = {}
         self._ended: deque[Tape] = deque()
         self._kept = 0
 
-    def find(self, session_id: str, dialect: str, parsed: ParsedRequest, hints: Hints) -> Tape | None:
+    def find(self, key: Key, parsed: ParsedRequest, hints: Hints) -> Tape | None:
         """The tape that this request, being a retry, is to be answered from."""
         if self._policy == "never":
             return None
         self._forget()
-        same = [
-            tape for tape in self._tapes.get(_key(session_id, dialect, parsed), ()) if tape.same(dialect, parsed, hints)
-        ]
+        tapes = self._tapes.get(key)
+        if tapes is None:
+            return None
+        same = [tape for tape in tapes if tape.same(parsed, hints)]
         if lost := [tape for tape in same if tape.lost and not tape.over and tape.ended_at is None]:
             return lost[-1]
         if failed := [tape for tape in same if (tape.failed or tape.over) and not tape.claimed]:
@@ -161,9 +161,9 @@ class Replays:
             return answered[-1]
         return None
 
-    def open(self, session_id: str, dialect: str, parsed: ParsedRequest, hints: Hints) -> Tape:
-        tape = Tape(session_id, dialect, parsed, hints, self._grace)
-        self._tapes.setdefault(_key(session_id, dialect, parsed), []).append(tape)
+    def open(self, key: Key, parsed: ParsedRequest, hints: Hints) -> Tape:
+        tape = Tape(key, parsed, hints, self._grace)
+        self._tapes.setdefault(key, []).append(tape)
         return tape
 
     def close(self, tape: Tape, *, failed: bool) -> None:
@@ -178,15 +178,13 @@ class Replays:
         while self._ended and ((self._ended[0].ended_at or 0.0) < limit or self._kept > _KEPT_BYTES):
             tape = self._ended.popleft()
             self._kept -= tape.size
-            key = _key(tape.session_id, tape.dialect, tape.parsed)
-            tapes = self._tapes[key]
+            tapes = self._tapes[tape.key]
             tapes.remove(tape)
             if not tapes:
-                del self._tapes[key]
+                del self._tapes[tape.key]
 
 
-def _key(session_id: str, dialect: str, parsed: ParsedRequest) -> _Key:
-    """Equal for equal requests. Each request of a run ends in another message, so that few others have the same."""
+def tape_key(session_id: str, dialect: str, parsed: ParsedRequest) -> Key:
     return session_id, dialect, parsed.stream, tuple(messages[-1] if messages else b"" for messages in parsed.messages)
 
 

@@ -7,7 +7,9 @@ import hashlib
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from polar_proxy.errors import RequestError
 from polar_proxy.history import SessionHistory
@@ -80,7 +82,7 @@ class Sessions:
         self.open = open_to_all
         self._by_hash: OrderedDict[bytes, Session] = OrderedDict()
         self._by_id: dict[str, Session] = {}
-        self._lock = asyncio.Lock()
+        self._opening: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
     async def find(self, key: str | None, path_key: str | None) -> Session:
         """The session of a path segment (first) or of a key. RequestError 401 when unknown and Polar is closed."""
@@ -90,7 +92,11 @@ class Sessions:
         if session is not None:
             self._by_hash.move_to_end(digest)
             return session
-        async with self._lock:  # two first requests of one key must not both open a session
+        # Two first requests of one key must not both open a session; those of other keys need not wait.
+        lock = self._opening.get(digest)
+        if lock is None:
+            lock = self._opening[digest] = asyncio.Lock()
+        async with lock:
             return self._by_hash.get(digest) or await self._load(digest, path_key)
 
     async def _load(self, digest: bytes, path_key: str | None) -> Session:
@@ -117,8 +123,8 @@ class Sessions:
                 history.rebuild(await self._store.call_places(record.session_id))
             session = Session(record.session_id, record.policy or {}, history)
             session.idle.set()
+            session = self._by_id.setdefault(session.session_id, session)  # by its other name, in the meantime
         self._by_hash[digest] = session
-        self._by_id[session.session_id] = session
         self._evict()
         return session
 
@@ -141,7 +147,7 @@ class Sessions:
             del self._by_hash[digest]
 
     def _evict(self) -> None:
-        for digest, session in list(self._by_hash.items())[: max(0, len(self._by_hash) - _CACHED)]:
+        for digest, session in list(islice(self._by_hash.items(), max(0, len(self._by_hash) - _CACHED))):
             if session.in_flight == 0 and session.lost == 0:
                 del self._by_hash[digest]
                 self._by_id.pop(session.session_id, None)

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from polar_proxy.config import GatewaySettings
@@ -23,6 +24,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import wire
 from polar_proxy.gateway.continuing import Continuer
 from polar_proxy.gateway.metrics import Metrics
+from polar_proxy.gateway.recent import Recent, Recently
 from polar_proxy.gateway.record import Asked, Ending, Part, make_record, version_of
 from polar_proxy.gateway.replay import Tape
 from polar_proxy.gateway.sessions import Session, apply_policy
@@ -51,24 +53,25 @@ async def refuse(send: wire.Send, error: RequestError, shape: Dialect | TokenCou
     await wire.respond(send, error.status, shape.error(error), [*headers, *retry])
 
 
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What all turns of one gateway work with."""
+
+    engine: Engine
+    store: CallSink
+    settings: GatewaySettings
+    metrics: Metrics
+    observers: list[Observer]
+    continuer: Continuer
+    recent: Recent
+
+
 class Turn:
     """One HTTP request for model answers, from its parsed body to the last byte. Used once."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        store: CallSink,
-        settings: GatewaySettings,
-        metrics: Metrics,
-        observers: list[Observer],
-        continuer: Continuer,
-    ) -> None:
-        self._engine = engine
-        self._continuer = continuer
-        self._store = store
-        self._settings = settings
-        self._metrics = metrics
-        self._observers = observers
+    def __init__(self, services: Services) -> None:
+        self._engine = services.engine
+        self._services = services
         self._settled: asyncio.Task[None] | None = None
         self.ok = False
         """The answer is complete, committed, and somebody gets it."""
@@ -84,21 +87,25 @@ class Turn:
         receive: wire.Receive,
         send: wire.Send,
         tape: Tape,
+        recently: Recently | None = None,
     ) -> None:
-        """Answer. `path` is recorded with the call, `started` (seconds since the epoch) is when the request came."""
+        """Answer. `path` is recorded with the call, `started` (seconds since the epoch) is when the request came,
+        `recently` what `parsed` was read after."""
         send = tape.into(send)
         self._dialect = dialect
         self._session = session
         self._asked = Asked(session.session_id, dialect.name, path, parsed, started)
+        read = None if recently is None else recently.read
         self._parts = [
             Part(
                 call_id := new_id("call"),
                 apply_policy(request, session.policy),
-                session.history.place(call_id, request, hints, now=started),
+                session.history.place(call_id, request, hints, now=started, read=read),
                 raw,
             )
             for request, raw in zip(parsed.requests, parsed.messages, strict=True)
         ]
+        self._services.recent.put(session.session_id, dialect.name, parsed, self._parts[0].place.read, tape.size)
         self._headers = [
             (b"x-polar-call-id", self._parts[0].call_id.encode()),
             (b"x-polar-session-id", session.session_id.encode()),
@@ -111,11 +118,11 @@ class Turn:
                 dialect.stream_media_type,
                 self._headers,
                 heartbeat=dialect.heartbeat,
-                every=self._settings.heartbeat_seconds,
-                patience=self._settings.headers_after_seconds,
+                every=self._services.settings.heartbeat_seconds,
+                patience=self._services.settings.headers_after_seconds,
             )
         self._session.begin(len(self._parts))
-        self._metrics.in_flight.inc(len(self._parts))
+        self._services.metrics.in_flight.inc(len(self._parts))
         try:
             async with wire.ClientWatch(receive, tape.abandoned) as watch:
                 await self._generate(encoder, writer)
@@ -143,7 +150,7 @@ class Turn:
             if writer is not None:
                 writer.close()
             self._session.end(len(self._parts))
-            self._metrics.in_flight.dec(len(self._parts))
+            self._services.metrics.in_flight.dec(len(self._parts))
 
     async def _generate(self, encoder: Encoder, writer: wire.StreamWriter | None) -> None:
         if len(self._parts) == 1:
@@ -158,7 +165,7 @@ class Turn:
 
     async def _pump(self, index: int, encoder: Encoder, writer: wire.StreamWriter | None) -> None:
         part = self._parts[index]
-        part.plan = await self._continuer.plan(part.request, part.place, self._session.policy)
+        part.plan = await self._services.continuer.plan(part.request, part.place, self._session.policy)
         part.version = await self._engine.weight_version()
         stream = self._asked.parsed.stream
         sampled = self._engine.sample(part.request, stream=stream, prompt=part.plan.prompt)
@@ -211,17 +218,17 @@ class Turn:
             marks = self._session.history.ended(part.place, said, status, now=ending.ended_at)
             weights = version_of(part.answer, part.version, version)
             record = make_record(self._asked, part, ending, self._engine.info, weights, marks)
-            self._continuer.remember(record, part.request, part.place.base)
-            self._metrics.count(record)
+            self._services.continuer.remember(record, part.request, part.place.base)
+            self._services.metrics.count(record)
             waited = time.perf_counter()
             try:
                 async with asyncio.timeout(_COMMIT_PATIENCE):
-                    await self._store.commit_call(record)
+                    await self._services.store.commit_call(record)
             except Exception:
                 self._session.lost += 1
-                self._metrics.lost.inc()
+                self._services.metrics.lost.inc()
                 log.exception("call %s was answered but could not be recorded", part.call_id)
             else:
-                for observer in self._observers:
+                for observer in self._services.observers:
                     observer(record)
-            self._metrics.commit.observe(time.perf_counter() - waited)
+            self._services.metrics.commit.observe(time.perf_counter() - waited)

@@ -2,6 +2,7 @@
 
 from polar_proxy.history.base import Base
 from polar_proxy.history.hints import NO_HINTS, Hints, read_hints
+from polar_proxy.history.meaning import Read
 from polar_proxy.history.normalise import NORMALISERS, Normaliser
 from polar_proxy.history.place import Place, SessionHistory
 from polar_proxy.history.rules import BUILT_IN, RULES, Rule
@@ -15,6 +16,7 @@ __all__ = [
     "Hints",
     "Normaliser",
     "Place",
+    "Read",
     "Rule",
     "SessionHistory",
     "read_hints",

@@ -45,14 +45,20 @@ class Asking:
     def quotes(self, known: Known, *kinds: QuoteKind) -> bool:
         return quoted(self.opening(), known, *kinds)
 
-    def opening(self) -> Sequence[str]:
+    def opening(self) -> str:
         """Where a quote would stand. To look for many, take it once."""
-        return [text_of(message)[:_OPENING] for message in self.messages[:6] if message.role != "system"]
+        texts = [text_of(message)[:_OPENING] for message in self.messages[:6] if message.role != "system"]
+        return "\n\0\n".join(texts)  # as one, which is searched faster than six
 
 
-def quoted(opening: Sequence[str], known: Known, *kinds: QuoteKind) -> bool:
-    """Whether one of these texts holds what this call's answer said."""
-    return any(quote.text in text for quote in known.quotes if quote.kind in kinds for text in opening)
+def quoted(opening: str, known: Known, *kinds: QuoteKind) -> bool:
+    """Whether an opening holds what this call's answer said."""
+    return any(quote.text in opening for quote in known.quotes if quote.kind in kinds)
+
+
+def _quoted_anywhere(opening: str, memory: Memory, kind: QuoteKind) -> bool:
+    """Whether an opening holds what any recent answer said."""
+    return any(quote.text in opening for known in memory.quotable for quote in known.quotes if quote.kind == kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,13 +286,13 @@ def _quoting(memory: Memory, asking: Asking) -> Decision:
     """A root, unless its first messages are what an earlier answer said."""
     opening = asking.opening()
     if not any(message.role == "assistant" for message in asking.messages):
-        callers = [known for known in memory.quotable if quoted(opening, known, "agent_prompt")]
-        if callers:
+        if _quoted_anywhere(opening, memory, "agent_prompt"):
+            callers = [known for known in memory.quotable if quoted(opening, known, "agent_prompt")]
             idle = [known for known in callers if not known.continued] or callers
             return Decision("subagent", idle[-1], "prompt_from_tool_call", len(idle) > 1, own_thread=True)
-        if any(quoted(opening, known, "argument") for known in memory.quotable):
+        if _quoted_anywhere(opening, memory, "argument"):
             return Decision("root", None, "prompt_from_unknown_tool", True, own_thread=True)
-    if any(quoted(opening, known, "answer") for known in memory.quotable):
+    if _quoted_anywhere(opening, memory, "answer"):
         return Decision("root", None, "quotes_an_answer", True, own_thread=True)
     return Decision("root", own_thread=True)
 

@@ -58,6 +58,14 @@ class Chain:
         return self.turns[-1].skeleton if self.turns else EMPTY
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A conversation with its chain, so that a longer one need not be read from its beginning."""
+
+    messages: tuple[Message, ...]
+    chain: Chain
+
+
 class Meaning:
     """Digests of messages under one set of normalisers. Remembers those it has seen: a message comes many times."""
 
@@ -72,14 +80,17 @@ class Meaning:
         self._root = hashlib.blake2b(orjson.dumps(sorted(active.names)) + VERSION, digest_size=16).digest()
         self._memo: dict[int, bytes] = {}
 
-    def chain(self, messages: Sequence[Message]) -> Chain:
-        keys = [self._root]
-        turns: list[Turn] = []
-        skeleton = EMPTY
+    def chain(self, messages: Sequence[Message], read: Read | None = None) -> Chain:
+        """The keys of a conversation. `read`: one that was read before; what both begin with is not read again."""
+        start = 0 if read is None else _shared(messages, read.messages)
+        keys = [self._root] if read is None else list(read.chain.keys[: start + 1])
+        turns = [] if read is None else [turn for turn in read.chain.turns if turn.end <= start]
+        skeleton = turns[-1].skeleton if turns else EMPTY
         run: list[Message] = []  # the assistant messages of the turn that is being read
-        before, skeleton_before = self._root, EMPTY
+        before, skeleton_before = keys[-1], skeleton
         results: set[tuple[bytes, str | None]] = set()
-        for position, message in enumerate(messages):
+        for position in range(start, len(messages)):
+            message = messages[position]
             if message.role == "assistant":
                 if not run:
                     before, skeleton_before = keys[-1], skeleton
@@ -199,6 +210,23 @@ def _link(key: bytes, digest: bytes) -> bytes:
     return hashlib.blake2b(key + digest, digest_size=16).digest()
 
 
+def _shared(messages: Sequence[Message], others: Sequence[Message]) -> int:
+    """How many of the first messages are the very same objects, up to the beginning of an assistant turn: nothing that
+    stands before one says how it, or what follows, is read."""
+    same = 0
+    for one, other in zip(messages, others, strict=False):
+        if one is not other:
+            break
+        same += 1
+    while same and not _opens_turn(messages, same):
+        same -= 1
+    return same
+
+
+def _opens_turn(messages: Sequence[Message], at: int) -> bool:
+    return at < len(messages) and messages[at].role == "assistant" and messages[at - 1].role != "assistant"
+
+
 def _folded(run: Sequence[Message]) -> Message:
     contents = [message.content for message in run if message.content]
     content: str | list[Json]
@@ -233,4 +261,4 @@ def _numbers(value: Any) -> Any:
     return value
 
 
-__all__ = ["EMPTY", "Chain", "Meaning", "Turn", "call_ids", "ids_digest", "message_of", "text_of"]
+__all__ = ["EMPTY", "Chain", "Meaning", "Read", "Turn", "call_ids", "ids_digest", "message_of", "text_of"]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from polar_proxy.history.base import Base, find_base
 from polar_proxy.history.decide import Asking, decide
 from polar_proxy.history.hints import NO_HINTS, Hints
 from polar_proxy.history.known import Heard, Known, Memory, known_from, marks_of, quotes_of
-from polar_proxy.history.meaning import Meaning, call_ids, ids_digest, message_of, text_of
+from polar_proxy.history.meaning import Meaning, Read, call_ids, ids_digest, message_of, text_of
 from polar_proxy.history.normalise import Active
 from polar_proxy.history.rules import View
 from polar_proxy.types import CallPlace, CallStatus, ChatRequest, Edge, EngineRequest, Json, Message
@@ -37,6 +37,8 @@ class Place:
     """The line of conversation: the harness's own id of it, else the call that began it."""
     base: Base | None = None
     """The answer whose exact tokens its prompt may begin with."""
+    read: Read | None = field(default=None, repr=False, compare=False)
+    """The conversation as it was read: for the next call of its session."""
 
 
 class SessionHistory:
@@ -48,10 +50,21 @@ class SessionHistory:
         self._window = window
         self._texts: deque[Known] = deque()
 
-    def place(self, call_id: str, request: EngineRequest, hints: Hints = NO_HINTS, *, now: float) -> Place:
-        """The edge of this call, which from now on is known to be in flight. `now` in seconds since the epoch."""
+    def place(
+        self,
+        call_id: str,
+        request: EngineRequest,
+        hints: Hints = NO_HINTS,
+        *,
+        now: float,
+        read: Read | None = None,
+    ) -> Place:
+        """The edge of this call, which from now on is known to be in flight. `now` in seconds since the epoch.
+
+        `read` is what an earlier `place` of this history gave: messages that are the same objects are not read again.
+        """
         messages = _messages(request)
-        chain = self._meaning.chain(messages)
+        chain = self._meaning.chain(messages, read)
         view = View.of(messages, request if isinstance(request, ChatRequest) else None)
         asking = Asking(messages, chain, view, hints, now)
         found = decide(self._memory, asking, self._window)
@@ -75,7 +88,8 @@ class SessionHistory:
         )
         self._count(known, parent)
         self._memory.add(known)
-        return Place(call_id, known.edge, known.parent_call_id, found.rule, found.ambiguous, thread, base)
+        read = Read(messages, chain)
+        return Place(call_id, known.edge, known.parent_call_id, found.rule, found.ambiguous, thread, base, read)
 
     def ended(self, place: Place, answers: Sequence[Json], status: CallStatus, *, now: float) -> Json:
         """Remember the answers (OpenAI assistant messages) of a call, partial ones of a failed call too.

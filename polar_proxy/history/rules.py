@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from polar_proxy.history.hints import Hints
@@ -345,7 +346,14 @@ def match_changed(rules: Iterable[Rule], changed: Iterable[Message]) -> Rule | N
 
 
 def _found(pattern: str, text: str) -> bool:
-    return re.search(pattern, text) is not None  # re keeps the compiled pattern
+    return bool(text) and _finder(pattern)(text) is not None
+
+
+@cache
+def _finder(pattern: str) -> Callable[[str], re.Match[str] | None]:
+    """The search for a pattern of a rule. One that is tied to the beginning is not tried at every character."""
+    compiled = re.compile(pattern)
+    return compiled.match if pattern.startswith("^") and "|" not in pattern else compiled.search
 
 
 def _near(text: str) -> str:

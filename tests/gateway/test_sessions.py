@@ -10,7 +10,7 @@ import pytest
 
 from polar_proxy.gateway import hash_key, new_key
 from polar_proxy.gateway.server import is_loopback
-from polar_proxy.gateway.sessions import apply_policy
+from polar_proxy.gateway.sessions import Sessions, apply_policy
 from polar_proxy.store import Store
 from polar_proxy.types import Sampling, TextRequest
 from tests.conftest import Serve
@@ -130,3 +130,29 @@ async def test_side_routes(serve: Serve, store: Store) -> None:
         assert wrong.status_code == 405
         assert "error" in wrong.json()
     assert await store.sessions() == []
+
+
+async def test_sessions_are_opened_side_by_side(store: Store) -> None:
+    """A first request waits for others of its own key only, however slow their look-up is."""
+    slow, held = hash_key("slow"), asyncio.Event()
+
+    class Slow:
+        def __getattr__(self, name: str) -> object:
+            return getattr(store, name)
+
+        async def session_by_key(self, key_hash: bytes) -> object:
+            if key_hash == slow:
+                await held.wait()
+            return await store.session_by_key(key_hash)
+
+    sessions = Sessions(Slow(), open_to_all=True)
+    first, second = (asyncio.create_task(sessions.find("slow", None)) for _ in range(2))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        other = await sessions.find("other", None)
+    assert not first.done()
+    held.set()
+    assert await first is await second
+    assert (await first).session_id != other.session_id
+    assert len(await store.sessions()) == 2
+    assert (await sessions.find(None, other.session_id)) is other

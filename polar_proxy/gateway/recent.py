@@ -1,0 +1,48 @@
+"""What each session asked last. The next request begins with it, as a rule, and what they share is not read twice.
+
+Only time is saved by it: whatever is forgotten is read again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from polar_proxy.dialects import ParsedRequest
+from polar_proxy.history import Read
+
+_KEPT_BYTES = 128 << 20
+"""Of messages, as bytes; what was read of them takes about as much again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recently:
+    """A request as it was parsed, and its conversation as history read it."""
+
+    dialect: str
+    parsed: ParsedRequest
+    read: Read | None
+    size: int
+
+
+class Recent:
+    """By session. Those that asked least recently go first."""
+
+    def __init__(self, capacity: int = _KEPT_BYTES) -> None:
+        self._capacity = capacity
+        self._size = 0
+        self._known: OrderedDict[str, Recently] = OrderedDict()
+
+    def get(self, session_id: str, dialect: str) -> Recently | None:
+        """What this session asked last, in this dialect."""
+        found = self._known.get(session_id)
+        return found if found is not None and found.dialect == dialect else None
+
+    def put(self, session_id: str, dialect: str, parsed: ParsedRequest, read: Read | None, size: int) -> None:
+        """`size` counts the bytes of its messages."""
+        if (old := self._known.pop(session_id, None)) is not None:
+            self._size -= old.size
+        self._known[session_id] = Recently(dialect, parsed, read, size)
+        self._size += size
+        while self._size > self._capacity:
+            self._size -= self._known.popitem(last=False)[1].size
