@@ -28,7 +28,7 @@ _TURN_BLOCK = 1024
 """A turn longer than this is cut here too, so that templates without an end of turn after the system prompt share."""
 _PLAIN_BLOCK = 256
 """Length of the segments where the engine's end-of-turn tokens are not known."""
-_SHORTEST_TURN = 32
+SHORTEST_TURN = 32
 """Shorter turns are joined to the next one: a row costs more than it saves."""
 
 
@@ -109,7 +109,7 @@ def cuts(ids: TokenIds, end_of_turn: Sequence[int]) -> list[int]:
         while end - start > _TURN_BLOCK:
             start += _TURN_BLOCK
             ends.append(start)
-        if end == size or end - start >= _SHORTEST_TURN:
+        if end == size or end - start >= SHORTEST_TURN:
             ends.append(end)
             start = end
     return ends

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url
@@ -124,10 +125,10 @@ class Database:
         """Driver errors as one clear StoreError."""
         try:
             yield
-        except (SQLAlchemyError, OSError) as error:
+        except (SQLAlchemyError, sqlite3.Error, OSError) as error:
             raise StoreError(f"{self.describe(error)} ({display_url(self.url)})") from error
 
-    def describe(self, error: SQLAlchemyError | OSError) -> str:
+    def describe(self, error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
         """What went wrong, without the statement and its parameters (they may hold a conversation)."""
         if isinstance(error, OSError):
             return f"The database cannot be reached: {error}"
@@ -170,8 +171,14 @@ def make_file(database: Database) -> None:
     try:
         database.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(database.path, os.O_RDWR | os.O_CREAT, 0o600))
+        empty = database.path.stat().st_size == 0
     except OSError as error:
         raise StoreError(f"The database file {database.path} cannot be made: {error.strerror}") from error
+    if empty:
+        with closing(sqlite3.connect(database.path, timeout=_BUSY_MS / 1000)) as connection, database.translated():
+            # Only before anything is in it: `polar db vacuum` can then give space back piece by piece.
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            connection.execute("PRAGMA journal_mode=WAL")
 
 
 def _sqlite_events(engine: Engine, durability: Durability, *, writes: bool) -> None:

@@ -16,6 +16,7 @@ from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.base import Part
 from polar_proxy.store.rows import ArtifactRow, EventRow, RewardRow
+from polar_proxy.store.secrets import json_without_secrets, log_without_secrets
 from polar_proxy.types import Json, new_id
 
 
@@ -78,7 +79,11 @@ class Evidence(Part):
             return [EventRow(*row) for row in await connection.execute(query)]
 
     async def add_artifact(self, rollout_id: str, name: str, data: bytes) -> ArtifactRow:
-        """Keep a file (a patch, a log). Equal contents are one file on disk, named by their SHA-256."""
+        """Keep a file (a patch, a log). Equal contents are one file on disk, named by their SHA-256.
+
+        Logs are kept without secrets; a patch is kept as it is, since it must still apply."""
+        if name.endswith(".log"):
+            data = await asyncio.to_thread(log_without_secrets, data)
         sha256 = await asyncio.to_thread(_keep, self._artifacts, data)
         values = {
             "artifact_id": new_id("art"),
@@ -102,7 +107,9 @@ class Evidence(Part):
 
 
 async def insert_event(connection: AsyncConnection, rollout_id: str, at: float, kind: str, data: Json) -> None:
-    await connection.execute(insert(schema.events).values(rollout_id=rollout_id, at=at, kind=kind, data=data))
+    await connection.execute(
+        insert(schema.events).values(rollout_id=rollout_id, at=at, kind=kind, data=json_without_secrets(data))
+    )
 
 
 def _place(folder: Path, sha256: str) -> Path:
@@ -112,8 +119,11 @@ def _place(folder: Path, sha256: str) -> Path:
 def _keep(folder: Path, data: bytes) -> str:
     sha256 = hashlib.sha256(data).hexdigest()
     place = _place(folder, sha256)
-    if place.exists():
+    try:
+        os.utime(place)  # `polar db prune` leaves young files alone
         return sha256
+    except FileNotFoundError:
+        pass
     try:
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Written aside and renamed: a file under its hash is whole, whatever happens in between.

@@ -90,6 +90,8 @@ class Fetched:
             engine = infos[row.engine_hash]
         messages = self._messages(row.messages_node, row.message_count)
         prompt = None if row.prompt_tokens is None else self.prompt(row.prompt_node)
+        if prompt is not None and row.prompt_tail is not None:
+            prompt = np.concatenate((prompt, self._codec.unpack_ids(row.prompt_tail)))
         return CallRecord(
             call_id=row.call_id,
             session_id=row.session_id,

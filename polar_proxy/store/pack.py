@@ -9,12 +9,15 @@ import numpy as np
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import jsontext
-from polar_proxy.store.chains import Known, Node, bytes_chain, content_hash
+from polar_proxy.store.chains import SHORTEST_TURN, Known, Node, bytes_chain, content_hash
 from polar_proxy.store.codec import NO_IDS, Codec, bytes_before
 from polar_proxy.store.memo import Asked, LastAsked, message_chain, prompt_chain
+from polar_proxy.store.secrets import bytes_without_secrets, json_without_secrets, without_secrets
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, TokenIds
 
 Row = dict[str, object]
+
+_TOOL_LISTS = 64
 
 
 @dataclass(slots=True)
@@ -68,6 +71,7 @@ class Packer:
         self._known = Known()
         self._last = LastAsked()
         self._engines: dict[EngineInfo, tuple[bytes, Row]] = {}
+        self._clean_tools: dict[bytes, bytes] = {}
 
     def pack(self, records: Sequence[CallRecord]) -> Packed:
         """The rows of all records that can be stored, and by position why the others cannot."""
@@ -94,10 +98,12 @@ class Packer:
         # All that can fail comes first: a refused record leaves nothing in the batch.
         last = self._last.get(record.session_id)
         messages, stored = message_chain(record.messages, last)
-        tools = bytes_chain("tools", [record.tools] if record.tools is not None else [])
+        tools = bytes_chain("tools", [self._tools(record.tools)] if record.tools is not None else [])
         prompt, before = self._prompt(record, last)
+        asked = _asked(record, (*messages[:stored], *map(_link, messages[stored:])), prompt, before)
+        prompt, tail = self._without_tail(prompt, before)
         prompt_head = prompt[-1] if prompt else before
-        params, sampling = _setting(record.params), _setting(record.sampling)
+        params, sampling = (_setting(json_without_secrets(value)) for value in (record.params, record.sampling))
         before_answer = bytes_before(record.messages) if record.choices else b""
         completions = [self._completion(record, choice, before_answer) for choice in record.choices]
         engine = self._engine(record.engine)
@@ -119,7 +125,7 @@ class Packer:
                 "call_id": record.call_id,
                 "session_id": record.session_id,
                 "dialect": record.dialect,
-                "path": jsontext.clean_text(record.path),
+                "path": jsontext.clean_text(without_secrets(record.path)),
                 "stream": record.stream,
                 "model": jsontext.clean_text(record.model),
                 "engine_hash": None if engine is None else engine[0],
@@ -127,7 +133,7 @@ class Packer:
                 "logprob_mode": record.logprob_mode,
                 "status": record.status,
                 "http_status": record.http_status,
-                "error": jsontext.clean_text(record.error),
+                "error": None if record.error is None else jsontext.clean_text(without_secrets(record.error)),
                 "edge": record.edge,
                 "parent_call_id": record.parent_call_id,
                 "rule": record.rule,
@@ -144,6 +150,7 @@ class Packer:
                 "params_hash": params[0],
                 "sampling_hash": sampling[0],
                 "prompt_node": prompt_head.id if prompt_head else None,
+                "prompt_tail": tail,
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": completion_tokens,
                 "cached_tokens": record.cached_tokens,
@@ -153,8 +160,7 @@ class Packer:
             }
         )
         batch.completions.extend(completions)
-        links = (*messages[:stored], *map(_link, messages[stored:]))
-        self._last.put(record.session_id, _asked(record, links, prompt, before))
+        self._last.put(record.session_id, asked)
         counts = batch.sessions.setdefault(record.session_id, Counts())
         counts.calls += 1
         counts.failed += record.status != "ok"
@@ -167,6 +173,23 @@ class Packer:
             return [], None
         _require_array(record.prompt_ids, np.int32, "prompt_ids")
         return prompt_chain(record.prompt_ids, _end_of_turn(record), last)
+
+    def _tools(self, tools: bytes) -> bytes:
+        """Without secrets. Agents send the same list with every call, so that looking through it is remembered."""
+        if tools not in self._clean_tools:
+            if len(self._clean_tools) >= _TOOL_LISTS:
+                self._clean_tools.clear()
+            self._clean_tools[tools] = bytes_without_secrets(tools)
+        return self._clean_tools[tools]
+
+    def _without_tail(self, prompt: list[Node], before: Node | None) -> tuple[list[Node], bytes | None]:
+        """What follows the last turn (the generation prompt) is of this call alone and a few tokens long: it goes with
+        the call, since a row would cost ten times what it holds."""
+        if not prompt or prompt[-1].length >= SHORTEST_TURN or (len(prompt) == 1 and before is None):
+            return prompt, None
+        content = prompt[-1].content
+        assert not isinstance(content, bytes)
+        return prompt[:-1], self._codec.pack_ids(content)
 
     def _completion(self, record: CallRecord, choice: Choice, before: bytes) -> Row:
         _require_array(choice.token_ids, np.int32, "token_ids")

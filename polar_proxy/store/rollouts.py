@@ -21,6 +21,7 @@ from polar_proxy.store.rows import (
     RolloutStatus,
     TaskRow,
 )
+from polar_proxy.store.secrets import without_secrets
 from polar_proxy.store.where import parse_where
 from polar_proxy.types import Json, new_id
 
@@ -134,7 +135,7 @@ class Rollouts(Part):
         given = {
             "session_id": session_id,
             "exit_code": exit_code,
-            "error": jsontext.clean_text(error),
+            "error": None if error is None else jsontext.clean_text(without_secrets(error)),
             "incomplete": incomplete,
             "sandbox": sandbox,
         }

@@ -21,7 +21,12 @@ from sqlalchemy import (
     MetaData,
     Table,
     Text,
+    TypeDecorator,
+    text,
 )
+from sqlalchemy.engine import Dialect
+
+from polar_proxy.store import codec, jsontext
 
 VERSION_TABLE = "polar_schema"
 """Holds the schema revision; a database without it is not Polar's."""
@@ -36,6 +41,19 @@ metadata = MetaData(
 )
 
 _serial = BigInteger().with_variant(Integer, "sqlite")
+
+
+class PackedJson(TypeDecorator[Any]):
+    """JSON that only Polar reads: a packed cell, a third of the text."""
+
+    impl = LargeBinary
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> bytes | None:
+        return None if value is None else codec.pack_small_json(jsontext.dumps(value))
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:
+        return None if value is None else jsontext.loads(codec.unpack_small_json(value))
 
 
 def _json(name: str, *, nullable: bool = False) -> Column[Any]:
@@ -57,6 +75,20 @@ tasks = Table(
     Column("created_at", Double, nullable=False),
 )
 
+jobs = Table(
+    "jobs",  # what was submitted at once: groups of rollouts under one specification
+    metadata,
+    Column("job_id", Text, primary_key=True),
+    Column("idempotency_key", Text, unique=True),
+    Column("label", Text),
+    _json("spec"),
+    Column("priority", Integer, nullable=False),
+    Column("status", Text, nullable=False, index=True),  # open, paused, done, cancelled
+    Column("error", Text),
+    Column("created_at", Double, nullable=False),
+    Column("ended_at", Double),
+)
+
 groups = Table(
     "groups",
     metadata,
@@ -65,6 +97,12 @@ groups = Table(
     Column("size", Integer, nullable=False),
     _json("config"),
     Column("created_at", Double, nullable=False),
+    Column("job_id", Text, index=True),
+    Column("wanted", Integer),  # how many of `size` decide the group; null: all
+    Column("status", Text, nullable=False, server_default="open"),  # then: finished, cancelled
+    Column("reason", Text),  # why it was ended or dropped
+    Column("ended_at", Double),
+    Column("delivery", Text, index=True),  # to a trainer: waiting, leased, delivered, dropped; null: not offered
 )
 
 sessions = Table(
@@ -108,9 +146,50 @@ rollouts = Table(
     _json("config"),
     Column("owner_host", Text),  # the process that works on it, so that a restart can tell what was left behind
     Column("owner_pid", BigInteger),
+    Column("job_id", Text, index=True),
+    Column("attempt", Integer, nullable=False, server_default="1"),
+    Column("cause", Text),  # of a failure, or of the last retry
+    Column("masked", Boolean, nullable=False, server_default="0"),  # in its group's baseline, not trained on
+    Column("held_by", Text, index=True),  # the worker that has it, until `held_until` unless it says so again
+    Column("held_until", Double),
+    Column("policy_version", Text),  # when it was dispatched
     Column("created_at", Double, nullable=False),
     Column("started_at", Double),  # when the agent began
     Column("ended_at", Double),  # when a final status was reached
+)
+
+stages = Table(
+    "stages",
+    metadata,
+    Column("rollout_id", Text, ForeignKey("rollouts.rollout_id"), primary_key=True),
+    Column("attempt", Integer, primary_key=True, autoincrement=False),
+    Column("stage", Text, primary_key=True),
+    Column("began_at", Double, nullable=False),
+    Column("ended_at", Double),
+    Column("outcome", Text),
+    Column("cause", Text),
+    Column("worker", Text),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("lease_id", Text, primary_key=True),
+    Column("group_id", Text, ForeignKey("groups.group_id"), nullable=False),
+    Column("consumer", Text, nullable=False),
+    Column("policy_version", Text),  # of the trainer, when it asked
+    Column("leased_at", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    Column("ended_at", Double),
+    Column("outcome", Text),  # acknowledged, returned, expired
+    # No group is with two consumers, whatever two gateways do at one moment.
+    Index(
+        "uq_leases_group_id_open",
+        "group_id",
+        unique=True,
+        sqlite_where=text("ended_at IS NULL"),
+        postgresql_where=text("ended_at IS NULL"),
+    ),
 )
 
 nodes = Table(
@@ -162,7 +241,7 @@ calls = Table(
     Column("rule", Text),  # of history, that gave it its edge
     Column("ambiguous", Boolean, nullable=False, server_default="0"),
     Column("thread", Text),
-    _json("marks", nullable=True),  # by which history knows it again after a restart
+    Column("marks", PackedJson),  # by which history knows it again after a restart
     Column("prompt_mode", Text, nullable=False, server_default="observe"),  # or continue
     Column("prompt_reason", Text),  # why it was not continued from its base
     Column("base_call_id", Text),  # the answered call that it extends by meaning
@@ -173,6 +252,7 @@ calls = Table(
     Column("params_hash", LargeBinary, ForeignKey("settings.settings_hash"), nullable=False),
     Column("sampling_hash", LargeBinary, ForeignKey("settings.settings_hash"), nullable=False),
     Column("prompt_node", LargeBinary, ForeignKey("nodes.node_id")),
+    Column("prompt_tail", LargeBinary),  # packed ids that stand behind the chain of `prompt_node`
     Column("prompt_tokens", Integer),  # null: the engine gave no ids
     Column("completion_tokens", Integer, nullable=False),
     Column("cached_tokens", Integer),
