@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from polar_proxy.rewards.base import Attempt, Fresh, Score
 from polar_proxy.rewards.command import command
 from polar_proxy.rewards.harbor import harbor
+from polar_proxy.rewards.integrity import signs
 from polar_proxy.rewards.python import python
 from polar_proxy.rewards.swebench import swebench
 from polar_proxy.rewards.tests import hidden_tests
@@ -16,10 +18,13 @@ from polar_proxy.tasks.evaluation import Command, Evaluation, Harbor, HiddenTest
 
 
 async def evaluate(attempt: Attempt, fresh: Fresh) -> Score:
-    """Judge an attempt by all evaluators of its task, each in a sandbox of its own."""
+    """Judge an attempt by all evaluators of its task, each in a sandbox of its own; `detail` names the signs of a patch
+    that aims at the reward (`integrity`)."""
     evaluators = attempt.task.evaluators
     scores = [await _one(evaluation, attempt, fresh) for evaluation in evaluators]
-    return scores[0] if len(scores) == 1 else combined(evaluators, scores)
+    score = scores[0] if len(scores) == 1 else combined(evaluators, scores)
+    seen = signs(attempt.patch, attempt.task)
+    return replace(score, detail={**score.detail, "signs": seen}) if seen else score
 
 
 def combined(evaluators: Sequence[Evaluation], scores: Sequence[Score]) -> Score:

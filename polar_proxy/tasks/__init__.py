@@ -3,6 +3,7 @@
 from polar_proxy.tasks.base import BadTaskError, Environment, Repository, Task, TaskSource, UnknownTaskFamilyError
 from polar_proxy.tasks.listed import ListedTasks, Refusal
 from polar_proxy.tasks.sources import get_source, list_sources
+from polar_proxy.tasks.spec import from_spec, to_spec
 from polar_proxy.tasks.unittest_output import Verdict, parse_unittest
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "TaskSource",
     "UnknownTaskFamilyError",
     "Verdict",
+    "from_spec",
     "get_source",
     "list_sources",
     "parse_unittest",
+    "to_spec",
 ]

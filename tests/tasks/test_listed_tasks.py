@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from polar_proxy.errors import UsageError
-from polar_proxy.tasks import ListedTasks, Task, UnknownTaskFamilyError, get_source
+from polar_proxy.tasks import BadTaskError, ListedTasks, Task, UnknownTaskFamilyError, from_spec, get_source, to_spec
 from polar_proxy.tasks.evaluation import Command, HiddenTests, PythonFunction
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
@@ -108,6 +108,19 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             get_source(str(tmp_path / name))
     with pytest.raises(UnknownTaskFamilyError, match="no task file or folder"):
         get_source("./nothing.jsonl")
+
+
+def test_a_task_survives_the_store() -> None:
+    for name in (
+        "swe-task",
+        *(str(EXAMPLES / name) for name in ("jsonl/tasks.jsonl", "swebench/rows.jsonl", "harbor")),
+    ):
+        found = get_source(name)
+        for seed in found.seeds if isinstance(found, ListedTasks) else (0, 1):
+            task = found.task(seed)
+            assert from_spec(json.loads(json.dumps(to_spec(task)))) == task
+    with pytest.raises(BadTaskError, match="evaluators"):
+        from_spec({**to_spec(task), "evaluators": [{"kind": "of a later version"}]})
 
 
 # ---------------------------------------------------------------- Python
