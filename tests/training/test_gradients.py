@@ -27,6 +27,7 @@ from polar_proxy.training.attention import (
     model_inputs,
     target_logprobs,
 )
+from polar_proxy.training.branches import register, runs
 from polar_proxy.training.normalise import How, token_weights
 from polar_proxy.training.packing import pack_flat, pack_trees
 from polar_proxy.training.tokens import Tokens
@@ -122,7 +123,10 @@ def packed(
     wanted = targets(tree, [sample.masks[index] for index in members])
     if not len(wanted):
         return 0.0
-    logits = policy(**model_inputs(tree, mask(tree)), logits_to_keep=torch.from_numpy(wanted.rows)).logits[0]
+    inputs = model_inputs(tree, None if mask is runs else mask(tree))
+    if mask is runs:
+        inputs["tree_runs"] = runs(tree)
+    logits = policy(**inputs, logits_to_keep=torch.from_numpy(wanted.rows)).logits[0]
     places = torch.from_numpy(places_of(step, members, wanted))
     value, _ = LOSSES[loss](step.tokens(target_logprobs(logits, wanted), places))
     value.backward()
@@ -155,11 +159,12 @@ def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> flo
 MASKS: dict[str, Callable[[Tree], Any]] = {
     "eager": lambda tree: additive_mask(tree, torch.float64),
     "sdpa": boolean_mask,
+    register(): runs,
 }
 
 
-CASES = [("gpt2", ("eager", "sdpa")[seed % 2], seed) for seed in range(8)]
-CASES += [("qwen3", ("eager", "sdpa")[seed % 2], seed) for seed in range(4)]
+CASES = [("gpt2", sorted(MASKS)[seed % 3], seed) for seed in range(12)]
+CASES += [("qwen3", sorted(MASKS)[seed % 3], seed) for seed in range(6)]
 
 
 @pytest.mark.parametrize(("kind", "attention", "seed"), CASES)
@@ -168,9 +173,10 @@ def test_a_tree_has_the_gradient_of_its_sequences(kind: str, attention: str, see
     loss = sorted(set(LOSSES) - {"bapo"})[seed % 8]
     how: How = ("token", "sequence", "rollout")[seed % 3]  # type: ignore[assignment]
     sample = grown(seed, vocabulary=VOCABULARY if seed % 4 < 2 else 3)
-    step, policy = Step(sample, seed, how), model(kind, attention, seed=seed)
+    step, policy = Step(sample, seed, how), model(kind, "eager", seed=seed)
     wanted_loss, wanted = reference(policy, sample, step, loss)
     policy.zero_grad()
+    policy.set_attn_implementation(attention)
     tree = pack_sequences(sample.sequences)
     assert len(tree) < sum(len(sequence) for sequence in sample.sequences)
     got_loss = packed(policy, whole(sample), tree, sample, step, loss, MASKS[attention])
