@@ -2,7 +2,8 @@
 
 `jsonl`         one line a rollout: what was asked, said and scored, call by call; no tokens
 `chat-jsonl`    one line a trace: the conversation in OpenAI form with its tools, for SFT on text
-`tokens-jsonl`  one line a trace: ids, mask and log-probabilities, for training on exactly what was sampled
+`tokens-jsonl`  one line a trace: ids, mask, log-probabilities and the certificate that proves them, for training on
+                exactly what was sampled
 
 Messages and tools are in OpenAI's form whatever dialect the agent spoke, as the engine was told them. A call that
 cannot be read so is written raw, with the reason in `unparsed`.
@@ -11,7 +12,7 @@ cannot be read so is written raw, with the reason in `unparsed`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -33,6 +34,8 @@ class Selection:
     calls: Sequence[CallRecord]
     traces: Sequence[Trace]
     excluded: Mapping[str, str]
+    certificates: Mapping[str, Json] = field(default_factory=dict)
+    """Whole ones, by trace id."""
 
 
 def jsonl(selection: Selection) -> Iterator[Json]:
@@ -77,15 +80,21 @@ def chat_jsonl(selection: Selection) -> Iterator[Json]:
 
 
 def tokens_jsonl(selection: Selection) -> Iterator[Json]:
-    """`logprobs` is null where the mask is 0: nothing was sampled there."""
+    """`logprobs` is null where the mask is 0: nothing was sampled there.
+
+    A row of builder `tree` holds its own tokens only: they come behind the first `branch_at` tokens of the whole path
+    of `parent_trace_id` (null for a root).
+    """
     for trace in selection.traces:
         start = trace.prompt_length
         logprobs = [
             float(value) if sampled else None
             for value, sampled in zip(trace.logprobs[start:], trace.loss_mask[start:], strict=True)
         ]
+        branch = {"parent_trace_id": trace.parent_trace_id, "branch_at": trace.branch_at}
         yield {
             **_identity(selection, trace),
+            **(branch if trace.builder == "tree" else {}),
             "prompt_ids": trace.token_ids[:start].tolist(),
             "response_ids": trace.token_ids[start:].tolist(),
             "loss_mask": trace.loss_mask[start:].tolist(),
@@ -100,6 +109,7 @@ def tokens_jsonl(selection: Selection) -> Iterator[Json]:
                 }
                 for span in trace.spans
             ],
+            "certificate": selection.certificates.get(trace.trace_id),
         }
 
 

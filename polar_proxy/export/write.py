@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import orjson
 
 from polar_proxy.errors import UsageError
 from polar_proxy.export.rows import FORMATS, Selection
-from polar_proxy.store import RolloutRow, Store
-from polar_proxy.trajectories import BUILDERS
+from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store
+from polar_proxy.trajectories import BUILDERS, TRAINABLE, CertificateError, certificates, expand
 from polar_proxy.types import CallRecord, Json, Trace
 
 _PAGE = 500
@@ -30,7 +30,6 @@ _META = (
     "reward",
     "exit_code",
 )
-TRAINABLE = frozenset({"exact", "spliced"})
 
 
 @dataclass(slots=True)
@@ -41,7 +40,9 @@ class Report:
     rollouts: int = 0
     sessions: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    """Traces by grade and calls by reason (`not_built_yet`: of a rollout that still runs)."""
+    """Calls by reason (`not_built_yet`: of a rollout that still runs; `certificate_broken`: of a session of which a
+    trace is no longer what its certificate says); traces by grade, and those that branch from one left out
+    (`parent_left_out`)."""
 
     def to_json(self) -> Json:
         return {**asdict(self), "left_out": dict(self.left_out)}
@@ -75,18 +76,25 @@ async def export(
         # A rollout's traces are built when it ends.
         if unplaced := sum(call.call_id not in placed for call in selection.calls):
             report.left_out["not_built_yet"] += unplaced
-        kept: list[Trace] = []
-        for trace in selection.traces:
-            if all_grades or trace.grade in TRAINABLE:
-                kept.append(trace)
-            else:
-                report.left_out[f"grade_{trace.grade}"] += 1
-        chosen = Selection(selection.meta, selection.calls, kept, selection.excluded)
+        chosen = replace(selection, traces=_fit(selection.traces, all_grades, report))
         lines = await asyncio.to_thread(_lines, form, chosen)
         for line in lines:
             write(line)
         report.rows += len(lines)
     return report
+
+
+def _fit(traces: Sequence[Trace], all_grades: bool, report: Report) -> list[Trace]:
+    """Those that may be trained. A branch is of no use without what it branches from, which comes before it."""
+    kept: dict[str, Trace] = {}
+    for trace in traces:
+        if not all_grades and trace.grade not in TRAINABLE:
+            report.left_out[f"grade_{trace.grade}"] += 1
+        elif trace.parent_trace_id is not None and trace.parent_trace_id not in kept:
+            report.left_out["parent_left_out"] += 1
+        else:
+            kept[trace.trace_id] = trace
+    return list(kept.values())
 
 
 def _lines(form: str, selection: Selection) -> list[bytes]:
@@ -101,29 +109,49 @@ async def _selections(
         while rows := await store.rollouts(where=where, limit=_PAGE, before=before, builder=builder):
             for row in rows:
                 report.rollouts += 1
-                yield await _of_rollout(store, row, builder)
+                meta: Json = {name: getattr(row, name) for name in _META}
+                if row.session_id is None:
+                    yield Selection(meta, (), (), {})
+                else:
+                    yield await _of_session(store, meta, row.session_id, builder, row)
             before = rows[0].rollout_id  # a page comes oldest first
     if session_ids or where is None:
         async for session_id in _loose_sessions(store, session_ids):
             report.sessions += 1
-            calls = await store.calls(session_id)
-            yield await _of_calls({"session_id": session_id}, calls, builder)
+            yield await _of_session(store, {"session_id": session_id}, session_id, builder, None)
 
 
-async def _of_rollout(store: Store, row: RolloutRow, builder: str) -> Selection:
-    meta: Json = {name: getattr(row, name) for name in _META}
-    if row.session_id is None:
-        return Selection(meta, (), (), {})
-    calls = await store.calls(row.session_id)
-    traces = await store.traces(session_id=row.session_id, builder=builder)
-    excluded: Mapping[str, str] = await store.exclusions(row.session_id, builder=builder)
-    return Selection(meta, calls, traces, excluded)
+async def _of_session(store: Store, meta: Json, session_id: str, builder: str, rollout: RolloutRow | None) -> Selection:
+    """The stored traces of a session, with whole certificates.
+
+    Where this builder's are not stored, they are built now; so are those of a session of `polar serve`, which never
+    ends, once calls have come that the stored ones do not know. A rollout that still runs has none yet.
+    """
+    calls = await store.calls(session_id)
+    traces = await store.traces(session_id=session_id, builder=builder)
+    excluded = await store.exclusions(session_id, builder=builder)
+    known = {call_id for trace in traces for call_id in trace.call_ids} | set(excluded)
+    if rollout is None:
+        stale = any(call.call_id not in known for call in calls)
+    else:
+        stale = not known and rollout.status in FINAL_STATUSES and not rollout.incomplete
+        if not known and rollout.incomplete:
+            excluded = {call.call_id: "incomplete" for call in calls}
+    if stale:
+        rewards: Json = {} if rollout is None else {"rollout_id": rollout.rollout_id, "reward": rollout.reward}
+        return await asyncio.to_thread(_built_now, meta, calls, builder, rewards)
+    kept = await store.certificates(session_id=session_id, builder=builder)
+    try:
+        whole = await asyncio.to_thread(expand, kept, traces, calls)
+    except CertificateError:
+        excluded |= {call_id: "certificate_broken" for trace in traces for call_id in trace.call_ids}
+        traces, whole = [], {}
+    return Selection(meta, calls, traces, excluded, whole)
 
 
-async def _of_calls(meta: Json, calls: Sequence[CallRecord], builder: str) -> Selection:
-    """A session of `polar serve` never ends, so its traces are built as it stands now."""
-    built = await asyncio.to_thread(BUILDERS[builder], calls)
-    return Selection(meta, calls, built.traces, built.excluded)
+def _built_now(meta: Json, calls: Sequence[CallRecord], builder: str, rewards: Json) -> Selection:
+    built = BUILDERS[builder](calls, **rewards)
+    return Selection(meta, calls, built.traces, built.excluded, certificates(calls, built))
 
 
 async def _loose_sessions(store: Store, session_ids: Sequence[str]) -> AsyncIterator[str]:

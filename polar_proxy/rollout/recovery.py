@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from polar_proxy.rollout.runner import build_traces
+from polar_proxy.rollout.traces import build_traces
 from polar_proxy.store import RolloutRow, Store
 from sandboxes import orphans
 

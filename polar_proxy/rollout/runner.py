@@ -21,10 +21,10 @@ from polar_proxy.errors import PolarError
 from polar_proxy.gateway import Gateway, hash_key, new_key
 from polar_proxy.rewards import Attempt, Score, budget, evaluate, source_of
 from polar_proxy.rollout.environment import Environments
+from polar_proxy.rollout.traces import build_traces
 from polar_proxy.rollout.workspace import lay_out, read_patch
 from polar_proxy.store import Store
 from polar_proxy.tasks import Task
-from polar_proxy.trajectories import BUILDERS
 from polar_proxy.types import CallRecord, EngineInfo
 from sandboxes import Mount, Sandbox, SandboxError, open_sandbox
 from sandboxes.base import Kind, settle
@@ -258,20 +258,6 @@ class RolloutRunner:
             changes["incomplete"] = True
         await self._store.set_rollout(rollout.rollout_id, **changes)  # type: ignore[arg-type]
         self._listener.stage(rollout.rollout_id, status, detail)
-
-
-async def build_traces(
-    store: Store, session_id: str, rollout_id: str | None, *, reward: float | None, incomplete: bool
-) -> None:
-    """Build and store the traces of a session with every builder of this version."""
-    calls = await store.calls(session_id)
-    for name, build in BUILDERS.items():
-        built = await asyncio.to_thread(build, calls, rollout_id=rollout_id, reward=reward)
-        if incomplete:
-            excluded = {call.call_id: built.excluded.get(call.call_id, "incomplete") for call in calls}
-            await store.put_traces([], excluded, name, session_id, rollout_id)
-        else:
-            await store.put_traces(built.traces, built.excluded, name, session_id, rollout_id)
 
 
 def _mounts(paths: tuple[Path, ...]) -> tuple[Mount, ...]:

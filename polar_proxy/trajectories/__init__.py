@@ -2,6 +2,7 @@
 
 from polar_proxy.trajectories.account import AccountingError, account, accounting
 from polar_proxy.trajectories.build import BUILDERS, ON_DRIFT, build
+from polar_proxy.trajectories.certificate import CertificateError, certificates, expand, stored
 from polar_proxy.trajectories.drift import Finding, drift, findings
 from polar_proxy.trajectories.exclude import excluded_calls, exclusion
 from polar_proxy.trajectories.grade import TRAINABLE, grade_of
@@ -17,19 +18,23 @@ __all__ = [
     "TRAINABLE",
     "AccountingError",
     "Built",
+    "CertificateError",
     "Finding",
     "Path",
     "account",
     "accounting",
     "build",
+    "certificates",
     "drift",
     "excluded_calls",
     "exclusion",
+    "expand",
     "findings",
     "grade_of",
     "merged",
     "path",
     "per_call",
     "rescore",
+    "stored",
     "tree",
 ]

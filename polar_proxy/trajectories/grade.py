@@ -71,8 +71,9 @@ def warped(call: CallRecord) -> bool:
 
 
 def unknown_change(call: CallRecord, choice: Choice) -> bool:
-    """`weight_version` is "A..B": it was A before and B behind the answer, and nobody told where it changed."""
-    return not choice.versions and call.weight_version is not None and ".." in call.weight_version
+    """The version is "A..B": it was A before and B behind the answer, and nobody told where it changed."""
+    runs = versions(call, choice)
+    return len(runs) == 1 and ".." in (runs[0][1] or "")
 
 
 def versions(call: CallRecord, choice: Choice) -> tuple[tuple[int, str | None], ...]:

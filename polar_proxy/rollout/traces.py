@@ -1,0 +1,102 @@
+"""Building the traces of sessions and storing them with their certificates."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from polar_proxy.errors import UsageError
+from polar_proxy.store import Store
+from polar_proxy.trajectories import Built, accounting, build, certificates, rescore, stored
+from polar_proxy.trajectories.rescore import Scorer
+from polar_proxy.trajectories.targets import Target
+from polar_proxy.types import CallRecord, Json
+
+_AT_THE_END = ("merged", "per_call")
+"""Of a rollout. Any other builder's traces can be made from the calls whenever they are wanted."""
+
+
+async def build_traces(
+    store: Store, session_id: str, rollout_id: str | None, *, reward: float | None, incomplete: bool
+) -> None:
+    """Build and store the traces of a session that has ended. `incomplete`: a call was lost, so none is trained."""
+    calls = await store.calls(session_id)
+    for builder in _AT_THE_END:
+        built = await asyncio.to_thread(build, calls, builder, rollout_id=rollout_id, reward=reward)
+        await _put(store, session_id, rollout_id, calls, _without_traces(built, calls) if incomplete else built)
+
+
+@dataclass(slots=True)
+class Rebuilt:
+    """What `rebuild` made."""
+
+    sessions: list[Json] = field(default_factory=list)
+    """Of each session: its ids, its traces and tokens, the books of its calls, traces by grade, drift by outcome."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """rollout id -> its status: it still runs, and its end will build its traces"""
+
+    def to_json(self) -> Json:
+        return {"sessions": self.sessions, "skipped": self.skipped}
+
+
+async def rebuild(
+    store: Store,
+    targets: Iterable[Target],
+    *,
+    builder: str,
+    on_drift: str = "split",
+    engine: Scorer | None = None,
+) -> Rebuilt:
+    """Build the traces of these sessions anew, in place of what this builder made of them before.
+
+    `engine` gives the log-probabilities of `on_drift = rescore`. Raises UsageError for a builder or a policy that is
+    none, and for `rescore` without an engine.
+    """
+    if on_drift == "rescore" and engine is None:
+        raise UsageError("--on-drift rescore asks an engine: name it with --engine.")
+    done = Rebuilt()
+    for target in targets:
+        row = None if target.rollout_id is None else await store.rollout(target.rollout_id)
+        if row is not None and not row.final:
+            done.skipped[row.rollout_id] = row.status
+            continue
+        calls = await store.calls(target.session_id)
+        built = await asyncio.to_thread(
+            build, calls, builder, on_drift=on_drift, rollout_id=target.rollout_id, reward=target.reward
+        )
+        if row is not None and row.incomplete:
+            built = _without_traces(built, calls)
+        elif on_drift == "rescore" and engine is not None:
+            built = await rescore(built, engine)
+        await _put(store, target.session_id, target.rollout_id, calls, built)
+        done.sessions.append(_told(target, calls, built))
+    return done
+
+
+def _without_traces(built: Built, calls: Sequence[CallRecord]) -> Built:
+    """Of a rollout in which a call was lost nothing is trained."""
+    excluded = {call.call_id: built.excluded.get(call.call_id, "incomplete") for call in calls}
+    return Built(built.builder, (), excluded, built.on_drift)
+
+
+async def _put(
+    store: Store, session_id: str, rollout_id: str | None, calls: Sequence[CallRecord], built: Built
+) -> None:
+    proofs = await asyncio.to_thread(certificates, calls, built)
+    kept = {trace_id: stored(proof) for trace_id, proof in proofs.items()}
+    await store.put_traces(built.traces, built.excluded, built.builder, session_id, rollout_id, kept)
+
+
+def _told(target: Target, calls: Sequence[CallRecord], built: Built) -> Json:
+    return {
+        "session_id": target.session_id,
+        "rollout_id": target.rollout_id,
+        "traces": len(built.traces),
+        "tokens": sum(len(trace.token_ids) for trace in built.traces),
+        "trained_tokens": sum(int(trace.loss_mask.sum()) for trace in built.traces),
+        "calls": accounting(calls, built),
+        "grades": dict(Counter(trace.grade for trace in built.traces)),
+        "drift": dict(Counter(found.outcome for found in built.findings)),
+    }
