@@ -1,10 +1,12 @@
 """How many model calls a second go through the gateway, recorded and committed, and how much time it adds to one.
 
     python benchmarks/proxy.py [--json] [--seconds N] [--rounds N] [--quick] [--stacks NAME,...]
+                               [--traffic calls,turns] [--mode observe,continue] [--tokens 250,64] [--clients 1,16,64]
 
 Against the engine without a proxy, a bare pass-through, LiteLLM's proxy and rllm-model-gateway, in one interleaved
-run: a 20 KB chat request, an answer of 250 tokens with ids and log-probabilities, streamed and not, 1 and 64 clients.
-Each proxy is one process on one core; the engine and the load share another. See benchmarks/README.md.
+run: single chats of 20 KB and conversations of twelve turns, answers of 250 tokens with ids and log-probabilities,
+streamed and not, 1, 16 and 64 clients. Each proxy is one process on one core; the engine and the load share another.
+See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import math
 import os
 import platform
+import re
 import shutil
 import sqlite3
 import statistics
@@ -22,9 +25,9 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from itertools import count
+from itertools import count, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
@@ -46,8 +49,26 @@ from benchmarks._stacks.stacks import (  # noqa: E402
     start_rllm,
     wait_ready,
 )
+from benchmarks._stacks.traffic import Kind  # noqa: E402
 
-CELLS = [(1, False), (1, True), (64, False), (64, True)]
+STACKS = "direct,passthrough,polar,litellm,rllm-model-gateway"
+POLAR = {"observe": "polar", "continue": "polar-continue"}
+
+
+class Cell(NamedTuple):
+    """What the clients of one measurement do."""
+
+    traffic: Kind
+    tokens: int
+    """Of an answer."""
+    clients: int
+    stream: bool
+
+    def __str__(self) -> str:
+        kind = "streamed" if self.stream else "whole"
+        return f"{self.traffic} of {self.tokens} tokens, {self.clients} clients, {kind}"
+
+
 WARM_UP_SECONDS = 0.7
 NEAR_THE_LIMIT = 0.6
 say = Console(stderr=True)
@@ -59,8 +80,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement (4)")
     parser.add_argument("--rounds", type=int, default=3, help="the median of these is reported (3)")
     parser.add_argument("--quick", action="store_true", help="one round of one second")
-    parser.add_argument("--stacks", default="direct,passthrough,polar,litellm,rllm-model-gateway")
-    parser.add_argument("--tokens", type=int, default=250, help="of an answer (250)")
+    parser.add_argument("--stacks", default=STACKS, help="polar stands for its modes")
+    parser.add_argument("--traffic", type=names("calls", "turns"), default=["calls", "turns"])
+    parser.add_argument("--mode", type=names("observe", "continue"), default=["observe", "continue"], help="of polar")
+    parser.add_argument("--tokens", type=numbers, default=[250], help="of an answer (250); several are all measured")
+    parser.add_argument("--clients", type=numbers, default=[1, 16, 64])
     parser.add_argument("--tokens-per-chunk", type=int, default=10, help="of a streamed answer (10)")
     parser.add_argument("--keep", type=Path, help="keep databases and logs in this folder")
     asked = parser.parse_args()
@@ -69,6 +93,29 @@ def arguments() -> argparse.Namespace:
     asked.seconds = min(max(asked.seconds, 0.2), 60.0)
     asked.rounds = min(max(asked.rounds, 1), 20)
     return asked
+
+
+def names(*known: str) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        if unknown := [name for name in text.split(",") if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def cells(asked: argparse.Namespace) -> list[Cell]:
+    every = product(asked.traffic, asked.tokens, asked.clients, (False, True))
+    return [Cell(*values) for values in every]
+
+
+def wanted(stack: Running, cell: Cell) -> bool:
+    """A single chat goes on with nothing that could be continued."""
+    return cell.traffic == "turns" or stack.name != POLAR["continue"]
 
 
 def cores() -> tuple[int | None, int | None]:
@@ -86,12 +133,13 @@ def start_all(
     starters: dict[str, Callable[[], Running]] = {
         "direct": lambda: Running("direct", "no proxy", upstream.port),
         "passthrough": partial(start_passthrough, url, core, folder),
-        "polar": partial(start_polar, url, core, folder),
+        **{name: partial(start_polar, url, core, folder, name, mode) for mode, name in POLAR.items()},
         "litellm": partial(start_litellm, url, core, folder, cache),
         "rllm-model-gateway": partial(start_rllm, url, core, folder, cache),
     }
     running, missing = [], {}
-    for name in asked.stacks.split(","):
+    chosen = ",".join(POLAR[mode] for mode in asked.mode)
+    for name in re.sub(r"\bpolar\b(?!-)", chosen, asked.stacks).split(","):
         say.print(f"[dim]starting {name}[/]")
         try:
             running.append(starters[name]())
@@ -106,37 +154,40 @@ def start_all(
 
 async def rounds(
     asked: argparse.Namespace, stacks: list[Running]
-) -> tuple[dict[tuple[str, int, bool], list[Result]], dict[str, int]]:
+) -> tuple[dict[tuple[str, Cell], list[Result]], dict[str, int]]:
     """Every stack in every cell, one behind the other, round by round; and the answers of each stack in all."""
     numbers = count(1)
-    results: dict[tuple[str, int, bool], list[Result]] = defaultdict(list)
+    results: dict[tuple[str, Cell], list[Result]] = defaultdict(list)
     answered: dict[str, int] = defaultdict(int)
 
-    async def one(stack: Running, clients: int, stream: bool, seconds: float) -> Result:
+    async def one(stack: Running, cell: Cell, seconds: float) -> Result:
         before = stack.cpu_seconds()
         result = await measure(
-            stack.port, stack.path, stack.name, clients, stream=stream, seconds=seconds, numbers=numbers
+            stack.port,
+            stack.path,
+            stack.name,
+            cell.clients,
+            stream=cell.stream,
+            seconds=seconds,
+            numbers=numbers,
+            kind=cell.traffic,
+            tokens=cell.tokens,
         )
         result.cpu_seconds = stack.cpu_seconds() - before
         answered[stack.name] += result.answered
         return result
 
     for stack in stacks:
-        for stream in (False, True):
-            first = await one(stack, 4, stream, WARM_UP_SECONDS)
+        for traffic, stream in product(asked.traffic, (False, True)):
+            first = await one(stack, Cell(traffic, asked.tokens[0], 4, stream), WARM_UP_SECONDS)
             if first.first_error:
                 say.print(f"{stack.name}: {first.first_error}", style="red", highlight=False, markup=False)
     for number in range(asked.rounds):
-        for clients, stream in CELLS:
-            for stack in stacks:
-                result = await one(stack, clients, stream, asked.seconds)
-                results[stack.name, clients, stream].append(result)
-                say.print(
-                    f"round {number + 1}: {stack.name}, {clients} clients, "
-                    f"{'streamed' if stream else 'whole'}: {result.rps:.0f}/s",
-                    style="dim",
-                    highlight=False,
-                )
+        for cell in cells(asked):
+            for stack in filter(lambda stack: wanted(stack, cell), stacks):
+                result = await one(stack, cell, asked.seconds)
+                results[stack.name, cell].append(result)
+                say.print(f"round {number + 1}: {stack.name}, {cell}: {result.rps:.0f}/s", style="dim", highlight=False)
     return results, dict(answered)
 
 
@@ -145,10 +196,10 @@ def median(values: list[float]) -> float | None:
     return round(statistics.median(real), 3) if real else None
 
 
-def rows_of(results: dict[tuple[str, int, bool], list[Result]]) -> list[dict[str, Any]]:
+def rows_of(results: dict[tuple[str, Cell], list[Result]]) -> list[dict[str, Any]]:
     rows = []
-    for (name, clients, stream), measured in results.items():
-        row: dict[str, Any] = {"stack": name, "clients": clients, "stream": stream}
+    for (name, cell), measured in results.items():
+        row: dict[str, Any] = {"stack": name, **cell._asdict()}
         row["rps"] = median([result.rps for result in measured])
         row["p50_ms"] = median([result.quantile_ms(0.5) for result in measured])
         row["p99_ms"] = median([result.quantile_ms(0.99) for result in measured])
@@ -161,34 +212,41 @@ def rows_of(results: dict[tuple[str, int, bool], list[Result]]) -> list[dict[str
     return rows
 
 
+def cell_of(row: dict[str, Any]) -> Cell:
+    return Cell(row["traffic"], row["tokens"], row["clients"], row["stream"])
+
+
 def added(rows: list[dict[str, Any]], field: str) -> dict[str, dict[str, float]]:
-    """What each proxy adds at one client."""
-    base = {row["stream"]: row[field] for row in rows if row["stack"] == "direct" and row["clients"] == 1}
+    """What each proxy adds to what the same client has without one."""
+    base = {cell_of(row): row[field] for row in rows if row["stack"] == "direct"}
     out: dict[str, dict[str, float]] = {}
     for row in rows:
-        if row["clients"] == 1 and row["stack"] != "direct" and row[field] is not None and base.get(row["stream"]):
-            kind = "streamed" if row["stream"] else "whole"
-            out.setdefault(row["stack"], {})[kind] = round(row[field] - base[row["stream"]], 3)
+        if row["stack"] != "direct" and row[field] is not None and base.get(cell_of(row)):
+            out.setdefault(row["stack"], {})[str(cell_of(row))] = round(row[field] - base[cell_of(row)], 3)
     return out
 
 
 def near_the_limit(rows: list[dict[str, Any]]) -> list[str]:
     """Rows whose rate is so near to the engine's own that the load generator may have held them back."""
-    limit = {(row["clients"], row["stream"]): row["rps"] for row in rows if row["stack"] == "direct"}
+    limit = {cell_of(row): row["rps"] for row in rows if row["stack"] == "direct"}
     return [
-        f"{row['stack']}, {row['clients']} clients, {'streamed' if row['stream'] else 'whole'}"
+        f"{row['stack']}, {cell_of(row)}"
         for row in rows
         if row["stack"] != "direct"
         and row["clients"] > 1
-        and (row["rps"] or 0) > NEAR_THE_LIMIT * (limit.get((row["clients"], row["stream"])) or math.inf)
+        and (row["rps"] or 0) > NEAR_THE_LIMIT * (limit.get(cell_of(row)) or math.inf)
     ]
 
 
-def committed(database: Path, answered: int, tokens: int) -> dict[str, Any]:
-    """Whether each answered request is in the database, whole."""
+def committed(database: Path, answered: int, tokens: list[int]) -> dict[str, Any]:
+    """Whether each answered request is in the database, whole; and how many turns were continued from exact tokens."""
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
+        among = ",".join("?" * len(tokens))
         calls, whole = connection.execute(
-            "SELECT COUNT(*), SUM(status = 'ok' AND completion_tokens = ?) FROM v_calls", (tokens,)
+            f"SELECT COUNT(*), SUM(status = 'ok' AND completion_tokens IN ({among})) FROM v_calls", tokens
+        ).fetchone()
+        later, continued = connection.execute(
+            "SELECT COUNT(*), SUM(prompt_mode = 'continue') FROM calls WHERE edge = 'continues'"
         ).fetchone()
     size = sum(path.stat().st_size for path in database.parent.glob(database.name + "*"))
     return {
@@ -196,6 +254,8 @@ def committed(database: Path, answered: int, tokens: int) -> dict[str, Any]:
         "calls": calls,
         "ok_with_all_tokens": whole or 0,
         "equal": calls == answered == (whole or 0),
+        "turns_that_go_on": later,
+        "continued_from_exact_tokens": continued or 0,
         "bytes_per_call": round(size / calls) if calls else None,
     }
 
@@ -205,18 +265,20 @@ def report(asked: argparse.Namespace, document: dict[str, Any]) -> None:
         print(json.dumps(document, indent=2))
         return
     table = Table(title="Model calls through one proxy process on one core")
-    for name in ("stack", "clients", "answer", "calls/s", "p50 ms", "p99 ms", "CPU ms", "errors"):
-        table.add_column(name, justify="left" if name in ("stack", "answer") else "right", no_wrap=True)
-    for row in sorted(document["rows"], key=lambda row: (row["clients"], row["stream"])):
+    for name in ("stack", "traffic", "tokens", "clients", "answer", "calls/s", "p50 ms", "p99 ms", "CPU ms", "errors"):
+        table.add_column(name, justify="left" if name in ("stack", "traffic", "answer") else "right", no_wrap=True)
+    for row in sorted(document["rows"], key=cell_of):
         figures = [f"{row['rps']:,.0f}"] + [
             f"{row[key]:.2f}" if row[key] else "-" for key in ("p50_ms", "p99_ms", "cpu_ms")
         ]
         kind = "streamed" if row["stream"] else "whole"
-        table.add_row(row["stack"], str(row["clients"]), kind, *figures, str(row["errors"]))
-    out = Console()
+        where = [row["stack"], row["traffic"], str(row["tokens"]), str(row["clients"]), kind]
+        table.add_row(*where, *figures, str(row["errors"]))
+    out = Console(width=None if sys.stdout.isatty() else 120)
     out.print(table)
     for name, gains in document["added_p50_ms"].items():
-        out.print(f"{name} adds " + ", ".join(f"{value} ms ({kind})" for kind, value in gains.items()))
+        one = {cell: value for cell, value in gains.items() if " 1 clients" in cell}
+        out.print(f"{name} adds " + "; ".join(f"{value} ms ({cell})" for cell, value in one.items()))
     for name, reason in document["missing"].items():
         out.print(f"{name} was not measured: {reason}", style="yellow", markup=False)
     for note in document["notes"]:
@@ -230,7 +292,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     command = [sys.executable, "-m", "benchmarks._stacks.upstream"]
-    command += [str(port), str(asked.tokens), str(asked.tokens_per_chunk)]
+    command += [str(port), ",".join(map(str, asked.tokens)), str(asked.tokens_per_chunk)]
     process, log = spawn("upstream", command, load_core, folder)
     stacks: list[Running] = []
     upstream = Running("upstream", "", port, process=process, log=log)
@@ -274,11 +336,18 @@ def main() -> int:
         "notes": notes,
     }
     failed = False
-    if "polar" in answered:
-        document["committed"] = committed(folder / "polar.db", answered["polar"], asked.tokens)
-        failed = not document["committed"]["equal"]
-        word = "NOT " if failed else ""
-        notes.append(f"polar: the {answered['polar']} answered requests are {word}all committed with all their tokens.")
+    document["committed"] = {}
+    for mode, name in POLAR.items():
+        if name not in answered:
+            continue
+        found = document["committed"][mode] = committed(folder / f"{name}.db", answered[name], asked.tokens)
+        failed |= not found["equal"]
+        word = "" if found["equal"] else "NOT "
+        notes.append(f"{name}: the {answered[name]} answered requests are {word}all committed with all their tokens.")
+        if mode == "continue":
+            failed |= found["turns_that_go_on"] != found["continued_from_exact_tokens"]
+            done = f"{found['continued_from_exact_tokens']} of {found['turns_that_go_on']}"
+            notes.append(f"{name}: {done} turns that go on were sampled from the exact tokens of the turn before.")
     report(asked, document)
     if asked.keep is None and not failed:
         shutil.rmtree(folder)

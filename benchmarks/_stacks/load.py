@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import cast
 
-from benchmarks._stacks.traffic import Request
+from benchmarks._stacks.traffic import TALKS, Kind, Talk
 
 DRAIN_SECONDS = 60.0
 MAX_REQUESTS = 20_000
@@ -39,11 +39,8 @@ class Result:
 class Client(asyncio.Protocol):
     """Sends the next request when the answer to the last one is complete."""
 
-    def __init__(
-        self, request: Request, numbers: count[int], until: float, result: Result, done: asyncio.Event
-    ) -> None:
-        self._request = request
-        self._numbers = numbers
+    def __init__(self, talk: Talk, until: float, result: Result, done: asyncio.Event) -> None:
+        self._talk = talk
         self._until = until
         self._result = result
         self._done = done
@@ -63,7 +60,7 @@ class Client(asyncio.Protocol):
             return
         self._tail, self._need, self._have, self._head = b"", -1, 0, b""
         self._started = time.perf_counter()
-        self._transport.writelines(self._request.bytes(next(self._numbers)))
+        self._transport.writelines(self._talk.next())
 
     def data_received(self, data: bytes) -> None:
         if self._need == -1:
@@ -98,6 +95,7 @@ class Client(asyncio.Protocol):
                 result.latencies.append(now - self._started)
         else:
             self._fail(f"HTTP {self._status.decode()}: {whole[:300]!r}")
+        self._talk.heard(whole)
         self._send()
 
     def _fail(self, why: str) -> None:
@@ -113,7 +111,16 @@ class Client(asyncio.Protocol):
 
 
 async def measure(
-    port: int, path: str, name: str, clients: int, *, stream: bool, seconds: float, numbers: count[int]
+    port: int,
+    path: str,
+    name: str,
+    clients: int,
+    *,
+    stream: bool,
+    seconds: float,
+    numbers: count[int],
+    kind: Kind = "calls",
+    tokens: int = 250,
 ) -> Result:
     """`clients` connections to a stack for `seconds`; each client has a key, and so a session, of its own.
 
@@ -123,13 +130,13 @@ async def measure(
     started = time.perf_counter()
     done = []
     for number in range(clients):
-        key = f"sk-bench-{name}-{number}"
-        request = Request(port, path.format(key=key), key, stream=stream)
+        key = f"sk-bench-{name}-{kind}-{number}"
+        talk = TALKS[kind](port, path.format(key=key), key, numbers, stream=stream, tokens=tokens)
         finished = asyncio.Event()
         done.append(finished)
 
-        def make(request: Request = request, finished: asyncio.Event = finished) -> Client:
-            return Client(request, numbers, started + seconds, result, finished)
+        def make(talk: Talk = talk, finished: asyncio.Event = finished) -> Client:
+            return Client(talk, started + seconds, result, finished)
 
         await loop.create_connection(make, "127.0.0.1", port)
     try:

@@ -145,17 +145,18 @@ def start_passthrough(upstream: str, core: int | None, folder: Path) -> Running:
     )
 
 
-def start_polar(upstream: str, core: int | None, folder: Path) -> Running:
+def start_polar(upstream: str, core: int | None, folder: Path, name: str = "polar", mode: str = "observe") -> Running:
+    """`polar serve` in one prompt mode; its database is `name`.db."""
     from importlib.metadata import version
 
     port = free_port()
     command = [sys.executable, "-m", "polar_proxy", "serve"]
     if not (ROOT / "polar_proxy" / "__main__.py").exists():
         command = [str(Path(sys.executable).with_name("polar")), "serve"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--db", f"sqlite:///{folder}/polar.db"]
-    command += ["--engine", "vllm", "--engine-url", upstream, "--model", MODEL]
-    process, log = spawn("polar", command, core, folder)
-    stack = Running("polar", version("polar-proxy"), port, process=process, log=log)
+    command += ["--host", "127.0.0.1", "--port", str(port), "--db", f"sqlite:///{folder}/{name}.db"]
+    command += ["--engine", "vllm", "--engine-url", upstream, "--model", MODEL, "--prompt-mode", mode]
+    process, log = spawn(name, command, core, folder)
+    stack = Running(name, version("polar-proxy"), port, process=process, log=log)
     return wait_ready(stack, f"http://127.0.0.1:{port}/healthz")
 
 
