@@ -122,11 +122,12 @@ async def _build_image(engine: Any, folder: Path, tag: str) -> None:
 
 async def _build(engine: Any, folder: Path, tag: str, context: io.BytesIO) -> None:
     lines: list[str] = []
-    with docker_engine.translated():
+    try:
         async for line in engine.images.build(fileobj=context, encoding="identity", tag=tag, stream=True, rm=True):
-            lines.append(str(line.get("stream") or line.get("error") or ""))
-            if "error" in line:
-                raise WorkspaceError(f"the image of {folder} cannot be built: {''.join(lines)[-1500:].strip()}")
+            lines.append(str(line.get("stream", "")))
+    except docker_engine.module().DockerError as error:
+        said = "".join(lines)[-1000:].strip()
+        raise WorkspaceError(f"the image of {folder} cannot be built: {error.message}\n{said}".strip()) from error
 
 
 def _archive(folder: Path) -> io.BytesIO:

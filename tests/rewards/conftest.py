@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from polar_proxy.rewards import Attempt, Score, evaluate
 from polar_proxy.rollout.environment import Environments
 from polar_proxy.rollout.workspace import lay_out, read_patch
 from polar_proxy.tasks import Task
-from sandboxes import Mount, available, open_sandbox
+from sandboxes import Mount, available, images, open_sandbox
 from sandboxes.base import Kind
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
@@ -26,6 +27,14 @@ def needs(kind: Kind) -> Any:
     item = USABLE[kind]
     skip = pytest.mark.skipif(not item.ok, reason=f"{kind}: {item.why_not}. {item.how_to_get}")
     return pytest.param(kind, marks=[skip, pytest.mark.full] if kind == "docker" else [skip])
+
+
+def with_local_image(folder: Path, copy: Path) -> Path:
+    """A copy of a Harbor folder whose Dockerfile begins with the default image of sandboxes: no registry is asked."""
+    shutil.copytree(folder, copy)
+    dockerfile = copy / "environment" / "Dockerfile"
+    dockerfile.write_text(dockerfile.read_text().replace("python:3.12-slim", images.tag()))
+    return copy
 
 
 @pytest.fixture(autouse=True)

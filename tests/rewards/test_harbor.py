@@ -10,11 +10,12 @@ import pytest
 
 from polar_proxy.rewards import EvaluatorError
 from polar_proxy.rewards.harbor import parse_reward
+from polar_proxy.rollout.git import WorkspaceError
 from polar_proxy.rollout.workspace import TaskNotPossibleError
 from polar_proxy.tasks import Task, get_source
 from polar_proxy.tasks.evaluation import Harbor
 from polar_proxy.tasks.harbor import folder_digest
-from tests.rewards.conftest import EXAMPLES, Try, needs
+from tests.rewards.conftest import EXAMPLES, Try, needs, with_local_image
 
 FOLDER = EXAMPLES / "harbor" / "running-mean"
 KIND = needs("bubblewrap")
@@ -122,17 +123,16 @@ async def test_what_needs_an_image_says_so(attempt: Try) -> None:
 
 @pytest.mark.parametrize("kind", [needs("docker")])
 async def test_in_docker_the_image_is_built_from_the_dockerfile(attempt: Try, kind: str, tmp_path: Path) -> None:
-    from sandboxes import images
-
-    folder = tmp_path / "task"
-    shutil.copytree(FOLDER, folder)
+    folder = with_local_image(FOLDER, tmp_path / "task")
     dockerfile = folder / "environment" / "Dockerfile"
-    # No registry is asked: the default image of sandboxes is here.
-    dockerfile.write_text(dockerfile.read_text().replace("python:3.12-slim", images.tag()) + "RUN echo built >built\n")
+    dockerfile.write_text(dockerfile.read_text() + "RUN echo built >built\n")
     own = task(folder)
     solved = await attempt(own, f"grep -q built built && {ORACLE}", kind, mount=FOLDER / "solution")
     assert solved.reward == 1.0
     assert (await attempt(own, "true", kind)).reward == 0.0
+    dockerfile.write_text(dockerfile.read_text() + "RUN exit 3\n")
+    with pytest.raises(WorkspaceError, match=r"the image of .* cannot be built"):
+        await attempt(task(folder), "true", kind)
 
 
 def test_reward_files() -> None:

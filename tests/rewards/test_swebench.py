@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from polar_proxy.rewards.swebench import grade, grade_exactly
-from polar_proxy.tasks import Task, get_source
+from polar_proxy.tasks import Environment, Task, get_source
 from polar_proxy.tasks.evaluation import Swebench
+from sandboxes import images
 from tests.rewards.conftest import EXAMPLES, Try, needs
 
 ROWS = EXAMPLES / "swebench"
@@ -133,3 +136,26 @@ def test_r2e_gym_wants_the_same_tests_with_the_same_verdicts() -> None:
         {"T.a": "passed", "T.b": "failed", "c": "passed"},
     ):
         assert not grade_exactly(other, expected)["solved"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [needs("docker")])
+async def test_in_docker_the_repository_is_the_images_own(attempt: Try, kind: str, tmp_path: Path) -> None:
+    """As the data sets' images are: a clone with all history at /testbed, set back to the base commit."""
+    given = task()
+    assert given.environment.repository is not None
+    base = given.environment.repository.commit
+    shutil.copy(ROWS / "tally.bundle", tmp_path)
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {images.tag()}\nCOPY tally.bundle /\nRUN git clone -q /tally.bundle /testbed && cd /testbed"
+        f" && git checkout -q {base} && echo built >built.txt && mkdir /r2e_tests\nWORKDIR /testbed\n"
+    )
+    environment = Environment(
+        build=str(tmp_path), workdir="/testbed", base_commit=base, hide=("/tally.bundle", "/r2e_tests")
+    )
+    own = replace(given, environment=environment)
+    secrets = (
+        "! git log --all --format=%s | grep 'most frequent first' && [ ! -e /tally.bundle ] && [ ! -e /r2e_tests ]"
+    )
+    solved = await attempt(own, f"{secrets} && grep -q built built.txt && {gold()}", kind, mount=ROWS)
+    assert (solved.reward, "signs" in solved.detail) == (1.0, False)
+    assert (await attempt(own, "true", kind)).reward == 0.0
