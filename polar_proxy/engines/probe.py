@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from polar_proxy.engines.hermes import END_THINK
 from polar_proxy.engines.openai_http import OpenAIHttp, SseDecoder
 from polar_proxy.engines.probe_parsers import TOOL, USER, ParserProof, Readings
 from polar_proxy.engines.vllm_reading import cannot_continue
@@ -74,7 +75,7 @@ class Probe:
             self._logprob_mode(),
             self._accepts(tools=[TOOL], tool_choice="auto"),
             self._accepts(tools=[TOOL], tool_choice="required"),
-            self._accepts(response_format=_SCHEMA),
+            self._accepts_schema(),
             self._tokenize_renders(),
         )
         ids_prompt, score, weights, versions = await asyncio.gather(
@@ -164,6 +165,18 @@ class Probe:
         except (RequestError, EngineError):  # some servers answer 500 to what they do not support
             return False
         return True
+
+    async def _accepts_schema(self) -> bool:
+        """vLLM lets reasoning run free before a grammar, and ends a request with 500 where the model ends its reasoning
+        with a token that the grammar forbids (a tool call): a bias lets it end with its own tag."""
+        bias: Json = {}
+        try:
+            body = {"model": self._model, "prompt": END_THINK, "add_special_tokens": False}
+            ids = (await self._http.json("POST", "/tokenize", body)).get("tokens") or []
+            bias = {"logit_bias": {str(ids[0]): 100}} if len(ids) == 1 else {}
+        except (RequestError, EngineError):
+            pass  # the route is not there: then nothing is steered
+        return await self._accepts(response_format=_SCHEMA, **bias)
 
     async def _missing_evidence(self) -> str | None:
         """What is wrong with the token ids and log-probabilities of an answer, and the remedy; None when nothing is."""

@@ -119,11 +119,14 @@ class ParserProof:
         opened, bare, own = await asyncio.gather(
             self._render(USER, True, frame), self._render(USER, False, frame), self._own_form(frame)
         )
-        start = opened[len(bare)] if opened[: len(bare)] == bare and len(opened) > len(bare) else opened[0]
+        if opened[: len(bare)] != bare:
+            raise cannot_continue("its template does not open an answer behind the rest of the prompt.")
         reasons, plain, tooled = await asyncio.gather(
-            self._begins_in_reasoning(frame), self._shows(start, options), self._shows(start, frame)
+            self._begins_in_reasoning(frame), self._shows_special(options), self._shows_special(frame)
         )
-        seen = await self._read_back(await self._forced(frame, reasons), opened)
+        seen, tags_show = await self._read_back(await self._forced(frame, reasons), opened)
+        # A parser needs to see the tags; apart from that, what a chat hides is hidden.
+        plain, tooled = plain or not tags_show, tooled or not tags_show
         tail = self.tail(opened)
         # A `<think>` that the prompt holds is kept from being sampled again; answers have none of their own then.
         optional = {_IN_REASONING, *([_TAGGED] if reasons and tail != "none" else [])}
@@ -183,9 +186,10 @@ class ParserProof:
         seen = await self._chat("", "", frame | self._bias(letter=100) | {"max_tokens": 2})
         return bool(seen.said.reasoning) and not seen.said.text
 
-    async def _shows(self, token: int, frame: Json) -> bool:
-        """Whether chats with these settings show a special token in what they say."""
-        seen = await self._chat("", "", frame | {"logit_bias": {str(token): 100}, "max_tokens": 1})
+    async def _shows_special(self, frame: Json) -> bool:
+        """Whether chats with these settings show a special token that is sampled in the midst of an answer."""
+        body = {"logit_bias": {str(self._end): 100}, "max_tokens": 2, "ignore_eos": True}
+        seen = await self._chat("", "", frame | body)
         return bool(seen.said.text or seen.said.reasoning)
 
     async def _forced(self, frame: Json, reasons: bool) -> list[_Seen]:
@@ -217,25 +221,28 @@ class ParserProof:
             asked.append(chosen(_TAGGED, f"{thought}{_PLAIN}", plain))
         return [answer for answer in await asyncio.gather(*asked) if answer is not None]
 
-    async def _read_back(self, seen: list[_Seen], opened: list[int]) -> list[_Seen]:
-        """The answers with their texts, all decoded in one request, between end-of-turn tokens.
+    async def _read_back(self, seen: list[_Seen], opened: list[int]) -> tuple[list[_Seen], bool]:
+        """The answers with their texts, all decoded in one request, between end-of-turn tokens; and whether
+        completions show the tags by themselves (some models have them as special tokens).
 
-        The completions route has to show the same text of such ids: one completion is compared with its decoding.
+        Completions have to show the same text of such ids: one is compared with its decoding.
         """
-        probe = await self._sampled(
-            "/v1/completions",
-            {"prompt": opened, "max_tokens": 8, "skip_special_tokens": False, **self._bias(call=100, letter=90)},
+        rungs = self._bias(call=100, thought=75, think=50)
+        body = {"prompt": opened, "max_tokens": 3, "repetition_penalty": 4.0, **rungs}
+        shown, plain = await asyncio.gather(
+            self._sampled("/v1/completions", body | {"skip_special_tokens": False}),
+            self._sampled("/v1/completions", body),
         )
-        ids = tuple(token for event in probe for token in event.token_ids if token != self._end)
-        rows = [ids, *(answer.ids for answer in seen)]
+        rows = [_ids(shown, self._end), _ids(plain, self._end), *(answer.ids for answer in seen)]
         joined = [token for row in rows for token in (self._end, *row)]
         mark = await self._decode([self._end])
         before, *texts = (await self._decode(joined)).split(mark)
         if before or len(texts) != len(rows):
             raise cannot_continue("its end-of-turn token does not stand out in decoded text.")
-        if texts[0] != "".join(event.text for event in probe):
+        if texts[0] != "".join(event.text for event in shown):
             raise cannot_continue("its completions do not show the text of their tokens.")
-        return [replace(answer, text=text) for answer, text in zip(seen, texts[1:], strict=True)]
+        read = [replace(answer, text=text) for answer, text in zip(seen, texts[2:], strict=True)]
+        return read, texts[1] == "".join(event.text for event in plain)
 
     async def _own_form(self, frame: Json) -> str | None:
         """What is wrong with the template's own form of calls, which is the model's; None where it is Hermes'."""
@@ -345,6 +352,11 @@ def _hermes(answer: _Seen, mode: Reasoning, *, tools: bool) -> Said:
     finish = "length" if answer.said.finish == "length" else "tool_calls" if parser.calls else "stop"
     events = [SampleEvent(text=part.text, reasoning=part.reasoning, tool_calls=part.tool_calls) for part in parts]
     return Said.of([*events, SampleEvent(finish_reason=finish)])
+
+
+def _ids(events: Sequence[SampleEvent], end: int) -> tuple[int, ...]:
+    """What was sampled, without end-of-turn tokens."""
+    return tuple(token for event in events for token in event.token_ids if token != end)
 
 
 def _json(text: str) -> Any:

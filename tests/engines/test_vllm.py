@@ -31,6 +31,7 @@ async def test_what_the_probe_finds() -> None:
         assert info.logprob_mode == "raw"
         assert info.eos_token_ids == (END,)
         every = {"token_ids", "logprobs", "tools", "tool_choice_required", "json_schema", "token_prompt", "score"}
+        every.add("continue")
         assert info.capabilities == every
         assert await engine.weight_version() == "7"
         assert await engine.health() is None

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +30,7 @@ from polar_proxy.types import Message, Sampling, TextRequest, ToolCall
 from tests.engines.contract import PLAIN, WEATHER, EngineContract, chat, gather, run
 from tests.engines.contract_continue import ContinuationContract
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module")]
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "vllm_cpu.sh"
@@ -87,7 +88,7 @@ def model_dir(url: str, served_dir: Path) -> Path:
     return root if (root / "config.json").is_file() else served_dir
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")  # verifying the server takes as long as many tests
 async def engine(url: str) -> AsyncIterator[VllmEngine]:
     async with VllmEngine(url) as vllm:
         yield vllm

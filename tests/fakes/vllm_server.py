@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from itertools import pairwise
 from typing import Any, Self
 
 from aiohttp import web
+
+from tests.fakes.vllm_reads import derendered, read
 
 Json = dict[str, Any]
 EOT, START, END, CALL, CALLED = range(5)
@@ -34,6 +37,14 @@ VOCABULARY = 256 + OFFSET
 def ids(text: str) -> list[int]:
     """The tokens of a text without special tokens."""
     return [byte + OFFSET for byte in text.encode()]
+
+
+def tokenized(text: str) -> list[int]:
+    """The tokens of a text in which special ones may stand."""
+    out: list[int] = []
+    for part in re.split("(" + "|".join(map(re.escape, NAMES)) + ")", text):
+        out += [NAMES.index(part)] if part in NAMES else ids(part)
+    return out
 
 
 def text_of(token_ids: list[int]) -> str:
@@ -77,6 +88,8 @@ class Answer:
     """Send a chunk that is not JSON behind this many chunks."""
     error_after: int | None = None
     """Send vLLM's error chunk behind this many chunks."""
+    versions: tuple[tuple[int, str], ...] = ()
+    """(first position, weight version) of each run of tokens."""
 
     def tokens(self) -> list[int]:
         if self.token_ids is not None:
@@ -100,7 +113,12 @@ class Fault:
 
 @dataclass
 class FakeVllm:
-    """`limits`: any of no_ids, no_stream_ids, no_logprobs, no_tools, no_tokenize, no_score, no_version, logits."""
+    """`limits`: any of no_ids, no_stream_ids, no_logprobs, no_tools, no_tokenize, no_score, no_version, logits,
+    no_choice (structured outputs are ignored), other_form (calls are `name(arguments)` between the tags, for template
+    and chat).
+
+    `thinks`: it has a reasoning parser. `derenders`: as with --enable-scale-out. `tells_versions`: as vLLM 0.33.
+    """
 
     model: str = "fake"
     default: Answer = field(default_factory=Answer)
@@ -110,6 +128,9 @@ class FakeVllm:
     version: str = "0.32.0"
     api_key: str | None = None
     weight_version: str | None = None
+    thinks: bool = False
+    derenders: bool = False
+    tells_versions: bool = False
 
     def __post_init__(self) -> None:
         self.scripted: deque[Answer | Fault] = deque()
@@ -191,10 +212,12 @@ class FakeVllm:
         if path == "/v1/models":
             return 200, {"object": "list", "data": [{"id": self.model, "max_model_len": self.context_length}]}
         if path == "/tokenize" and "no_tokenize" not in self.limits:
-            tokens = self.render(body) if "messages" in body else ids(body["prompt"])
+            tokens = self.render(body) if "messages" in body else tokenized(body["prompt"])
             return 200, {"count": len(tokens), "max_model_len": self.context_length, "tokens": tokens}
         if path == "/detokenize" and "no_tokenize" not in self.limits:
             return 200, {"prompt": text_of(body["tokens"])}
+        if path == "/v1/chat/completions/derender" and self.derenders:
+            return 200, self.derender(body)
         if path == "/weight_info" and self.weight_version is not None:
             return 200, {"weight_version": self.weight_version}
         return 404, {"detail": "Not Found"}
@@ -208,9 +231,12 @@ class FakeVllm:
             if isinstance(content, list):
                 content = "\n".join(part.get("text", "") for part in content)
             for call in message.get("tool_calls") or ():
-                arguments = json.loads(call["function"]["arguments"])
-                content += json.dumps({"name": call["function"]["name"], "arguments": arguments})
-            out += [START, *ids(f"{message['role']}\n{content}"), END, *ids("\n")]
+                name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+                said = json.dumps({"name": name, "arguments": arguments})
+                if "other_form" in self.limits:
+                    said = f"{name}({json.dumps(arguments)})"
+                content += f"<tool_call>\n{said}\n</tool_call>"
+            out += [START, *ids(f"{message['role']}\n"), *tokenized(content), END, *ids("\n")]
         if body.get("continue_final_message"):
             return out[:-2]
         return out + ([START, *ids("assistant\n")] if body.get("add_generation_prompt", True) else [])
@@ -241,14 +267,49 @@ class FakeVllm:
         prompt = body["prompt"]
         return ids(prompt) if isinstance(prompt, str) else list(prompt)
 
+    def read(self, tokens: list[int], body: Json) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+        """(reasoning, text, calls) of sampled tokens, as the server's parsers read them."""
+        tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
+        text = text_of([token for token in tokens if token != END])
+        return read(text, tools=tools, thinks=self.thinks, other_form="other_form" in self.limits)
+
+    def held(self, body: Json, answer: Answer) -> Answer:
+        """The answer under `structured_outputs`: exactly the text that is asked for."""
+        choices = (body.get("structured_outputs") or {}).get("choice")
+        if not choices or "no_choice" in self.limits:
+            return answer
+        tokens = [*tokenized(choices[0]), END]
+        reasoning, text, calls = self.read(tokens, body)
+        return Answer(text, reasoning, calls, token_ids=tokens)
+
+    def derender(self, body: Json) -> Json:
+        """One step of the streamed parsing of given tokens; the client carries the state."""
+        chunk = body["generate_chunk"]["choices"][0]
+        old = (body["stream_state"] or {}).get("output_token_ids", [])
+        new = [*old, *chunk["token_ids"]]
+        before, now = (self.read(tokens, body["chat_request"]) for tokens in (old, new))
+        if chunk["finish_reason"] is None:  # what may become a call is held back
+            now = (now[0], now[1].partition("<")[0], now[2])
+        before = (before[0], before[1].partition("<")[0], before[2])
+        return {"chunk": derendered(before, now, chunk["finish_reason"]), "stream_state": {"output_token_ids": new}}
+
+    def shown(self, path: str, body: Json, tokens: list[int]) -> str:
+        """The raw text of tokens: special ones where the request or its tools ask for it, never the last."""
+        special = body.get("skip_special_tokens") is False
+        if path == "/v1/chat/completions":
+            special = bool(body.get("tools")) and body.get("tool_choice") != "none"
+        ends = not body.get("ignore_eos")
+        return text_of([token for token in tokens if token >= OFFSET or (special and not (ends and token == END))])
+
     def sampled(self, body: Json, answer: Answer, prompt: list[int]) -> tuple[list[int], list[float | None], str]:
         """Ids, log-probabilities and the finish reason."""
         tokens = answer.tokens()
         forced = [int(token) for token, bias in (body.get("logit_bias") or {}).items() if bias >= 100]
-        if forced:
-            tokens = forced[:1] if forced[0] == END else forced[:1] * 1000
-        finish = answer.finish_reason or ("tool_calls" if answer.tool_calls else "stop")
-        limit = body.get("max_tokens")
+        if forced and not body.get("structured_outputs"):
+            tokens = forced[:1] if forced[0] == END and not body.get("ignore_eos") else forced[:1] * 1000
+        chat = "messages" in body
+        finish = answer.finish_reason or ("tool_calls" if answer.tool_calls and chat else "stop")
+        limit = body.get("max_tokens", None if chat else 16)
         if limit is not None and len(tokens) > limit:
             tokens, finish = tokens[:limit], "length"
         values: list[float | None] | None = answer.logprobs
@@ -262,6 +323,7 @@ class FakeVllm:
     def whole(self, path: str, body: Json, answer: Answer) -> Json:
         """The non-streamed answer."""
         prompt = self.prompt(path, body)
+        answer = self.held(body, answer)
         tokens, values, finish = self.sampled(body, answer, prompt)
         chat = path == "/v1/chat/completions"
         choices = []
@@ -269,15 +331,16 @@ class FakeVllm:
             choice: Json = {"index": index, "finish_reason": finish, "stop_reason": None}
             choice["logprobs"] = self.logprobs(path, body, prompt, tokens, values)
             choice["token_ids"] = tokens if self._says_ids(body) else None
+            choice |= self._versions(body, answer, tokens)
             if chat:
                 message = choice["message"] = {"role": "assistant", "content": answer.text}
                 if finish == "length":
-                    message["content"] = text_of(tokens)
+                    message["content"] = self.shown(path, body, tokens)
                 elif answer.tool_calls:
                     message["tool_calls"] = [tool_call(i, *call) for i, call in enumerate(answer.tool_calls)]
                 message["reasoning"] = answer.reasoning or None
             else:
-                choice["text"] = text_of([token for token in tokens if token >= OFFSET])
+                choice["text"] = self.shown(path, body, tokens)
                 choice["prompt_token_ids"] = prompt if self._says_ids(body) else None
                 if body.get("prompt_logprobs") is not None and "no_score" not in self.limits:
                     choice["prompt_logprobs"] = [None] + [
@@ -292,6 +355,7 @@ class FakeVllm:
     def chunks(self, path: str, body: Json, answer: Answer) -> Iterator[Json]:
         """The chunks of a stream; the choices interleave, and tool calls are held back until they are complete."""
         prompt = self.prompt(path, body)
+        answer = self.held(body, answer)
         tokens, values, finish = self.sampled(body, answer, prompt)
         chat = path == "/v1/chat/completions"
         says = self._says_ids(body) and "no_stream_ids" not in self.limits
@@ -305,8 +369,9 @@ class FakeVllm:
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
             last = start + step >= len(tokens)
-            visible = [t for t in tokens[: start + step] if t >= OFFSET]
-            now = answer.text if last and finish != "length" else text_of(visible).rstrip("\ufffd")
+            now = self.shown(path, body, tokens[: start + step]).rstrip("\ufffd")
+            if chat and last and finish != "length":
+                now = answer.text
             if not answer.text.startswith(now) and not (finish == "length" or not chat):
                 now = said  # behind the text stand calls, which are held back
             for index in count:
@@ -314,6 +379,7 @@ class FakeVllm:
                 before = [*prompt, *tokens[:start]]
                 choice["logprobs"] = self.logprobs(path, body, before, part, values[start : start + step])
                 choice |= {"token_ids": part} if says else {}
+                choice |= self._versions(body, answer, tokens) if last else {}
                 if chat:
                     delta = choice["delta"] = {"content": now[len(said) :]} if now != said else {}
                     if not start and answer.reasoning:
@@ -329,6 +395,14 @@ class FakeVllm:
             said = now
         if (body.get("stream_options") or {}).get("include_usage"):
             yield {"choices": [], "usage": usage(prompt, tokens)}
+
+    def _versions(self, body: Json, answer: Answer, tokens: list[int]) -> Json:
+        """The spans that vLLM 0.33 tells with the end of a choice."""
+        if not (self.tells_versions and body.get("return_weight_versions")):
+            return {}
+        runs = [*(answer.versions or ((0, self.weight_version or "default"),)), (len(tokens), "")]
+        spans = [{"version": version, "start": start, "end": end} for (start, version), (end, _) in pairwise(runs)]
+        return {"weight_versions": spans}
 
     def _says_ids(self, body: Json) -> bool:
         return bool(body.get("return_token_ids")) and "no_ids" not in self.limits
