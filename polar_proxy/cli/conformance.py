@@ -14,10 +14,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from harness_adapters.base import HarnessAdapter, HarnessError, get_adapter, list_adapters, split_version
-from polar_proxy.cli import common
+from polar_proxy.cli import common, fidelity
 from polar_proxy.cli.common import JsonOption
 from polar_proxy.config import Settings
 from polar_proxy.conformance import CHECKS, PROFILES, Bench, Cell, Row, document, markdown, measure, merged
+from polar_proxy.conformance.fidelity import TEMPLATES
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.factory import make_engine
 from polar_proxy.engines.scripted import ScriptedEngine
@@ -43,6 +44,13 @@ def conformance(
     out_dir: Annotated[
         Path | None, typer.Option(help="Where conformance.md and .json are written; docs for the scripted engine.")
     ] = None,
+    tokens: Annotated[
+        bool, typer.Option("--fidelity", help="Measure drift of tokens instead; needs scripts/fidelity.sh's server.")
+    ] = False,
+    template: Annotated[
+        list[str] | None, typer.Option(help="With --fidelity: keeps, strips; both if not given.")
+    ] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="With --fidelity: how many agents run at a time.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Run the real agents through Polar and measure what arrives: calls, edges, retries, losses.
@@ -50,7 +58,8 @@ def conformance(
     Writes conformance.md and conformance.json; harnesses that were not run keep the rows they have there. With --check
     only a part is measured, and nothing is written; with an engine that is not scripted most checks cannot be made, and
     nothing is written but to an --out-dir that was given. Exit code 0 when no check failed and no call was lost or
-    doubled.
+    doubled. --fidelity plays other answers, in both prompt modes, and counts the training sequences that drift splits;
+    exit code 0 when there is none in continue mode.
     """
     wanted = check or list(CHECKS)
     if unknown := [name for name in wanted if name not in CHECKS]:
@@ -59,6 +68,10 @@ def conformance(
         raise UsageError(f"There is no sandbox {sandbox!r}: auto, docker, bubblewrap or process.")
     settings = common.load_settings(None, engine={"kind": engine, "url": engine_url, "model": model})
     adapters = _adapters(harness or ["all"])
+    if tokens:
+        templates = template or list(TEMPLATES)
+        _fidelity(settings, fidelity.Wanted(adapters, templates, sandbox, at_once, patience, out_dir), as_json)
+        return
     if check:
         out_dir = None
     elif out_dir is None and engine == "scripted":
@@ -69,6 +82,16 @@ def conformance(
     else:
         _print(found, out_dir)
     if not all(_good(row) for row in found["harnesses"]):
+        raise typer.Exit(1)
+
+
+def _fidelity(settings: Settings, wanted: fidelity.Wanted, as_json: bool) -> None:
+    found = common.run_async(fidelity.run(settings, wanted))
+    if as_json:
+        common.print_json(found)
+    else:
+        fidelity.show(found, wanted.out_dir)
+    if not fidelity.good(found):
         raise typer.Exit(1)
 
 

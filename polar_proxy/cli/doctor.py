@@ -11,12 +11,15 @@ from typing import Annotated, Literal
 import typer
 from rich.markup import escape
 
-from polar_proxy.cli import common
+from polar_proxy.cli import common, drift
 from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.config import Settings
 from polar_proxy.errors import PolarError
 
 State = Literal["ok", "missing", "failed"]
+
+app = typer.Typer(invoke_without_command=True)
+app.command("drift")(drift.drift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +33,16 @@ class Check:
     needed: bool = False
 
 
+@app.callback()
 def doctor(
+    context: typer.Context,
     engine_url: Annotated[str | None, typer.Option(help="Also ask the vLLM server at this URL.")] = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say what is there, what is missing and how to get it. Exit code 1 when something needed is missing."""
+    if context.invoked_subcommand is not None:
+        return
     settings = common.load_settings(db, engine={"url": engine_url})
     checks = common.run_async(_checks(settings, engine_url))
     bad = [check for check in checks if check.needed and check.state != "ok"]

@@ -8,17 +8,17 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self, runtime_checkable
 
 from harness_adapters.base import HarnessAdapter, Installed, LaunchContext, LaunchPlan, Outcome
 from polar_proxy.config import GatewaySettings
 from polar_proxy.conformance.director import Director
 from polar_proxy.conformance.front import Exchange, Front
 from polar_proxy.engines.base import Engine
-from polar_proxy.engines.scripted import ScriptedEngine
+from polar_proxy.engines.scripted import Script, ScriptedEngine
 from polar_proxy.gateway import Gateway, hash_key, new_key
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord
+from polar_proxy.types import CallRecord, PromptMode
 from sandboxes import Limits, Mount, Sandbox, SandboxSpec, open_sandbox
 from sandboxes.base import Kind
 
@@ -26,6 +26,13 @@ _TAIL = 200_000
 _PREPARE_SECONDS = 120.0
 _SETTLE_SECONDS = 30.0
 _BEFORE_KILL = 1.5
+
+
+@runtime_checkable
+class Scripted(Protocol):
+    """An engine that says what a script tells it."""
+
+    script: Script
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +70,17 @@ class Run:
 class Bench:
     """`async with Bench(engine, store) as bench:` has gateway and front; `play` runs one scenario at a time."""
 
-    def __init__(self, engine: Engine, store: Store, sandbox: Kind, *, patience: float = 1.0) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        sandbox: Kind,
+        *,
+        patience: float = 1.0,
+        prompt_mode: PromptMode = "continue",
+    ) -> None:
         self.engine = engine
+        self._prompt_mode = prompt_mode
         self._store = store
         self._kind: Kind = sandbox
         self._patience = patience
@@ -73,7 +89,7 @@ class Bench:
     async def __aenter__(self) -> Self:
         self._stack = contextlib.AsyncExitStack()
         await self._stack.enter_async_context(self.engine)
-        settings = GatewaySettings(host="127.0.0.1", port=0, closed=True)
+        settings = GatewaySettings(host="127.0.0.1", port=0, closed=True, prompt_mode=self._prompt_mode)
         self.gateway = await self._stack.enter_async_context(Gateway(self.engine, self._store, settings, grace=2))
         self.gateway.observe(lambda record: self._committed.add(record.call_id))
         front = Front("127.0.0.1", self.gateway.port, self._committed.__contains__)
@@ -91,7 +107,7 @@ class Bench:
         run = Run(director)
         self._front.exchanges = run.exchanges
         self._front.cut_due = director.cut_due
-        if isinstance(self.engine, ScriptedEngine):
+        if isinstance(self.engine, Scripted):
             self.engine.script = director
         key = new_key()
         session = await self._store.create_session(key_hash=hash_key(key), label=None, policy=None, origin="key")

@@ -80,7 +80,8 @@ def logprob(token: int) -> float:
 
 def spoken(message: Message) -> str:
     """A message as the model would have said it."""
-    content = message.content if isinstance(message.content, str) else json.dumps(message.content or "")
+    content = message.content or ""
+    content = content if isinstance(content, str) else json.dumps(content)
     return _thought(message.reasoning or "") + content + "".join(map(_call_text, message.tool_calls))
 
 

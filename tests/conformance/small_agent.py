@@ -84,6 +84,12 @@ class RewritingAgent(SmallAgent):
     manner = "rewriting"
 
 
+class TidyAgent(SmallAgent):
+    """Writes the arguments of every call anew before it sends them back, as many programs do."""
+
+    manner = "tidy"
+
+
 def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """One answer, tried five times with the header by which SDKs name their retries."""
     body = json.dumps({"model": "m", "messages": messages, "tools": [TOOL]}).encode()
@@ -117,12 +123,14 @@ def main() -> int:
         answer = ask(messages)
         if manner == "forgetful":
             answer.pop("reasoning_content", None)
+        for call in answer.get("tool_calls") or () if manner == "tidy" else ():
+            call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), sort_keys=True)
         messages.append(answer)
         kept.write_text(json.dumps(messages))
         if not answer.get("tool_calls"):
             return 0
         for call in answer["tool_calls"]:
-            command = json.loads(call["function"]["arguments"])["command"]
+            command = json.loads(call["function"]["arguments"]).get("command", "echo no command; false")
             done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
             output = "" if manner == "forgetful" else done.stdout
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})

@@ -1,0 +1,52 @@
+"""`polar doctor` as before, and `polar doctor drift`, with the scripted engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import polar, polar_json, refused
+
+pytestmark = pytest.mark.usefixtures("polar_home")
+
+SCRIPTED = ("--engine", "scripted", "--sandbox", "process")
+TIDY = ("doctor", "drift", "--harness", "tests.conformance.small_agent:TidyAgent", *SCRIPTED)
+SMALL = ("doctor", "drift", "--harness", "tests.conformance.small_agent:SmallAgent", *SCRIPTED)
+
+
+def test_doctor_without_a_verb_is_what_it_was(tmp_path: Path) -> None:
+    found = polar_json("doctor", cwd=tmp_path)
+    assert {"python", "git", "database"} <= {check["name"] for check in found["checks"]}
+
+
+def test_the_first_difference_its_cause_and_what_helps(tmp_path: Path) -> None:
+    found = polar_json(*TIDY, cwd=tmp_path)
+    assert (found["verdict"], found["calls"], found["bases"]) == ("drift", 8, 7)
+    assert found["drifted"] == sum(found["causes"].values()) > 2
+    assert set(found["causes"]) == {"arguments_reserialised"}
+    assert "continue" in found["fixes"]["arguments_reserialised"]
+    first = found["first"]
+    assert first["sampled"] != first["rendered"]
+    assert first["in_answer"] > 0
+    assert '"command":' in first["before"] + "".join(first["sampled"])
+
+
+def test_the_words_for_people(tmp_path: Path) -> None:
+    done = polar(*TIDY, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for words in ("left its tokens", "the first difference", "arguments_reserialised", "--prompt-mode continue"):
+        assert words in done.stdout
+
+
+def test_no_drift_is_said_too_and_turns_are_counted(tmp_path: Path) -> None:
+    found = polar_json(*SMALL, "--turns", "3", cwd=tmp_path)
+    assert (found["verdict"], found["calls"], found["bases"], found["first"]) == ("no_drift", 3, 2, None)
+    assert found["outcomes"] == ["stopped"]
+
+
+def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+    drift = ("doctor", "drift", "--harness")
+    assert "--engine-url" in refused(polar(*drift, "pi", "--engine", "vllm", "--awkward", cwd=tmp_path))
+    assert "no-such" in refused(polar(*drift, "no-such", *SCRIPTED, cwd=tmp_path))
+    assert "scripts/fidelity.sh" in refused(polar("conformance", "--fidelity", "--engine", "local", cwd=tmp_path))

@@ -1,0 +1,185 @@
+"""Fidelity with a small agent: scripted in `make test`, on a real vLLM and with real agents in `make test-full`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness_adapters.base import get_adapter
+from polar_proxy.conformance.bench import Bench
+from polar_proxy.conformance.fidelity import (
+    LOGITS_PROCESSOR,
+    PLUGIN,
+    TEMPLATES,
+    ForcedVllmEngine,
+    Job,
+    Row,
+    document,
+    markdown,
+    measure_one,
+    merged,
+    play,
+)
+from polar_proxy.conformance.fidelity.measure import tell
+from polar_proxy.engines.base import Engine
+from polar_proxy.engines.scripted import Reply, ScriptedEngine
+from polar_proxy.errors import EngineError
+from polar_proxy.store import Store
+from polar_proxy.types import ChatRequest, Message, PromptMode, Sampling
+from tests.conformance.small_agent import SmallAgent, TidyAgent
+from tests.engines import test_vllm_real as real
+
+
+@pytest.fixture(autouse=True)
+def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+
+
+async def measured(store: Store, agent: SmallAgent, mode: PromptMode, engine: Engine | None = None) -> Row:
+    async with Bench(engine or ScriptedEngine(), store, "process", prompt_mode=mode) as bench:
+        row, _ = await measure_one(bench, agent, agent.install(Path("/")), mode, "keeps")
+        return row
+
+
+async def test_what_an_agent_rewrites_splits_observed_runs_and_no_continued_one(store: Store) -> None:
+    observed = await measured(store, TidyAgent(), "observe")
+    continued = await measured(store, TidyAgent(), "continue")
+    assert observed.outcomes == continued.outcomes == ("ok", "ok")
+    assert (observed.calls, observed.bases) == (continued.calls, continued.bases) == (9, 8)
+    assert observed.drifted >= 4
+    assert {"arguments_reserialised"} == set(observed.causes)
+    assert observed.reasons == {"off": 8, "no_base": 1}
+    assert observed.traces == 1 + observed.drifted
+    assert (continued.drifted, continued.continued, continued.traces) == (0, 8, 1)
+    for row in (observed, continued):
+        assert row.adds_up
+        assert row.trained == row.recorded > 2000
+        assert row.largest == pytest.approx(0, abs=1e-6)  # the scripted engine's own numbers
+        assert row.scored > 0
+
+
+async def test_an_agent_that_gives_everything_back_does_not_drift(store: Store) -> None:
+    row = await measured(store, SmallAgent(), "observe")
+    assert (row.drifted, row.traces, row.bases, row.continued) == (0, 1, 8, 0)
+
+
+async def test_books_that_do_not_add_up_are_seen() -> None:
+    row = Row("a", "1", "observe", "keeps", recorded=10, trained=7, excluded={"side_call": 3})
+    assert row.adds_up
+    assert not replace(row, trained=8).adds_up
+
+
+async def test_side_calls_are_in_the_books(store: Store) -> None:
+    async with Bench(ScriptedEngine(), store, "process") as bench:
+        agent = SmallAgent()
+        _, run = await measure_one(bench, agent, agent.install(Path("/")), "continue", "keeps")
+        calls = [replace(run.calls[0], edge="side_call"), *run.calls[1:]]
+        row = Row("a", "1", "continue", "keeps")
+        await tell(row, calls, bench.engine, score=False)
+    assert row.excluded == {"side_call": len(run.calls[0].choices[0].token_ids)}
+    assert row.adds_up
+    assert row.trained < row.recorded
+
+
+async def test_page_and_file_say_the_same(store: Store) -> None:
+    rows = [await measured(store, TidyAgent(), mode) for mode in ("observe", "continue")]
+    made = document(rows, engine="scripted", sandbox="process", cut_every=0, measured="now")
+    page = markdown(made)
+    found = rows[0].drifted
+    assert f"| small-agent | 1 | openai_chat | 9 | 8 | {found} | 0 | {found + 1} | 1 |" in page
+    assert f"| small-agent | keeps | observe | {found} | {found} x arguments_reserialised |" in page
+    again = merged(made, document(rows[:1], engine="other", sandbox="process", cut_every=0, measured="later"))
+    assert [(row["mode"], row["engine"]) for row in again["rows"]] == [("continue", "scripted"), ("observe", "other")]
+
+
+async def test_many_runs_at_a_time_do_not_mix() -> None:
+    agents = [SmallAgent(), TidyAgent()]
+    jobs = [Job(agent, agent.install(Path("/")), "keeps", mode) for agent in agents for mode in ("continue", "observe")]
+    rows = [done.row async for done in play(jobs, lambda template: ScriptedEngine(), "process", at_once=4, score=False)]
+    assert sorted((row.calls, row.drifted > 0, row.mode) for row in rows) == [
+        (9, False, "continue"),
+        (9, False, "continue"),
+        (9, False, "observe"),
+        (9, True, "observe"),
+    ]
+
+
+# On a real vLLM.
+
+
+@pytest.fixture(scope="module")
+def forced_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from polar_proxy.conformance.fidelity.model import make_model
+
+    model = make_model(tmp_path_factory.mktemp("fidelity-model"))
+    flags = ("--reasoning-parser", "qwen3", "--logits-processors", LOGITS_PROCESSOR, "--trust-request-chat-template")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(PLUGIN))
+        patch.setenv("POLAR_VLLM_LEN", "131072")
+        yield from real.serve(model, *flags)
+
+
+@pytest.mark.full
+async def test_vllm_samples_what_it_is_told_with_the_models_own_logprobs(forced_url: str) -> None:
+    said = Reply('Well. {"a": "é"}  ', "Hm.\n")
+    async with ForcedVllmEngine(forced_url, script=lambda request: said, cut_every=4) as engine:
+        request = ChatRequest(engine.info.model, (Message("user", "Hi"),), Sampling(max_tokens=200))
+        events = [event async for event in engine.sample(request)]
+        ids = [token for event in events for token in event.token_ids]
+        wanted = await engine.tokens("<think>\nHm.\n\n</think>\n\n" + said.text)
+        assert tuple(ids) == wanted
+        whole = await engine._encoded("<think>\nHm.\n\n</think>\n\n" + said.text)
+        assert ids[:-1] != whole  # otherwise nothing awkward was sampled
+        prompt = list(next(event.prompt_ids for event in events if event.prompt_ids is not None))
+        fresh = (await engine.score([*prompt, *ids]))[len(prompt) - 1 :]
+        told = [value for event in events for value in event.logprobs]
+        assert told == pytest.approx(fresh, abs=1e-3)
+        assert "".join(event.text for event in events).strip() == said.text.strip()
+
+
+@pytest.mark.full
+async def test_a_server_without_the_plugin_is_refused(tmp_path: Path) -> None:
+    for url in real.serve(real.POLAR_TINY):
+        with pytest.raises(EngineError, match="--logits-processors polar_forced_tokens"):
+            async with ForcedVllmEngine(url):
+                pass
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("template", TEMPLATES)
+async def test_real_agents_drift_when_observed_and_never_when_continued(forced_url: str, template: str) -> None:
+    cache = Path(os.environ.get("POLAR_CACHE_DIR") or Path("~/.polar/harnesses").expanduser())
+    adapters = [get_adapter(name) for name in ("codex", "claude-code", "pi", "qwen-code", "mini-swe-agent")]
+    there = [adapter for adapter in adapters if adapter.is_installed(cache)]
+    if not there:
+        pytest.skip(
+            "no harness is installed: `make test-full` installs them in its other tests, or `polar harness install`"
+        )
+    jobs = [
+        Job(adapter, adapter.install(cache), template, mode) for adapter in there for mode in ("continue", "observe")
+    ]
+
+    def engine(name: str) -> Engine:
+        path = TEMPLATES[name]
+        return ForcedVllmEngine(forced_url, template=None if path is None else path.read_text())
+
+    rows = [done.row async for done in play(jobs, engine, real_sandbox(), at_once=4, patience=4)]
+    assert {row.harness: row.fault for row in rows if row.fault} == {}
+    assert {(row.harness, row.mode): row.excluded for row in rows if not row.adds_up} == {}
+    continued = [row for row in rows if row.mode == "continue"]
+    assert {row.harness: row.causes for row in continued if row.drifted} == {}
+    assert all(row.continued >= 5 for row in continued)
+    assert all(row.drifted >= 3 for row in rows if row.mode == "observe")
+    assert all(row.largest is not None and row.largest < 1e-3 for row in continued)
+
+
+def real_sandbox():  # type: ignore[no-untyped-def]
+    from sandboxes import choose
+
+    return choose("auto").kind
