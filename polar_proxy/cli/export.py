@@ -22,7 +22,7 @@ def export(
         str | None, typer.Option(help="Conditions on rollouts, such as 'reward>=1 and status=done'.")
     ] = None,
     session: Annotated[list[str] | None, typer.Option(help="Just this session (may be repeated).")] = None,
-    builder: Annotated[str, typer.Option(help="merged, per_call or tree.")] = "merged",
+    builder: Annotated[str, typer.Option(help="merged, per_call, tree or rescored.")] = "merged",
     all_grades: Annotated[bool, typer.Option(help="Also traces that are not graded fit for training.")] = False,
     file: Annotated[str, typer.Option("--out", help="The file to write; - is standard output.")] = "-",
     db: DbOption = None,

@@ -12,6 +12,8 @@ import orjson
 from polar_proxy.errors import UsageError
 from polar_proxy.export.rows import FORMATS, Selection
 from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store
+from polar_proxy.store.rescores import BUILDER as RESCORED
+from polar_proxy.store.rescores import substituted
 from polar_proxy.trajectories import BUILDERS, TRAINABLE, CertificateError, certificates, expand
 from polar_proxy.types import CallRecord, Json, Trace
 
@@ -65,8 +67,8 @@ async def export(
     """
     if form not in FORMATS:
         raise UsageError(f"There is no format {form!r}: choose {', '.join(FORMATS)}.")
-    if builder not in BUILDERS:
-        raise UsageError(f"There is no builder {builder!r}: choose {', '.join(BUILDERS)}.")
+    if builder not in (*BUILDERS, RESCORED):
+        raise UsageError(f"There is no builder {builder!r}: choose {', '.join((*BUILDERS, RESCORED))}.")
     if where is not None and session_ids:
         raise UsageError("Conditions choose rollouts: give either conditions or sessions.")
     report = Report()
@@ -131,7 +133,9 @@ async def _of_session(store: Store, meta: Json, session_id: str, builder: str, r
     traces = await store.traces(session_id=session_id, builder=builder)
     excluded = await store.exclusions(session_id, builder=builder)
     known = {call_id for trace in traces for call_id in trace.call_ids} | set(excluded)
-    if rollout is None:
+    if builder == RESCORED:  # made by `polar rescore` alone, for it takes an engine
+        stale = False
+    elif rollout is None:
         stale = any(call.call_id not in known for call in calls)
     else:
         stale = not known and rollout.status in FINAL_STATUSES and not rollout.incomplete
@@ -141,8 +145,9 @@ async def _of_session(store: Store, meta: Json, session_id: str, builder: str, r
         rewards: Json = {} if rollout is None else {"rollout_id": rollout.rollout_id, "reward": rollout.reward}
         return await asyncio.to_thread(_built_now, meta, calls, builder, rewards)
     kept = await store.certificates(session_id=session_id, builder=builder)
+    told = substituted(calls, await store.rescores(session_id)) if builder == RESCORED else calls
     try:
-        whole = await asyncio.to_thread(expand, kept, traces, calls)
+        whole = await asyncio.to_thread(expand, kept, traces, told)
     except CertificateError:
         excluded |= {call_id: "certificate_broken" for trace in traces for call_id in trace.call_ids}
         traces, whole = [], {}
