@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from polar_proxy import __version__
-from polar_proxy.cli import audit, conformance, db, doctor, export, harness, run, serve, show
+from polar_proxy.cli import audit, build, conformance, db, doctor, export, harness, rescore, run, serve, show
 from polar_proxy.errors import PolarError
 from sandboxes import SandboxError
 
@@ -24,12 +24,14 @@ app.command("serve")(serve.serve)
 app.command("sessions")(show.sessions)
 app.command("show")(show.show)
 app.command("export")(export.export)
+app.command("build")(build.build)
 app.command("audit")(audit.audit)
-app.command("doctor")(doctor.doctor)
+app.command("rescore")(rescore.rescore)
 app.command("conformance")(conformance.conformance)
 app.add_typer(serve.session_app, name="session")
 app.add_typer(harness.app, name="harness")
 app.add_typer(db.app, name="db")
+app.add_typer(doctor.app, name="doctor")
 
 
 def _version(value: bool) -> None:
