@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from polar_proxy.store import open_store
+from polar_proxy.tasks import get_source, to_spec
 from tests.rewards.conftest import EXAMPLES, needs
 
 POLAR = str(Path(sys.executable).with_name("polar"))
@@ -72,3 +73,22 @@ async def test_a_rollout_without_a_reward_keeps_null(polar_home: Path, tmp_path:
         (stored,) = await store.rewards(row["rollout_id"])
         assert stored.value is None
         assert "printed nothing" in stored.detail["no_reward"]
+
+
+async def test_calls_are_rewarded_one_by_one(polar_home: Path, tmp_path: Path) -> None:
+    """An instance of the family as a row, with a judge of single calls beside its tests."""
+    row = to_spec(get_source("swe-task").task(0))
+    del row["seed"]
+    judge = {"kind": "python", "weight": 1, "function": "examples.tasks.judges:brevity", "options": {"limit": 10_000}}
+    row["evaluators"] = [{"kind": "tests", "weight": 3}, judge]
+    (tmp_path / "one.jsonl").write_text(json.dumps(row))
+    agent = ("--harness", "tests.fakes.tiny_agent:TinyAgent")
+    (rollout,) = polar(str(tmp_path / "one.jsonl"), "--sandbox", "process", *agent)["rollouts"]
+    assert (rollout["status"], rollout["reward"]) == ("done", 1.0)
+    async with open_store(f"sqlite:///{polar_home}/polar.db", create=False) as store:
+        rewards = await store.rewards(rollout["rollout_id"])
+        calls = {call.call_id for call in await store.calls(rollout["session_id"])}
+    of_calls = [reward for reward in rewards if reward.call_id is not None]
+    assert {reward.call_id for reward in of_calls} == calls
+    assert {(reward.value, reward.source) for reward in of_calls} == {(1.0, "tests+python")}
+    assert [reward.value for reward in rewards if reward.call_id is None] == [1.0]
