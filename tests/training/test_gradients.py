@@ -4,7 +4,7 @@ The reference puts each sequence through the model alone, with the model's own c
 its log-probabilities with `log_softmax`. Nothing of the tree is used in it but the shares of copies of one sample.
 
 Two architectures. GPT-2 keeps float64 throughout, so what is left is the rounding of sums in another order: 1e-11.
-Transformers' Qwen3 takes norms, rotary angles and (eager) softmax in float32 whatever the weights are: 1e-7.
+Transformers' Qwen3 takes norms, rotary angles and (eager) softmax in float32 whatever the weights are: 1e-6.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-ROUNDING = {"gpt2": 1e-11, "qwen3": 2e-6}
+ROUNDING = {"gpt2": 1e-11, "qwen3": 1e-5}
 """What gradients may differ by, as a share of the largest."""
 
 
