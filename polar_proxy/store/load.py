@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-from sqlalchemy import ColumnElement, CompoundSelect, Select, select, union
+from sqlalchemy import CTE, ColumnElement, CompoundSelect, Select, select, union
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import jsontext
+from polar_proxy.store.buffers import Tokens
 from polar_proxy.store.codec import NO_IDS, Codec, bytes_before
 from polar_proxy.store.schema import calls, completions, engines, nodes, settings
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, TokenIds
@@ -54,13 +54,18 @@ async def fetch(connection: AsyncConnection, where: ColumnElement[bool]) -> Fetc
 
 async def fetch_links(connection: AsyncConnection, heads: Select[Any] | CompoundSelect[Any]) -> Sequence[Any]:
     """All nodes of the chains that end at `heads` (a query for `node_id`), each once."""
-    ends = heads.subquery()
-    chain = select(ends.c.node_id).cte("chain", recursive=True)
-    chain = chain.union(
-        select(nodes.c.parent_id).join(chain, chain.c.node_id == nodes.c.node_id).where(nodes.c.parent_id.is_not(None))
-    )
+    chain = chains_of(heads)
     query = select(nodes.c.node_id, nodes.c.parent_id, nodes.c.total, nodes.c.length, nodes.c.data)
     return (await connection.execute(query.join(chain, chain.c.node_id == nodes.c.node_id))).all()
+
+
+def chains_of(heads: Select[Any] | CompoundSelect[Any]) -> CTE:
+    """The ids of all nodes of the chains that end at `heads`, as `node_id`."""
+    ends = heads.subquery()
+    chain = select(ends.c.node_id).cte("chain", recursive=True)
+    return chain.union(
+        select(nodes.c.parent_id).join(chain, chain.c.node_id == nodes.c.node_id).where(nodes.c.parent_id.is_not(None))
+    )
 
 
 class Fetched:
@@ -72,8 +77,8 @@ class Fetched:
         self._codec = Codec()
         self._links = {bytes(link.node_id): link for link in links}
         self._bytes: dict[bytes, bytes] = {}
-        self._ids: dict[bytes, TokenIds] = {}
-        self._prompts: dict[bytes, TokenIds] = {}
+        self._conversations: dict[bytes | None, tuple[bytes, ...]] = {None: ()}
+        self._prompts: dict[bytes | None, Tokens] = {None: Tokens.none()}
 
     def records(self) -> list[CallRecord]:
         chosen: dict[str, list[Any]] = defaultdict(list)
@@ -89,9 +94,7 @@ class Fetched:
                 infos[row.engine_hash] = engine_info(row.engine_info)
             engine = infos[row.engine_hash]
         messages = self._messages(row.messages_node, row.message_count)
-        prompt = None if row.prompt_tokens is None else self.prompt(row.prompt_node)
-        if prompt is not None and row.prompt_tail is not None:
-            prompt = np.concatenate((prompt, self._codec.unpack_ids(row.prompt_tail)))
+        prompt = None if row.prompt_tokens is None else self.prompt(row.prompt_node, row.prompt_tail)
         return CallRecord(
             call_id=row.call_id,
             session_id=row.session_id,
@@ -142,16 +145,18 @@ class Fetched:
         )
 
     def _messages(self, head: bytes | None, count: int) -> tuple[bytes, ...]:
-        chain: list[bytes] = []
-        while head is not None:
-            chain.append(head)
-            head = self._link(head).parent_id
-        if len(chain) != count:
-            raise StoreError(f"A conversation of {count} messages has {len(chain)} stored: the database is damaged")
-        found: list[bytes] = []
-        for node in reversed(chain):
+        new: list[bytes] = []
+        node = head
+        while node is not None and node not in self._conversations:
+            new.append(node)
+            node = self._link(node).parent_id
+        found = list(self._conversations[node])
+        for node in reversed(new):
             found.append(self._content(node, found))
-        return tuple(found)
+        if len(found) != count:
+            raise StoreError(f"A conversation of {count} messages has {len(found)} stored: the database is damaged")
+        messages = self._conversations[head] = tuple(found)
+        return messages
 
     def _link(self, node: bytes) -> Any:
         if node not in self._links:
@@ -163,34 +168,22 @@ class Fetched:
             self._bytes[node] = self._codec.unpack_bytes(self._link(node).data, bytes_before(above))
         return self._bytes[node]
 
-    def prompt(self, head: bytes | None) -> TokenIds:
-        """The prompt that ends at `head`. What an earlier prompt of the session has in common is copied whole."""
-        if head is None:
-            return np.empty(0, dtype=np.int32)
+    def prompt(self, head: bytes | None, tail: bytes | None = None) -> TokenIds:
+        """The prompt whose chain ends at `head`, with the packed tokens that come behind it. Read-only; prompts that
+        begin alike share their memory."""
         new: list[bytes] = []
-        node: bytes | None = head
+        node = head
         while node is not None and node not in self._prompts:
             new.append(node)
             node = self._link(node).parent_id
-        known = NO_IDS if node is None else self._prompts[node]
-        prompt = np.empty(self._link(head).total, dtype=np.int32)
-        end = known.size
-        prompt[:end] = known
+        prompt = self._prompts[node]
         for node in reversed(new):
-            if node not in self._ids:
-                self._ids[node] = self._codec.unpack_ids(self._link(node).data, prompt[:end])
-            piece = self._ids[node]
-            if end + piece.size != self._link(node).total:
+            link = self._link(node)
+            prompt = prompt.and_then(self._codec.unpack_ids(link.data, prompt.ids))
+            if prompt.size != link.total:
                 raise StoreError("A prompt has not as many tokens as its chain counts: the database is damaged")
-            prompt[end : end + piece.size] = piece
-            end += piece.size
-        # The next call's prompt does not contain this one's last segment (the generation prompt), so the memo is of
-        # the chain up to its parent.
-        parent = self._link(head).parent_id
-        self._prompts[head] = prompt
-        if parent is not None:
-            self._prompts[parent] = prompt[: self._links[parent].total]
-        return prompt
+            self._prompts[node] = prompt
+        return prompt.ids if tail is None else prompt.and_then(self._codec.unpack_ids(tail)).ids
 
 
 def engine_info(info: Json) -> EngineInfo:
