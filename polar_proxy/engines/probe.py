@@ -7,16 +7,14 @@ A full probe is two dozen requests of one to four tokens, and what `probe_parser
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from polar_proxy.engines.hermes import END_THINK
 from polar_proxy.engines.openai_http import OpenAIHttp, SseDecoder
 from polar_proxy.engines.probe_parsers import TOOL, USER, ParserProof, Readings
+from polar_proxy.engines.probe_template import TemplateProbe
 from polar_proxy.engines.vllm_reading import cannot_continue
 from polar_proxy.engines.vllm_requests import score_body, scores
 from polar_proxy.engines.vllm_wire import MISSING_BELOW, AnswerParser, version_runs
@@ -24,16 +22,6 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import EngineInfo, Json, LogprobMode, Sampling
 
 REFUSED = "Recording for training is refused."
-_END_TOKENS = 4
-_CALL: Json = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
-_CANONICAL: list[Json] = [
-    {"role": "system", "content": "You are terse."},
-    *USER,
-    {"role": "assistant", "content": "Wait.", "tool_calls": [_CALL]},
-    {"role": "tool", "tool_call_id": "call_1", "content": "1 2 3"},
-    {"role": "assistant", "content": "One, two, three."},
-    {"role": "user", "content": "Again."},
-]
 _SCHEMA: Json = {"type": "json_schema", "json_schema": {"name": "any", "schema": {"type": "object"}}}
 # A server may take sampling defaults from the model's own generation config; the probe must not depend on them.
 _NEUTRAL: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -65,6 +53,7 @@ class Probe:
         """Raises EngineError with the remedy when the server cannot be recorded from."""
         version = await self._version()
         context_length = await self._find_model()
+        self._template = TemplateProbe(self._http, self._model, self._chat)
         problem = await self._missing_evidence()
         if problem is not None:
             if self._require:
@@ -83,7 +72,7 @@ class Probe:
         )
         if tools and tokenize:
             tokenize = await self._tokenize_renders(tools=[TOOL])
-        ends = await self._end_of_turn() if tokenize else ()
+        ends = await self._template.end_of_turn() if tokenize else ()
         readings = await self._readings(tokenize, ids_prompt, ends, tools=tools)
         can = {
             "token_ids": True,
@@ -101,7 +90,7 @@ class Probe:
             version=version,
             model=self._model,
             context_length=context_length,
-            template_hash=await self._template_hash(tokenize),
+            template_hash=await self._template.hash(tokenize),
             logprob_mode=mode,
             capabilities=frozenset(name for name, able in can.items() if able),
             eos_token_ids=ends,
@@ -258,57 +247,13 @@ class Probe:
         except (RequestError, EngineError):
             return False
 
-    async def _rendered(self, messages: list[Json], **more: Any) -> list[int]:
-        body = {"model": self._model, "messages": messages, "add_generation_prompt": True, **more}
-        answer = await self._http.json("POST", "/tokenize", body)
-        return list(answer.get("tokens") or [])
-
     async def _tokenize_renders(self, **more: Any) -> bool:
         try:
-            rendered = await self._rendered(USER, **more)
+            rendered = await self._template.rendered(USER, **more)
         except (RequestError, EngineError):
             return False
         answer = await self._chat(return_token_ids=True, **more)
         return bool(rendered) and rendered == answer.get("prompt_token_ids")
-
-    async def _template_hash(self, tokenize: bool) -> str | None:
-        """`render:` and a hash of the ids of a canonical conversation, as a server does not show its template.
-
-        It changes with the template and with the tokenizer. Templates that cannot take a part of the conversation
-        (a system message, tools) are hashed over what they take.
-        """
-        for messages, more in ((_CANONICAL, {"tools": [TOOL]}), (_CANONICAL[-2:], {}), (USER, {})):
-            try:
-                if tokenize:
-                    ids = await self._rendered(messages, **more)
-                else:
-                    ids = (await self._chat(messages=messages, return_token_ids=True, **more))["prompt_token_ids"]
-            except (RequestError, EngineError):
-                continue
-            return "render:" + hashlib.sha256(np.asarray(ids, dtype="<i4").tobytes()).hexdigest()[:32]
-        return None
-
-    async def _end_of_turn(self) -> tuple[int, ...]:
-        """The id that ends an answer: the first by which a finished and an unfinished last message differ and at which
-        the server stops by itself when it is forced to be sampled.
-
-        A template may write more behind a message than the token that ends it (a line break in front of it, say).
-        """
-        turn = [*USER, {"role": "assistant", "content": "One"}]
-        try:
-            closed = await self._rendered(turn, add_generation_prompt=False)
-            still_open = await self._rendered(turn, add_generation_prompt=False, continue_final_message=True)
-        except (RequestError, EngineError):
-            return ()
-        same = next((at for at, (a, b) in enumerate(zip(closed, still_open, strict=False)) if a != b), len(still_open))
-        for end in closed[same : same + _END_TOKENS]:
-            answer = await self._chat(max_tokens=2, logit_bias={str(end): 100}, return_token_ids=True)
-            choice = answer["choices"][0]
-            # A second end token, from the model's generation config, is named as the reason.
-            own = choice.get("stop_reason") in (None, end)
-            if choice.get("finish_reason") == "stop" and own and choice.get("token_ids") == [end]:
-                return (int(end),)
-        return ()
 
     async def _tells_versions(self) -> bool:
         answer = await self._chat(return_token_ids=True, return_weight_versions=True)

@@ -19,14 +19,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, get_args
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import orjson
 
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, HermesParser, Reasoning
 from polar_proxy.engines.openai_http import OpenAIHttp, SseDecoder
+from polar_proxy.engines.probe_forms import (
+    CALL_FORMS,
+    FORMS,
+    IN_REASONING,
+    LETTER,
+    OTHER,
+    PLAIN,
+    TAGGED,
+    Said,
+    Seen,
+    agreeing,
+    not_forced,
+)
 from polar_proxy.engines.vllm_reading import DERENDER, DerenderReader, Reading, Tail, cannot_continue
 from polar_proxy.engines.vllm_wire import AnswerParser
 from polar_proxy.errors import EngineError, RequestError
@@ -41,51 +54,9 @@ TOOL: Json = {
         "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
     },
 }
-_LETTER = "Z"
-_PLAIN = "Hello there."
-_ONE = CALL + '\n{"name": "look", "arguments": {"path": "a"}}\n' + END_CALL
-_OTHER = CALL + '\n{"name": "look", "arguments": {}}\n' + END_CALL
-_AWKWARD = CALL + '\n{"name": "look", "arguments": {"b" : true,"p":"a\\u00e9 é", "e":[ ]}}\n' + END_CALL
-_FORMS = {"plain text": _PLAIN}
-_CALL_FORMS = {"text and a call": f"I look.\n{_ONE}", "two calls": f"{_OTHER}\n{_OTHER}", "awkward JSON": _AWKWARD}
-_TAGGED, _IN_REASONING = "tagged reasoning", "a call in reasoning"
 _TAIL_TOKENS = 16
 _KEPT_READINGS = 32
 _HINT = "Start vLLM with --enable-scale-out, so that its own parser can be asked."
-
-
-@dataclass(frozen=True, slots=True)
-class Said:
-    """What an answer says, without the white space around it."""
-
-    text: str
-    reasoning: str
-    calls: tuple[tuple[str, str], ...]
-    finish: str | None
-
-    @classmethod
-    def of(cls, events: Sequence[SampleEvent]) -> Said:
-        calls: dict[int, tuple[str, str]] = {}
-        for delta in (delta for event in events for delta in event.tool_calls):
-            name, arguments = calls.get(delta.index, ("", ""))
-            calls[delta.index] = (name + (delta.name or ""), arguments + delta.arguments)
-        return cls(
-            "".join(event.text for event in events).strip(),
-            "".join(event.reasoning for event in events).strip(),
-            tuple(calls[index] for index in sorted(calls)),
-            next((event.finish_reason for event in reversed(events) if event.finish_reason), None),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """One answer: its ids without the token at which it ended, their text, and what the chat route says of it."""
-
-    name: str
-    wanted: str
-    ids: tuple[int, ...]
-    said: Said
-    text: str = ""
 
 
 class ParserProof:
@@ -113,7 +84,7 @@ class ParserProof:
 
     async def _prove(self, options: Json) -> Reading:
         if not self._tags:
-            texts = (THINK, END_THINK, CALL, END_CALL, _LETTER)
+            texts = (THINK, END_THINK, CALL, END_CALL, LETTER)
             self._tags = dict(zip(texts, await asyncio.gather(*map(self._encode, texts)), strict=True))
         frame = options | ({"tools": [TOOL]} if self._tools else {})
         opened, bare, own = await asyncio.gather(
@@ -129,8 +100,8 @@ class ParserProof:
         plain, tooled = plain or not tags_show, tooled or not tags_show
         tail = self.tail(opened)
         # A `<think>` that the prompt holds is kept from being sampled again; answers have none of their own then.
-        optional = {_IN_REASONING, *([_TAGGED] if reasons and tail != "none" else [])}
-        problem = _not_forced(seen, optional) or own
+        optional = {IN_REASONING, *([TAGGED] if reasons and tail != "none" else [])}
+        problem = not_forced(seen, optional) or own
         mode: Reasoning | None = None
         if problem is None:
             mode, problem = agreeing(seen, tools=self._tools)
@@ -168,17 +139,17 @@ class ParserProof:
             response.close()
         return events
 
-    async def _chat(self, name: str, wanted: str, body: Json) -> _Seen:
+    async def _chat(self, name: str, wanted: str, body: Json) -> Seen:
         events = await self._sampled("/v1/chat/completions", {"messages": USER, "max_tokens": 200, **body})
         said = Said.of(events)
         ids = [token for event in events for token in event.token_ids]
         if said.finish != "length" and ids and ids[-1] == self._end:
             ids.pop()
-        return _Seen(name, wanted, tuple(ids), said)
+        return Seen(name, wanted, tuple(ids), said)
 
     def _bias(self, **rungs: float) -> Json:
         """Biases for the single tokens among tags and letter; text that is several tokens cannot be steered so."""
-        texts = {"think": THINK, "letter": _LETTER, "thought": END_THINK, "call": CALL, "called": END_CALL}
+        texts = {"think": THINK, "letter": LETTER, "thought": END_THINK, "call": CALL, "called": END_CALL}
         tokens = {self._tags[texts[name]]: bias for name, bias in rungs.items()}
         return {"logit_bias": {str(ids[0]): bias for ids, bias in tokens.items() if len(ids) == 1}}
 
@@ -192,36 +163,36 @@ class ParserProof:
         seen = await self._chat("", "", frame | body)
         return bool(seen.said.text or seen.said.reasoning)
 
-    async def _forced(self, frame: Json, reasons: bool) -> list[_Seen]:
+    async def _forced(self, frame: Json, reasons: bool) -> list[Seen]:
         """The answers to compare, all asked at once."""
         frame = frame | {"repetition_penalty": 1.0}
 
-        async def chosen(name: str, text: str, bias: Json, said: str = "") -> _Seen | None:
+        async def chosen(name: str, text: str, bias: Json, said: str = "") -> Seen | None:
             # Text in front of the grammar's is sampled by the biases; a penalty makes a ladder of them.
             ladder = {"repetition_penalty": 4.0, "max_tokens": 60} if said else {}
             body = frame | bias | ladder | {"structured_outputs": {"choice": [text]}}
             try:
                 return await self._chat(name, said + text, body)
             except EngineError:
-                if name != _IN_REASONING:
+                if name != IN_REASONING:
                     raise
                 return None  # a model that takes other tokens there breaks vLLM's grammar, and ends its own request
 
         plain = self._bias(think=50, thought=100, call=100, called=100)
-        forms = _FORMS | (_CALL_FORMS if self._tools else {})
+        forms = FORMS | (CALL_FORMS if self._tools else {})
         asked = [chosen(name, text, plain) for name, text in forms.items()]
-        thought = f"{THINK}{_LETTER}{END_THINK}"
+        thought = f"{THINK}{LETTER}{END_THINK}"
         if reasons:
-            asked.append(chosen("reasoning", _PLAIN, self._bias(letter=100, thought=50), f"{_LETTER}{END_THINK}"))
-            asked.append(chosen(_TAGGED, _PLAIN, self._bias(think=100, letter=75, thought=50), thought))
+            asked.append(chosen("reasoning", PLAIN, self._bias(letter=100, thought=50), f"{LETTER}{END_THINK}"))
+            asked.append(chosen(TAGGED, PLAIN, self._bias(think=100, letter=75, thought=50), thought))
             if self._tools:
                 # Where a call ends reasoning, its tag is the first token that the grammar sees.
-                asked.append(chosen(_IN_REASONING, _OTHER, self._bias(letter=70, call=100), _LETTER))
+                asked.append(chosen(IN_REASONING, OTHER, self._bias(letter=70, call=100), LETTER))
         else:
-            asked.append(chosen(_TAGGED, f"{thought}{_PLAIN}", plain))
+            asked.append(chosen(TAGGED, f"{thought}{PLAIN}", plain))
         return [answer for answer in await asyncio.gather(*asked) if answer is not None]
 
-    async def _read_back(self, seen: list[_Seen], opened: list[int]) -> tuple[list[_Seen], bool]:
+    async def _read_back(self, seen: list[Seen], opened: list[int]) -> tuple[list[Seen], bool]:
         """The answers with their texts, all decoded in one request, between end-of-turn tokens; and whether
         completions show the tags by themselves (some models have them as special tokens).
 
@@ -270,14 +241,14 @@ class ParserProof:
 
     # Comparing
 
-    async def _derender_problem(self, seen: list[_Seen], frame: Json, opened: list[int]) -> str | None:
+    async def _derender_problem(self, seen: list[Seen], frame: Json, opened: list[int]) -> str | None:
         """What is wrong with the server's derendering of the same answers; None where nothing is."""
         request = ChatRequest(
             "", (), tools=tuple(frame.get("tools", ())), template_kwargs=frame.get("chat_template_kwargs", {})
         )
         prompt = np.array(opened, dtype=np.int32)
 
-        async def said(answer: _Seen) -> Said:
+        async def said(answer: Seen) -> Said:
             reader = DerenderReader(self._http, self._model, request, prompt)
             finish = "length" if answer.said.finish == "length" else "stop"
             last = answer.ids if finish == "length" else (*answer.ids, self._end)
@@ -325,33 +296,6 @@ class Readings:
         """Raises RequestError where a prompt ends otherwise than the ones with which the reading was proved."""
         if (tail := self._proof.tail(prompt)) != reading.tail:
             raise cannot_continue(f"the prompt leaves reasoning {tail}, its template leaves it {reading.tail}.")
-
-
-def _not_forced(seen: Sequence[_Seen], optional: set[str]) -> str | None:
-    """Which form was not sampled though it was asked for."""
-    missing = [answer.name for answer in seen if answer.wanted not in answer.text and answer.name not in optional]
-    if not missing:
-        return None
-    return f"It could not be made to answer with {missing[0]} (structured outputs or biases are without effect)."
-
-
-def agreeing(seen: Sequence[_Seen], *, tools: bool) -> tuple[Reasoning | None, str | None]:
-    """The first kind of reasoning with which the Hermes parser says of all these answers what the server says."""
-    wrong: dict[Reasoning, list[_Seen]] = {}
-    for mode in get_args(Reasoning):
-        wrong[mode] = [answer for answer in seen if _hermes(answer, mode, tools=tools) != answer.said]
-        if not wrong[mode]:
-            return mode, None
-    nearest = min(wrong, key=lambda mode: len(wrong[mode]))
-    return None, f"Its chat route reads {wrong[nearest][0].name} otherwise than the Hermes parser."
-
-
-def _hermes(answer: _Seen, mode: Reasoning, *, tools: bool) -> Said:
-    parser = HermesParser(tools=tools, reasoning=mode)
-    parts = [parser.feed(answer.text), parser.close()]
-    finish = "length" if answer.said.finish == "length" else "tool_calls" if parser.calls else "stop"
-    events = [SampleEvent(text=part.text, reasoning=part.reasoning, tool_calls=part.tool_calls) for part in parts]
-    return Said.of([*events, SampleEvent(finish_reason=finish)])
 
 
 def _ids(events: Sequence[SampleEvent], end: int) -> tuple[int, ...]:

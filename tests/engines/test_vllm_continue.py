@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from polar_proxy.dialects.base import Answer as Heard
-from polar_proxy.engines.probe_parsers import Said, _Seen, agreeing
+from polar_proxy.engines.probe_forms import Said, Seen, agreeing
 from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.engines.vllm_reading import DERENDER
 from polar_proxy.engines.vllm_wire import version_runs
@@ -327,8 +327,8 @@ IMPLIED = [
 ]
 
 
-def seen(*rows: tuple[str, Said]) -> list[_Seen]:
-    return [_Seen("it", text, (), said, text) for text, said in rows]
+def seen(*rows: tuple[str, Said]) -> list[Seen]:
+    return [Seen("it", text, (), said, text) for text, said in rows]
 
 
 def test_the_kind_of_reasoning_follows_what_was_seen() -> None:
