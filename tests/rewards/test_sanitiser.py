@@ -76,6 +76,11 @@ async def test_a_folder_is_a_repository_as_well_and_stays_as_it_is(tmp_path: Pat
         assert base == run(source, "rev-parse", "v1.0~1")
         nothing_later(await told(sandbox), ["Shares of the whole", "most_common: most frequent first", "Count items"])
     assert run(source, "for-each-ref") == before
+    # A URL is fetched from; here it is one of this machine.
+    remote = Task("x", "x", 0, "x", environment=Environment(repository=Repository(source.as_uri(), base)))
+    async with await open_sandbox("process") as sandbox:
+        assert await lay_out(remote, sandbox, await environments.bundle(remote)) == base
+        assert len((await told(sandbox))["log"].splitlines()) == 3
     missing = Task("x", "x", 0, "x", environment=Environment(repository=Repository(str(source), "0" * 40)))
     with pytest.raises(WorkspaceError, match="cannot be read"):
         await environments.bundle(missing)

@@ -118,6 +118,7 @@ def test_the_benchmarks_rules_one_by_one() -> None:
     assert not solved({"a": "passed", "b": "error"})
     assert solved({}, fail_only=True)
     assert not solved({"b": "failed"}, fail_only=True)
+    assert grade({"t[x y]": "failed"}, ("t[x",), (), fail_only=True)["solved"]  # cut names are not looked for there
     # Names that the data set cut inside their brackets, and names with a time in them.
     cut = {"t[log(photon s^-1]": "passed", "t[log(photon cm]": "passed", "b": "passed"}
     assert grade(cut, ("t[log(photon",), ("b",), fail_only=False)["solved"]  # type: ignore[arg-type]
