@@ -15,8 +15,8 @@ from typing import Any
 
 from polar_proxy.errors import PolarError
 from polar_proxy.rewards.base import Attempt, EvaluatorError, Fresh, Score, apply_patch, not_applied
-from polar_proxy.tasks.check import load_function
 from polar_proxy.tasks.evaluation import PythonFunction
+from polar_proxy.tasks.functions import load_function
 
 
 async def python(evaluation: PythonFunction, attempt: Attempt, fresh: Fresh) -> Score:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import posixpath
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from polar_proxy.tasks.base import BadTaskError, Environment, Task
 from polar_proxy.tasks.evaluation import Command, Evaluation, Harbor, HiddenTests, PythonFunction, Swebench
+from polar_proxy.tasks.functions import load_function
 from polar_proxy.tasks.log_parsers import get_parser
 
 
@@ -88,17 +86,3 @@ def _check_environment(environment: Environment, task: Task) -> None:
             raise BadTaskError("files: the workspace is the repository; give one of them")
     if environment.build is not None and not (Path(environment.build) / "Dockerfile").is_file():
         raise BadTaskError(f"environment.build: {environment.build} holds no Dockerfile")
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """The function called ``module:function``. Raises `BadTaskError`."""
-    module, separator, function = name.partition(":")
-    if not separator:
-        raise BadTaskError(f"{name!r} must be module:function")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise BadTaskError(f"cannot load {name}: {error}") from error
-    if not callable(found):
-        raise BadTaskError(f"{name} is no function")
-    return found  # type: ignore[no-any-return]

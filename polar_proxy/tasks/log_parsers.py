@@ -7,13 +7,13 @@ output and the data sets' documented ids. A runner that is not here takes a pars
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
 from polar_proxy.tasks.base import BadTaskError
+from polar_proxy.tasks.functions import load_function
 from polar_proxy.tasks.unittest_output import Verdict, parse_unittest
 
 Parser = Callable[[str], Mapping[str, Verdict]]
@@ -183,13 +183,8 @@ _ALIASES: Mapping[str, str] = {
 
 def get_parser(name: str) -> Parser:
     """The parser called `name`, or one of your own given as ``module:function``. Raises `BadTaskError`."""
-    module, separator, function = name.partition(":")
-    if separator:
-        try:
-            found = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise BadTaskError(f"cannot load the log parser {name}: {error}") from error
-        return _checked(name, found)
+    if ":" in name:
+        return _checked(name, load_function(name))
     bare = name.removeprefix("parse_log_")
     try:
         return PARSERS[_ALIASES.get(bare, bare)]
