@@ -113,6 +113,11 @@ class Database:
             async with self._turn:
                 return await loop.run_in_executor(self._worker, work)
 
+    async def in_turn(self, work: Callable[[], T]) -> T:
+        """`work`, which writes by a connection of its own, in a thread, while no other writer of this process does."""
+        async with self._turn:
+            return await asyncio.to_thread(work)
+
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
         """A connection that sees one snapshot (SQLite) or each statement's own (PostgreSQL)."""

@@ -84,7 +84,7 @@ class Evidence(Part):
         Logs are kept without secrets; a patch is kept as it is, since it must still apply."""
         if name.endswith(".log"):
             data = await asyncio.to_thread(log_without_secrets, data)
-        sha256 = await asyncio.to_thread(_keep, self._artifacts, data)
+        sha256 = await asyncio.to_thread(keep_artifact, self._artifacts, data)
         values = {
             "artifact_id": new_id("art"),
             "rollout_id": rollout_id,
@@ -95,7 +95,7 @@ class Evidence(Part):
         }
         async with self._database.writing() as connection:
             await connection.execute(insert(schema.artifacts).values(values))
-        return ArtifactRow(**values, path=_place(self._artifacts, sha256))  # type: ignore[arg-type]
+        return ArtifactRow(**values, path=artifact_place(self._artifacts, sha256))  # type: ignore[arg-type]
 
     async def artifacts(self, rollout_id: str) -> list[ArtifactRow]:
         c = schema.artifacts.c
@@ -103,7 +103,7 @@ class Evidence(Part):
         query = select(*columns).where(c.rollout_id == rollout_id).order_by(c.artifact_id)
         async with self._database.reading() as connection:
             rows = (await connection.execute(query)).all()
-        return [ArtifactRow(*row, path=_place(self._artifacts, row.sha256)) for row in rows]
+        return [ArtifactRow(*row, path=artifact_place(self._artifacts, row.sha256)) for row in rows]
 
 
 async def insert_event(connection: AsyncConnection, rollout_id: str, at: float, kind: str, data: Json) -> None:
@@ -112,13 +112,15 @@ async def insert_event(connection: AsyncConnection, rollout_id: str, at: float, 
     )
 
 
-def _place(folder: Path, sha256: str) -> Path:
+def artifact_place(folder: Path, sha256: str) -> Path:
+    """Where the artifact with this hash lies."""
     return folder / sha256[:2] / sha256
 
 
-def _keep(folder: Path, data: bytes) -> str:
+def keep_artifact(folder: Path, data: bytes) -> str:
+    """Write it under its SHA-256, which is returned, unless it is there."""
     sha256 = hashlib.sha256(data).hexdigest()
-    place = _place(folder, sha256)
+    place = artifact_place(folder, sha256)
     try:
         os.utime(place)  # `polar db prune` leaves young files alone
         return sha256

@@ -7,21 +7,24 @@ from types import TracebackType
 from typing import Self
 
 from polar_proxy.store import migrate
+from polar_proxy.store.archive import Archive
 from polar_proxy.store.calls import Calls
 from polar_proxy.store.commit import GroupCommit
 from polar_proxy.store.database import Database, Durability, make_file
 from polar_proxy.store.evidence import Evidence
 from polar_proxy.store.feed import Feed
 from polar_proxy.store.jobs import Jobs
+from polar_proxy.store.prune import Prune
 from polar_proxy.store.rescores import Rescores
 from polar_proxy.store.rollouts import Rollouts
 from polar_proxy.store.sessions import Sessions
 from polar_proxy.store.statistics import Statistics
 from polar_proxy.store.traces import Traces
 from polar_proxy.store.urls import display_url, normalise_url
+from polar_proxy.store.verify import Verify
 
 
-class Store(Sessions, Calls, Rollouts, Jobs, Feed, Evidence, Traces, Rescores, Statistics):
+class Store(Sessions, Calls, Rollouts, Jobs, Feed, Evidence, Traces, Rescores, Statistics, Verify, Prune, Archive):
     """One open database: `async with open_store(url) as store`. Every method raises StoreError for what the database
     refuses. Several processes may have the same database open."""
 

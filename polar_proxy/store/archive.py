@@ -1,0 +1,296 @@
+"""A selection of the database as one portable file, and back: `polar db export` and `polar db import`.
+
+An archive is a zip of `polar.db`, an SQLite database of the same schema with the rows of the selection and all that
+they refer to, and of the artifacts' files under `artifacts/`. It is the same whatever database it came from.
+
+Promises: keys are never in it (not even hashed); importing it twice is importing it once; what is there already is
+never overwritten, and where it differs nothing at all is imported; an archive of a newer schema is refused, one of an
+older schema is brought up first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import sqlite3
+import tempfile
+import zipfile
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, Table, insert, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from polar_proxy.errors import StoreError, UsageError
+from polar_proxy.store import schema
+from polar_proxy.store.base import Part
+from polar_proxy.store.database import Database
+from polar_proxy.store.evidence import artifact_place, keep_artifact
+from polar_proxy.store.load import chains_of
+from polar_proxy.store.migrate import upgrade
+from polar_proxy.store.urls import normalise_url
+from polar_proxy.store.where import parse_where
+
+_DATABASE = "polar.db"
+_ARTIFACT = re.compile(r"artifacts/([0-9a-f]{2})/(\1[0-9a-f]{62})")
+_PAGE = 500
+
+_LEFT_OUT = frozenset({"jobs", "leases"})
+"""What holds for one database only: its queue and its deliveries."""
+_BLANKED: dict[str, dict[str, Any]] = {
+    "sessions": {"key_hash": None},
+    "groups": {"job_id": None, "delivery": None},
+    "rollouts": {"job_id": None, "held_by": None, "held_until": None},
+}
+"""Columns that are not carried over, and not compared."""
+_NOT_COMPARED: dict[str, frozenset[str]] = {"nodes": frozenset({"data"})}
+"""The id of a node stands for its content; the packed form may be another."""
+
+
+@dataclass(slots=True)
+class Moved:
+    """Rows by table, artifacts among them as files; `known`: those that were there already (import)."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+    known: int = 0
+    files: int = 0
+
+    def add(self, table: str, count: int) -> None:
+        if count:
+            self.rows[table] = self.rows.get(table, 0) + count
+
+
+class Archive(Part):
+    async def export_archive(
+        self, file: Path, *, where: str | None = None, sessions: Sequence[str] = (), overwrite: bool = False
+    ) -> Moved:
+        """Write the rollouts that fulfil `where` and these sessions, with all that belongs to them; neither given:
+        everything. Of one moment, also while others write."""
+        if file.exists() and not overwrite:
+            raise UsageError(f"{file} exists already: name another file")
+        moved = Moved()
+        with tempfile.TemporaryDirectory(prefix="polar-export-") as folder:
+            made = Path(folder) / _DATABASE
+            async with _opened(made) as target, self._database.reading() as source:
+                if self._database.dialect == "postgresql":
+                    source = await source.execution_options(isolation_level="REPEATABLE READ")
+                queries = await _selection(source, where, sessions)
+                for table in schema.metadata.sorted_tables:
+                    if table.name not in _LEFT_OUT:
+                        moved.add(table.name, await _copy(source, target, table, queries[table.name]))
+                files = set(await source.scalars(_columns(schema.artifacts, queries["artifacts"], "sha256")))
+            moved.files = await asyncio.to_thread(self._write_zip, file, made, sorted(files))
+        return moved
+
+    async def import_archive(self, file: Path) -> Moved:
+        """Take in all of an archive, in one transaction. Raises StoreError, with nothing imported, for one that is no
+        archive, of a newer schema, damaged, or with a row that is here already and differs."""
+        moved = Moved()
+        with tempfile.TemporaryDirectory(prefix="polar-import-") as folder:
+            contents = await asyncio.to_thread(_unpack, file, Path(folder))
+            async with _opened(Path(folder) / _DATABASE) as source, source.reading() as rows:
+                wanted = set(await rows.scalars(select(schema.artifacts.c.sha256)))
+                if missing := wanted - contents.keys():
+                    raise StoreError(f"{file} is damaged: it lacks the artifact {min(missing)}")
+                for sha256 in sorted(wanted):
+                    moved.files += await asyncio.to_thread(keep_artifact, self._artifacts, contents[sha256]) == sha256
+                async with self._database.writing() as target:
+                    for table in schema.metadata.sorted_tables:
+                        if table.name not in _LEFT_OUT:
+                            await _take_in(rows, target, table, moved)
+        return moved
+
+    def _write_zip(self, file: Path, database: Path, files: Iterable[str]) -> int:
+        written = 0
+        handle, temporary = tempfile.mkstemp(dir=file.absolute().parent, prefix=f".{file.name}.")
+        try:
+            with os.fdopen(handle, "wb") as out, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+                archive.write(database, _DATABASE)
+                for sha256 in files:
+                    place = artifact_place(self._artifacts, sha256)
+                    if not place.exists():
+                        raise StoreError(f"The artifact {place} is missing: `polar db verify` tells what else is")
+                    archive.write(place, f"artifacts/{sha256[:2]}/{sha256}")
+                    written += 1
+            Path(temporary).replace(file)  # whole or not at all
+        except OSError as error:
+            raise StoreError(f"The archive {file} cannot be written: {error.strerror}") from error
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+        return written
+
+
+def _unpack(file: Path, folder: Path) -> dict[str, bytes]:
+    """The database into `folder`; the artifacts by their hash."""
+    contents: dict[str, bytes] = {}
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+            if _DATABASE not in names:
+                raise StoreError(f"{file} is not an archive of Polar: it has no {_DATABASE}")
+            archive.extract(_DATABASE, folder)
+            for name in names:
+                if match := _ARTIFACT.fullmatch(name):
+                    content = archive.read(name)
+                    if hashlib.sha256(content).hexdigest() != match[2]:
+                        raise StoreError(f"{file} is damaged: {name} is not what its name says")
+                    contents[match[2]] = content
+    except FileNotFoundError:
+        raise UsageError(f"There is no file {file}") from None
+    except (OSError, zipfile.BadZipFile) as error:
+        raise StoreError(f"{file} cannot be read as an archive: {error}") from error
+    return contents
+
+
+@asynccontextmanager
+async def _opened(path: Path) -> AsyncIterator[Database]:
+    """The archive's own database, made or brought to this schema."""
+    await upgrade(str(path))
+    database = Database(normalise_url(str(path)))
+    try:
+        yield database
+    finally:
+        await database.close()
+    with closing(sqlite3.connect(path)) as connection:  # one file, without its log
+        connection.execute("PRAGMA journal_mode=DELETE")
+
+
+async def _selection(source: AsyncConnection, where: str | None, sessions: Sequence[str]) -> dict[str, Select[Any]]:
+    """By table, the rows to take."""
+    t = schema.metadata.tables
+    if where is None and not sessions:
+        return {name: select(table) for name, table in t.items()}
+    r, s, c = schema.rollouts.c, schema.sessions.c, schema.calls.c
+    if unknown := set(sessions) - set(await source.scalars(select(s.session_id).where(s.session_id.in_(sessions)))):
+        raise UsageError(f"There is no session {min(unknown)}")
+    chosen: list[ColumnElement[bool]] = [r.session_id.in_(sessions)] if sessions else []
+    if where is not None:
+        join = schema.rollouts.outerjoin(schema.sessions, s.session_id == r.session_id)
+        found = await source.scalars(select(r.rollout_id).select_from(join).where(*parse_where(where)))
+        chosen.append(r.rollout_id.in_(list(found)))
+    rollouts = list(await source.scalars(select(r.rollout_id).where(or_(*chosen))))
+    of_rollouts = select(r.session_id).where(r.rollout_id.in_(rollouts), r.session_id.is_not(None))
+    mine = s.session_id.in_(sessions) | s.rollout_id.in_(rollouts) | s.session_id.in_(of_rollouts)
+    session_ids = list(await source.scalars(select(s.session_id).where(mine)))
+    groups = select(r.group_id).where(r.rollout_id.in_(rollouts))
+    tasks = select(r.task_id).where(r.rollout_id.in_(rollouts))
+    calls = select(c.call_id).where(c.session_id.in_(session_ids))
+    x = schema.rescores.c
+    traces = select(t["traces"].c.trace_id).where(t["traces"].c.session_id.in_(session_ids))
+
+    def used(*columns: ColumnElement[Any]) -> Any:
+        """Values of columns of calls or rescores of the selection."""
+        parts = [select(column.label("key")).where(column.table.c.call_id.in_(calls)) for column in columns]
+        return parts[0].union(*parts[1:])
+
+    heads = used(c.messages_node, c.tools_node, c.prompt_node, x.prompt_node).subquery()
+    chain = chains_of(select(heads.c.key.label("node_id")).where(heads.c.key.is_not(None)))
+    found_queries = {
+        "tasks": select(t["tasks"]).where(t["tasks"].c.task_id.in_(tasks)),
+        "groups": select(t["groups"]).where(t["groups"].c.group_id.in_(groups)),
+        "sessions": select(t["sessions"]).where(s.session_id.in_(session_ids)),
+        "nodes": select(t["nodes"]).where(t["nodes"].c.node_id.in_(select(chain.c.node_id))),
+        "settings": select(t["settings"]).where(
+            t["settings"].c.settings_hash.in_(used(c.params_hash, c.sampling_hash))
+        ),
+        "engines": select(t["engines"]).where(t["engines"].c.engine_hash.in_(used(c.engine_hash, x.engine_hash))),
+        "trace_spans": select(t["trace_spans"]).where(t["trace_spans"].c.trace_id.in_(traces)),
+    }
+    for name in ("completions", "rescores"):
+        found_queries[name] = select(t[name]).where(t[name].c.call_id.in_(calls))
+    for name in ("calls", "traces", "exclusions"):
+        found_queries[name] = select(t[name]).where(t[name].c.session_id.in_(session_ids))
+    for name in ("rollouts", "rewards", "events", "artifacts", "stages"):
+        found_queries[name] = select(t[name]).where(t[name].c.rollout_id.in_(rollouts))
+    return found_queries
+
+
+def _columns(table: Table, query: Select[Any], name: str) -> Select[Any]:
+    return query.with_only_columns(table.c[name])
+
+
+def _order(table: Table) -> list[ColumnElement[Any]]:
+    # A node after its parent; `total` grows along a chain, but not with an empty piece.
+    return [table.c.total, table.c.length.desc()] if table.name == "nodes" else list(table.primary_key.columns)
+
+
+async def _copy(source: AsyncConnection, target: Database, table: Table, query: Select[Any]) -> int:
+    blank = _BLANKED.get(table.name, {})
+    count = 0
+    result = await source.stream(query.order_by(*_order(table)))
+    async for page in result.partitions(_PAGE):
+        rows = [{**row._mapping, **blank} for row in page]
+        async with target.writing() as connection:
+            await connection.exec_driver_sql("PRAGMA defer_foreign_keys=ON")
+            await connection.execute(insert(table), rows)
+        count += len(rows)
+    return count
+
+
+async def _take_in(rows: AsyncConnection, target: AsyncConnection, table: Table, moved: Moved) -> None:
+    if table.name == "events":
+        await _take_in_events(rows, target, moved)
+        return
+    key = list(table.primary_key.columns)
+    skip = {*_BLANKED.get(table.name, {}), *_NOT_COMPARED.get(table.name, ())}
+    compared = [column.name for column in table.columns if column.name not in skip]
+    waiting = await rows.stream(select(table).order_by(*_order(table)))
+    async for page in waiting.partitions(_PAGE):
+        given = {tuple(row._mapping[column.name] for column in key): dict(row._mapping) for row in page}
+        here = select(table).where(key[0].in_([values[0] for values in given]))
+        there = {tuple(row._mapping[c.name] for c in key): row._mapping for row in await target.execute(here)}
+        new: list[dict[str, Any]] = []
+        for values, row in given.items():
+            if values not in there:
+                new.append(row)
+                continue
+            for name in compared:
+                if row[name] != there[values][name]:
+                    shown = " ".join(value.hex() if isinstance(value, bytes) else str(value) for value in values)
+                    raise StoreError(
+                        f"Nothing was imported: {table.name} {shown} is here already with another {name}. What is "
+                        "stored is not overwritten: import into a database of its own"
+                    )
+            moved.known += 1
+        if table.name == "nodes":
+            new = _parents_first(new)
+        if new:
+            await target.execute(insert(table), new)
+        moved.add(table.name, len(new))
+
+
+def _parents_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Only rows of one page with equal `total` can be the wrong way round: a chain's empty pieces."""
+    waiting = {row["node_id"]: row for row in rows}
+    ordered: list[dict[str, Any]] = []
+    for row in rows:
+        chain: list[dict[str, Any]] = []
+        found: dict[str, Any] | None = row
+        while found is not None and found["node_id"] in waiting:
+            chain.append(waiting.pop(found["node_id"]))
+            found = waiting.get(found["parent_id"])
+        ordered += reversed(chain)
+    return ordered
+
+
+async def _take_in_events(rows: AsyncConnection, target: AsyncConnection, moved: Moved) -> None:
+    """Their numbers are each database's own; of a rollout, those that are not there yet."""
+    e = schema.events.c
+    for rollout_id in list(await rows.scalars(select(e.rollout_id).distinct().order_by(e.rollout_id))):
+        query = select(e.at, e.kind, e.data).where(e.rollout_id == rollout_id).order_by(e.event_id)
+        here = [tuple(row) for row in await target.execute(query)]
+        new = []
+        for row in map(tuple, await rows.execute(query)):
+            if row in here:
+                here.remove(row)
+                moved.known += 1
+            else:
+                new.append({"rollout_id": rollout_id, "at": row[0], "kind": row[1], "data": row[2]})
+        if new:
+            await target.execute(insert(schema.events), new)
+        moved.add("events", len(new))
