@@ -63,6 +63,14 @@ class Engine(ABC):
         `stream=False` tells that nobody waits for pieces: the engine may yield the answer in fewer, larger events.
         """
 
+    async def cannot_continue(self, request: ChatRequest, prompt: TokenIds) -> str | None:
+        """Why this conversation's answer cannot be sampled from these ids and read as ever; None where it can.
+
+        To be asked before `sample` is given a `prompt`: an engine that can `continue` may still not do it for some
+        requests (template options under which its parser was not proved, a prompt that ends in open reasoning).
+        """
+        return None if "continue" in self.info.capabilities else "The engine does not sample conversations from ids."
+
     @abstractmethod
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Teacher-forced log-probabilities (nats, raw) of token_ids[1:], each given all that stands before it."""

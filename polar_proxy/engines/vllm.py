@@ -154,6 +154,15 @@ class VllmEngine(Engine):
             raise EngineError(f"{self._who} sampled from other prompt tokens than it was given.")
         return await reader.read(event)
 
+    async def cannot_continue(self, request: ChatRequest, prompt: TokenIds) -> str | None:
+        """As in `Engine.cannot_continue`. Template options that are met for the first time are verified, which takes as
+        long as a few dozen sampled tokens."""
+        try:
+            await self._reader(request, prompt)
+        except RequestError as error:
+            return str(error)
+        return None
+
     async def _begin(self, path: str, body: Json) -> aiohttp.ClientResponse:
         """Send; where `max_tokens` does not fit behind the prompt, let the answer take the room that there is.
 

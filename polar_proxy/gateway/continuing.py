@@ -178,6 +178,9 @@ class Continuer:
         prompt = np.concatenate([found.ids, np.array([*ends, *suffix.ids], dtype=np.int32)])
         if prompt.size >= self._engine.info.context_length:
             return Plan(reason="context_full")
+        if (why := await self._engine.cannot_continue(request, prompt)) is not None:
+            log.info("a call is not continued: %s", why)
+            return Plan(reason="engine_cannot")
         return Plan(prompt, older_reasoning=older)
 
     @property

@@ -37,6 +37,9 @@ class ContinuationContract:
 
     async def test_it_can_continue(self, engine: Engine) -> None:
         assert "continue" in engine.info.capabilities
+        for request in (chat(), chat(tools=(WEATHER,))):
+            prompt = np.array(await engine.render(request), dtype=np.int32)
+            assert await engine.cannot_continue(request, prompt) is None
 
     async def test_the_prompt_is_exactly_what_was_given(self, engine: Engine) -> None:
         """Ids that no tokenizer would make of their text, the request saying another conversation altogether."""

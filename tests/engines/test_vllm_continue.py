@@ -178,6 +178,8 @@ async def test_other_template_options_are_proved_when_they_are_met() -> None:
             with pytest.raises(RequestError, match="otherwise than the Hermes parser") as caught:
                 await run(engine, request, prompt=PROMPT)
             assert caught.value.code == "cannot_continue"
+            why = await engine.cannot_continue(request, np.array(PROMPT, dtype=np.int32))
+            assert why == str(caught.value)
         assert fake.bodies == []  # the second time it is known
         assert (await run(engine, chat(**TOOLS), prompt=PROMPT)).choices[0].text == "Hello."
 
