@@ -1,0 +1,186 @@
+"""Secrets are removed before anything is written; what is none comes through as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import select
+
+from polar_proxy.store import Store, schema
+from polar_proxy.store.codec import Codec, bytes_before, unpack_small_json
+from polar_proxy.store.secrets import (
+    REMOVED,
+    bytes_without_secrets,
+    json_without_secrets,
+    log_without_secrets,
+    without_secrets,
+)
+from tests.store.records import assert_same, new_rollout, new_session, record
+
+# Made up, of the form that each provider gives its keys.
+_PLANTED = {
+    "openai": "sk-proj-" + "Ab1" * 12,
+    "anthropic": "sk-ant-api03-" + "Cd2" * 12,
+    "polar": "sk-polar-" + "Ef3" * 10,
+    "google": "AIza" + "Gh4" * 11 + "xy",
+    "github": "ghp_" + "Ij5" * 12,
+    "hugging face": "hf_" + "Kl6" * 11,
+    "slack": "xoxb-" + "123456-" * 3 + "abc",
+    "aws": "AKIA" + "ABCDEFGH12345678",
+    "jwt": "eyJhbGciOiJI1.eyJzdWIiOiIx.SflKxwRJSMeKK",
+    "field": "no-pattern-knows-me",
+    "header": "another-one-by-its-place",
+    "url": "pa55word",
+    "query": "by-its-name-only",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("Authorization: Bearer abc.def-123456789", f"Authorization: Bearer {REMOVED}"),
+        ("postgresql://me:hunter2@db/x", f"postgresql://{REMOVED}@db/x"),
+        ("/v1beta/models/g:generateContent?key=abc&alt=sse", f"/v1beta/models/g:generateContent?key={REMOVED}&alt=sse"),
+        ("/s/any-name/v1/messages", f"/s/{REMOVED}/v1/messages"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY-----\nrest", f"{REMOVED}\nrest"),
+        *((f"got '{_PLANTED[name]}'.", f"got '{REMOVED}'.") for name in list(_PLANTED)[:9]),
+    ],
+)
+def test_what_is_removed_from_text(text: str, clean: str) -> None:
+    assert without_secrets(text) == clean
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a basic understanding", "bearer authentication is needed", "risk-taking-is-not-a-key-here", "/v1/messages"),
+        *(
+            "https://example.org/a?page=2&keyword=x",
+            "sk-learn-is-a-library-name",
+            "the token was 5",
+            "mail me@host.org",
+        ),
+        *("https://example.org:8080/x@y", "hf_transfer", "eyJhbGci", "git@github.com:me/it.git", "sk-1"),
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert without_secrets(text) is text
+
+
+def test_fields() -> None:
+    schema_of_a_tool = {
+        "properties": {"password": {"type": "string"}, "token": {"type": "string"}},
+        "required": ["token"],
+    }
+    given = {
+        "authorization": "x",
+        "API-Key": "y",
+        "headers": {"X-Mine": "z", "n": 1},
+        "cookie": ["a", "b"],
+        "api_key": "",
+    }
+    clean = json_without_secrets({**given, "parameters": schema_of_a_tool, "max_tokens": 5, "token": None})
+    assert clean == {
+        "authorization": REMOVED,
+        "API-Key": REMOVED,
+        "headers": {"X-Mine": REMOVED, "n": 1},
+        "cookie": [REMOVED, REMOVED],
+        "api_key": "",
+        "parameters": schema_of_a_tool,
+        "max_tokens": 5,
+        "token": None,
+    }
+
+
+def test_json_without_secrets_is_the_same_bytes() -> None:
+    for content in (b'[ {"type" : "function"} ]', b"", b"\xff\x00", b'{"a":1.0, "b":"\\ud800"}'):
+        assert bytes_without_secrets(content) == content
+    assert log_without_secrets(b"\xff sk-" + b"a1" * 20) == b"\xff " + REMOVED.encode()
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(list(_PLANTED.values())),
+    lambda inner: (
+        st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(["token", "headers", "api_key"]), inner)
+    ),
+)
+
+
+@given(_json)
+def test_twice_is_once(value: Any) -> None:
+    once = json_without_secrets(value)
+    assert json_without_secrets(once) is once
+
+
+async def _everything(store: Store, artifacts: Path) -> bytes:
+    """All that is stored, unpacked: every cell of every table, and the files."""
+    codec, found = Codec(), []
+    async with store._database.reading() as connection:
+        for table in schema.metadata.sorted_tables:
+            if table.name not in ("nodes", "completions"):
+                found += [repr(tuple(row)).encode() for row in await connection.execute(select(table))]
+        for node in await connection.execute(select(schema.nodes).where(schema.nodes.c.kind == "tools")):
+            found.append(codec.unpack_bytes(node.data))
+        for (cell,) in await connection.exec_driver_sql("SELECT marks FROM calls WHERE marks IS NOT NULL"):
+            found.append(unpack_small_json(cell))
+        messages = record("").messages
+        for answer in await connection.execute(select(schema.completions)):
+            found.append(codec.unpack_bytes(answer.message, bytes_before(messages)))
+    found += [path.read_bytes() for path in artifacts.rglob("*") if path.is_file()]
+    return b"\n".join(found)
+
+
+async def test_nothing_planted_is_stored(store: Store, tmp_path: Path) -> None:
+    keys = " ".join(list(_PLANTED.values())[:9])
+    session_id = await new_session(store)
+    rollout_id = await new_rollout(store, session_id)
+    tools = [
+        {"type": "mcp", "server_url": f"https://me:{_PLANTED['url']}@host/sse?api_key={_PLANTED['query']}"},
+        {"type": "mcp", "authorization": _PLANTED["field"], "headers": {"X-Own": _PLANTED["header"]}},
+        {"type": "function", "function": {"name": "f", "description": keys, "parameters": {}}},
+    ]
+    params = {
+        "mcp_servers": [{"name": "x", "authorization_token": _PLANTED["field"]}],
+        "metadata": {"user": keys, "note": "kept"},
+        "extra_headers": {"X-Own": _PLANTED["header"]},
+    }
+    call = record(
+        session_id,
+        tools=json.dumps(tools).encode(),
+        params=params,
+        sampling={"api_key": _PLANTED["field"], "temperature": 1.0},
+        path=f"/v1beta/models/m:generateContent?key={_PLANTED['query']}",
+        error=f"401: invalid key {keys}",
+        status="upstream_error",
+    )
+    await store.commit_call(call)
+    await store.set_rollout(rollout_id, error=f"failed with {keys}")
+    await store.add_event(rollout_id, "started", {"environment": {"OPENAI_API_KEY": keys}})
+    await store.add_artifact(rollout_id, "agent.log", f"POST x-api-key: {keys}".encode())
+    stored = await _everything(store, tmp_path / "artifacts")
+    assert {name for name, secret in _PLANTED.items() if secret.encode() in stored} == set()
+    assert b"kept" in stored
+    assert await store.verify() == []
+    found = await store.call(call.call_id)
+    assert found is not None
+    assert found.params["metadata"] == {"user": " ".join([REMOVED] * 9), "note": "kept"}
+    again = record(session_id, tools=found.tools, params=found.params, sampling=found.sampling)
+    await store.commit_call(again)
+    assert_same(await store.call(again.call_id), again)
+
+
+async def test_messages_answers_and_patches_are_as_they_were(store: Store) -> None:
+    """They are what the model read and said; a changed patch would not apply."""
+    session_id = await new_session(store)
+    rollout_id = await new_rollout(store, session_id)
+    call = record(session_id, messages=(b'{"role":"user","content":"my key is %s"}' % _PLANTED["openai"].encode(),))
+    await store.commit_call(call)
+    assert_same(await store.call(call.call_id), call)
+    patch = f"+KEY = '{_PLANTED['openai']}'".encode()
+    artifact = await store.add_artifact(rollout_id, "patch.diff", patch)
+    assert artifact.path.read_bytes() == patch
