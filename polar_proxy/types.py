@@ -176,6 +176,8 @@ class SampleEvent:
     """The policy version that sampled these ids, where the engine tells it for every event."""
     versions: tuple[tuple[int, str], ...] = ()
     """As `Choice.versions`, told with the `finish_reason` where the engine knows the versions only then."""
+    usage: tuple[int, int] | None = None
+    """(prompt, answers) in tokens, as an engine counted them that tells no ids; with its last event."""
 
 
 @dataclass(frozen=True, slots=True)

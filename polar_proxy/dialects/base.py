@@ -57,12 +57,16 @@ class Answer:
     prompt_ids: Sequence[int] | None = None
     cached_tokens: int | None = None
     choices: dict[int, ChoiceState] = field(default_factory=dict)
+    usage: tuple[int, int] | None = None
+    """As `SampleEvent.usage`; what is known by its ids is counted by them."""
 
     def add(self, event: SampleEvent) -> None:
         if event.prompt_ids is not None:
             self.prompt_ids = event.prompt_ids
         if event.cached_tokens is not None:
             self.cached_tokens = event.cached_tokens
+        if event.usage is not None:
+            self.usage = event.usage
         state = self.choices.get(event.index)
         if state is None:
             state = self.choices[event.index] = ChoiceState()
@@ -101,11 +105,14 @@ class Answer:
 
     @property
     def prompt_tokens(self) -> int:
+        if self.prompt_ids is None and self.usage is not None:
+            return self.usage[0]
         return len(self.prompt_ids or ())
 
     @property
     def completion_tokens(self) -> int:
-        return sum(len(state.token_ids) for state in self.choices.values())
+        sampled = sum(len(state.token_ids) for state in self.choices.values())
+        return self.usage[1] if self.usage is not None and not sampled else sampled
 
 
 def assistant_message(state: ChoiceState) -> Json:

@@ -11,6 +11,7 @@ the API refuses it by name it sends the other form once more and keeps to it (`_
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
@@ -114,21 +115,25 @@ class HostedEngine(Engine):
         if prompt is not None:
             raise RequestError(f"{self._who} does not take token ids.", param="prompt")
         parser = AnswerParser(request.sampling, self._who, expect_ids=False)
+        usage: tuple[int, int] | None = None
         response = await self._begin(request, stream)
         try:
             if stream:
                 decoder = SseDecoder(self._http.url)
                 while not decoder.done and (data := await self._http.read_some(response)):
-                    for event in self._parse(parser, decoder.feed(data)):
+                    chunks = decoder.feed(data)
+                    usage = _usage(chunks) or usage
+                    for event in self._parse(parser, chunks):
                         yield event
             else:
                 answer = orjson_loads(await self._http.read(response), self._http.url)
                 if isinstance(answer, dict) and "error" in answer and not answer.get("choices"):
                     raise api_error(answer, _code(answer), self._who)
+                usage = _usage([answer])
                 for event in self._parse(parser, [answer]):
                     yield event
             for event in self._parse(parser, None):
-                yield event
+                yield replace(event, usage=usage)
             await self._http.finish(response)
         finally:
             # An answer that was not read to its end closes the connection, at which the API stops generating.
@@ -175,6 +180,17 @@ class HostedEngine(Engine):
         except (EngineError, RequestError) as error:
             return str(error)
         return None
+
+
+def _usage(chunks: Sequence[Json]) -> tuple[int, int] | None:
+    """(prompt, answers) in tokens, where a chunk tells: agents look at them to know how full the context is."""
+    for chunk in reversed(chunks):
+        told = chunk.get("usage") if isinstance(chunk, dict) else None
+        if isinstance(told, dict):
+            counts = told.get("prompt_tokens"), told.get("completion_tokens")
+            if isinstance(counts[0], int) and isinstance(counts[1], int):
+                return counts[0], counts[1]
+    return None
 
 
 def _code(answer: Json) -> int:

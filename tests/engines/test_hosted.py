@@ -49,6 +49,8 @@ async def test_text_reasoning_and_calls_without_ids(stream: bool) -> None:
         assert said["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city":  "Zürich"}'}
         assert state.finish_reason == "tool_calls"
         assert (answer.prompt_ids, state.token_ids, state.logprobs) == (None, [], [])
+        assert answer.prompt_tokens > 100  # the API's own count
+        assert answer.completion_tokens == len(CALLING.tokens())
         assert api.bodies[-1].get("stream", False) is stream
 
 
@@ -138,6 +140,10 @@ async def test_recorded_as_text_and_never_trained(serve: Serve, store: Store, st
         (call,) = await store.calls(row.session_id)
         assert (call.status, call.prompt_ids, call.choices[0].token_ids.size) == ("no_tokens", None, 0)
         assert call.choices[0].message["content"] == "Let me look."
+        if not stream:  # the API's own count, by which agents know how full the context is
+            usage = answer.json()["usage"]
+            assert usage["prompt_tokens"] > usage["prompt_tokens_details"]["cached_tokens"] > 0
+            assert usage["completion_tokens"] == len(CALLING.tokens())
         assert call.engine is not None
         assert (call.engine.engine, call.engine.model) == ("hosted", "fake")
         assert per_call([call]).excluded == {call.call_id: "no_tokens"}
