@@ -16,9 +16,8 @@ from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from polar_proxy.engines.base import Engine
+from polar_proxy.engines.http1 import Response
 from polar_proxy.engines.openai_http import OpenAIHttp, SseDecoder, api_error, orjson_loads
 from polar_proxy.engines.vllm_wire import AnswerParser
 from polar_proxy.errors import EngineError, RequestError
@@ -139,7 +138,7 @@ class HostedEngine(Engine):
             # An answer that was not read to its end closes the connection, at which the API stops generating.
             response.close()
 
-    async def _begin(self, request: EngineRequest, stream: bool) -> aiohttp.ClientResponse:
+    async def _begin(self, request: EngineRequest, stream: bool) -> Response:
         while True:
             path, body = self._body(request, stream)
             try:

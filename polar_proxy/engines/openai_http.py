@@ -1,21 +1,19 @@
 """The HTTP side of an engine behind an OpenAI-shaped server: connections, error translation, server-sent events.
 
-aiohttp, because at 64 connections an httpx client has a twenty-fifth of its throughput. A model call may take as
-long as it takes, so there is no time-out but the one for opening the connection.
+A model call may take as long as it takes, so there is no time-out but the one for opening the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
 import orjson
 
+from polar_proxy.engines.http1 import Client, NoAnswer, Response
 from polar_proxy.errors import EngineError, PolarError, RequestError
 from polar_proxy.types import Json
 
@@ -24,7 +22,6 @@ KEEPALIVE_SECONDS = 3.0
 """Less than the five seconds after which uvicorn, and so vLLM, closes an idle connection under our hands."""
 RETRY_WITHIN_SECONDS = 1.0
 FINISH_SECONDS = 1.0
-LARGE_BODY = 1 << 20
 
 _CONTEXT_LENGTH = re.compile(r"maximum context length|longer than the maximum model length", re.IGNORECASE)
 
@@ -37,48 +34,48 @@ class OpenAIHttp:
         if not url.startswith(("http://", "https://")):
             raise RequestError(f"The engine's URL must begin with http:// or https://, got {url!r}.")
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"content-type": "application/json"}
+        headers = {"content-type": "application/json", "accept": "*/*", "user-agent": "polar-proxy"}
         if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
-        self._session: aiohttp.ClientSession | None = None
+            headers["authorization"] = f"Bearer {api_key}"
+        try:
+            self._client = Client(self.url, headers, connect_seconds=CONNECT_SECONDS, keep_seconds=KEEPALIVE_SECONDS)
+        except ValueError as error:
+            raise RequestError(f"The engine's URL or its key cannot be used: {error}.") from error
+        self._open = False
 
     async def open(self) -> None:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
-            headers=self._headers,
-            read_bufsize=1 << 18,
-            auto_decompress=True,
-        )
+        self._open = True
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        self._open = False
+        self._client.close()
 
-    async def send(self, method: str, path: str, body: Json | None = None) -> aiohttp.ClientResponse:
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return self._client.connections
+
+    async def send(self, method: str, path: str, body: Json | None = None) -> Response:
         """The response as soon as its headers are there, whatever its status. The caller closes it.
 
         A server may close an idle connection at the moment we write to it; such a request never reached a handler
         and is sent once more, on a fresh connection.
         """
-        if self._session is None:
+        if not self._open:
             raise EngineError("The engine is not open: use it as `async with engine:`.", status=500)
         raw = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         started = time.monotonic()
         for last in (False, True):
-            # aiohttp writes a large bytes object in one piece, which holds up the loop; a file is cut up.
-            data = io.BytesIO(raw) if raw is not None and len(raw) > LARGE_BODY else raw
             try:
-                return await self._session.request(method, self.url + path, data=data)
-            except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
+                return await self._client.request(method, path, raw)
+            except NoAnswer as error:
                 if last or time.monotonic() - started > RETRY_WITHIN_SECONDS:
                     raise self.lost(error) from error
-            except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            except OSError as error:  # TimeoutError is one
                 raise EngineError(f"The engine at {self.url} cannot be reached: {_reason(error)}.") from error
         raise AssertionError("unreachable")
 
-    async def post(self, path: str, body: Json) -> aiohttp.ClientResponse:
+    async def post(self, path: str, body: Json) -> Response:
         """As `send`, but anything except 200 raises."""
         response = await self.send("POST", path, body)
         if response.status != 200:
@@ -92,36 +89,34 @@ class OpenAIHttp:
             raise await self.failure(response)
         return orjson_loads(await self.read(response), self.url)
 
-    async def read(self, response: aiohttp.ClientResponse) -> bytes:
+    async def read(self, response: Response) -> bytes:
         """The whole body. A caller that is cancelled drops the connection, so that the server stops its work."""
         try:
             raw = await response.read()
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise self.lost(error) from error
         finally:
-            if not response.content.at_eof():
-                response.close()
+            response.close()
         return raw
 
-    async def read_some(self, response: aiohttp.ClientResponse) -> bytes:
+    async def read_some(self, response: Response) -> bytes:
         """What has arrived of a streamed body; empty at its end."""
         try:
-            return await response.content.readany()
-        except (aiohttp.ClientError, OSError) as error:
+            return await response.read_some()
+        except OSError as error:
             raise self.lost(error) from error
 
-    async def finish(self, response: aiohttp.ClientResponse) -> None:
+    async def finish(self, response: Response) -> None:
         """Takes the end of a body whose content is complete, so that its connection can be used again."""
-        if response.content.at_eof():
+        if response.complete:
             return
         try:
             async with asyncio.timeout(FINISH_SECONDS):
-                while await response.content.readany():
-                    pass
-        except (aiohttp.ClientError, OSError):
+                await response.read()
+        except OSError:
             response.close()  # the answer is complete; only the connection is lost
 
-    async def failure(self, response: aiohttp.ClientResponse) -> PolarError:
+    async def failure(self, response: Response) -> PolarError:
         """The typed error for an answer other than 200; the response is used up."""
         raw = await self.read(response)
         try:

@@ -20,9 +20,8 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
-
 from polar_proxy.engines.base import Engine, is_constrained
+from polar_proxy.engines.http1 import Response
 from polar_proxy.engines.openai_http import OpenAIHttp, SseDecoder, orjson_loads
 from polar_proxy.engines.probe import Probe
 from polar_proxy.engines.probe_parsers import Readings
@@ -107,10 +106,12 @@ class VllmEngine(Engine):
         named = bool(request.sampling.top_logprobs)
         parser = AnswerParser(request.sampling, self._who, expect_ids="token_ids" in info.capabilities)
         reader: Reader | None = None
+        asked: list[int] = []
         if prompt is not None:
             reader, special = await self._reader(request, prompt)
             room = info.context_length - prompt.size
             body = exact_body(info.model, request, prompt, room, stream=stream, special=special)
+            asked = body["prompt"]
             response = await self._begin("/v1/completions", body)
         elif isinstance(request, ChatRequest):
             stream = stream or bool(request.tools)
@@ -122,13 +123,13 @@ class VllmEngine(Engine):
                 decoder = SseDecoder(self._http.url)
                 while not decoder.done and (data := await self._http.read_some(response)):
                     for event in await self._parse(parser, decoder.feed(data), named):
-                        yield event if reader is None else await self._read(reader, event, prompt)
+                        yield event if reader is None else await self._read(reader, event, asked)
             else:
                 answer = orjson_loads(await self._http.read(response), self._http.url)
                 for event in await self._parse(parser, [answer], named):
-                    yield event if reader is None else await self._read(reader, event, prompt)
+                    yield event if reader is None else await self._read(reader, event, asked)
             for event in await self._parse(parser, None, named):
-                yield event if reader is None else await self._read(reader, event, prompt)
+                yield event if reader is None else await self._read(reader, event, asked)
             await self._http.finish(response)
         finally:
             # An answer that was not read to its end closes the connection, at which vLLM aborts the generation.
@@ -148,9 +149,9 @@ class VllmEngine(Engine):
         self._readings.check(prompt, reading)
         return make_reader(self._http, self.info.model, request, prompt, reading), reading.shows_special(request)
 
-    async def _read(self, reader: Reader, event: SampleEvent, prompt: TokenIds | None) -> SampleEvent:
+    async def _read(self, reader: Reader, event: SampleEvent, asked: list[int]) -> SampleEvent:
         """The event as the chat route would tell it; checks that the server took the prompt as it was given."""
-        if event.prompt_ids is not None and prompt is not None and list(event.prompt_ids) != prompt.tolist():
+        if event.prompt_ids is not None and event.prompt_ids != asked:
             raise EngineError(f"{self._who} sampled from other prompt tokens than it was given.")
         return await reader.read(event)
 
@@ -163,7 +164,7 @@ class VllmEngine(Engine):
             return str(error)
         return None
 
-    async def _begin(self, path: str, body: Json) -> aiohttp.ClientResponse:
+    async def _begin(self, path: str, body: Json) -> Response:
         """Send; where `max_tokens` does not fit behind the prompt, let the answer take the room that there is.
 
         Agents ask for as much as their own provider's largest model may write; vLLM refuses what is beyond the context,

@@ -136,8 +136,9 @@ async def test_stopping_the_gateway_records_what_was_in_flight(serve: Serve, sto
     async with serve(engine) as gateway:
         gateway._config.timeout_graceful_shutdown = 0
         task = asyncio.create_task(client(gateway.url).post("/chat/completions", json=CHAT))
-        await asyncio.sleep(0.3)
-        assert engine.sampled
+        async with asyncio.timeout(20):
+            while not engine.sampled:
+                await asyncio.sleep(0.01)
     assert (await task).status_code == 503
     call = await eventually(store)
     assert call.status == "client_gone"

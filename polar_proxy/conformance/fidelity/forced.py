@@ -13,9 +13,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self
 
-import aiohttp
-
 from polar_proxy.conformance.fidelity.awkward import pieces, spoken
+from polar_proxy.engines.http1 import Response
 from polar_proxy.engines.openai_http import OpenAIHttp
 from polar_proxy.engines.scripted import Reply, Script
 from polar_proxy.engines.vllm import VllmEngine
@@ -35,7 +34,7 @@ class _Http(OpenAIHttp):
     template: str | None = None
     forced: tuple[int, ...] = ()
 
-    async def send(self, method: str, path: str, body: Json | None = None) -> aiohttp.ClientResponse:
+    async def send(self, method: str, path: str, body: Json | None = None) -> Response:
         if body is not None:
             if self.template is not None and "messages" in body:
                 body = {**body, "chat_template": self.template}
