@@ -129,9 +129,10 @@ async def _of_session(store: Store, meta: Json, session_id: str, builder: str, r
     Where this builder's are not stored, they are built now; so are those of a session of `polar serve`, which never
     ends, once calls have come that the stored ones do not know. A rollout that still runs has none yet.
     """
-    calls = await store.calls(session_id)
     traces = await store.traces(session_id=session_id, builder=builder)
     excluded = await store.exclusions(session_id, builder=builder)
+    kept = await store.certificates(session_id=session_id, builder=builder)
+    calls = await store.calls(session_id)  # last: a call that comes meanwhile is one too many, never one too few
     known = {call_id for trace in traces for call_id in trace.call_ids} | set(excluded)
     if builder == RESCORED:  # made by `polar rescore` alone, for it takes an engine
         stale = False
@@ -144,7 +145,6 @@ async def _of_session(store: Store, meta: Json, session_id: str, builder: str, r
     if stale:
         rewards: Json = {} if rollout is None else {"rollout_id": rollout.rollout_id, "reward": rollout.reward}
         return await asyncio.to_thread(_built_now, meta, calls, builder, rewards)
-    kept = await store.certificates(session_id=session_id, builder=builder)
     told = substituted(calls, await store.rescores(session_id)) if builder == RESCORED else calls
     try:
         whole = await asyncio.to_thread(expand, kept, traces, told)

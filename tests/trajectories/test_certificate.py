@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -73,6 +76,34 @@ def test_what_is_told() -> None:
     assert (last["versions"], last["older_reasoning"], last["engine"]) == ([[0, "3"]], "as_sampled", 0)
     assert told["head"] == last["hash"]
     assert len({span["hash"] for span in told["spans"]} | {told["seed"]}) == 5
+
+
+def test_the_chain_as_the_docs_say() -> None:
+    """Made anew from docs/certificate.md, with nothing of Polar."""
+
+    def chained(before: bytes, told: Json | bytes, *data: bytes) -> bytes:
+        text = told if isinstance(told, bytes) else json.dumps(told, sort_keys=True, separators=(",", ":")).encode()
+        framed = struct.pack("<I", len(text)) + text
+        return hashlib.blake2b(before + framed + b"".join(data), digest_size=16, person=b"polar trace").digest()
+
+    made = merged([FIRST, SECOND])
+    (trace,) = made.traces
+    (told,) = certificates([FIRST, SECOND], made).values()
+    uncovered = ("grade", "audit", "seed", "spans", "head")
+    link = chained(b"", {name: value for name, value in told.items() if name not in uncovered})
+    assert link.hex() == told["seed"]
+    position = 0
+    for span in told["spans"]:
+        here = slice(position, position + span["n"])
+        position = here.stop
+        said = struct.pack(f"<{span['n']}f", *trace.logprobs[here]) if span["kind"] == "sampled" else b""
+        identity = {name: value for name, value in span.items() if name != "hash"}
+        link = chained(link, identity, struct.pack(f"<{span['n']}i", *trace.token_ids[here]), said)
+        assert link.hex() == span["hash"]
+    assert link.hex() == told["head"]
+    calls = [call("a", 0, [1, 2], [3]), call("b", 1, [1, 2, 4], [5])]
+    branch = list(certificates(calls, tree(calls)).values())[1]
+    assert chained(b"", struct.pack("<2i", 1, 2)).hex() == branch["branch_hash"]
 
 
 def test_the_policy_versions_of_an_answer() -> None:

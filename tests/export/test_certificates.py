@@ -1,0 +1,121 @@
+"""Exported rows prove themselves: the checker passes every row of a real store, and what is not as it was built is kept
+back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+from sqlalchemy import update
+
+from polar_proxy.export import Report, export
+from polar_proxy.rollout.traces import build_traces, rebuild
+from polar_proxy.store import Store, schema
+from polar_proxy.trajectories.check import check_lines
+from polar_proxy.trajectories.targets import find_targets
+from polar_proxy.types import Json
+from tests.export.recorded import loose_session, rollout
+
+
+async def run(store: Store, **options: Any) -> tuple[list[bytes], Report]:
+    lines: list[bytes] = []
+    report = await export(store, "tokens-jsonl", lines.append, **options)
+    return lines, report
+
+
+@pytest.mark.parametrize("builder", ["merged", "per_call", "tree"])
+@pytest.mark.parametrize("certified", [True, False])
+async def test_every_row_is_right(store: Store, builder: str, certified: bool) -> None:
+    """Of rollouts (built at their end, or by a version that had no certificates), and of sessions that never end."""
+    rollout_id, calls = await rollout(store, reward=1.0)
+    if certified:
+        await build_traces(store, calls[0].session_id, rollout_id, reward=1.0, incomplete=False)
+    await loose_session(store, base=30)
+    lines, _ = await run(store, builder=builder)
+    rows = [orjson.loads(line) for line in lines]
+    assert {row.get("rollout_id") for row in rows} == {rollout_id, None}
+    assert check_lines(lines).bad == []
+    assert all(("parent_trace_id" in row) == (builder == "tree") for row in rows)
+    assert sum(sum(row["loss_mask"]) for row in rows) == 2 * (2 + 3 + 2)
+
+
+async def test_a_builder_that_nobody_asked_for_before_is_built_now(store: Store) -> None:
+    rollout_id, calls = await rollout(store, reward=0.5, built=False)
+    await build_traces(store, calls[0].session_id, rollout_id, reward=0.5, incomplete=False)
+    assert await store.traces(rollout_id=rollout_id, builder="tree") == []
+    lines, report = await run(store, builder="tree")
+    rows = [orjson.loads(line) for line in lines]
+    assert {(row["rollout_id"], row["reward"]) for row in rows} == {(rollout_id, 0.5)}
+    assert report.left_out == {"client_gone": 1}
+
+
+async def test_nothing_of_an_incomplete_rollout(store: Store) -> None:
+    rollout_id, calls = await rollout(store, reward=1.0, built=False)
+    await store.set_rollout(rollout_id, incomplete=True)
+    await build_traces(store, calls[0].session_id, rollout_id, reward=1.0, incomplete=True)
+    for builder in ("merged", "tree"):
+        lines, report = await run(store, builder=builder)
+        assert lines == []
+        assert sum(report.left_out.values()) == len(calls)
+        assert report.left_out["incomplete"] >= len(calls) - 1
+
+
+async def _built(store: Store, **options: Any) -> Json:
+    targets = await find_targets(store)
+    return (await rebuild(store, targets, **{"builder": "merged", **options})).to_json()
+
+
+async def test_what_polar_build_made_of_a_session_is_exported(store: Store) -> None:
+    session_id, calls = await loose_session(store)
+    (told,) = (await _built(store))["sessions"]
+    assert told["calls"] == {"recorded": 4, "trained": 3, "excluded": {"client_gone": 1}}
+    assert (told["traces"], told["trained_tokens"], told["grades"]) == (2, 7, {"exact": 2})
+    stored = [trace.trace_id for trace in await store.traces(session_id=session_id)]
+    lines, _ = await run(store)
+    assert [orjson.loads(line)["trace_id"] for line in lines] == stored
+    await store.set_audit(stored[0], "refused", {"max_abs_diff": 4.0})
+    lines, report = await run(store)
+    assert [orjson.loads(line)["trace_id"] for line in lines] == stored[1:]
+    assert report.left_out["grade_refused"] == 1
+    lines, _ = await run(store, all_grades=True)
+    assert check_lines(lines).bad == []
+    assert orjson.loads(lines[0])["certificate"]["audit"] == {"max_abs_diff": 4.0}
+    late = replace(calls[0], call_id="call_late", started_at=9.0, session_id=session_id)
+    await store.commit_call(late)  # the stored traces do not know it, so they are built as the session stands now
+    lines, _ = await run(store)
+    assert len(lines) == 3
+    assert check_lines(lines).bad == []
+
+
+async def test_a_rollout_that_still_runs_is_not_built(store: Store) -> None:
+    rollout_id, _ = await rollout(store, reward=None, built=False, status="running")
+    assert await _built(store) == {"sessions": [], "skipped": {rollout_id: "running"}}
+    assert await store.traces(rollout_id=rollout_id) == []
+
+
+@pytest.mark.parametrize("column", [{"weight_version": "99"}, {"logprob_mode": "raw"}, {"prompt_mode": "continue"}])
+async def test_a_call_that_was_changed_in_the_database_is_kept_back(store: Store, column: dict[str, str]) -> None:
+    rollout_id, calls = await rollout(store, reward=1.0)
+    await build_traces(store, calls[0].session_id, rollout_id, reward=1.0, incomplete=False)
+    async with store._database.writing() as connection:
+        mine = schema.calls.c.call_id == calls[1].call_id
+        await connection.execute(update(schema.calls).where(mine).values(**column))
+    lines, report = await run(store)
+    assert lines == []
+    assert report.left_out == {"certificate_broken": 3, "client_gone": 1}
+    await _built(store)
+    lines, _ = await run(store, all_grades=True)
+    assert len(lines) == 2
+    assert check_lines(lines).bad == []
+
+
+async def test_a_branch_is_of_no_use_without_what_it_branches_from(store: Store) -> None:
+    session_id, _ = await loose_session(store)
+    await _built(store, builder="tree")
+    root = (await store.traces(session_id=session_id, builder="tree"))[0]
+    await store.set_audit(root.trace_id, "refused", {})
+    lines, report = await run(store, builder="tree")
+    assert lines == []
+    assert report.left_out == {"client_gone": 1, "grade_refused": 1, "parent_left_out": 1}
