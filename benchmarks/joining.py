@@ -52,6 +52,7 @@ def long_session(turns: int, tokens: int, *, drift_every: int = 0, session_id: s
     new = max(4, tokens // turns)
     answer, context = new // 3, new - new // 3
     calls: list[CallRecord] = []
+    texts: list[bytes] = []
     prompt = np.empty(0, np.int32)
     for number in range(turns):
         prompt = np.concatenate([prompt, random.integers(0, 150_000, context, dtype=np.int32)])
@@ -59,6 +60,7 @@ def long_session(turns: int, tokens: int, *, drift_every: int = 0, session_id: s
         drifted = drift_every and number and number % drift_every == 0
         if drifted:
             prompt[len(prompt) - new - 1] ^= 1
+        texts.append(b'{"role":"user","content":"%s"}' % random.bytes(2 * context).hex().encode())
         said = random.integers(0, 150_000, answer, dtype=np.int32)
         said[-1] = _END
         logprobs = -random.exponential(1, answer).astype(np.float32)
@@ -73,13 +75,14 @@ def long_session(turns: int, tokens: int, *, drift_every: int = 0, session_id: s
                 parent_call_id=before,
                 base_call_id=before,
                 base_choice=None if before is None else 0,
-                messages=tuple(b'{"role":"user","content":"turn %d"}' % turn for turn in range(2 * number + 1)),
+                messages=tuple(texts),
                 prompt_ids=prompt.copy(),
                 choices=(choice,),
                 started_at=float(number),
             )
         )
         prompt = np.concatenate([prompt, said])
+        texts.append(b'{"role":"assistant","content":"turn %d"}' % number)
     return calls
 
 

@@ -20,8 +20,11 @@ _params = settings.alias("params")
 _sampling = settings.alias("sampling")
 
 
-async def fetch(connection: AsyncConnection, where: ColumnElement[bool]) -> Fetched:
-    """All rows behind the calls that fulfil `where` (a condition on `calls`): four statements, each node once."""
+async def fetch(connection: AsyncConnection, where: ColumnElement[bool], *, text: bool = True) -> Fetched:
+    """All rows behind the calls that fulfil `where` (a condition on `calls`): four statements, each node once.
+
+    Without `text` the records have tokens, but no messages and tools, and their answers are empty messages.
+    """
     rows = (
         await connection.execute(
             select(
@@ -47,9 +50,9 @@ async def fetch(connection: AsyncConnection, where: ColumnElement[bool]) -> Fetc
             .order_by(completions.c.call_id, completions.c.choice_index)
         )
     ).all()
-    columns = (calls.c.messages_node, calls.c.tools_node, calls.c.prompt_node)
+    columns = (calls.c.prompt_node, *((calls.c.messages_node, calls.c.tools_node) if text else ()))
     heads = union(*(select(column.label("node_id")).where(where, column.is_not(None)) for column in columns))
-    return Fetched(rows, chosen, await fetch_links(connection, heads))
+    return Fetched(rows, chosen, await fetch_links(connection, heads), text=text)
 
 
 async def fetch_links(connection: AsyncConnection, heads: Select[Any] | CompoundSelect[Any]) -> Sequence[Any]:
@@ -71,7 +74,8 @@ def chains_of(heads: Select[Any] | CompoundSelect[Any]) -> CTE:
 class Fetched:
     """What `fetch` found. Unpacking is CPU work without the database: do it in a thread when there is much."""
 
-    def __init__(self, rows: Sequence[Any], chosen: Sequence[Any], links: Sequence[Any]) -> None:
+    def __init__(self, rows: Sequence[Any], chosen: Sequence[Any], links: Sequence[Any], *, text: bool = True) -> None:
+        self._text = text
         self._rows = rows
         self._chosen = chosen
         self._codec = Codec()
@@ -93,7 +97,7 @@ class Fetched:
             if row.engine_hash not in infos:
                 infos[row.engine_hash] = engine_info(row.engine_info)
             engine = infos[row.engine_hash]
-        messages = self._messages(row.messages_node, row.message_count)
+        messages = self._messages(row.messages_node, row.message_count) if self._text else ()
         prompt = None if row.prompt_tokens is None else self.prompt(row.prompt_node, row.prompt_tail)
         return CallRecord(
             call_id=row.call_id,
@@ -119,7 +123,7 @@ class Fetched:
             base_call_id=row.base_call_id,
             base_choice=row.base_choice,
             messages=messages,
-            tools=None if row.tools_node is None else self._content(row.tools_node, ()),
+            tools=None if row.tools_node is None or not self._text else self._content(row.tools_node, ()),
             params=row.params,
             sampling=row.sampling,
             prompt_ids=prompt,
@@ -131,11 +135,11 @@ class Fetched:
         )
 
     def _choices(self, chosen: Sequence[Any], messages: Sequence[bytes], prompt: TokenIds | None) -> tuple[Choice, ...]:
-        before = bytes_before(messages) if chosen else b""
+        before = bytes_before(messages) if chosen and self._text else b""
         return tuple(
             Choice(
                 index=row.choice_index,
-                message=jsontext.loads(self._codec.unpack_bytes(row.message, before)),
+                message=jsontext.loads(self._codec.unpack_bytes(row.message, before)) if self._text else {},
                 finish_reason=row.finish_reason,
                 token_ids=self._codec.unpack_ids(row.token_ids, NO_IDS if prompt is None else prompt),
                 logprobs=self._codec.unpack_logprobs(row.logprobs),

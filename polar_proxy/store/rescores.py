@@ -94,8 +94,8 @@ def _substituted(call: CallRecord, later: dict[int, Rescore]) -> CallRecord:
 
 
 async def fetch_for(connection: AsyncConnection, where: ColumnElement[bool], builder: str) -> Records:
-    """The calls that fulfil `where` (a condition on `calls`) as the traces of `builder` refer to them."""
-    found = await fetch(connection, where)
+    """The calls that fulfil `where` (a condition on `calls`) as the traces of `builder` refer to them: without text."""
+    found = await fetch(connection, where, text=False)
     if builder != BUILDER:
         return found.records
     later = await _fetch(connection, where)
