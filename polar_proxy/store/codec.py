@@ -205,8 +205,16 @@ def _rotated_back(body: bytes) -> Logprobs:
     return ((bits >> 1) | (bits << 31)).view("<f4").astype(np.float32, copy=False)
 
 
+_LOW_BYTES = {
+    width: np.dtype({"names": ["low"], "formats": [f"V{width}"], "offsets": [0], "itemsize": 4})
+    for width in (1, 2, 3, 4)
+}
+"""Of a 4-byte number, its `width` lowest bytes as one item: copied as such, not byte by byte."""
+
+
 def _whole(ids: TokenIds, width: int) -> bytes:
-    return np.ascontiguousarray(ids, dtype="<i4").view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
+    found: bytes = np.ascontiguousarray(ids, dtype="<i4").view(_LOW_BYTES[width])["low"].tobytes()
+    return found
 
 
 def _from_whole(body: bytes, width: int) -> npt.NDArray[np.uint8]:

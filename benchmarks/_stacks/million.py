@@ -1,0 +1,184 @@
+"""A database with a million calls, of rows as small as the schema allows, and how long its listings take."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from polar_proxy.store import open_store
+
+CALLS_IN_A_SESSION = 50
+_BASE = 1_750_000_000.0
+
+
+def fill(path: Path, calls: int) -> None:
+    """`calls` calls in sessions of 50, each session that of a rollout, in groups of 8, each rollout with a trace."""
+    asyncio.run(_make(path))
+    sessions = calls // CALLS_IN_A_SESSION
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("PRAGMA synchronous=OFF")
+        db.execute("INSERT INTO settings VALUES (?, '{}')", (bytes(16),))
+        db.execute("INSERT INTO nodes VALUES (?, NULL, 'message', 2, 2, ?)", (bytes(16), b"\x01\x08{}"))
+        db.execute("INSERT INTO tasks (task_id, family, instruction, spec, created_at) VALUES ('t', 'f', 'i', '{}', 0)")
+        _insert(
+            db,
+            "groups",
+            (
+                {"group_id": f"group_{g:08}", "task_id": "t", "size": 8, "config": "{}", "created_at": _BASE + g}
+                for g in range(sessions // 8 + 1)
+            ),
+        )
+        _insert(db, "sessions", (_session(number) for number in range(sessions)))
+        _insert(db, "rollouts", (_rollout(number) for number in range(sessions)))
+        _insert(db, "traces", (_trace(number) for number in range(sessions)))
+        _insert(db, "calls", (_call(number) for number in range(sessions * CALLS_IN_A_SESSION)))
+        _insert(db, "completions", (_completion(number) for number in range(sessions * CALLS_IN_A_SESSION)))
+        db.commit()
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def measure(path: Path, calls: int) -> dict[str, float]:
+    """Milliseconds: of the queries within an open store, and of whole commands (`polar_...`)."""
+    last = calls // CALLS_IN_A_SESSION - 1
+    timed = asyncio.run(_queries(path, last))
+    for name, command in (
+        ("polar_sessions_ms", ["sessions"]),
+        ("polar_show_session_ms", ["show", _session_id(last)]),
+        ("polar_show_call_ms", ["show", f"call_{calls - 1:012}"]),
+        ("polar_version_ms", ["--version"]),
+    ):
+        db = [] if command == ["--version"] else ["--db", str(path), "--json"]
+        begun = time.perf_counter()
+        subprocess.run([str(Path(sys.executable).with_name("polar")), *command, *db], check=True, capture_output=True)
+        timed[name] = round((time.perf_counter() - begun) * 1000, 1)
+    return timed
+
+
+async def _make(path: Path) -> None:
+    async with open_store(str(path)):
+        pass
+
+
+async def _queries(path: Path, last: int) -> dict[str, float]:
+    timed: dict[str, float] = {}
+
+    async def clock(name: str, work: Any) -> None:
+        begun = time.perf_counter()
+        await work
+        timed[name] = round((time.perf_counter() - begun) * 1000, 1)
+
+    async with open_store(str(path), upgrade=False) as store:
+        await clock("open_ms", store.schema_revision())
+        await clock("sessions_ms", store.sessions(20))
+        await clock("sessions_middle_ms", store.sessions(20, before=_session_id(last // 2)))
+        await clock("call_rows_ms", store.call_rows(_session_id(last)))
+        await clock("call_places_ms", store.call_places(_session_id(last)))
+        await clock("rollouts_ms", store.rollouts(limit=50))
+        await clock("rollouts_of_group_ms", store.rollouts(group_id=f"group_{last // 8:08}"))
+        await clock("rollouts_where_ms", store.rollouts(where="reward>=1, harness=codex", limit=50))
+        await clock("interrupted_ms", store.interrupted_rollouts())
+        await clock("stats_ms", store.stats())
+    return timed
+
+
+def _insert(db: sqlite3.Connection, table: str, rows: Iterator[dict[str, Any]]) -> None:
+    first = next(rows)
+    places = ", ".join(f":{name}" for name in first)
+    statement = f"INSERT INTO {table} ({', '.join(first)}) VALUES ({places})"
+    db.execute(statement, first)
+    db.executemany(statement, rows)
+
+
+def _session_id(number: int) -> str:
+    return f"sess_{number:012}"
+
+
+def _session(number: int) -> dict[str, Any]:
+    return {
+        "session_id": _session_id(number),
+        "key_hash": number.to_bytes(32, "big"),
+        "origin": "rollout",
+        "rollout_id": f"roll_{number:012}",
+        "created_at": _BASE + number,
+        "calls": CALLS_IN_A_SESSION,
+        "prompt_tokens": 0,
+        "completion_tokens": 0,
+        "last_call_at": _BASE + number,
+    }
+
+
+def _rollout(number: int) -> dict[str, Any]:
+    return {
+        "rollout_id": f"roll_{number:012}",
+        "group_id": f"group_{number // 8:08}",
+        "task_id": "t",
+        "group_index": number % 8,
+        "session_id": _session_id(number),
+        "status": "done",
+        "reward": number % 2,
+        "harness": ("codex", "pi", "opencode")[number % 3],
+        "sandbox": "process",
+        "engine": "vllm",
+        "model": "m",
+        "config": json.dumps({}),
+        "created_at": _BASE + number,
+        "ended_at": _BASE + number,
+    }
+
+
+def _trace(number: int) -> dict[str, Any]:
+    return {
+        "trace_id": f"trc_{number:012}",
+        "session_id": _session_id(number),
+        "rollout_id": f"roll_{number:012}",
+        "builder": "merged",
+        "trace_index": 0,
+        "prompt_length": 0,
+        "length": 0,
+        "trained_tokens": 0,
+        "grade": "exact",
+        "call_ids": "[]",
+        "created_at": _BASE,
+    }
+
+
+def _call(number: int) -> dict[str, Any]:
+    return {
+        "call_id": f"call_{number:012}",
+        "session_id": _session_id(number // CALLS_IN_A_SESSION),
+        "dialect": "openai_chat",
+        "path": "/v1/chat/completions",
+        "stream": 1,
+        "model": "m",
+        "logprob_mode": "raw",
+        "status": "ok",
+        "http_status": 200,
+        "edge": "continues",
+        "message_count": 1,
+        "messages_node": bytes(16),
+        "params_hash": bytes(16),
+        "sampling_hash": bytes(16),
+        "completion_tokens": 0,
+        "started_at": _BASE + number,
+        "ended_at": _BASE + number + 1,
+    }
+
+
+def _completion(number: int) -> dict[str, Any]:
+    return {
+        "call_id": f"call_{number:012}",
+        "choice_index": 0,
+        "finish_reason": "stop",
+        "tokens": 0,
+        "message": b"\x01\x08{}",
+        "token_ids": b"\x01\x21",
+        "logprobs": b"\x01\x22",
+    }

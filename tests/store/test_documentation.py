@@ -1,0 +1,44 @@
+"""docs/store.md is true: every query in it runs and every table and view is named."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+
+from polar_proxy.store import Store, schema
+from tests.store.records import new_rollout, new_session, record, trace_of
+
+_TEXT = (Path(__file__).parents[2] / "docs" / "store.md").read_text()
+_QUERIES = [
+    query.strip() for block in re.findall(r"```sql\n(.*?)```", _TEXT, re.DOTALL) for query in block.split(";\n")
+]
+
+
+@pytest.mark.parametrize("query", [query for query in _QUERIES if query])
+async def test_queries_of_the_page_run(store: Store, query: str) -> None:
+    session_id = await new_session(store, origin="rollout")
+    rollout_id = await new_rollout(store, session_id)
+    call = record(session_id)
+    await store.commit_call(call)
+    await store.put_traces([trace_of([call], rollout_id=rollout_id)], {}, "merged", session_id, rollout_id)
+    await store.add_reward(rollout_id, 1.0, "tests", {})
+    query = query.replace("roll_...", rollout_id)
+    if store._database.dialect == "postgresql":
+        query = query.replace("json_extract(sampling, '$.temperature')", "sampling ->> 'temperature'")
+    async with store._database.reading() as connection:
+        result = await connection.execute(text(query))
+        rows = result.all()
+    nothing = ("HAVING MIN", "status <> 'ok'", "status = 'done'", "WHERE s.call_id IS NULL", "base_call_id IS NOT NULL")
+    assert bool(rows) is not any(mark in query for mark in nothing)
+
+
+def test_tables_and_views_are_named() -> None:
+    names = {*schema.metadata.tables, "v_rollouts", "v_calls", "v_turns", "v_traces", "v_rewards"}
+    assert {name for name in names if f"`{name}`" not in _TEXT} == set()
+
+
+def test_there_are_queries() -> None:
+    assert len(_QUERIES) >= 10
