@@ -37,9 +37,9 @@ def run(
         str | None, typer.Option(help="The agent: NAME[@VERSION], module:Class, or shell:COMMAND.")
     ] = None,
     sandbox: Annotated[str | None, typer.Option(help="auto, docker, bubblewrap or process.")] = None,
-    engine: Annotated[str | None, typer.Option(help="local, vllm, or module:Class.")] = None,
-    engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm).")] = None,
-    model: Annotated[str | None, typer.Option(help="local: a folder; vllm: the served name.")] = None,
+    engine: Annotated[str | None, typer.Option(help="local, vllm, hosted, or module:Class.")] = None,
+    engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm, hosted).")] = None,
+    model: Annotated[str | None, typer.Option(help="local: a folder; vllm, hosted: the served name.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds the agent may take.")] = None,
     prompt_mode: PromptModeOption = None,

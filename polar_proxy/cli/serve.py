@@ -19,9 +19,9 @@ session_app = typer.Typer(help="Make session keys.", no_args_is_help=True)
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 takes any free port.")] = None,
-    engine: Annotated[str | None, typer.Option(help="local, vllm, or module:Class.")] = None,
-    engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm).")] = None,
-    model: Annotated[str | None, typer.Option(help="local: a folder; vllm: the served name.")] = None,
+    engine: Annotated[str | None, typer.Option(help="local, vllm, hosted, or module:Class.")] = None,
+    engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm, hosted).")] = None,
+    model: Annotated[str | None, typer.Option(help="local: a folder; vllm, hosted: the served name.")] = None,
     closed: Annotated[bool | None, typer.Option("--closed", help="Refuse unknown keys on loopback too.")] = None,
     prompt_mode: PromptModeOption = None,
     older_reasoning: OlderReasoningOption = None,
