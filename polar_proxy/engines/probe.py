@@ -22,6 +22,11 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import EngineInfo, Json, LogprobMode, Sampling
 
 REFUSED = "Recording for training is refused."
+_THOUGHT: list[Json] = [
+    *USER,
+    {"role": "assistant", "content": "One.", "reasoning": "Slowly.", "reasoning_content": "Slowly."},
+    {"role": "user", "content": "On."},
+]
 _SCHEMA: Json = {"type": "json_schema", "json_schema": {"name": "any", "schema": {"type": "object"}}}
 # A server may take sampling defaults from the model's own generation config; the probe must not depend on them.
 _NEUTRAL: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -72,6 +77,8 @@ class Probe:
         )
         if tools and tokenize:
             tokenize = await self._tokenize_renders(tools=[TOOL])
+        if tokenize:
+            tokenize = await self._tokenize_renders(_THOUGHT)
         ends = await self._template.end_of_turn() if tokenize else ()
         readings = await self._readings(tokenize, ids_prompt, ends, tools=tools)
         can = {
@@ -247,12 +254,12 @@ class Probe:
         except (RequestError, EngineError):
             return False
 
-    async def _tokenize_renders(self, **more: Any) -> bool:
+    async def _tokenize_renders(self, messages: list[Json] = USER, **more: Any) -> bool:
         try:
-            rendered = await self._template.rendered(USER, **more)
+            rendered = await self._template.rendered(messages, **more)
         except (RequestError, EngineError):
             return False
-        answer = await self._chat(return_token_ids=True, **more)
+        answer = await self._chat(messages=messages, return_token_ids=True, **more)
         return bool(rendered) and rendered == answer.get("prompt_token_ids")
 
     async def _tells_versions(self) -> bool:

@@ -48,8 +48,14 @@ def chat_body(model: str, request: ChatRequest, *, stream: bool) -> Json:
 
 def _message(message: Message) -> Json:
     """vLLM refuses a conversation in which the arguments of a call are no JSON, though a model wrote them. As a JSON
-    string they pass, and templates write a string as it is."""
+    string they pass, and templates write a string as it is.
+
+    Reasoning goes by both of its names: the chat route takes `reasoning_content` for `reasoning`, `/tokenize` of the
+    same server (0.32) drops it; older servers know it only by the long name.
+    """
     out = message.to_openai()
+    if message.reasoning is not None:
+        out["reasoning"] = message.reasoning
     for call in out.get("tool_calls", ()):
         function = call["function"]
         if not _is_json(function["arguments"]):

@@ -122,6 +122,11 @@ class ContinuationContract:
         if not visible:
             pytest.skip("this model's greedy answer has no character to stop at")
         stopped = replace(request, sampling=replace(request.sampling, stop=(visible[0],)))
+        if (why := await engine.cannot_continue(stopped, np.array(prompt, dtype=np.int32))) is not None:
+            with pytest.raises(RequestError, match="stop string") as caught:  # a server's parser that is given tokens
+                await run(engine, stopped, prompt=prompt)
+            assert str(caught.value) == why
+            return
         cut = (await run(engine, stopped, prompt=prompt)).choices[0]
         assert (cut.finish_reason, cut.stop_sequence) == ("stop", visible[0])
         assert cut.text + cut.reasoning == said[: said.index(visible[0])]

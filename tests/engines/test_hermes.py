@@ -181,3 +181,16 @@ def test_every_well_formed_call_is_found(made: list[tuple[str, object]], indent:
     parsed = parse(list(text))
     assert parsed.text == ""
     assert calls(parsed) == printed
+
+
+@pytest.mark.parametrize("mode", ["implied", "implied_call"])
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_reasoning_that_needs_no_tag(mode: Reasoning, size: int) -> None:
+    def read(text: str) -> tuple[str, str, int]:
+        parsed = parse([text[at : at + size] for at in range(0, len(text), size)], reasoning=mode)
+        return parsed.reasoning, parsed.text, len(parsed.tool_calls)
+
+    assert read("hm</think>Yes.") == read("<think>hm</think>Yes.") == ("hm", "Yes.", 0)
+    assert read("never ended <tool") == ("never ended <tool", "", 0)
+    ends = mode == "implied_call"
+    assert read("hm" + GOOD) == (("hm", "", 1) if ends else ("hm" + GOOD, "", 0))

@@ -14,9 +14,10 @@ from polar_proxy.dialects.base import Answer as Heard
 from polar_proxy.engines.probe_forms import Said, Seen, agreeing
 from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.engines.vllm_reading import DERENDER
+from polar_proxy.engines.vllm_requests import render_body
 from polar_proxy.engines.vllm_wire import version_runs
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.types import SampleEvent, Sampling, TextRequest
+from polar_proxy.types import Message, SampleEvent, Sampling, TextRequest
 from tests.engines.contract import WEATHER, chat, read, run
 from tests.fakes.vllm_server import CALL, END, Answer, FakeVllm, ids, text_of, tokenized
 
@@ -348,6 +349,28 @@ def test_the_kind_of_reasoning_follows_what_was_seen() -> None:
         == "tags"
     )
     assert agreeing(seen(*IMPLIED, ("c", Said("else", "", (), "stop"))), tools=True)[0] is None
+
+
+async def test_reasoning_goes_out_by_both_of_its_names() -> None:
+    """vLLM 0.32 takes `reasoning_content` for `reasoning` on its chat route, and drops it at `/tokenize`."""
+    body = render_body("m", replace(chat(), messages=(Message("assistant", "a", reasoning="hm"),)))
+    assert (body["messages"][0]["reasoning"], body["messages"][0]["reasoning_content"]) == ("hm", "hm")
+
+
+async def test_a_server_that_drops_reasoning_at_tokenize_is_found_out() -> None:
+    fake = FakeVllm()
+    plain = fake.prompt
+    thought = {"role": "system", "content": "thought"}
+
+    def prompt(path: str, body: dict[str, Any]) -> list[int]:
+        thinks = path.endswith("chat/completions") and any("reasoning" in message for message in body["messages"])
+        return plain(path, {**body, "messages": [*body["messages"], thought]} if thinks else body)
+
+    fake.prompt = prompt  # type: ignore[method-assign]
+    async with fake, VllmEngine(fake.url) as engine:
+        assert "`/tokenize` does not render" in str(engine.continue_problem)
+        request = replace(chat(), messages=(Message("user", "a"), Message("assistant", "b", reasoning="hm")))
+        assert await engine.render(request) == list((await run(engine, request)).prompt_ids)
 
 
 async def test_tools_that_may_not_be_called_are_not_read() -> None:

@@ -153,7 +153,11 @@ async def test_reasoning_and_tool_history_is_rendered(engine: VllmEngine) -> Non
     request = replace(
         chat(tools=(WEATHER,)), messages=(Message("user", "a"), turn, Message("tool", "b", tool_call_id="call_1"))
     )
-    assert "get_weather" in await engine.decode(await engine.render(request))
+    text = await engine.decode(await engine.render(request))
+    assert "get_weather" in text
+    assert "hm-hm" in text
+    short = replace(request, sampling=replace(PLAIN, max_tokens=1))
+    assert list((await run(engine, short)).prompt_ids) == await engine.render(request)
 
 
 async def test_a_closed_answer_is_aborted_by_the_server(engine: VllmEngine, url: str) -> None:
