@@ -152,3 +152,67 @@ async def test_random_trees_are_the_same_again(
         for call in calls:
             await store.commit_call(call)
         assert_same(await store.calls(session_id), calls)
+
+
+_text = st.text(alphabet="aé世\U0001f600\x00\u2028 ", max_size=12) | st.sampled_from(["system " * 40, "a file\n" * 200])
+_steps = st.lists(
+    st.tuples(
+        st.integers(0, 50),  # which earlier call it goes on from (modulo their number), or a new root
+        st.booleans(),  # whether its prompt begins with that call's prompt and answer
+        _text,
+        st.lists(st.integers(0, 40), max_size=3),  # tokens of each choice
+        st.integers(0, 90),  # new tokens of the prompt
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(steps=_steps, wide=st.booleans(), seed=st.integers(0, 1000))
+async def test_random_conversations_are_the_same_again(
+    steps: list[tuple[int, bool, str, list[int], int]], wide: bool, seed: int, tmp_path: Path
+) -> None:
+    """Branches, siblings, shared beginnings, several answers, unicode, empty prompts: written by one gateway or by two,
+    read one by one or together, and sound by every hash."""
+    rng = np.random.default_rng(seed)
+    top = 150_000 if wide else 300
+
+    def tokens(count: int) -> Any:
+        found = rng.integers(0, top, count).astype(np.int32)
+        found[rng.random(count) < 0.1] = END
+        return found
+
+    async with open_store(str(tmp_path / f"{rng.bytes(6).hex()}.db")) as store, open_store(store.url) as other:
+        session_id = await new_session(store)
+        calls: list[Any] = []
+        for number, (at, exact, said, sizes, new) in enumerate(steps):
+            base = calls[at % (len(calls) + 1)] if at % (len(calls) + 1) < len(calls) else None
+            messages = () if base is None else base.messages
+            prompt = ids() if base is None or base.prompt_ids is None else base.prompt_ids
+            if base is not None and exact and base.choices:
+                prompt = np.concatenate([prompt, base.choices[-1].token_ids])
+            choices = tuple(
+                replace(
+                    choice(index, 0),
+                    message={"role": "assistant", "content": said * 2},
+                    token_ids=tokens(size),
+                    logprobs=(-rng.exponential(1, size)).astype(np.float32),
+                )
+                for index, size in enumerate(sizes)
+            )
+            call = record(
+                session_id,
+                messages=(*messages, said.encode(), b"") if new % 2 else (*messages, said.encode()),
+                prompt_ids=np.concatenate([prompt, tokens(new)]) if new % 7 else (None if new else prompt),
+                choices=choices,
+                started_at=float(number),
+                parent_call_id=None if base is None else base.call_id,
+            )
+            calls.append(call)
+            await (other if number % 3 == 2 else store).commit_call(call)
+        assert_same(await other.calls(session_id), calls)
+        assert_same([await store.call(call.call_id) for call in calls], calls)
+        assert await store.verify() == []

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from polar_proxy.errors import StoreError
-from polar_proxy.store.codec import VERSION, Codec
+from polar_proxy.store.codec import CONTEXT, VERSION, Codec, bytes_before, pack_small_json, unpack_small_json
 
 codec = Codec()
 
@@ -80,3 +80,41 @@ def test_damaged_compression_is_refused() -> None:
     cell[2:6] = b"none"
     with pytest.raises(StoreError, match="damaged"):
         codec.unpack_bytes(bytes(cell))
+
+
+@given(st.binary(max_size=300), st.integers(0, 200), st.binary(max_size=300))
+def test_bytes_against_what_stands_before(before: bytes, start: int, own: bytes) -> None:
+    content = before[start:] + own
+    assert codec.unpack_bytes(codec.pack_bytes(content, before), before) == content
+
+
+@given(_limits, st.integers(0, 400), st.integers(0, 40_000), st.integers(0, 1000))
+def test_ids_against_what_stands_before(top: int, count: int, earlier: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    before = rng.integers(0, top, earlier, endpoint=True).astype(np.int32)
+    ids = np.concatenate([before[: count // 2], rng.integers(0, top, count, endpoint=True).astype(np.int32)])
+    assert np.array_equal(codec.unpack_ids(codec.pack_ids(ids, before), before), ids)
+
+
+def test_what_stands_before_saves_most_of_what_is_said_again() -> None:
+    text = np.random.default_rng(0).bytes(1000)
+    assert len(codec.pack_bytes(text, b"x" * 5000 + text + b"y" * 5000)) < 60
+    with pytest.raises(StoreError):  # and without it there is no guessing
+        codec.unpack_bytes(codec.pack_bytes(text, text))
+
+
+def test_bytes_before_is_the_end_of_all() -> None:
+    contents = [bytes([n]) * 7000 for n in range(9)]
+    assert bytes_before(contents) == b"".join(contents)[-CONTEXT:]
+    assert bytes_before(contents[:2]) == b"".join(contents[:2])
+    assert bytes_before([]) == b""
+
+
+def test_logprobs_of_a_policy_take_less_than_four_bytes() -> None:
+    logprobs = np.log(np.random.default_rng(0).random(1000)).astype(np.float32)
+    assert len(codec.pack_logprobs(logprobs)) < 3600
+
+
+@given(st.binary(max_size=500))
+def test_small_json(text: bytes) -> None:
+    assert unpack_small_json(pack_small_json(text)) == text
