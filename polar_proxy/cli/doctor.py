@@ -72,7 +72,7 @@ async def _checks(settings: Settings, engine_url: str | None) -> list[Check]:
         await _database(settings),
     ]
     if engine_url:
-        checks.append(await _engine(settings))
+        checks += await _engine(settings)
     return checks
 
 
@@ -133,13 +133,19 @@ async def _database(settings: Settings) -> Check:
         return Check("database", "missing", str(error), "`polar db upgrade` makes it; `polar run` and `serve` do too")
 
 
-async def _engine(settings: Settings) -> Check:
+async def _engine(settings: Settings) -> list[Check]:
     from polar_proxy.engines.factory import make_engine
 
     try:
         async with make_engine(settings.engine.model_copy(update={"kind": "vllm"})) as engine:
             info = engine.info
             able = ", ".join(sorted(info.capabilities))
-            return Check("engine", "ok", f"{info.engine} {info.version}, {info.model}, {info.logprob_mode}: {able}")
+            told = f"{info.engine} {info.version}, {info.model}, {info.logprob_mode}: {able}"
+            problem = engine.continue_problem
+            exact = "turns are sampled from the exact tokens of the turn before"
+            return [
+                Check("engine", "ok", told),
+                Check("continue mode", "ok", exact) if problem is None else Check("continue mode", "missing", problem),
+            ]
     except PolarError as error:
-        return Check("engine", "failed", str(error), "start the server, or correct --engine-url")
+        return [Check("engine", "failed", str(error), "start the server, or correct --engine-url")]

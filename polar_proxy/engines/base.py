@@ -45,6 +45,11 @@ class Engine(ABC):
     def info(self) -> EngineInfo:
         """What it is and can do; known once the engine is entered."""
 
+    @property
+    def continue_problem(self) -> str | None:
+        """Why chats cannot be sampled from exact ids, with the remedy; None where they can (capability `continue`)."""
+        return None if "continue" in self.info.capabilities else f"The engine {self.info.engine} cannot do it."
+
     @abstractmethod
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         """The token ids of the prompt for this conversation, as the engine's own template makes them.
