@@ -59,6 +59,7 @@ def drift(
 async def _run(
     settings: Settings, harness: str, turns: int, task: str, given: bool, sandbox: str, timeout: float
 ) -> tuple[Row, EngineInfo]:
+    engine = _engine(settings, given)
     name, version = split_version(harness)
     try:
         adapter = get_adapter(name)
@@ -66,7 +67,6 @@ async def _run(
     except (HarnessError, TypeError) as error:
         raise UsageError(str(error)) from error
     choice = await asyncio.to_thread(choose, sandbox)  # type: ignore[arg-type]
-    engine = _engine(settings, given)
     with tempfile.TemporaryDirectory(prefix="polar-drift-") as folder:
         async with (
             open_store(f"sqlite:///{folder}/drift.db") as store,

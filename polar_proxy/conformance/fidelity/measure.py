@@ -37,6 +37,8 @@ class Row:
     dialect: str = "-"
     outcomes: tuple[str, ...] = ()
     """How each start of the program ended."""
+    detail: str = ""
+    """What its adapter makes of a start that did not end well."""
     fault: str | None = None
     """Why it could not be played."""
     calls: int = 0
@@ -91,6 +93,9 @@ async def measure_one(
         row.fault = f"{type(error).__name__}: {error}"
     await tell(row, run.calls, bench.engine, score=score)
     row.outcomes = tuple(start.outcome for start in run.starts)
+    row.detail = "; ".join(start.detail for start in run.starts if start.outcome != "ok")[:300]
+    if not run.calls and row.fault is None:
+        row.fault = f"it asked no model: {row.detail}"
     row.seconds = round(time.monotonic() - began, 1)
     return row, run
 

@@ -84,7 +84,7 @@ def _books(rows: Sequence[Json]) -> list[str]:
                 row["harness"],
                 row["template"],
                 row["mode"],
-                row["fault"] or ", ".join(row["outcomes"]),
+                row["fault"] or row["detail"] or ", ".join(row["outcomes"]),
                 row["recorded"],
                 row["trained"],
                 _counts(row["excluded"]),
@@ -182,7 +182,10 @@ own, as a policy at temperature 1 samples them.
 * **splits by drift**: calls that go on with an answer which is trained, whose prompt does not begin with its tokens,
   and where nothing was changed on purpose (`polar_proxy/trajectories/drift.py`). Each closes a training sequence and
   opens another one.
-* **traces**: sequences that the builder `merged` makes of the run."""
+* **traces**: sequences that the builder `merged` makes of the run.
+
+With your own model and harness: `polar doctor drift --harness H --engine vllm --engine-url URL` shows the first token
+that differs, names the cause and says what helps."""
 
 _BOOKS = """Every sampled token is trained or excluded with a reason. The largest difference, in nats, is that between
 the log-probabilities recorded for the longest merged sequence and those of a fresh teacher-forced pass over it."""

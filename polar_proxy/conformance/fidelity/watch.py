@@ -66,7 +66,7 @@ async def watch(
     row = Row(adapter.name, installed.version, "observe", "-")
     row.outcomes = tuple(start.outcome for start in run.starts) if run is not None else ("stopped",)
     if not calls and run is not None and run.starts:
-        row.fault = f"it asked no model: {run.last.detail}"
+        row.fault = f"it asked no model: {run.last.detail[:300]}"
     await tell(row, calls[:turns], bench.engine, score=False)
     return row
 
