@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from polar_proxy.errors import PolarError
 from polar_proxy.trajectories import segments
 from polar_proxy.trajectories.drift import Finding, findings
-from polar_proxy.trajectories.grade import grade_of, reasons_of, versions, warped
+from polar_proxy.trajectories.grade import grade_of, reasons_of, versions, warped, warping
 from polar_proxy.trajectories.line import Built
 from polar_proxy.trajectories.paths import path
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Span, Trace
@@ -157,7 +157,7 @@ def _span(span: Span, call: CallRecord, engines: list[Json]) -> Json:
             "engine": engines.index(engine),
             "versions": [list(run) for run in versions(call, _choice(span, call))],
             "older_reasoning": call.sampling.get("older_reasoning"),
-            "sampling": dict(call.sampling) if warped(call) else None,
+            "sampling": warping(call) if warped(call) else None,
         }
     return told
 

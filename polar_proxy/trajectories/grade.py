@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from polar_proxy.types import CallRecord, Choice
+from polar_proxy.types import CallRecord, Choice, Json
 
 GRADES = ("exact", "spliced", "marked", "refused")
 """From the best to the worst."""
@@ -36,6 +36,7 @@ weights_changed  the weights changed while an answer was sampled, and the engine
 canonical        context stands before sampled tokens that differs from what the model was given
 rescored         the log-probabilities are an engine's later ones
 """
+_OFF_AT_ZERO = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
 
 
 def grade_of(why: Iterable[str]) -> str:
@@ -57,17 +58,14 @@ def reasons_of(call: CallRecord, choice: Choice) -> set[str]:
 
 def warped(call: CallRecord) -> bool:
     """The recorded log-probabilities are of another distribution than the one that was sampled from."""
+    return call.logprob_mode == "raw" and bool(warping(call))
+
+
+def warping(call: CallRecord) -> Json:
+    """What was asked of the engine that makes the distribution sampled from another than the model's own."""
     sampling = call.sampling
-    plain = (
-        sampling.get("temperature") in (None, 1.0)
-        and sampling.get("top_p") in (None, 1.0)
-        and not sampling.get("top_k")  # 0: switched off
-        and not sampling.get("min_p")
-        and not sampling.get("presence_penalty")
-        and not sampling.get("frequency_penalty")
-        and not sampling.get("logit_bias")
-    )
-    return call.logprob_mode == "raw" and not plain
+    found: Json = {name: value for name in ("temperature", "top_p") if (value := sampling.get(name)) not in (None, 1.0)}
+    return found | {name: value for name in _OFF_AT_ZERO if (value := sampling.get(name))}
 
 
 def unknown_change(call: CallRecord, choice: Choice) -> bool:

@@ -123,8 +123,9 @@ def test_weights_that_changed_where_nobody_knows() -> None:
 
 
 def test_the_sampling_is_told_where_it_matters() -> None:
-    told = one(replace(FIRST, logprob_mode="raw", sampling={"temperature": 0.5}))
-    assert told["spans"][1]["sampling"] == {"temperature": 0.5}
+    sampling = {"temperature": 0.5, "top_p": 1.0, "top_k": 20, "min_p": 0.0, "seed": 1 << 70, "stop": ["\ud83d"]}
+    told = one(replace(FIRST, logprob_mode="raw", sampling=sampling))
+    assert told["spans"][1]["sampling"] == {"temperature": 0.5, "top_k": 20}
     assert (told["grade"], told["why"]) == ("marked", ["warped"])
 
 
