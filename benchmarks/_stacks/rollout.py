@@ -1,8 +1,8 @@
 """Model calls of a coding agent, made up but of real text: what the store and its peer are given to keep.
 
 Text: source code, searches, listings and docstrings of Python's own standard library, so that it repeats itself about
-as much as an agent's work does. Tokens: of polar-tiny's tokenizer. Log-probabilities: random float32, most of them near
-zero as a trained policy's are; their lowest bits are noise, as everywhere. The same seed gives the same calls.
+as much as an agent's work does. Tokens: of polar-tiny's tokenizer. Log-probabilities: a float32 log-softmax over
+random logits, most near zero as a trained policy's are. The same seed gives the same calls.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def conversation(turns: int, tokens: int, seed: int = 1) -> list[Turn]:
         answer: Json = {"role": "assistant", "content": thought, "tool_calls": [call]}
         said = f'{thought}\n<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>{END}'
         sampled = _encode(said)
-        logprobs = (-noise.gamma(0.25, 1.2, len(sampled))).astype(np.float32)
+        logprobs = _logprobs(noise, len(sampled))
         prompt = np.array([*ids, *generation], dtype=np.int32)
         clock += rng.uniform(2, 20)
         made.append(Turn(tuple(messages), answer, prompt, np.array(sampled, dtype=np.int32), logprobs, round(clock, 6)))
@@ -205,6 +205,18 @@ def _step(rng: random.Random) -> tuple[str, str, dict[str, str], str]:
             [*output, "Traceback (most recent call last):", *trace, f"AssertionError: {rng.random()} != {rng.random()}"]
         ),
     )
+
+
+def _logprobs(noise: np.random.Generator, count: int) -> Logprobs:
+    """float32 [count]: of tokens sampled from distributions of 256 tokens, most nearly certain (mean about -0.3)."""
+    logits = noise.normal(0.0, 2.0, (count, 256))
+    logits[:, 0] += noise.gamma(3.0, 5.0, count) + 4.0
+    picked = np.argmax(logits + noise.gumbel(size=logits.shape), axis=1)
+    single = logits.astype(np.float32)
+    single -= single.max(axis=1, keepdims=True)
+    logs = single - np.log(np.exp(single).sum(axis=1, keepdims=True, dtype=np.float32))
+    found: Logprobs = logs[np.arange(count), picked]
+    return found
 
 
 @cache
