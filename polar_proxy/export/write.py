@@ -7,11 +7,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-import orjson
-
 from polar_proxy.errors import UsageError
 from polar_proxy.export.rows import FORMATS, Selection
-from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store
+from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store, jsontext
 from polar_proxy.store.rescores import BUILDER as RESCORED
 from polar_proxy.store.rescores import substituted
 from polar_proxy.trajectories import BUILDERS, TRAINABLE, CertificateError, certificates, expand
@@ -100,7 +98,7 @@ def _fit(traces: Sequence[Trace], all_grades: bool, report: Report) -> list[Trac
 
 
 def _lines(form: str, selection: Selection) -> list[bytes]:
-    return [orjson.dumps(row) + b"\n" for row in FORMATS[form](selection)]
+    return [jsontext.dumps(row) + b"\n" for row in FORMATS[form](selection)]
 
 
 async def _selections(

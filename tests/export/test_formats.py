@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from polar_proxy.export import FORMATS, export
 from polar_proxy.store import Store
 from polar_proxy.types import Json
-from tests.export.recorded import TOOLS, loose_session, rollout
+from tests.export.recorded import TOOLS, conversation, loose_session, rollout
 
 
 async def rows_of(store: Store, form: str, **options: Any) -> list[Json]:
@@ -110,6 +112,21 @@ async def test_jsonl(store: Store) -> None:
     assert first["calls"][1]["choices"][0]["message"] == calls[1].choices[0].message
     assert first["traces"] == second["traces"] == 2
     assert first["excluded"] == {calls[3].call_id: "client_gone"}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "chat-jsonl"])
+async def test_half_a_character_in_an_answer(store: Store, form: str) -> None:
+    """A model can sample one; JSON has an escape for it, which Python's own reader knows."""
+    row = await store.create_session(key_hash=None, label=None, origin="open")
+    call = conversation(row.session_id)[0]
+    said = {"role": "assistant", "content": "\ud83d"}
+    await store.commit_call(replace(call, choices=(replace(call.choices[0], message=said),)))
+    lines: list[bytes] = []
+    await export(store, form, lines.append)
+    (line,) = lines
+    row_read = json.loads(line)
+    told = row_read["messages"][-1] if form == "chat-jsonl" else row_read["calls"][0]["choices"][0]["message"]
+    assert told == said
 
 
 async def test_an_empty_store(store: Store) -> None:
