@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from polar_proxy.store import Store, open_store
+from polar_proxy.trajectories import build
 from sandboxes import available
 
 POLAR = [str(Path(sys.executable).with_name("polar")), "run", "swe-task"]
@@ -81,8 +82,8 @@ async def test_a_solved_run_is_recorded_whole(polar_home: Path, kind: str) -> No
                 assert call.status == "ok"
                 for choice in call.choices:
                     assert len(choice.token_ids) == len(choice.logprobs) > 0
-            for builder in ("merged", "per_call"):
-                traces = await store.traces(session_id=row["session_id"], builder=builder)
+            stored = await store.traces(session_id=row["session_id"], builder="merged")
+            for traces in (stored, build(calls, "per_call").traces, build(calls, "tree").traces):
                 trained = sum(int(trace.loss_mask.sum()) for trace in traces)
                 assert trained == sum(len(c.token_ids) for call in calls for c in call.choices)
                 assert all(np.isfinite(t.logprobs[t.loss_mask == 1]).all() for t in traces)
