@@ -179,6 +179,14 @@ class Turn:
         if not part.answer.finished:
             raise EngineError("The engine's answer ended before it was finished.")
 
+    async def _version_now(self) -> str | None:
+        """The policy version; None where the engine cannot be asked, which must not lose the call."""
+        try:
+            return await self._engine.weight_version()
+        except (RequestError, EngineError) as error:
+            log.warning("the policy version of call %s is not known: %s", self._parts[0].call_id, error)
+            return None
+
     async def _settle(self, status: CallStatus, http_status: int, error: str | None) -> None:
         """Commit, once; a cancellation in the meantime does not cut it short."""
         if self._settled is None:
@@ -212,11 +220,11 @@ class Turn:
 
     async def _commit(self, status: CallStatus, http_status: int, error: str | None) -> None:
         ending = Ending(status, http_status, error, time.time())
-        version = await self._engine.weight_version()
+        version = await self._version_now()
         for part in self._parts:
             said = [assistant_message(state) for _, state in sorted(part.answer.choices.items())]
             marks = self._session.history.ended(part.place, said, status, now=ending.ended_at)
-            weights = version_of(part.answer, part.version, version)
+            weights = version_of(part.answer, part.version, version or part.version)
             record = make_record(self._asked, part, ending, self._engine.info, weights, marks)
             self._services.continuer.remember(record, part.request, part.place.base)
             self._services.metrics.count(record)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from polar_proxy.engines.scripted import END, INFO, Reply, ScriptedEngine, decode, encode
+from polar_proxy.errors import EngineError
 from polar_proxy.gateway import hash_key
 from polar_proxy.store import Store
 from polar_proxy.trajectories import BUILDERS
@@ -337,3 +338,19 @@ async def test_weights_that_change_while_they_sample(serve: Serve, store: Store)
     assert told.weight_version == "v2"
     assert told.choices[0].versions == ((0, "v1"), (12, "v2"))
     np.testing.assert_array_equal(told.choices[0].token_ids, [*encode("0123456789" * 3), END])
+
+
+async def test_an_engine_that_dies_behind_its_answer_loses_no_call(serve: Serve, store: Store) -> None:
+    class Dying(ScriptedEngine):
+        asked = 0
+
+        async def weight_version(self) -> str | None:
+            self.asked += 1
+            if self.asked > 1:
+                raise EngineError("The engine is gone.")
+            return "7"
+
+    async with serve(Dying(lambda request: Reply("last words"))) as gateway, http_of(gateway.url) as http:
+        await Talk(http).say(user("one"))
+    (call,) = await calls_of(store)
+    assert (call.status, call.weight_version) == ("ok", "7")
