@@ -14,7 +14,8 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -22,8 +23,9 @@ from typing import Protocol, Self
 from polar_proxy.errors import PolarError, StoreError
 from polar_proxy.rollout.decided import POLICIES, wait_for_all
 from polar_proxy.rollout.gates import Admission, Gate, Ticket
+from polar_proxy.rollout.traces import close_books
 from polar_proxy.store import Store
-from polar_proxy.store.jobs import Held
+from polar_proxy.store.stages import Held, NotHeldError
 from polar_proxy.types import new_id
 from sandboxes.base import settle
 
@@ -49,6 +51,8 @@ class Limits:
     running: int = 8
     scoring: int = 4
     attempts: int = 3
+    pause_seconds: float = 1.0
+    """Before a second attempt at what the infrastructure failed; twice that before the third, and so on."""
     hold_seconds: float = 30.0
     """A process that says nothing for so long has lost what it held."""
     poll_seconds: float = 0.5
@@ -91,14 +95,17 @@ class Scheduler:
         policy_version: VersionOf | None = None,
         admission: Admission | None = None,
         on_settled: Callable[[str], None] | None = None,
+        job_id: str | None = None,
     ) -> None:
-        """`policy_version` is asked at every claim; `on_settled` is told of each group that ended."""
+        """`policy_version` is asked at every claim; `on_settled` is told of each group that ended. With `job_id` it
+        works on that job alone, which this process may own; else on all that no process owns."""
         self.worker = f"{socket.gethostname()}:{os.getpid()}:{new_id('w')[-8:]}"
         self._store = store
         self._attempt = attempt
         self._limits = limits
         self._version = policy_version
         self._on_settled = on_settled
+        self._job_id = job_id
         self.gates = Gates(Gate(limits.preparing), Gate(limits.running, admission), Gate(limits.scoring))
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
@@ -171,7 +178,9 @@ class Scheduler:
         if not self._taking or room <= 0 or await self._backed_up():
             return 0
         version = await self._version() if self._version is not None else None
-        held = await self._store.claim(self.worker, room, self._limits.hold_seconds, policy_version=version)
+        held = await self._store.claim(
+            self.worker, room, self._limits.hold_seconds, policy_version=version, job_id=self._job_id
+        )
         for one in held:
             task = asyncio.create_task(self._see_through(one), name=f"polar-{one.rollout_id}")
             self._tasks[one.rollout_id] = task
@@ -184,12 +193,18 @@ class Scheduler:
         return (await self._store.feed_depth()).get("waiting", 0) >= self._limits.backlog
 
     async def _hold_forever(self) -> None:
-        """Keep what is in hand, end what was cancelled elsewhere, and take from the dead."""
+        """Keep what is in hand, end what was cancelled elsewhere, take from the dead, and finish what they left."""
+        swept = time.monotonic() - self._limits.hold_seconds
         while True:
             await asyncio.sleep(self._limits.poll_seconds)
             try:
+                if time.monotonic() - swept >= self._limits.hold_seconds:
+                    swept = time.monotonic()
+                    for group_id in await self._store.unsettled_groups():
+                        await self._settle(group_id)
                 cancelled, others = await self._store.hold(self.worker, list(self._held), self._limits.hold_seconds)
-                lost = await self._store.lost(attempts=self._limits.attempts)
+                lost = await self._store.lost(attempts=self._limits.attempts, job_id=self._job_id)
+                await self._taken(lost)
             except StoreError:
                 log.exception("the queue cannot be written; trying again")
                 continue
@@ -198,32 +213,34 @@ class Scheduler:
                     log.warning("rollout %s is with another worker now", rollout_id)
                     self._held.discard(rollout_id)
                 self._tasks[rollout_id].cancel()
-            for rollout_id, attempt in lost.items():
-                log.warning("rollout %s was taken from a silent worker (attempt %d)", rollout_id, attempt)
-                if not attempt and (row := await self._store.rollout(rollout_id)) is not None:
-                    await self._settle(row.group_id)
             if lost:
                 self._wake.set()
+
+    async def _taken(self, lost: Mapping[str, int]) -> None:
+        for rollout_id, attempt in lost.items():
+            log.warning("rollout %s was taken from a silent worker (attempt %d)", rollout_id, attempt)
+            await close_books(self._store, rollout_id)
+            if not attempt and (row := await self._store.rollout(rollout_id)) is not None:
+                await self._settle(row.group_id)
 
     # One rollout
 
     async def _see_through(self, held: Held) -> None:
-        ticket = Ticket(held.rollout_id, held.group_id, held.job_id)
         try:
-            await self._attempt(held, self.gates, ticket)
-        except InfrastructureError as error:
+            failed = await self._try(held)
             self._held.discard(held.rollout_id)
-            await self._again(held, error)
+            if failed is not None:
+                await settle(self._again(held, failed))
             await self._after(held)
         except asyncio.CancelledError:
             # To its end: a second cancellation must not leave the rollout without a status.
             await settle(self._interrupted(held))
             raise
+        except NotHeldError as error:
+            self._held.discard(held.rollout_id)
+            log.warning("%s", error)
         except StoreError:
             log.exception("rollout %s: the store failed; its hold will run out and it is tried again", held.rollout_id)
-        else:
-            self._held.discard(held.rollout_id)
-            await self._after(held)
         finally:
             # This process may have claimed the next attempt already.
             if self._tasks.get(held.rollout_id) is asyncio.current_task():
@@ -231,22 +248,36 @@ class Scheduler:
                 self._held.discard(held.rollout_id)
             self._wake.set()
 
+    async def _try(self, held: Held) -> InfrastructureError | None:
+        """One attempt; what failed it, if that is to be tried again, after a pause in which it may have recovered."""
+        try:
+            await self._attempt(held, self.gates, Ticket(held.rollout_id, held.group_id, held.job_id))
+        except InfrastructureError as error:
+            log.warning("rollout %s, attempt %d: %s", held.rollout_id, held.attempt, error)
+            if held.attempt < self._limits.attempts:
+                await asyncio.sleep(self._limits.pause_seconds * 2 ** (held.attempt - 1))
+            return error
+        return None
+
     async def _interrupted(self, held: Held) -> None:
         row = await self._store.rollout(held.rollout_id)
         if row is not None and not row.final and held.rollout_id in self._held:
             if self._stopping:
                 await self._store.release(held.rollout_id, cause="service_stopped")
             else:
-                await self._store.set_rollout(held.rollout_id, status="cancelled", error="cancelled")
+                await self._store.end_rollout(
+                    held, "cancelled", outcome="cancelled", cause="cancelled", error="cancelled"
+                )
+            await close_books(self._store, held.rollout_id)
         if not self._stopping:
             await self._settle(held.group_id)
 
     async def _again(self, held: Held, error: InfrastructureError) -> None:
         if held.attempt < self._limits.attempts:
-            log.warning("rollout %s, attempt %d: %s", held.rollout_id, held.attempt, error)
             await self._store.release(held.rollout_id, cause=error.cause)
         else:
-            await self._store.set_rollout(held.rollout_id, status="failed", error=str(error))
+            await self._store.end_rollout(held, "failed", outcome="failed", cause=error.cause, error=str(error))
+        await close_books(self._store, held.rollout_id)
 
     async def _after(self, held: Held) -> None:
         """The group may be decided by now, or over."""

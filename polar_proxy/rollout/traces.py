@@ -14,8 +14,12 @@ from polar_proxy.trajectories.rescore import Scorer
 from polar_proxy.trajectories.targets import Target
 from polar_proxy.types import CallRecord, Json
 
-_AT_THE_END = ("merged", "per_call")
-"""Of a rollout. Any other builder's traces can be made from the calls whenever they are wanted."""
+_AT_THE_END = ("merged",)
+"""Of a rollout. Any other builder's traces are made from the calls whenever they are wanted; stored for each rollout,
+those of `per_call` alone would be a third of its size."""
+
+SUPERSEDED = "superseded_attempt"
+"""Why the calls of an attempt are not trained on that was followed by another: only one attempt is the rollout."""
 
 
 async def build_traces(
@@ -26,6 +30,35 @@ async def build_traces(
     for builder in _AT_THE_END:
         built = await asyncio.to_thread(build, calls, builder, rollout_id=rollout_id, reward=reward)
         await _put(store, session_id, rollout_id, calls, _without_traces(built, calls) if incomplete else built)
+
+
+async def close_books(store: Store, rollout_id: str) -> None:
+    """See to the calls of a rollout that was taken from whoever worked on it, so that the counts add up.
+
+    Where it has ended the calls of its last attempt are kept and become traces, without a reward, unless they are
+    traces already. Those of earlier attempts, and all of a rollout that is tried again, are excluded as
+    `superseded_attempt`. Their sessions are closed: their keys open nothing any more.
+    """
+    row = await store.rollout(rollout_id)
+    for session_id in await store.sessions_of(rollout_id):
+        await store.close_session(session_id)
+        if row is None or session_id != row.session_id:
+            await _supersede(store, session_id, rollout_id)
+        elif row.final and not row.traces:
+            await build_traces(store, session_id, rollout_id, reward=row.reward, incomplete=row.incomplete)
+
+
+async def supersede_earlier(store: Store, rollout_id: str, session_id: str) -> None:
+    """Exclude the calls of all attempts but that of `session_id`: a last one may have come after `close_books`."""
+    for other in await store.sessions_of(rollout_id):
+        if other != session_id:
+            await _supersede(store, other, rollout_id)
+
+
+async def _supersede(store: Store, session_id: str, rollout_id: str) -> None:
+    reasons = dict.fromkeys([call.call_id for call in await store.call_rows(session_id)], SUPERSEDED)
+    for builder in _AT_THE_END:
+        await store.put_traces((), reasons, builder, session_id, rollout_id)
 
 
 @dataclass(slots=True)

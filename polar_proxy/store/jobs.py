@@ -9,6 +9,8 @@ Promises, for any number of processes on one database:
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -19,9 +21,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import jsontext, schema
-from polar_proxy.store.base import Part
 from polar_proxy.store.evidence import insert_event
 from polar_proxy.store.rows import FINAL_STATUSES
+from polar_proxy.store.stages import Held, Stages, end_stages
 from polar_proxy.types import Json, new_id
 
 CANCEL_REQUESTED = "cancel_requested"
@@ -92,35 +94,7 @@ class GroupRow:
     ended_at: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A rollout that a worker has claimed."""
-
-    rollout_id: str
-    group_id: str
-    job_id: str | None
-    task_id: str
-    group_index: int
-    attempt: int
-    harness: str
-    sandbox: str
-    seed: int | None
-    config: Json
-
-
-@dataclass(frozen=True, slots=True)
-class StageRow:
-    rollout_id: str
-    attempt: int
-    stage: str
-    began_at: float
-    ended_at: float | None
-    outcome: str | None
-    cause: str | None
-    worker: str | None
-
-
-class Jobs(Part):
+class Jobs(Stages):
     async def submit_job(
         self,
         spec: Json,
@@ -129,8 +103,11 @@ class Jobs(Part):
         idempotency_key: str | None = None,
         priority: int = 0,
         label: str | None = None,
+        owned: bool = False,
     ) -> tuple[JobRow, bool]:
         """Queue a job with all its groups and rollouts, and whether it is new: a known key gives the job that has it.
+
+        `owned`: it lives and dies with this process (`polar run`), which alone claims it, by its id.
 
         The tasks must be stored already. Raises UsageError where the key was used for another `spec`.
         """
@@ -152,7 +129,7 @@ class Jobs(Part):
             is_new = added.rowcount == 1
             if is_new:
                 for group in groups:
-                    await _queue(connection, job_id, group, now)
+                    await _queue(connection, job_id, group, now, owned)
             else:
                 found = (
                     await connection.execute(select(_j.job_id, _j.spec).where(_j.idempotency_key == idempotency_key))
@@ -249,11 +226,13 @@ class Jobs(Part):
             query = select(_r.status).where(_r.rollout_id == rollout_id)
             return (await connection.execute(query)).scalar_one_or_none() == "cancelled"
 
-    async def claim(self, worker: str, limit: int, seconds: float, *, policy_version: str | None = None) -> list[Held]:
+    async def claim(
+        self, worker: str, limit: int, seconds: float, *, policy_version: str | None = None, job_id: str | None = None
+    ) -> list[Held]:
         """Take up to `limit` queued rollouts for `worker`, to be kept by `hold` before `seconds` have passed.
 
-        Jobs of higher priority come first, then jobs take turns, the one with least in work first; within a job groups
-        go in order and siblings together.
+        Of one job, or of all that no process owns. Jobs of higher priority come first, then jobs take turns, the one
+        with least in work first; within a job groups go in order and siblings together.
         """
         now = time.time()
         busy = (
@@ -276,12 +255,13 @@ class Jobs(Part):
             .outerjoin(schema.jobs, _j.job_id == _r.job_id)
             .outerjoin(busy, busy.c.job_id == _r.job_id)
             .where(_r.status == "queued", _r.held_by.is_(None), or_(_j.status.is_(None), _j.status == "open"))
+            .where(_within(job_id))
             .subquery()
         )
         c = queue.c
         first = select(c.rollout_id).order_by(c.priority.desc(), c.turn, c.group_id, c.group_index).limit(limit)
         columns = (_r.rollout_id, _r.group_id, _r.job_id, _r.task_id, _r.group_index, _r.attempt)
-        more = (_r.harness, _r.sandbox, _r.seed, _r.config)
+        more = (_r.harness, _r.sandbox, _r.seed, _r.config, _r.held_by)
         async with self._database.writing() as connection:
             ids = list((await connection.execute(first)).scalars())
             # Another worker may have taken some between the two statements (PostgreSQL): those are skipped.
@@ -309,7 +289,9 @@ class Jobs(Part):
         return {row.rollout_id for row in rows if row.cancelled}, set(rollout_ids) - {row.rollout_id for row in rows}
 
     async def release(self, rollout_id: str, *, cause: str) -> int:
-        """Put a rollout back into the queue for another attempt; returns that attempt's number."""
+        """Put a rollout back into the queue for another attempt, whose number is returned.
+
+        0: it was to be cancelled, and now is. Raises UsageError where it has ended."""
         now = time.time()
         async with self._database.writing() as connection:
             attempt = await _requeue(connection, _r.rollout_id == rollout_id, cause, now)
@@ -317,11 +299,25 @@ class Jobs(Part):
             raise UsageError(f"The rollout {rollout_id} has ended, or does not exist.")
         return attempt[rollout_id]
 
-    async def lost(self, *, attempts: int) -> dict[str, int]:
+    async def lost(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
         """Take rollouts from workers that fell silent: queued again, with their new attempt's number, or, after so
-        many `attempts`, failed (attempt 0)."""
+        many `attempts` or where they were to be cancelled, ended (attempt 0). Of one job, or of all that no process
+        owns."""
+        return await self._take(and_(_r.held_until < time.time(), _within(job_id)), attempts)
+
+    async def holders(self) -> set[str]:
+        """The workers that hold rollouts which no process owns."""
+        query = select(_r.held_by).where(_r.held_by.is_not(None), ~_final, _within(None)).distinct()
+        async with self._database.reading() as connection:
+            return {str(worker) for worker in (await connection.execute(query)).scalars()}
+
+    async def take_from(self, worker: str, *, attempts: int) -> dict[str, int]:
+        """As `lost`, of all that this worker holds: it is known to be dead."""
+        return await self._take(and_(_r.held_by == worker, _within(None)), attempts)
+
+    async def _take(self, which: ColumnElement[bool], attempts: int) -> dict[str, int]:
         now = time.time()
-        silent = and_(_r.held_until < now, ~_final)
+        silent = and_(which, _r.held_by.is_not(None), ~_final)
         async with self._database.writing() as connection:
             spent = (
                 await connection.execute(select(_r.rollout_id, _r.status).where(silent, _r.attempt >= attempts))
@@ -329,6 +325,7 @@ class Jobs(Part):
             for row in spent:
                 await insert_event(connection, row.rollout_id, now, "status", {"from": row.status, "to": "failed"})
             gone = [row.rollout_id for row in spent]
+            await end_stages(connection, _st.rollout_id.in_(gone), now, "failed", "worker_lost")
             await connection.execute(
                 update(schema.rollouts)
                 .where(_r.rollout_id.in_(gone))
@@ -338,37 +335,6 @@ class Jobs(Part):
             )
             again = await _requeue(connection, silent, "worker_lost", now)
         return {**again, **dict.fromkeys(gone, 0)}
-
-    async def begin_stage(self, rollout_id: str, attempt: int, stage: str, worker: str | None = None) -> None:
-        statement = self._database.insert_new(schema.stages).values(
-            rollout_id=rollout_id, attempt=attempt, stage=stage, began_at=time.time(), worker=worker
-        )
-        async with self._database.writing() as connection:
-            await connection.execute(statement)
-
-    async def end_stage(
-        self, rollout_id: str, attempt: int, stage: str, outcome: str, cause: str | None = None
-    ) -> None:
-        mine = and_(_st.rollout_id == rollout_id, _st.attempt == attempt, _st.stage == stage, _st.ended_at.is_(None))
-        values = {"ended_at": time.time(), "outcome": outcome, "cause": jsontext.clean_text(cause)}
-        async with self._database.writing() as connection:
-            await connection.execute(update(schema.stages).where(mine).values(**values))
-
-    async def stages(self, rollout_id: str) -> list[StageRow]:
-        """In the order in which they began."""
-        columns = (
-            _st.rollout_id,
-            _st.attempt,
-            _st.stage,
-            _st.began_at,
-            _st.ended_at,
-            _st.outcome,
-            _st.cause,
-            _st.worker,
-        )
-        query = select(*columns).where(_st.rollout_id == rollout_id).order_by(_st.began_at, _st.attempt)
-        async with self._database.reading() as connection:
-            return [StageRow(*row) for row in await connection.execute(query)]
 
     async def group(self, group_id: str) -> GroupRow | None:
         async with self._database.reading() as connection:
@@ -380,6 +346,13 @@ class Jobs(Part):
         async with self._database.reading() as connection:
             rows = await connection.execute(_groups.where(_g.job_id == job_id).order_by(_g.group_id))
             return [GroupRow(*row) for row in rows]
+
+    async def unsettled_groups(self) -> list[str]:
+        """Groups of jobs that are open though all of their rollouts have ended: whoever ended the last was killed."""
+        busy = select(_r.group_id).where(~_final)
+        query = select(_g.group_id).where(_g.job_id.is_not(None), _g.status == "open", _g.group_id.not_in(busy))
+        async with self._database.reading() as connection:
+            return list((await connection.execute(query)).scalars())
 
     async def settle_group(self, group_id: str) -> tuple[GroupRow, bool] | None:
         """End a group all of whose rollouts have ended, and its job with the last group; and whether it
@@ -424,7 +397,7 @@ _groups = select(
 )
 
 
-async def _queue(connection: AsyncConnection, job_id: str, group: NewGroup, now: float) -> None:
+async def _queue(connection: AsyncConnection, job_id: str, group: NewGroup, now: float, owned: bool) -> None:
     group_id = new_id("group")
     await connection.execute(
         insert(schema.groups).values(
@@ -454,10 +427,16 @@ async def _queue(connection: AsyncConnection, job_id: str, group: NewGroup, now:
                 model=rollout.model,
                 seed=rollout.seed,
                 config=rollout.config,
+                owner_host=socket.gethostname() if owned else None,
+                owner_pid=os.getpid() if owned else None,
                 created_at=now,
             )
         )
         await insert_event(connection, rollout_id, now, "status", {"from": None, "to": "queued"})
+
+
+def _within(job_id: str | None) -> ColumnElement[bool]:
+    return _r.owner_pid.is_(None) if job_id is None else _r.job_id == job_id
 
 
 async def _cancel(connection: AsyncConnection, which: ColumnElement[bool], now: float) -> list[str]:
@@ -478,22 +457,28 @@ async def _cancel(connection: AsyncConnection, which: ColumnElement[bool], now: 
 
 
 async def _requeue(connection: AsyncConnection, which: ColumnElement[bool], cause: str, now: float) -> dict[str, int]:
-    query = select(_r.rollout_id, _r.status, _r.attempt).where(which, ~_final).with_for_update()
+    """Queue them for another attempt, whose numbers are returned; 0: it was to be cancelled, and now is."""
+    query = select(_r.rollout_id, _r.status, _r.attempt, _r.cause).where(which, ~_final).with_for_update()
     rows = (await connection.execute(query)).all()
+    ended = [row.rollout_id for row in rows if row.cause == CANCEL_REQUESTED]
+    again = {row.rollout_id: row.attempt + 1 for row in rows if row.cause != CANCEL_REQUESTED}
     for row in rows:
-        data: Any = {"from": row.status, "to": "queued", "cause": cause}
+        to = "queued" if row.rollout_id in again else "cancelled"
+        data: Any = {"from": row.status, "to": to, "cause": cause}
         await insert_event(connection, row.rollout_id, now, "status", data)
+    await end_stages(connection, _st.rollout_id.in_([*again, *ended]), now, "failed", cause)
+    free: dict[str, Any] = {"held_by": None, "held_until": None}
     await connection.execute(
         update(schema.rollouts)
-        .where(_r.rollout_id.in_([row.rollout_id for row in rows]))
-        .values(
-            status="queued",
-            attempt=_r.attempt + 1,
-            cause=cause,
-            held_by=None,
-            held_until=None,
-            session_id=None,
-            started_at=None,
-        )
+        .where(_r.rollout_id.in_(list(again)))
+        .values(status="queued", attempt=_r.attempt + 1, cause=cause, session_id=None, started_at=None, **free)
     )
-    return {row.rollout_id: row.attempt + 1 for row in rows}
+    await connection.execute(
+        update(schema.rollouts)
+        .where(_r.rollout_id.in_(ended))
+        .values(status="cancelled", cause="cancelled", error="cancelled", ended_at=now, **free)
+    )
+    return {**again, **dict.fromkeys(ended, 0)}
+
+
+__all__ = ["CANCEL_REQUESTED", "GroupRow", "Held", "JobRow", "JobStatus", "Jobs", "NewGroup", "NewRollout"]
