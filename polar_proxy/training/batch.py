@@ -1,0 +1,235 @@
+"""From leased groups to the sequences of one step. `read_group` asks the store; `make_batch` is pure.
+
+Promises:
+
+* A rollout counts once in its group's baseline, whatever its traces are; its traces all have its advantage.
+* Only traces graded exact or spliced are trained, only those of rollouts with everything recorded, and each sampled
+  token once.
+* A rollout that is masked (incomplete, out of time) is not trained, and its reward stays in the baseline.
+* What was left out is counted by reason: sampled tokens that are trained and those that are left out add up to all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from polar_proxy.store import RolloutRow, Store
+from polar_proxy.training import advantages
+from polar_proxy.training.algorithms import ADVANTAGES
+from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.tree import Flags, Integers
+from polar_proxy.trajectories import build
+from polar_proxy.trajectories.grade import TRAINABLE
+from polar_proxy.trajectories.paths import path
+from polar_proxy.types import Json, Trace
+
+_STORED = ("merged", "per_call")
+"""Builders whose traces are stored when a rollout ends; any other's are built when they are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rollout of a group and all its traces."""
+
+    rollout: RolloutRow
+    traces: tuple[Trace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one task that are compared."""
+
+    group_id: str
+    task_id: str
+    members: tuple[Member, ...]
+    staleness: int | None = None
+    """Policy versions behind, as the lease said."""
+
+    @property
+    def rewards(self) -> list[float | None]:
+        return [member.rollout.reward for member in self.members]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSequence:
+    """A whole sequence of n tokens, from its root."""
+
+    trace_id: str
+    group_id: str
+    rollout: int
+    """Number of its rollout within the batch."""
+    token_ids: Integers
+    """[n]"""
+    trained: Flags
+    """bool [n]: sampled, and this sequence's to train."""
+    recorded: npt.NDArray[np.float64]
+    """[n], nats, as recorded at sampling; NaN off `trained`."""
+    advantage: float
+
+
+@dataclass(slots=True)
+class Left:
+    """What was left out for one reason."""
+
+    rollouts: int = 0
+    traces: int = 0
+    tokens: int = 0
+    """Sampled ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one step trains on."""
+
+    sequences: tuple[TrainingSequence, ...]
+    group_ids: tuple[str, ...]
+    rewards: tuple[float, ...]
+    """Of all rollouts of all groups that have one."""
+    rollouts: int
+    """All of them, trained or not."""
+    sampled_tokens: int
+    """In all traces, trained or not."""
+    staleness: tuple[int, ...] = ()
+    left_out: Mapping[str, Left] = field(default_factory=dict)
+    """By reason."""
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(int(sequence.trained.sum()) for sequence in self.sequences)
+
+    @property
+    def trained_rollouts(self) -> int:
+        return len({sequence.rollout for sequence in self.sequences})
+
+    def left_out_json(self) -> Json:
+        return {
+            reason: {"rollouts": left.rollouts, "traces": left.traces, "tokens": left.tokens}
+            for reason, left in sorted(self.left_out.items())
+        }
+
+
+async def read_group(store: Store, group_id: str, builder: str, staleness: int | None = None) -> Group:
+    """A finished group with the traces of its rollouts, as `builder` makes them."""
+    rows = await store.rollouts(group_id=group_id)
+    members = [Member(row, tuple(await _traces(store, row, builder))) for row in rows]
+    return Group(group_id, rows[0].task_id if rows else "", tuple(members), staleness)
+
+
+async def _traces(store: Store, row: RolloutRow, builder: str) -> Sequence[Trace]:
+    if builder in _STORED:
+        return await store.traces(rollout_id=row.rollout_id, builder=builder)
+    if row.session_id is None:
+        return ()
+    calls = await store.calls(row.session_id)
+    return (await asyncio.to_thread(build, calls, builder, rollout_id=row.rollout_id, reward=row.reward)).traces
+
+
+def make_batch(groups: Sequence[Group], config: GrpoConfig) -> Batch:
+    """The sequences of these groups with their advantages. Raises TrainingError for a token that would be trained
+    twice: the builder broke its promise."""
+    sequences: list[TrainingSequence] = []
+    left_out: dict[str, Left] = {}
+    number = 0
+    for group in groups:
+        values = group_advantages(group.rewards, config)
+        flat = not np.any(np.nan_to_num(values) != 0.0)
+        for member, advantage in zip(group.members, values.tolist(), strict=True):
+            reason = _masked(member, advantage, config)
+            if reason is None and flat and not config.keep_flat_groups:
+                reason = "no_spread"
+            if reason is not None:
+                _leave_out(left_out, reason, member.traces, rollouts=1)
+            else:
+                sequences += _sequences(group.group_id, member, number, advantage, config, left_out)
+            number += 1
+    members = [member for group in groups for member in group.members]
+    return Batch(
+        sequences=tuple(sequences),
+        group_ids=tuple(group.group_id for group in groups),
+        rewards=tuple(float(one.rollout.reward) for one in members if one.rollout.reward is not None),
+        rollouts=len(members),
+        sampled_tokens=sum(int(trace.loss_mask.sum()) for member in members for trace in member.traces),
+        staleness=tuple(group.staleness for group in groups if group.staleness is not None),
+        left_out=left_out,
+    )
+
+
+def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> advantages.Floats:
+    """float64 [n]: by the chosen function, times the chosen weight of the group; NaN where there is no reward."""
+    values = ADVANTAGES[config.advantage](rewards)
+    if config.weighting == "focal":
+        return values * advantages.focal_weight(rewards)
+    return values * advantages.variance_weight(rewards) if config.weighting == "variance" else values
+
+
+def _masked(member: Member, advantage: float, config: GrpoConfig) -> str | None:
+    """Why nothing of a rollout is trained; None where it is."""
+    row = member.rollout
+    if row.incomplete:
+        return "incomplete"
+    if row.status == "timed_out" and not config.train_timed_out:
+        return "timed_out"
+    if row.status not in ("done", "timed_out"):
+        return row.status
+    if row.reward is None:
+        return "no_reward"
+    if np.isnan(advantage):
+        return "pivot"
+    return None if member.traces else "no_traces"
+
+
+def _sequences(
+    group_id: str, member: Member, number: int, advantage: float, config: GrpoConfig, left_out: dict[str, Left]
+) -> list[TrainingSequence]:
+    found: list[TrainingSequence] = []
+    seen: set[tuple[str, int, int]] = set()
+    by_id = {trace.trace_id: trace for trace in member.traces}
+    for trace in member.traces:
+        if (reason := _refused(trace, config)) is not None:
+            _leave_out(left_out, reason, (trace,))
+            continue
+        for span in trace.spans:
+            for position in range(span.start, span.end) if span.kind == "sampled" else ():
+                if (sample := (span.call_id, span.choice, position)) in seen:
+                    raise TrainingError(f"token {position} of the call {span.call_id} stands in two traces as sampled")
+                seen.add(sample)
+        whole = path(trace, by_id)
+        trained = whole.loss_mask.astype(bool)
+        trained[: whole.own] = False  # those belong to the traces before
+        found.append(
+            TrainingSequence(
+                trace_id=trace.trace_id,
+                group_id=group_id,
+                rollout=number,
+                token_ids=whole.token_ids.astype(np.int64),
+                trained=trained,
+                recorded=np.where(trained, whole.logprobs.astype(np.float64), np.nan),
+                advantage=advantage,
+            )
+        )
+    return found
+
+
+def _refused(trace: Trace, config: GrpoConfig) -> str | None:
+    if trace.grade not in TRAINABLE:
+        return f"grade_{trace.grade}"
+    if not trace.loss_mask.any():
+        return "nothing_sampled"
+    if trace.branch_at + len(trace.token_ids) > config.max_sequence:
+        return "too_long"
+    if not np.isfinite(trace.logprobs[trace.loss_mask == 1]).all():
+        return "no_logprobs"
+    return None
+
+
+def _leave_out(left_out: dict[str, Left], reason: str, traces: Sequence[Trace], rollouts: int = 0) -> None:
+    left = left_out.setdefault(reason, Left())
+    left.rollouts += rollouts
+    left.traces += len(traces)
+    left.tokens += sum(int(trace.loss_mask.sum()) for trace in traces)

@@ -1,0 +1,163 @@
+"""What one run of GRPO is told: defaults < the `[grpo]` table of a TOML file < flags.
+
+The tables `[engine]`, `[run]` and `[gateway]` of the same file are Polar's own settings (`polar_proxy.config`); here
+stands only what training adds to them. A run keeps what it began with in `config.json`, and a resumed run must agree
+with it in everything but `MAY_CHANGE`.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from polar_proxy.errors import UsageError
+from polar_proxy.training.algorithms import ADVANTAGES, LOSSES
+from polar_proxy.training.normalise import How
+from polar_proxy.types import Json
+
+MAY_CHANGE = frozenset({"steps", "checkpoint_every", "keep_checkpoints", "lease_seconds", "wait_seconds", "eval_every"})
+"""What a resumed run may be told anew; anything else would make it another run under the same name."""
+
+
+class GrpoConfig(BaseModel):
+    """Every field may stand in `[grpo]`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # What is rolled out
+    task: str = "swe-task"
+    """Task family, or a file or folder of tasks, as `polar run` takes them."""
+    first_seed: int = Field(0, ge=0)
+    """Instances are taken from here on; the held-out ones lie elsewhere."""
+    instances: int | None = Field(None, ge=1)
+    """Train on so many instances, over and over in shuffled order; None: a new instance every time."""
+    groups: int = Field(4, ge=1)
+    """Groups per step."""
+    samples: int = Field(8, ge=2)
+    """Rollouts per group."""
+    ahead: int = Field(0, ge=0)
+    """0: synchronous. n: rollouts of the next n steps run while the trainer works; the bound on staleness, in steps.
+    A group that is staler when it is finished is dropped and counted."""
+    eval_every: int = Field(0, ge=0)
+    """Roll out the held-out instances before the first step, every so many steps, and at the end; 0: never."""
+    eval_instances: int = Field(8, ge=1)
+    eval_samples: int = Field(1, ge=1)
+    eval_first_seed: int = Field(1_000_000, ge=0)
+
+    # What a step is
+    builder: Literal["merged", "per_call", "tree"] = "merged"
+    advantage: str = "grpo"
+    weighting: Literal["none", "focal", "variance"] = "none"
+    """What the advantages of a group are multiplied by (docs/algorithms.md)."""
+    loss: str = "dapo"
+    loss_settings: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the loss by keyword, such as {clip_low = 0.2, clip_high = 0.28}."""
+    normalise: How = "token"
+    length: int | None = Field(None, ge=1)
+    """The constant of normalise = "constant": tokens that one rollout may sample."""
+    train_timed_out: bool = False
+    """Train rollouts that ran out of time. If not, they are masked and stay in the baseline."""
+    keep_flat_groups: bool = False
+    """Compute groups whose rewards are all alike too. They add no gradient, but count in the normalisation."""
+    max_sequence: int = Field(32_768, ge=2)
+    """Longer sequences are left out and counted."""
+    tokens_per_pass: int = Field(32_768, ge=2)
+    """Nodes of one tree-packed forward and backward pass: gradients of the passes add up to the step's."""
+    epochs: int = Field(1, ge=1)
+    """Optimiser updates on the same groups."""
+    temperature: float = Field(1.0, gt=0)
+    """At which rollouts are sampled, and the trainer's log-probabilities are taken."""
+    kl: float = Field(0.0, ge=0)
+    """Coefficient of the KL to the reference; 0: no reference is loaded."""
+    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    reference: str | None = None
+    """Folder of the reference's weights; None: the weights that training begins with."""
+    learning_rate: float = Field(1e-5, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: as it is, or falling to 0 at the last step."""
+    warmup: int = Field(0, ge=0)
+    """Steps over which the learning rate rises from 0."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, gt=0)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward passes; weights and optimiser are always float32."""
+    device: str = "cpu"
+
+    # The run
+    steps: int = Field(100, ge=1)
+    seed: int = 0
+    sync_every: int = Field(1, ge=1)
+    probe_tolerance: float = Field(0.02, gt=0)
+    """Largest difference in nats between engine and trainer on the probe, after a sync."""
+    checkpoint_every: int = Field(1, ge=1)
+    """Groups are acknowledged with the checkpoint that holds what they taught, so leases stay open for so long."""
+    keep_checkpoints: int = Field(2, ge=1)
+    lease_seconds: float = Field(120.0, gt=0)
+    """A killed trainer's groups come back after so long; while it lives, its leases are extended."""
+    wait_seconds: float = Field(3600.0, gt=0)
+    """How long nothing may come from the rollouts before the run stops with the reason."""
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> GrpoConfig:
+        if self.advantage not in ADVANTAGES:
+            raise ValueError(f"there is no advantage {self.advantage!r}: choose {', '.join(ADVANTAGES)}")
+        if self.loss not in LOSSES:
+            raise ValueError(f"there is no loss {self.loss!r}: choose {', '.join(LOSSES)}")
+        if self.normalise == "constant" and self.length is None:
+            raise ValueError('normalise = "constant" needs `length`')
+        if self.max_sequence > self.tokens_per_pass:
+            raise ValueError("a sequence may not be longer than a pass: lower max_sequence or raise tokens_per_pass")
+        return self
+
+    def rate(self, step: int) -> float:
+        """The learning rate of step `step`, from 0 on."""
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        left = max(0.0, 1.0 - (step - self.warmup) / max(1, self.steps - self.warmup))
+        return self.learning_rate * (left if self.schedule == "linear" else 0.5 * (1.0 - math.cos(math.pi * left)))
+
+    def to_json(self) -> Json:
+        return self.model_dump(mode="json")
+
+
+def read_toml(path: Path) -> tuple[Json, Json]:
+    """The `[grpo]` table of a file, and its other tables. Raises UsageError where it cannot be read."""
+    try:
+        tables = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"The configuration {path} cannot be read: {error}.") from error
+    own = tables.pop("grpo", {})
+    if not isinstance(own, dict):
+        raise UsageError(f"[grpo] in {path} is not a table.")
+    return own, tables
+
+
+def make_config(*layers: Json) -> GrpoConfig:
+    """Later layers win; what is None in one was not given. Raises UsageError with the first thing that is wrong."""
+    given: Json = {}
+    for layer in layers:
+        given |= {name: value for name, value in layer.items() if value is not None}
+    try:
+        return GrpoConfig(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"Bad training setting{f' {where}' if where else ''}: {first['msg']}.") from error
+
+
+def differences(began_with: Json, now: GrpoConfig) -> dict[str, tuple[Any, Any]]:
+    """Settings in which a run that began otherwise may not be resumed: name -> (then, now)."""
+    current = now.to_json()
+    names = (began_with.keys() | current.keys()) - MAY_CHANGE
+    return {
+        name: (began_with.get(name), current.get(name))
+        for name in sorted(names)
+        if began_with.get(name) != current.get(name)
+    }

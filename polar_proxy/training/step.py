@@ -1,0 +1,275 @@
+"""One step of the optimiser: forward and backward passes over packed trees, the update, and what there is to say of it.
+
+Promises:
+
+* The loss is made of the recorded log-probabilities; the trainer's own before the step are the proximal ones, and the
+  gap between the two is reported as the mismatch of trainer and engine.
+* What a token weighs is decided once for the whole step: gradients of any number of passes add up to the same step.
+* Gradients that are not finite change nothing: TrainingError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polar_proxy.training import auxiliary
+from polar_proxy.training.algorithms import LOSSES
+from polar_proxy.training.attention import model_inputs, target_logprobs
+from polar_proxy.training.batch import Batch, TrainingSequence
+from polar_proxy.training.branches import register, runs
+from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.normalise import token_weights
+from polar_proxy.training.packing import Pack, pack_trees
+from polar_proxy.training.tokens import LossStats, Tokens
+from polar_proxy.training.tree import Targets, Tree, pack_sequences, targets
+from polar_proxy.types import Json
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Of the last epoch of a step, but for the mismatch, which is of the weights before it."""
+
+    loss: float
+    tokens: int
+    """Trained."""
+    computed_tokens: int
+    """Nodes put through the model, forward and backward, in one epoch."""
+    flat_tokens: int
+    """What they would have been with nothing shared."""
+    passes: int
+    learning_rate: float
+    grad_norm: float
+    """Before clipping, of the last epoch."""
+    ratio_mean: float
+    ratio_max: float
+    clipped_share: float
+    dropped_share: float
+    approx_kl: float
+    entropy: float
+    mismatch_mean: float
+    """Mean |trainer's own log-probability before the step - recorded|, nats."""
+    mismatch_max: float
+    kl_reference: float | None
+    seconds: float
+
+    def to_json(self) -> Json:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What one forward pass is about: m targets."""
+
+    pack: Pack
+    wanted: Targets
+    recorded: Tensor
+    advantages: Tensor
+    sequences: Tensor
+    weights: Tensor
+    """[m] each, on the device."""
+
+
+def load_model(path: Path | str, device: str = "cpu") -> Any:
+    """A causal language model with float32 weights that attends over packed trees, without dropout."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=register())
+    except (OSError, ValueError, KeyError) as error:
+        raise TrainingError(f"Cannot load a model to train from {path}: {error}") from error
+    return model.to(device).eval()
+
+
+class Learner:
+    """The policy in training, its optimiser, and its frozen reference. Not thread-safe: one call at a time."""
+
+    def __init__(self, model: Any, config: GrpoConfig, reference: Any | None = None) -> None:
+        if config.kl > 0 and reference is None:
+            raise TrainingError("a KL term needs a reference model")
+        self.model = model
+        self._config = config
+        self._reference = reference
+        self._device = torch.device(config.device)
+        self.optimiser = torch.optim.AdamW(
+            model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """The parameters by name, shared ones once; not copies."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Natural log-probabilities of token_ids[1:] at temperature 1, each given all that stands before it."""
+        tree = pack_sequences([np.asarray(token_ids, dtype=np.int64)])
+        with torch.no_grad():
+            logits = self._forward(self.model, tree, None).float()
+        found = torch.log_softmax(logits[:-1], dim=-1)
+        ids = torch.tensor(list(token_ids[1:]), device=self._device)
+        values: list[float] = found.gather(1, ids[:, None])[:, 0].tolist()
+        return values
+
+    def update(self, batch: Batch, step: int) -> StepStats:
+        """Train on a batch with at least one sequence. `step` (from 0) decides the learning rate."""
+        began = time.perf_counter()
+        config = self._config
+        passes = self._passes(batch.sequences)
+        if config.loss == "bapo" and len(passes) > 1:
+            raise TrainingError(
+                "bapo chooses its bounds on a whole step: raise tokens_per_pass until one pass holds it"
+            )
+        rate = config.rate(step)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        references = [self._reference_logprobs(one) for one in passes]
+        proximal: list[Tensor] = []
+        for _ in range(config.epochs):
+            self.optimiser.zero_grad(set_to_none=True)
+            loss = 0.0
+            found: list[LossStats] = []
+            kls: list[float] = []
+            for one, reference in zip(passes, references, strict=True):
+                new, entropy = self._logprobs_and_entropy(one)
+                if len(proximal) < len(passes):
+                    proximal.append(new.detach())
+                value, stats, kl = self._loss(one, new, entropy, proximal[len(found)], reference)
+                value.backward()  # type: ignore[no-untyped-call, unused-ignore]
+                loss += float(value.detach())
+                found.append(stats)
+                kls.append(kl * stats.tokens)
+            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad))
+            if not np.isfinite(norm):
+                raise TrainingError(
+                    f"the gradient of step {step} is not finite: nothing was changed. A lower learning rate, or "
+                    "float32, helps; the last checkpoint is good"
+                )
+            self.optimiser.step()
+        gaps = torch.cat([(old - one.recorded).abs() for old, one in zip(proximal, passes, strict=True)])
+        tokens = sum(stats.tokens for stats in found)
+        return StepStats(
+            loss=loss,
+            tokens=tokens,
+            computed_tokens=sum(len(one.pack.tree) for one in passes),
+            flat_tokens=sum(len(sequence.token_ids) for sequence in batch.sequences),
+            passes=len(passes),
+            learning_rate=rate,
+            grad_norm=norm,
+            ratio_mean=_mean(found, "ratio_mean"),
+            ratio_max=max(stats.ratio_max for stats in found),
+            clipped_share=_mean(found, "clipped_share"),
+            dropped_share=_mean(found, "dropped_share"),
+            approx_kl=_mean(found, "approx_kl"),
+            entropy=_mean(found, "entropy"),
+            mismatch_mean=float(gaps.mean()),
+            mismatch_max=float(gaps.max()),
+            kl_reference=None if config.kl == 0 else sum(kls) / tokens,
+            seconds=time.perf_counter() - began,
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The optimiser's, to be saved."""
+        state: dict[str, Any] = self.optimiser.state_dict()
+        return state
+
+    def restore(self, weights: Mapping[str, Tensor], optimiser: dict[str, Any]) -> None:
+        own = dict(self.model.named_parameters())
+        if own.keys() != weights.keys():
+            raise TrainingError("the checkpoint holds the weights of another model")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        self.optimiser.load_state_dict(optimiser)
+
+    def _passes(self, sequences: Sequence[TrainingSequence]) -> list[_Pass]:
+        packs = pack_trees([sequence.token_ids for sequence in sequences], self._config.tokens_per_pass)
+        # Each sampled token stands in one sequence only (`make_batch` sees to it): every target weighs 1 before
+        # normalisation, on whatever node it is.
+        wanted = [targets(pack.tree, [sequences[index].trained for index in pack.members]) for pack in packs]
+        places = [np.asarray(pack.members)[one.sequences] for pack, one in zip(packs, wanted, strict=True)]
+        owners = torch.from_numpy(np.concatenate(places))
+        rollouts = torch.tensor([sequence.rollout for sequence in sequences])[owners]
+        weights = token_weights(
+            torch.ones(len(owners)), owners, rollouts, how=self._config.normalise, length=self._config.length
+        ).split([len(one) for one in wanted])
+        made = []
+        for pack, one, place, weight in zip(packs, wanted, places, weights, strict=True):
+            recorded = [sequences[index].recorded[at] for index, at in zip(place, one.offsets, strict=True)]
+            made.append(
+                _Pass(
+                    pack,
+                    one,
+                    torch.tensor(recorded, dtype=torch.float32, device=self._device),
+                    torch.tensor([sequences[index].advantage for index in place], device=self._device).float(),
+                    torch.from_numpy(place).to(self._device),
+                    weight.to(self._device),
+                )
+            )
+        return made
+
+    def _forward(self, model: Any, tree: Tree, rows: Tensor | None) -> Tensor:
+        """Logits [r, V] at these nodes of a packed tree, ascending; None: at all."""
+        inputs = model_inputs(tree, None, self._device)
+        cast = (
+            torch.autocast(self._device.type, torch.bfloat16)
+            if self._config.dtype == "bfloat16"
+            else contextlib.nullcontext()
+        )
+        with cast:
+            out = model(**inputs, tree_runs=runs(tree, self._device), logits_to_keep=0 if rows is None else rows)
+        logits: Tensor = out.logits[0]
+        return logits
+
+    def _target_logits(self, model: Any, one: _Pass) -> Tensor:
+        return self._forward(model, one.pack.tree, torch.from_numpy(one.wanted.rows).to(self._device))
+
+    def _logprobs_and_entropy(self, one: _Pass) -> tuple[Tensor, Tensor]:
+        logits = self._target_logits(self.model, one)
+        new = target_logprobs(logits, one.wanted, temperature=self._config.temperature)
+        with torch.no_grad():
+            logs = torch.log_softmax(logits.detach().float() / self._config.temperature, dim=-1)
+            entropy = -(logs.exp() * logs).sum(dim=-1)[torch.from_numpy(one.wanted.row_of).to(self._device)]
+        return new, entropy
+
+    def _reference_logprobs(self, one: _Pass) -> Tensor | None:
+        if self._reference is None or self._config.kl == 0:
+            return None
+        with torch.no_grad():
+            logits = self._target_logits(self._reference, one)
+        return target_logprobs(logits, one.wanted, temperature=self._config.temperature)
+
+    def _loss(
+        self, one: _Pass, new: Tensor, entropy: Tensor, proximal: Tensor, reference: Tensor | None
+    ) -> tuple[Tensor, LossStats, float]:
+        mask = torch.ones(len(new), dtype=torch.bool, device=self._device)
+        batch = Tokens(
+            new=new,
+            recorded=one.recorded,
+            advantages=one.advantages,
+            mask=mask,
+            sequences=one.sequences,
+            proximal=proximal,
+            weights=one.weights,
+            entropy=entropy,
+        )
+        loss, stats = LOSSES[self._config.loss](batch, **self._config.loss_settings)
+        if reference is None:
+            return loss, stats, 0.0
+        term, kl = auxiliary.kl_to_reference(
+            new, reference, mask, kind=self._config.kl_kind, recorded=one.recorded, weights=one.weights
+        )
+        return loss + self._config.kl * term, stats, kl.mean
+
+
+def _mean(found: Sequence[LossStats], name: str) -> float:
+    """Over tokens, of the passes' own means."""
+    tokens = sum(stats.tokens for stats in found)
+    return sum(float(getattr(stats, name)) * stats.tokens for stats in found) / tokens

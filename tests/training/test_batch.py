@@ -1,0 +1,139 @@
+"""From groups to sequences: who is compared, who is trained, and that everything is counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from polar_proxy.errors import UsageError
+from polar_proxy.training.batch import Batch, Member, make_batch
+from polar_proxy.training.config import GrpoConfig, differences, make_config, read_toml
+from polar_proxy.training.failures import TrainingError
+from tests.training.groups import group, rollout, trace
+
+CONFIG = GrpoConfig(advantage="dr_grpo")
+
+
+def adds_up(batch: Batch) -> bool:
+    return batch.trained_tokens + sum(left.tokens for left in batch.left_out.values()) == batch.sampled_tokens
+
+
+def test_a_rollout_with_several_traces_counts_once() -> None:
+    """Rewards 1 and 0: mean 1/2 whatever the traces are; by traces it would be 3/4."""
+    winner = Member(rollout(0, 1.0), tuple(trace(f"a{n}", [1, 2], [3, n]) for n in range(3)))
+    loser = Member(rollout(1, 0.0), (trace("b", [1, 2], [4]),))
+    batch = make_batch([group(winner, loser)], CONFIG)
+    assert [(one.rollout, one.advantage) for one in batch.sequences] == [(0, 0.5)] * 3 + [(1, -0.5)]
+    assert batch.trained_rollouts == 2
+    assert adds_up(batch)
+
+
+def test_masked_rollouts_stay_in_the_baseline_and_unscored_ones_do_not() -> None:
+    members = [
+        Member(rollout(0, 1.0), (trace("a", [1], [2, 3]),)),
+        Member(rollout(1, 0.0, incomplete=True), (trace("b", [1], [2]),)),
+        Member(rollout(2, 0.0, status="timed_out"), (trace("c", [1], [2, 2, 2]),)),
+        Member(rollout(3, None, status="failed"), (trace("d", [1], [4]),)),
+        Member(rollout(4, None), (trace("e", [1], [4]),)),
+        Member(rollout(5, 1.0), ()),
+        Member(rollout(6, None, status="cancelled"), ()),
+    ]
+    batch = make_batch([group(*members)], CONFIG)
+    assert [(one.trace_id, one.advantage) for one in batch.sequences] == [("a", 0.5)]
+    assert {reason: (left.rollouts, left.tokens) for reason, left in batch.left_out.items()} == {
+        "incomplete": (1, 1),
+        "timed_out": (1, 3),
+        "failed": (1, 1),
+        "no_reward": (1, 1),
+        "no_traces": (1, 0),
+        "cancelled": (1, 0),
+    }
+    assert batch.rewards == (1.0, 0.0, 0.0, 1.0)
+    assert adds_up(batch)
+    also = make_batch([group(*members)], CONFIG.model_copy(update={"train_timed_out": True}))
+    assert [one.trace_id for one in also.sequences] == ["a", "c"]
+
+
+def test_only_what_is_proved_is_trained() -> None:
+    traces = (
+        trace("exact", [1], [2]),
+        trace("spliced", [1], [2], grade="spliced"),
+        trace("marked", [1], [2], grade="marked"),
+        trace("refused", [1], [2, 2], grade="refused"),
+        trace("long", [1] * 9, [2]),
+        trace("lost", [1], [2], logprobs=[float("nan")]),
+    )
+    other = Member(rollout(1, 0.0), (trace("b", [1], [4]),))
+    short = CONFIG.model_copy(update={"max_sequence": 8})
+    batch = make_batch([group(Member(rollout(0, 1.0), traces), other)], short)
+    assert [one.trace_id for one in batch.sequences] == ["exact", "spliced", "b"]
+    assert {reason: left.tokens for reason, left in batch.left_out.items()} == {
+        "grade_marked": 1,
+        "grade_refused": 2,
+        "too_long": 1,
+        "no_logprobs": 1,
+    }
+    assert adds_up(batch)
+
+
+def test_a_group_without_spread_is_left_out_unless_it_is_asked_for() -> None:
+    alike = group(*(Member(rollout(n, 1.0), (trace(f"t{n}", [1], [2]),)) for n in range(2)))
+    batch = make_batch([alike], CONFIG)
+    assert batch.sequences == ()
+    assert batch.left_out["no_spread"].rollouts == 2
+    kept = make_batch([alike], CONFIG.model_copy(update={"keep_flat_groups": True}))
+    assert [one.advantage for one in kept.sequences] == [0.0, 0.0]
+
+
+def test_the_pivot_of_mc_grpo_is_not_trained() -> None:
+    members = [Member(rollout(n, reward), (trace(f"t{n}", [1], [2]),)) for n, reward in enumerate((0.0, 0.5, 1.0))]
+    batch = make_batch([group(*members)], CONFIG.model_copy(update={"advantage": "mc_grpo"}))
+    assert [one.trace_id for one in batch.sequences] == ["t0", "t2"]
+    assert batch.left_out["pivot"].rollouts == 1
+
+
+def test_a_branch_is_trained_from_where_it_leaves_its_parent() -> None:
+    """The parent's first answer is context of the branch: trained once, with the parent."""
+    parent = trace("parent", [1, 2], [3, 4])
+    branch = trace("branch", [9], [5, 6], parent="parent", branch_at=3)
+    other = Member(rollout(1, 0.0), (trace("b", [1], [4]),))
+    batch = make_batch([group(Member(rollout(0, 1.0), (parent, branch)), other)], CONFIG)
+    whole = batch.sequences[1]
+    assert whole.token_ids.tolist() == [1, 2, 3, 9, 5, 6]
+    assert whole.trained.tolist() == [False] * 4 + [True] * 2
+    assert np.isnan(whole.recorded[:4]).all()
+    assert adds_up(batch)
+
+
+def test_a_sampled_token_in_two_traces_stops_the_run() -> None:
+    twice = (trace("a", [1], [2], call="c"), trace("b", [1], [2], call="c"))
+    other = Member(rollout(1, 0.0), (trace("x", [1], [4]),))
+    with pytest.raises(TrainingError, match="two traces"):
+        make_batch([group(Member(rollout(0, 1.0), twice), other)], CONFIG)
+
+
+def test_weighting_multiplies_the_advantages_of_the_group() -> None:
+    members = [Member(rollout(n, float(n == 0)), (trace(f"t{n}", [1], [2]),)) for n in range(4)]
+    batch = make_batch([group(*members)], CONFIG.model_copy(update={"weighting": "focal"}))
+    assert batch.sequences[0].advantage == pytest.approx(0.75 * 0.75)
+
+
+def test_configuration(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "train.toml"
+    file.write_text('[grpo]\nloss = "cispo"\nsteps = 7\nlearning_rate = 1e-3\n[run]\nharness = "x"\n')
+    own, others = read_toml(file)
+    config = make_config(own, {"steps": 9, "seed": None})
+    assert (config.loss, config.steps, others) == ("cispo", 9, {"run": {"harness": "x"}})
+    with pytest.raises(UsageError, match="choose ppo_clip"):
+        make_config({"loss": "nothing"})
+    with pytest.raises(UsageError, match="learning_rat"):
+        make_config({"learning_rat": 1.0})
+    assert differences(config.to_json(), config.model_copy(update={"steps": 90})) == {}
+    assert differences(config.to_json(), config.model_copy(update={"seed": 3})) == {"seed": (0, 3)}
+
+
+def test_learning_rates_by_hand() -> None:
+    linear = GrpoConfig(learning_rate=1.0, schedule="linear", warmup=2, steps=6)
+    assert [linear.rate(step) for step in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    cosine = GrpoConfig(learning_rate=1.0, schedule="cosine", steps=4)
+    assert [cosine.rate(step) for step in range(4)] == pytest.approx([1.0, 0.853553, 0.5, 0.146447], abs=1e-6)

@@ -1,0 +1,127 @@
+"""One update: exact sums over passes, recorded log-probabilities, what is reported, what stops it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from polar_proxy.training.batch import Batch, Member, make_batch
+from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.step import Learner, load_model
+from tests.engines.conftest import make_random_model
+from tests.training.groups import group, rollout, trace
+
+PROMPT = [11, 12, 13, 14]
+ANSWERS = ([21, 22, 23], [21, 30], [40, 41, 42, 43], [50])
+REWARDS = (1.0, 0.0, 1.0, 0.0)
+CONFIG = GrpoConfig(learning_rate=1e-3, clip_grad=1e9, betas=(0.0, 0.99))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("policy"), vocab_size=300)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def logprobs(model: Any, answer: list[int]) -> list[float]:
+    """By the model's own forward pass of this one sequence, with its usual attention."""
+    ids = torch.tensor([[*PROMPT, *answer]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0].float()
+    found = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+    return found[len(PROMPT) - 1 :].tolist()
+
+
+def plain(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def batch(folder: Path, shift: float = 0.0, **settings: Any) -> Batch:
+    model = plain(folder)
+    members = [
+        Member(
+            rollout(n, reward),
+            (trace(f"t{n}", PROMPT, answer, logprobs=[value + shift for value in logprobs(model, answer)]),),
+        )
+        for n, (answer, reward) in enumerate(zip(ANSWERS, REWARDS, strict=True))
+    ]
+    return make_batch([group(*members)], CONFIG.model_copy(update=settings))
+
+
+def learner(folder: Path, **settings: Any) -> Learner:
+    config = CONFIG.model_copy(update=settings)
+    return Learner(load_model(folder), config, load_model(folder) if config.kl else None)
+
+
+@pytest.mark.parametrize(("loss", "normalise"), [("dapo", "token"), ("gspo", "sequence"), ("tis", "rollout")])
+def test_gradients_of_passes_add_up(folder: Path, loss: str, normalise: str) -> None:
+    step = batch(folder)
+    one, many = (learner(folder, loss=loss, normalise=normalise, tokens_per_pass=limit) for limit in (1000, 8))
+    whole, parts = one.update(step, 0), many.update(step, 0)
+    assert (whole.passes, parts.passes) == (1, 3)
+    assert (whole.computed_tokens, whole.flat_tokens) == (13, 26)
+    gradients = [{name: p.grad for name, p in each.model.named_parameters()} for each in (one, many)]
+    largest = max(float(grad.abs().max()) for grad in gradients[0].values())
+    for name, grad in gradients[0].items():
+        assert float((grad - gradients[1][name]).abs().max()) < 1e-5 * largest, name
+    assert parts.loss == pytest.approx(whole.loss, abs=1e-5)
+    assert parts.mismatch_max == pytest.approx(whole.mismatch_max, abs=1e-5)
+
+
+def test_an_update_makes_good_answers_likelier_and_reports_the_mismatch(folder: Path) -> None:
+    step = batch(folder, shift=-0.05)
+    policy = learner(folder)
+    before = [sum(policy.logprobs([*PROMPT, *answer])[3:]) for answer in ANSWERS]
+    assert before == pytest.approx([sum(logprobs(plain(folder), answer)) for answer in ANSWERS], abs=1e-4)
+    stats = policy.update(step, 0)
+    after = [sum(policy.logprobs([*PROMPT, *answer])[3:]) for answer in ANSWERS]
+    assert [now > then for now, then in zip(after, before, strict=True)] == [True, False, True, False]
+    assert stats.mismatch_mean == pytest.approx(0.05, abs=1e-4)
+    assert stats.ratio_mean == pytest.approx(2.718281828**0.05, abs=1e-3)
+    assert (stats.tokens, stats.clipped_share) == (10, 0.0)
+    assert stats.entropy > 0
+
+
+def test_epochs_are_measured_against_what_was_before_the_step(folder: Path) -> None:
+    stats = learner(folder, epochs=2, loss="decoupled", learning_rate=1e-5).update(batch(folder, shift=0.3), 0)
+    # The ratio is pi / pi_prox: moved a little by the first epoch, and not by the shift of what was recorded.
+    assert 1e-5 < abs(stats.ratio_max - 1.0) < 0.2
+    assert stats.mismatch_mean == pytest.approx(0.3, abs=1e-4)
+
+
+def test_a_kl_term_holds_the_policy_back(folder: Path) -> None:
+    free, held = learner(folder, epochs=4), learner(folder, epochs=4, kl=10.0)
+    apart = [each.update(batch(folder), 0).approx_kl for each in (free, held)]
+    assert apart[1] < apart[0]
+    assert learner(folder, kl=0.1).update(batch(folder), 0).kl_reference == pytest.approx(0.0, abs=1e-6)
+    with pytest.raises(TrainingError, match="reference"):
+        Learner(load_model(folder), CONFIG.model_copy(update={"kl": 0.1}))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path) -> None:
+    policy = learner(folder)
+    parameter = next(policy.model.parameters())
+    parameter.register_hook(lambda grad: grad * float("nan"))
+    before = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    with pytest.raises(TrainingError, match="not finite"):
+        policy.update(batch(folder), 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights().items())
+
+
+def test_bapo_wants_the_whole_step_in_one_pass(folder: Path) -> None:
+    with pytest.raises(TrainingError, match="tokens_per_pass"):
+        learner(folder, loss="bapo", tokens_per_pass=8).update(batch(folder), 0)
