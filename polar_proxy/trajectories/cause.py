@@ -18,9 +18,13 @@ Cause = Literal[
     "arguments_reserialised",
     "reasoning_dropped",
     "tools_changed",
+    "tools_rewritten",
     "context_changed",
     "answer_changed",
 ]
+
+Tools = Literal["same", "rewritten", "changed"]
+"""The same bytes; the same tools by meaning; other tools."""
 
 MEANING: Mapping[Cause, str] = {
     "retokenised": "the text is the same; the tokenizer cuts it into other tokens than were sampled",
@@ -28,6 +32,7 @@ MEANING: Mapping[Cause, str] = {
     "arguments_reserialised": "the JSON of a tool call is written in another way (spaces, escapes, numbers, key order)",
     "reasoning_dropped": "reasoning of an earlier answer is not in the prompt any more",
     "tools_changed": "the harness offers other tools than at the turn before",
+    "tools_rewritten": "the harness offers the same tools in another order or with other key order",
     "context_changed": "something before the answer reads differently from how it read when the answer was sampled",
     "answer_changed": "the answer came back in other words",
 }
@@ -40,6 +45,7 @@ FIXES: Mapping[Cause, str] = {
     "--older-reasoning as_template cuts there instead, and says so.",
     "tools_changed": "Nothing: the prompt's beginning is another one, and a new sequence begins. "
     "Switch off what changes the tools (lazily loaded tools, MCP servers) to keep one sequence.",
+    "tools_rewritten": _CONTINUE,
     "context_changed": f"{_CONTINUE} If the difference means nothing (a date, a nonce), a normaliser in "
     "polar_proxy/history/normalise.py lets history see that; if it is an edit, a new sequence is right.",
     "answer_changed": f"{_CONTINUE} If the harness edits answers on purpose, a new sequence is right.",
@@ -58,23 +64,26 @@ def causes(
     found: str,
     *,
     reasoning: Sequence[str] = (),
-    same_tools: bool = True,
+    tools: Tools = "same",
 ) -> tuple[Cause, ...]:
     """Why a prompt with the text `found` does not begin with `context` (the base's prompt) and `answer`.
 
     The tokens are known to differ. `reasoning` are the thoughts of the answers so far, for templates that write them
-    without `<think>` tags. More than one cause only where it takes all of them to explain the difference.
+    without `<think>` tags; `tools` says what became of the offered ones. More than one cause only where it takes all of
+    them to explain the difference.
     """
     expected = context + answer
     if found.startswith(expected):
         return ("retokenised",)
-    if not same_tools:
+    if tools == "changed":
         return ("tools_changed",)
     for form, named in _forms(reasoning):
         if form(found).startswith(form(expected)):
             return named
     forget = _forms(reasoning)[-1][0]
-    return ("answer_changed",) if forget(found).startswith(forget(context)) else ("context_changed",)
+    if forget(found).startswith(forget(context)):
+        return ("answer_changed",)
+    return ("tools_rewritten",) if tools == "rewritten" else ("context_changed",)
 
 
 Form = Callable[[str], str]

@@ -43,7 +43,9 @@ def test_what_became_of_an_answer(answer: str, wanted: tuple[str, ...]) -> None:
 
 def test_what_became_of_the_context() -> None:
     assert causes(CONTEXT, ANSWER, CONTEXT.replace("Go", "Stop") + ANSWER + AFTER) == ("context_changed",)
-    assert causes(CONTEXT, ANSWER, CONTEXT + ANSWER.replace("W", "w"), same_tools=False) == ("tools_changed",)
+    assert causes(CONTEXT, ANSWER, CONTEXT + ANSWER.replace("W", "w"), tools="changed") == ("tools_changed",)
+    other = CONTEXT.replace('{"a": 1}', '{"b": 1}')
+    assert causes(CONTEXT, ANSWER, other + ANSWER, tools="rewritten") == ("tools_rewritten",)
     older = CONTEXT.replace("Go.", "Go.<|im_end|>\n<|im_start|>assistant\n<think>\nold\n</think>\n\nYes.")
     assert causes(older, ANSWER, older.replace("<think>\nold\n</think>\n\n", "") + ANSWER) == ("reasoning_dropped",)
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import Engine
-from polar_proxy.trajectories.cause import Cause, causes
+from polar_proxy.history.continuation import frame_of
+from polar_proxy.trajectories.cause import Cause, Tools, causes
 from polar_proxy.trajectories.drift import Finding, base_choice
 from polar_proxy.types import CallRecord, ChatRequest, Choice, TokenIds
 
@@ -48,7 +49,7 @@ async def explain(engine: Engine, finding: Finding, call: CallRecord, base: Call
     context, answer = await _text(engine, base.prompt_ids), await _text(engine, choice.token_ids)
     found = await _text(engine, call.prompt_ids)
     sampled, rendered = await _texts(engine, expected[position:]), await _texts(engine, call.prompt_ids[position:])
-    named = causes(context, answer, found, reasoning=_reasoning(base, choice), same_tools=base.tools == call.tools)
+    named = causes(context, answer, found, reasoning=_reasoning(base, choice), tools=_tools(base, call))
     return Difference(
         call.call_id,
         base.call_id,
@@ -68,6 +69,14 @@ def _first(sampled: tuple[str, ...], rendered: tuple[str, ...], named: tuple[Cau
     size = max(len(sampled[0]), len(rendered[0]))
     alike = "".join(sampled)[:size] == "".join(rendered)[:size]
     return ("retokenised", *named) if alike else named
+
+
+def _tools(base: CallRecord, call: CallRecord) -> Tools:
+    if base.tools == call.tools:
+        return "same"
+    asked = [recorded_request(one) for one in (base, call)]
+    frames = {frame_of(request)[0] for request in asked if isinstance(request, ChatRequest)}
+    return "changed" if len(frames) > 1 else "rewritten"
 
 
 async def _text(engine: Engine, ids: TokenIds) -> str:

@@ -98,7 +98,7 @@ def _books(rows: Sequence[Json]) -> list[str]:
 
 def _causes(rows: Sequence[Json]) -> list[str]:
     lines = [f"* **{name}**: {text}" for name, text in MEANING.items()]
-    lines += ["", "Two causes in a cell: it takes both to explain the difference.", ""]
+    lines += ["", _PAIRS, ""]
     drifted = [row for row in rows if row["drifted"]]
     heads = ["harness", "template", "mode", "splits by drift", "of these, by cause"]
     return lines + _table(
@@ -175,7 +175,8 @@ log-probabilities. Only *which* tokens are sampled was given, by a plugin in the
 awkward things: JSON with odd spaces, escapes, key order and numbers, booleans, empty and nested arguments, two calls at
 once, a tool that does not exist, 30 kB of output, long answers, reasoning, text before calls, a second turn of the user
 where the program can go on. One place in about 40 characters of an answer is cut into other tokens than the tokenizer's
-own, as a policy at temperature 1 samples them.
+own, as a policy at temperature 1 samples them. So `observe` has as much drift here as it can have; how much a policy of
+yours has depends on how it writes.
 
 * **calls**: model calls of the run (observe / continue, where the two differ).
 * **go on with an answer**: calls whose conversation goes on, by meaning, from a recorded answer.
@@ -189,5 +190,8 @@ that differs, names the cause and says what helps."""
 
 _BOOKS = """Every sampled token is trained or excluded with a reason. The largest difference, in nats, is that between
 the log-probabilities recorded for the longest merged sequence and those of a fresh teacher-forced pass over it."""
+
+_PAIRS = """`retokenised +`: the first tokens that differ read alike; further on the text differs, too. Other pairs: it
+takes both to explain the difference."""
 
 _EXAMPLES = """The first differences of each run: text before, then token by token (`¦` between tokens)."""
