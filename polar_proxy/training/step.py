@@ -104,6 +104,11 @@ class Learner:
             model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
         )
 
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens the model knows."""
+        return int(self.model.config.get_text_config().vocab_size)
+
     def weights(self) -> dict[str, Tensor]:
         """The parameters by name, shared ones once; not copies."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}

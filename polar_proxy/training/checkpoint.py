@@ -1,0 +1,148 @@
+"""Checkpoints: folders that are whole or not there, each also a model that an engine can serve.
+
+    RUN/checkpoints/step-000012/   model.safetensors + the model's own small files, optimiser.pt, state.json
+
+Written under another name, forced to disk, then renamed: a kill at any moment leaves the last one whole.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from polar_proxy.training.failures import TrainingError
+from polar_proxy.types import Json
+
+FORMAT = 1
+_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a resumed run must know beside weights and optimiser."""
+
+    step: int
+    """Steps done; the next one has this number."""
+    updates: int
+    """Of them, those that changed the weights."""
+    version: str
+    """Policy version of these weights."""
+    trained: tuple[str, ...]
+    """Groups that these weights have learned from (or that had nothing to teach) and whose leases may still be open:
+    to be acknowledged, never to be trained again."""
+    rounds: int = 0
+    """Rounds of rollouts asked for so far."""
+    minutes: float = 0.0
+    """Of training until here, over all restarts."""
+    format: int = FORMAT
+    rng: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    folder: Path
+    state: State
+    weights: dict[str, Tensor]
+    optimiser: dict[str, Any]
+
+
+def save(
+    run: Path, state: State, weights: Mapping[str, Tensor], optimiser: Mapping[str, Any], *, model: Path, keep: int
+) -> Path:
+    """Write a checkpoint and remove all but the newest `keep`. `model`: the folder whose small files go with it."""
+    parent = run / "checkpoints"
+    parent.mkdir(parents=True, exist_ok=True)
+    final, draft = parent / f"step-{state.step:06d}", parent / f".draft-{state.step:06d}"
+    for old in parent.glob(".draft-*"):  # of a killed run
+        shutil.rmtree(old)
+    draft.mkdir()
+    for pattern in _MODEL_FILES:
+        for file in sorted(model.glob(pattern)):
+            if file.name not in ("state.json", "model.safetensors.index.json"):
+                shutil.copyfile(file, draft / file.name)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
+    save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+    torch.save(dict(optimiser), draft / "optimiser.pt")
+    torch.save(torch.get_rng_state(), draft / "torch_rng.pt")
+    (draft / "state.json").write_bytes(orjson.dumps(asdict(state) | {"rng": _random_states()}))
+    for file in draft.iterdir():
+        _to_disk(file)
+    _to_disk(draft)
+    if final.exists():
+        shutil.rmtree(final)
+    os.rename(draft, final)
+    _to_disk(parent)
+    for old in _folders(run)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def latest(run: Path) -> Path | None:
+    """The newest whole checkpoint of a run."""
+    folders = _folders(run)
+    return folders[-1] if folders else None
+
+
+def load(folder: Path, *, restore_random: bool = True) -> Checkpoint:
+    """Read a checkpoint, and put the random generators where they were. Raises TrainingError for a newer format."""
+    raw = orjson.loads((folder / "state.json").read_bytes())
+    if raw["format"] > FORMAT:
+        raise TrainingError(f"{folder} was written by a newer Polar (format {raw['format']}, this one reads {FORMAT})")
+    state = State(**{**raw, "trained": tuple(raw["trained"])})
+    if restore_random:
+        torch.set_rng_state(torch.load(folder / "torch_rng.pt", weights_only=True))
+        _restore_random(state.rng)
+    return Checkpoint(
+        folder,
+        state,
+        load_file(folder / "model.safetensors"),
+        torch.load(folder / "optimiser.pt", weights_only=True),
+    )
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace a small file as a whole."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_bytes(data)
+    _to_disk(draft)
+    os.replace(draft, path)
+    _to_disk(path.parent)
+
+
+def _folders(run: Path) -> list[Path]:
+    return sorted((run / "checkpoints").glob("step-*"))
+
+
+def _to_disk(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _random_states() -> Json:
+    version, numbers, gauss = random.getstate()
+    name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, [int(key) for key in keys], place, has_gauss, cached],
+    }
+
+
+def _restore_random(states: Json) -> None:
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, place, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), place, has_gauss, cached))

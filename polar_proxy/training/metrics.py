@@ -1,0 +1,90 @@
+"""What a run says of itself: one JSON line per event in RUN/metrics.jsonl, and TensorBoard where it is installed.
+
+Lines of `kind` "step" hold one step each, of "eval" an evaluation, of "sync" a weight sync, of "start" a (re)start. A
+resumed run first drops the lines of steps that its checkpoint does not hold: those steps never happened.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from polar_proxy.training.checkpoint import write_file
+from polar_proxy.training.student import t_quantile
+from polar_proxy.types import Json
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """The writer of one run; `with Metrics(run) as metrics`."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._file: Any = None
+        self._board: Any = None
+
+    def __enter__(self) -> Metrics:
+        self._run.mkdir(parents=True, exist_ok=True)
+        self._file = (self._run / FILE).open("ab")
+        if importlib.util.find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(self._run / "tensorboard"))  # type: ignore[no-untyped-call, unused-ignore]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def write(self, kind: str, step: int, values: Json) -> None:
+        """`step`: how many steps are done."""
+        line = {"kind": kind, "step": step, "at": time.time(), **values}
+        self._file.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in values.items():
+                if isinstance(value, int | float) and not isinstance(value, bool):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+
+def forget_after(run: Path, step: int) -> int:
+    """Drop the lines of steps behind `step`; returns how many steps are forgotten so. Before `Metrics` is entered."""
+    lines = list(read(run))
+    kept = [line for line in lines if line["step"] <= step]
+    if (run / FILE).exists():
+        write_file(run / FILE, b"".join(orjson.dumps(line) + b"\n" for line in kept))
+    steps: list[int] = [line["step"] for line in lines if line["kind"] == "step"]
+    return sum(done > step for done in steps)
+
+
+def read(run: Path) -> Iterator[Json]:
+    """The lines of a run; a last one that a kill cut short is left out."""
+    path = run / FILE
+    if not path.exists():
+        return
+    for line in path.read_bytes().splitlines():
+        try:
+            yield orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+
+
+def mean_with_interval(values: Sequence[float]) -> Json:
+    """Mean and half the width of its 95 % interval by Student's t; null where there are too few."""
+    n = len(values)
+    if n == 0:
+        return {"reward": None, "reward_interval": None, "scored": 0}
+    mean = float(np.mean(values))
+    half = None
+    if n > 1:
+        half = t_quantile(0.975, n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    return {"reward": mean, "reward_interval": half, "scored": n}

@@ -1,0 +1,150 @@
+"""New weights into the engine that samples, and the proof that they arrived.
+
+After each sync the engine scores a fixed prompt and the trainer does too. They must agree within a tolerance, and the
+engine must stand nearer to the trainer's weights of now than to those of before: small updates hide within any
+tolerance, and an engine that quietly kept the old weights would pass without the second condition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import numpy as np
+from torch import Tensor
+
+from polar_proxy.engines.base import Engine
+from polar_proxy.errors import EngineError
+from polar_proxy.training.failures import TrainingError
+from polar_proxy.types import Json
+
+PROBE_TOKENS = 48
+
+
+class WeightSync(Protocol):
+    """How weights come into one kind of engine."""
+
+    async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
+        """Returns when everything that is sampled from now on is sampled with them. Raises TrainingError."""
+        ...
+
+
+class TakesWeights(Protocol):
+    """What `LocalEngine` offers."""
+
+    async def load_weights(self, source: Any, version: str) -> None: ...
+
+
+class LocalSync:
+    """In memory: the engine copies the tensors between two of its steps, and answers in flight go on with the new
+    weights. Their versions are recorded token by token."""
+
+    def __init__(self, engine: TakesWeights) -> None:
+        self._engine = engine
+
+    async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
+        try:
+            await self._engine.load_weights(weights, version)
+        except EngineError as error:
+            raise TrainingError(f"the engine did not take the weights of version {version}: {error}") from error
+
+
+class VllmDiskSync:
+    """vLLM reloads weights that the trainer wrote as safetensors: pause, `/collective_rpc reload_weights`, resume.
+
+    Needs a server in development mode (VLLM_SERVER_DEV_MODE=1) that sees `folder`. `mode` says what becomes of calls in
+    flight: `keep` freezes them and they go on with the new weights, `wait` lets them end first, `abort` ends them.
+    """
+
+    def __init__(
+        self, url: str, folder: Path, *, mode: str = "keep", transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._folder = folder
+        self._mode = mode
+        self._transport = transport
+
+    async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
+        target = self._folder / f"version-{version}"
+        await asyncio.to_thread(_write, weights, target)
+        async with httpx.AsyncClient(base_url=self._url, timeout=600, transport=self._transport) as http:
+            await _post(http, f"/pause?mode={self._mode}", None)
+            try:
+                call = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
+                await _post(http, "/collective_rpc", call)
+            finally:
+                await _post(http, "/resume", None)
+        await asyncio.to_thread(shutil.rmtree, target)
+
+
+async def _post(http: httpx.AsyncClient, path: str, body: Json | None) -> None:
+    try:
+        response = await http.post(path, json=body)
+    except httpx.HTTPError as error:
+        raise TrainingError(f"vLLM did not answer to POST {path}: {error}") from error
+    if response.status_code != 200:
+        hint = " Start it with VLLM_SERVER_DEV_MODE=1." if response.status_code == 404 else ""
+        raise TrainingError(f"vLLM answers {response.status_code} to POST {path}: {response.text[:300]}{hint}")
+
+
+def _write(weights: Mapping[str, Tensor], folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, folder / "model.safetensors"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """Differences in nats over the probe's tokens."""
+
+    largest: float
+    mean: float
+    moved: float | None
+    """Mean change of the trainer's own values since the last sync; None at the first."""
+
+    def to_json(self) -> Json:
+        return asdict(self)
+
+
+def probe_ids(vocabulary: int, count: int = PROBE_TOKENS) -> list[int]:
+    """Fixed tokens, the same for every run: unlikely text, whose log-probabilities are large and move easily."""
+    return [int(token) for token in np.random.default_rng(0).integers(0, vocabulary, count)]
+
+
+async def probe(
+    engine: Engine, ids: Sequence[int], now: Sequence[float], before: Sequence[float] | None, tolerance: float
+) -> ProbeResult:
+    """Compare the engine with the trainer's log-probabilities of ids[1:], `now` and `before` this sync.
+
+    Raises TrainingError where the engine is not at the trainer's weights.
+    """
+    try:
+        found = np.array(await engine.score(ids))
+    except EngineError as error:
+        raise TrainingError(f"the engine cannot score the probe after the sync: {error}") from error
+    gaps = np.abs(found - np.array(now))
+    largest, mean = float(gaps.max()), float(gaps.mean())
+    if not largest <= tolerance:  # not a number fails too
+        raise TrainingError(
+            f"after the sync engine and trainer differ by up to {largest:.3g} nats on the probe (allowed: "
+            f"{tolerance:g}): the engine has other weights, or computes them otherwise (dtype, quantisation). "
+            "Training on its samples would be wrong; raise probe_tolerance only if you know why they differ"
+        )
+    if before is None:
+        return ProbeResult(largest, mean, None)
+    moved = float(np.abs(np.array(now) - np.array(before)).mean())
+    # By far nearer: a move smaller than the noise between engine and trainer proves nothing either way.
+    if float(np.abs(found - np.array(before)).mean()) < mean / 4:
+        raise TrainingError(
+            f"after the sync the engine is nearer to the weights of before (they moved by {moved:.3g} nats on the "
+            f"probe, and it is {mean:.3g} from the new ones): it did not take them"
+        )
+    return ProbeResult(largest, mean, moved)

@@ -1,0 +1,54 @@
+"""The whole loop learns: real engine, store, feed, batch, step and sync, with the smallest environment there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from polar_proxy.training import metrics
+from tests.engines.conftest import make_random_model
+from tests.training.bandit import CONFIG, opened, trainer
+
+LEARN = CONFIG.model_copy(update={"groups": 2, "steps": 10, "learning_rate": 2e-3})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("policy"), vocab_size=300)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+async def rewards(folder: Path, model: Path, *, shuffled: bool) -> tuple[list[float], list[metrics.Json]]:
+    """Mean reward of each step, and the lines of the run."""
+    async with opened(folder, model) as (store, engine):
+        state = await trainer(folder, model, store, engine, LEARN, shuffled=shuffled).train()
+        assert (state.step, await engine.weight_version()) == (LEARN.steps, str(LEARN.steps))
+        assert await store.feed_depth() == {"delivered": LEARN.groups * LEARN.steps}
+    lines = list(metrics.read(folder / "run"))
+    return [line["reward"] for line in lines if line["kind"] == "step"], lines
+
+
+async def test_rewards_rise_and_the_recorded_logprobs_are_the_trainers(tmp_path: Path, model: Path) -> None:
+    found, lines = await rewards(tmp_path, model, shuffled=False)
+    assert sum(found[:2]) / 2 < 0.65
+    assert sum(found[-2:]) / 2 > 0.85
+    steps = [line for line in lines if line["kind"] == "step"]
+    # Sampled by the engine, scored by the trainer, with the same weights: every step on policy to rounding.
+    assert max(line["mismatch_max"] for line in steps) < 1e-3
+    assert max(line["largest"] for line in lines if line["kind"] == "sync") < 1e-3
+    assert [line["staleness"] for line in steps] == [0] * LEARN.steps
+
+
+async def test_shuffled_rewards_teach_nothing(tmp_path: Path, model: Path) -> None:
+    found, _ = await rewards(tmp_path, model, shuffled=True)
+    assert sum(found[-2:]) / 2 < 0.7
