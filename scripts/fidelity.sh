@@ -27,7 +27,7 @@ from polar_proxy.conformance.fidelity.model import make_model
 make_model(pathlib.Path(sys.argv[1]))" "$WORK/model"
 
 # One thread: with a model this small more of them only wait for each other.
-PYTHONPATH=$PWD/polar_proxy/conformance/vllm_plugin OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=${POLAR_FIDELITY_CORE:-0} \
+PYTHONPATH=$PWD/polar_proxy/conformance/vllm_plugin OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
     POLAR_VLLM_LEN=262144 scripts/vllm_cpu.sh serve "$VLLM" "$WORK/model" fidelity "$PORT" --reasoning-parser qwen3 \
     --logits-processors polar_forced_tokens:ForcedTokens --trust-request-chat-template >"$WORK/server" &
 SERVER=$!
