@@ -101,7 +101,7 @@ def _seeds(source: TaskSource, seed: int | None, instances: int | None) -> list[
 async def _run(settings: Settings, source: TaskSource, seeds: list[int], *, quiet: bool) -> list[RolloutRow]:
     # Loaded here: torch and the rest take seconds, which `polar --help` should not.
     from polar_proxy.engines.factory import make_engine
-    from polar_proxy.rollout import Job, recover, run_job, serving
+    from polar_proxy.rollout import Recipe, Submission, recover, run_job, serving
 
     view = LiveView(common.err, interactive=not quiet)
     async with common.writer(settings) as store:
@@ -113,9 +113,9 @@ async def _run(settings: Settings, source: TaskSource, seeds: list[int], *, quie
             async with serving(settings, engine, store) as gateway:
                 gateway.observe(view.call)
                 with view.shown():
-                    ids = await run_job(
-                        Job(source, seeds, settings.run.samples), settings, engine, store, gateway, view, view.note
-                    )
+                    tasks = [source.task(seed) for seed in seeds]
+                    submission = Submission(tasks, Recipe.of(settings.run), settings.run.samples)
+                    ids = await run_job(submission, settings, engine, store, gateway, view, view.note)
         rows = []
         for rollout_id in ids:
             row = await store.rollout(rollout_id)
@@ -133,6 +133,9 @@ def summary(row: RolloutRow) -> Json:
         "group_id": row.group_id,
         "seed": row.seed,
         "status": row.status,
+        "cause": row.cause,
+        "attempt": row.attempt,
+        "masked": row.masked,
         "reward": row.reward,
         "calls": row.calls,
         "traces": row.traces,

@@ -27,6 +27,7 @@ _META = (
     "engine",
     "model",
     "status",
+    "masked",
     "reward",
     "exit_code",
 )

@@ -1,8 +1,23 @@
 """Rollouts: stages, scheduling, recovery."""
 
-from polar_proxy.rollout.many import Job, run_job, serving
+from polar_proxy.rollout.own import run_job
+from polar_proxy.rollout.recipe import Recipe
 from polar_proxy.rollout.recovery import recover
-from polar_proxy.rollout.runner import Listener, Rollout, RolloutRunner
+from polar_proxy.rollout.runner import Listener, RolloutRunner
+from polar_proxy.rollout.service import RolloutService, ServiceLimits, Submission, rollouts_of, serving, submit
 from polar_proxy.rollout.traces import build_traces
 
-__all__ = ["Job", "Listener", "Rollout", "RolloutRunner", "build_traces", "recover", "run_job", "serving"]
+__all__ = [
+    "Listener",
+    "Recipe",
+    "RolloutRunner",
+    "RolloutService",
+    "ServiceLimits",
+    "Submission",
+    "build_traces",
+    "recover",
+    "rollouts_of",
+    "run_job",
+    "serving",
+    "submit",
+]

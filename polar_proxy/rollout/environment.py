@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from polar_proxy.rollout.git import WorkspaceError
+from polar_proxy.rollout.pool import Open
 from polar_proxy.rollout.workspace import TaskNotPossibleError, place, uses_image, why_not
 from polar_proxy.tasks import Environment, Repository, Task
 from polar_proxy.tasks.harbor import folder_digest, folder_files
@@ -31,10 +32,12 @@ _BUILD_SECONDS = 1800.0
 
 
 class Environments:
-    """Sandboxes for tasks, of one kind. `cache`: where bundles are kept (default: beside the sandboxes' register)."""
+    """Sandboxes for tasks, of one kind. `cache`: where bundles are kept (default: beside the sandboxes' register);
+    `opener` opens them (a pool's `take`)."""
 
-    def __init__(self, kind: Kind, cache: Path | None = None) -> None:
+    def __init__(self, kind: Kind, cache: Path | None = None, *, opener: Open = open_sandbox) -> None:
         self.kind: Kind = kind
+        self._open = opener
         self._cache = cache
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -69,11 +72,14 @@ class Environments:
             folders=environment.folders,
         )
 
+    async def evaluator(self, task: Task, labels: Mapping[str, str]) -> SandboxSpec:
+        """What an evaluator of this task works in."""
+        return await self.spec(task, memory_mb=2048, labels={**labels, "polar.role": "evaluator"})
+
     @contextlib.asynccontextmanager
     async def fresh(self, task: Task, labels: Mapping[str, str]) -> AsyncIterator[Sandbox]:
         """A new sandbox with the task's own state, for an evaluator."""
-        spec = await self.spec(task, memory_mb=2048, labels={**labels, "polar.role": "evaluator"})
-        async with await open_sandbox(self.kind, spec) as sandbox:
+        async with await self._open(self.kind, await self.evaluator(task, labels)) as sandbox:
             await place(task, sandbox, await self.bundle(task))
             yield sandbox
 

@@ -1,4 +1,8 @@
-"""Taking up after a process that was killed: its sandboxes are removed, its rollouts get a final status."""
+"""Taking up after a process that was killed.
+
+Its sandboxes are removed. What it ran for itself (`polar run`) gets a final status; what it ran of a service's job goes
+back into the queue at once, where another process would only take it when its hold runs out.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ import os
 import socket
 from pathlib import Path
 
-from polar_proxy.rollout.traces import build_traces
+from polar_proxy.rollout.traces import build_traces, close_books
 from polar_proxy.store import RolloutRow, Store
 from sandboxes import orphans
 
 
-async def recover(store: Store) -> list[str]:
-    """Clean up after dead owners; returns one line for people per thing that was done. The living are left alone."""
+async def recover(store: Store, *, attempts: int = 3) -> list[str]:
+    """Clean up after dead owners; returns one line for people per thing that was done. The living are left alone.
+
+    To be called before this process makes or takes its first rollout.
+    """
     lines = [f"removed a leftover {item}" for item in await orphans.sweep()]
+    groups: set[str] = set()
     for rollout in await store.interrupted_rollouts():
         if not _owner_is_dead(rollout):
             continue
@@ -21,11 +29,31 @@ async def recover(store: Store) -> list[str]:
             await store.close_session(rollout.session_id)
             # What was answered is kept and can be trained on; the reward stays null, which is not 0.
             await build_traces(store, rollout.session_id, rollout.rollout_id, reward=None, incomplete=False)
+        await store.end_open_stage(rollout.rollout_id, "failed", "interrupted")
         await store.set_rollout(
             rollout.rollout_id, status="failed", error="interrupted: the process that ran it was killed"
         )
+        await close_books(store, rollout.rollout_id)
+        groups.add(rollout.group_id)
         lines.append(f"rollout {rollout.rollout_id} was interrupted; its {rollout.calls} recorded calls are kept")
+    for worker in await store.holders():
+        if not _worker_is_dead(worker):
+            continue
+        for rollout_id, attempt in (await store.take_from(worker, attempts=attempts)).items():
+            await close_books(store, rollout_id)
+            lines.append(f"rollout {rollout_id} " + ("is queued again" if attempt else "has been tried too often"))
+    groups.update(await store.unsettled_groups())
+    for group_id in groups:
+        await store.settle_group(group_id)
     return lines
+
+
+def _worker_is_dead(worker: str) -> bool:
+    """Whether the process of this name (see `Scheduler.worker`) is gone; if it cannot be told, its hold runs out."""
+    host, pid, _ = worker.rsplit(":", 2)
+    if host != socket.gethostname():
+        return False
+    return int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()
 
 
 def _owner_is_dead(rollout: RolloutRow) -> bool:

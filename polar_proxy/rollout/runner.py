@@ -1,39 +1,57 @@
-"""One rollout through its stages: preparing -> running -> scoring -> done | failed | timed_out | cancelled.
+"""One attempt at a rollout: preparing -> ready -> running -> scoring -> done | failed | timed_out.
 
-Promises: every stage is in the store before it begins; whatever happens the sandboxes are closed, the session's key is
-revoked and a final status is written; every recorded call of the rollout is in a trace or excluded with a reason.
+Promises:
+
+* every stage is in the store before it begins, and waiting for one is charged to nobody's time;
+* whatever happens the sandboxes are closed, the session's key is revoked, and the scheduler is told what it was: a
+  result is written as the final status; InfrastructureError means another attempt; a cancellation comes out;
+* every recorded call of a rollout that has ended is in a trace or excluded with a reason.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
 import socket
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from harness_adapters.base import HarnessAdapter, Installed, LaunchContext, LaunchPlan
-from polar_proxy.config import RunSettings
-from polar_proxy.errors import PolarError
+from harness_adapters.base import HarnessError, InstallError, LaunchContext, LaunchPlan
+from polar_proxy.engines.base import Engine
+from polar_proxy.errors import EngineError, PolarError, StoreError
 from polar_proxy.gateway import Gateway, hash_key, new_key
 from polar_proxy.rewards import Attempt, Score, budget, evaluate, source_of
 from polar_proxy.rollout.environment import Environments
-from polar_proxy.rollout.traces import build_traces
-from polar_proxy.rollout.workspace import lay_out, read_patch
-from polar_proxy.store import Store
-from polar_proxy.tasks import Task
-from polar_proxy.types import CallRecord, EngineInfo
-from sandboxes import Mount, Sandbox, SandboxError, open_sandbox
+from polar_proxy.rollout.gates import Ticket
+from polar_proxy.rollout.git import WorkspaceError
+from polar_proxy.rollout.harnesses import Harness, Harnesses
+from polar_proxy.rollout.pool import Pool
+from polar_proxy.rollout.recipe import Recipe
+from polar_proxy.rollout.scheduler import Gates, InfrastructureError
+from polar_proxy.rollout.traces import build_traces, supersede_earlier
+from polar_proxy.rollout.workspace import TaskNotPossibleError, lay_out, read_patch
+from polar_proxy.store import RolloutStatus, Store
+from polar_proxy.store.stages import Held, NotHeldError
+from polar_proxy.tasks import BadTaskError, Task
+from polar_proxy.tasks.spec import from_spec
+from polar_proxy.types import CallRecord
+from sandboxes import Mount, Sandbox, SandboxError, choose
 from sandboxes.base import Kind, settle
+
+log = logging.getLogger(__name__)
 
 _PREPARE_SECONDS = 300.0
 _SCORE_SECONDS = 300.0
 """For sandboxes and patches; the evaluators' own commands have the task's limit each."""
+_IDLE_SECONDS = 30.0
+"""A call that was in flight when the agent died is committed a moment later."""
 # OpenHands prints its whole first prompt after the event that tells why it failed.
 _TAIL = 200_000
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 class Listener(Protocol):
@@ -44,135 +62,277 @@ class Listener(Protocol):
     def output(self, rollout_id: str, data: bytes) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One attempt to make."""
+@dataclass(slots=True)
+class _One:
+    """An attempt while it goes on."""
 
-    rollout_id: str
+    held: Held
+    gates: Gates
+    ticket: Ticket
+    session_id: str | None = None
+
+    @property
+    def rollout_id(self) -> str:
+        return self.held.rollout_id
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A sandbox with the workspace and the agent's files in it."""
+
     task: Task
+    recipe: Recipe
+    harness: Harness
+    environments: Environments
+    sandbox: Sandbox
+    base: str
+    plan: LaunchPlan
 
 
 @dataclass(frozen=True, slots=True)
 class _AgentEnd:
-    status: str
+    task: Task
+    environments: Environments
+    status: RolloutStatus
     detail: str
     exit_code: int | None
     patch: bytes
     no_patch: str | None
+    masked: bool
 
 
 class RolloutRunner:
-    """Runs rollouts, any number at once, with one harness, kind of sandbox and gateway."""
+    """The scheduler's attempts: any number at once, with any harness and kind of sandbox, on one gateway."""
 
     def __init__(
-        self,
-        store: Store,
-        gateway: Gateway,
-        adapter: HarnessAdapter,
-        installed: Installed,
-        sandbox: Kind,
-        engine: EngineInfo,
-        settings: RunSettings,
-        listener: Listener,
+        self, store: Store, gateway: Gateway, engine: Engine, harnesses: Harnesses, pool: Pool, listener: Listener
     ) -> None:
         self._store = store
         self._gateway = gateway
-        self._adapter = adapter
-        self._installed = installed
-        self._kind: Kind = sandbox
-        self._environments = Environments(sandbox)
         self._engine = engine
-        self._settings = settings
+        self._harnesses = harnesses
+        self._pool = pool
         self._listener = listener
+        self._environments: dict[Kind, Environments] = {}
 
-    async def run(self, rollout: Rollout) -> None:
-        """From `preparing` to a final status. Only cancellation comes out, after the status is written."""
-        started = time.monotonic()
-        session_id: str | None = None
+    async def __call__(self, held: Held, gates: Gates, ticket: Ticket) -> None:
+        """See `scheduler.Attempt`."""
+        one = _One(held, gates, ticket)
         try:
-            await self._stage(rollout, "preparing")
-            key = new_key()
-            session = await self._store.create_session(
-                key_hash=hash_key(key),
-                label=None,
-                rollout_id=rollout.rollout_id,
-                policy=self._policy(),
-                origin="rollout",
-            )
-            session_id = session.session_id
-            self._listener.session(rollout.rollout_id, session_id)
-            await self._store.set_rollout(rollout.rollout_id, session_id=session_id)
-            end = await self._agent(rollout, key)
-            await self._store.close_session(session_id)
-            await self._stage(rollout, "scoring", exit_code=end.exit_code)
-            score = await self._score(rollout, session_id, end)
-            await self._reward(rollout, score)
-            await self._finish(rollout, session_id, end.status, end.detail, reward=score.reward)
-        except asyncio.CancelledError:
-            await settle(self._cancelled(rollout, session_id))
+            end = await self._agent(one)
+            async with gates.scoring.enter(ticket):
+                stage = {"done": "ok"}.get(end.status, end.status)
+                await self._enter(one, "scoring", outcome=stage, exit_code=end.exit_code)
+                score = await self._score(one, end)
+                await self._reward(one, end.task, score)
+                await self._finish(one, end, score.reward)
+        except (asyncio.CancelledError, InfrastructureError, NotHeldError):
+            await settle(self._leave(one))
             raise
-        except (PolarError, SandboxError, OSError, TimeoutError) as error:
-            after = f"after {time.monotonic() - started:.0f} s"
-            text = str(error) or f"{type(error).__name__} {after}"
-            await self._finish(rollout, session_id, "failed", text)
+        except StoreError as error:
+            await settle(self._leave(one))
+            raise InfrastructureError("store", str(error)) from error
+        except (PolarError, HarnessError) as error:  # what no other attempt would change
+            await self._give_up(one, error)
 
-    async def _cancelled(self, rollout: Rollout, session_id: str | None) -> None:
-        row = await self._store.rollout(rollout.rollout_id)
-        if row is None or not row.final:  # final: the cancellation came when all was done
-            await self._finish(rollout, session_id, "cancelled", "cancelled by the user")
+    # Stages
 
-    def _policy(self) -> dict[str, float | int]:
-        # Sampled from the whole distribution, so that the recorded log-probabilities are those of the samples.
-        return {
-            "temperature": self._settings.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-            "max_tokens": self._settings.max_tokens,
-        }
-
-    async def _agent(self, rollout: Rollout, key: str) -> _AgentEnd:
-        task = rollout.task
-        spec = await self._environments.spec(
-            task,
-            memory_mb=4096,
-            labels={"polar.rollout": rollout.rollout_id},
-            mounts=_mounts(self._installed.mounts),
-        )
+    async def _agent(self, one: _One) -> _AgentEnd:
+        """From a place to prepare in to the patch. The sandbox is closed when this is left, in whatever way."""
         async with contextlib.AsyncExitStack() as stack:
+            async with one.gates.preparing.enter(one.ticket):
+                key = new_key()
+                await self._open_session(one, key)
+                ready = await self._prepare(one, key, stack)
+            await self._enter(one, "ready")
+            async with one.gates.running.enter(one.ticket):
+                await self._enter(one, "running")
+                with _infrastructure("sandbox"):
+                    end = await self._run(one, ready)
+                    await stack.aclose()
+            return end
+
+    async def _prepare(self, one: _One, key: str, stack: contextlib.AsyncExitStack) -> _Ready:
+        """Nothing that happens before the agent begins is its fault."""
+        row = await self._store.task(one.held.task_id)
+        assert row is not None
+        task, recipe = from_spec(row.spec), Recipe.from_json(one.held.config)
+        with _infrastructure("harness"):
+            harness = await self._harnesses.get(recipe.harness)
+        with _infrastructure("sandbox"):
+            kind: Kind = (await asyncio.to_thread(choose, recipe.sandbox)).kind
+            if kind != one.held.sandbox:
+                await self._store.set_rollout(one.rollout_id, sandbox=kind)
+            if kind not in self._environments:
+                self._environments[kind] = Environments(kind, opener=self._pool.take)
+            environments = self._environments[kind]
+            spec = await environments.spec(
+                task,
+                memory_mb=4096,
+                labels={"polar.rollout": one.rollout_id},
+                mounts=_mounts(harness.installed.mounts),
+            )
             async with asyncio.timeout(_PREPARE_SECONDS):
-                sandbox = await stack.enter_async_context(await open_sandbox(self._kind, spec))
-                base = await lay_out(task, sandbox, await self._environments.bundle(task))
+                sandbox = await stack.enter_async_context(await self._pool.take(kind, spec))
+                base = await lay_out(task, sandbox, await environments.bundle(task))
                 url = await stack.enter_async_context(self._reachable(sandbox))
-                plan = self._plan(task, sandbox, url, key)
+                plan = self._plan(harness, task, sandbox, url, key)
                 for name, text in plan.files.items():
                     await sandbox.write(f"{sandbox.home}/{name}", text.encode(), 0o600)
-            await self._stage(rollout, "running")
-            result = await sandbox.exec(
-                plan.argv,
-                env=plan.env,
-                cwd=sandbox.workdir,
-                timeout=min(self._settings.timeout, task.agent_seconds or self._settings.timeout),
-                on_output=lambda data: self._listener.output(rollout.rollout_id, data),
-            )
-            # Nothing that the agent left running may touch the workspace while it is read.
-            await sandbox.kill_all()
-            log = result.stdout + result.stderr
-            await self._store.add_artifact(rollout.rollout_id, "agent.log", log)
-            exit_code = None if result.timed_out else result.exit_code
-            outcome, detail = self._adapter.interpret(exit_code, log[-_TAIL:].decode(errors="replace"))
-            patch, no_patch = await read_patch(sandbox, base, snapshot=task.environment.snapshot)
-            await self._store.add_artifact(rollout.rollout_id, "patch.diff", patch)
-        status = {"ok": "done", "failed": "failed", "timed_out": "timed_out"}[outcome]
-        return _AgentEnd(status, detail, exit_code, patch, no_patch)
+        return _Ready(task, recipe, harness, environments, sandbox, base, plan)
 
-    def _plan(self, task: Task, sandbox: Sandbox, url: str, key: str) -> LaunchPlan:
-        return self._adapter.launch(
-            self._installed,
+    async def _run(self, one: _One, ready: _Ready) -> _AgentEnd:
+        task, sandbox = ready.task, ready.sandbox
+        # Opened while the agent works, so that it is there when the patch is.
+        self._pool.expect(sandbox.kind, await ready.environments.evaluator(task, _labels(one)))
+        limit = ready.recipe.timeout
+        result = await sandbox.exec(
+            ready.plan.argv,
+            env=ready.plan.env,
+            cwd=sandbox.workdir,
+            timeout=min(limit, task.agent_seconds or limit),
+            on_output=lambda data: self._listener.output(one.rollout_id, data),
+        )
+        # Nothing that the agent left running may touch the workspace while it is read.
+        await sandbox.kill_all()
+        said = result.stdout + result.stderr
+        await self._store.add_artifact(one.rollout_id, "agent.log", said)
+        exit_code = None if result.timed_out else result.exit_code
+        outcome, detail = ready.harness.adapter.interpret(exit_code, said[-_TAIL:].decode(errors="replace"))
+        if outcome != "ok" and (reason := await self._engine_is_gone()) is not None:
+            raise InfrastructureError("engine", f"the agent {outcome}, and the engine is gone: {reason}")
+        patch, no_patch = await read_patch(sandbox, ready.base, snapshot=task.environment.snapshot)
+        await self._store.add_artifact(one.rollout_id, "patch.diff", patch)
+        statuses: dict[str, RolloutStatus] = {"ok": "done", "failed": "failed", "timed_out": "timed_out"}
+        trained = ready.recipe.train_timed_out or bool(task.metadata.get("train_timed_out"))
+        masked = outcome == "timed_out" and not trained
+        return _AgentEnd(task, ready.environments, statuses[outcome], detail, exit_code, patch, no_patch, masked)
+
+    async def _score(self, one: _One, end: _AgentEnd) -> Score:
+        task = end.task
+        calls: list[CallRecord] = []
+        assert one.session_id is not None
+        if any(evaluation.kind == "python" for evaluation in task.evaluators):
+            with contextlib.suppress(TimeoutError):  # what is still in flight will make the rollout incomplete
+                await self._gateway.sessions.idle(one.session_id, timeout=_IDLE_SECONDS)
+            calls = await self._store.calls(one.session_id)
+        attempt = Attempt(task, end.patch, end.exit_code, calls)
+        try:
+            score = await self._evaluate(one, end, attempt)
+        except InfrastructureError as error:
+            # The agent's work is done, and may have taken an hour: its judge gets a second sandbox first.
+            log.warning("rollout %s: %s; scoring it once more", one.rollout_id, error)
+            score = await self._evaluate(one, end, attempt)
+        if end.no_patch is not None:
+            score.detail["no_patch"] = end.no_patch
+        await self._store.add_artifact(one.rollout_id, "tests.log", score.log)
+        return score
+
+    async def _evaluate(self, one: _One, end: _AgentEnd, attempt: Attempt) -> Score:
+        with _infrastructure("evaluator"):
+            async with asyncio.timeout(_SCORE_SECONDS + budget(end.task)):
+                return await evaluate(attempt, lambda: end.environments.fresh(end.task, _labels(one)))
+
+    async def _reward(self, one: _One, task: Task, score: Score) -> None:
+        source = source_of(task)
+        for call_id, value in score.calls.items():
+            await self._store.add_reward(one.rollout_id, value, source, {}, call_id=call_id)
+        await self._store.add_reward(one.rollout_id, score.reward, source, score.detail)
+
+    # The end
+
+    async def _finish(self, one: _One, end: _AgentEnd, reward: float | None) -> None:
+        causes = {"done": None, "failed": "agent", "timed_out": "agent_timeout"}
+        lost = await self._close_session(one)
+        await self._write_traces(one, reward, incomplete=lost is not None)
+        detail = end.detail if lost is None else f"{lost}; not to be trained on. {end.detail}"
+        await self._store.end_rollout(
+            one.held,
+            end.status,
+            cause=causes[end.status],
+            error=None if end.status == "done" and lost is None else detail,
+            incomplete=lost is not None,
+            masked=end.masked,
+        )
+        self._listener.stage(one.rollout_id, end.status, detail)
+
+    async def _give_up(self, one: _One, error: Exception) -> None:
+        cause = "task" if isinstance(error, (TaskNotPossibleError, BadTaskError)) else _cause_of(error)
+        lost = await self._close_session(one)
+        await self._write_traces(one, None, incomplete=lost is not None)
+        detail = str(error) if lost is None else f"{lost}; not to be trained on. {error}"
+        await self._store.end_rollout(
+            one.held, "failed", outcome="failed", cause=cause, error=detail, incomplete=lost is not None
+        )
+        self._listener.stage(one.rollout_id, "failed", detail)
+
+    async def _leave(self, one: _One) -> None:
+        """Revoke the key and wait for what is in flight; the scheduler decides what becomes of the calls."""
+        try:
+            if await self._close_session(one) is not None:
+                await self._store.set_rollout(one.rollout_id, incomplete=True)
+        except StoreError:
+            log.exception("rollout %s: its session cannot be closed", one.rollout_id)
+
+    async def _close_session(self, one: _One) -> str | None:
+        """Returns what was lost of it, if anything was."""
+        if one.session_id is None:
+            return None
+        sessions = self._gateway.sessions
+        await self._store.close_session(one.session_id)
+        try:
+            await sessions.idle(one.session_id, timeout=_IDLE_SECONDS)
+        except TimeoutError:
+            return "a call was still being answered when its rollout ended"
+        lost = sessions.lost(one.session_id)
+        sessions.forget(one.session_id)
+        return f"{lost} call(s) were answered but not recorded" if lost else None
+
+    async def _write_traces(self, one: _One, reward: float | None, *, incomplete: bool) -> None:
+        if one.session_id is not None:
+            await build_traces(self._store, one.session_id, one.rollout_id, reward=reward, incomplete=incomplete)
+            if one.held.attempt > 1:
+                await supersede_earlier(self._store, one.rollout_id, one.session_id)
+
+    # Parts
+
+    async def _open_session(self, one: _One, key: str) -> None:
+        recipe = Recipe.from_json(one.held.config)
+        session = await self._store.create_session(
+            key_hash=hash_key(key), label=None, rollout_id=one.rollout_id, policy=recipe.policy(), origin="rollout"
+        )
+        one.session_id = session.session_id
+        self._listener.session(one.rollout_id, session.session_id)
+        await self._enter(one, "preparing", session_id=session.session_id)
+
+    async def _enter(
+        self,
+        one: _One,
+        stage: RolloutStatus,
+        *,
+        outcome: str = "ok",
+        session_id: str | None = None,
+        exit_code: int | None = None,
+    ) -> None:
+        await self._store.enter_stage(one.held, stage, outcome=outcome, session_id=session_id, exit_code=exit_code)
+        self._listener.stage(one.rollout_id, stage)
+
+    async def _engine_is_gone(self) -> str | None:
+        """Why no agent could have done better, or None."""
+        try:
+            return await self._engine.health()
+        except EngineError as error:
+            return str(error)
+
+    def _plan(self, harness: Harness, task: Task, sandbox: Sandbox, url: str, key: str) -> LaunchPlan:
+        info = self._engine.info
+        return harness.adapter.launch(
+            harness.installed,
             LaunchContext(
                 base_url=url + "/v1",
                 api_key=key,
-                model=self._engine.model,
-                context_length=self._engine.context_length,
+                model=info.model,
+                context_length=info.context_length,
                 instruction=task.instruction,
                 home=sandbox.home,
                 workdir=sandbox.workdir,
@@ -193,71 +353,24 @@ class RolloutRunner:
         finally:
             await self._gateway.stop_serving_on(listener)
 
-    async def _score(self, rollout: Rollout, session_id: str, end: _AgentEnd) -> Score:
-        task = rollout.task
-        calls: list[CallRecord] = []
-        if any(evaluation.kind == "python" for evaluation in task.evaluators):
-            # A call that was in flight when the agent died is committed a moment later.
-            await self._gateway.sessions.idle(session_id, timeout=30)
-            calls = await self._store.calls(session_id)
-        labels = {"polar.rollout": rollout.rollout_id}
-        async with asyncio.timeout(_SCORE_SECONDS + budget(task)):
-            score = await evaluate(
-                Attempt(task, end.patch, end.exit_code, calls), lambda: self._environments.fresh(task, labels)
-            )
-        if end.no_patch is not None:
-            score.detail["no_patch"] = end.no_patch
-        await self._store.add_artifact(rollout.rollout_id, "tests.log", score.log)
-        return score
 
-    async def _reward(self, rollout: Rollout, score: Score) -> None:
-        source = source_of(rollout.task)
-        for call_id, value in score.calls.items():
-            await self._store.add_reward(rollout.rollout_id, value, source, {}, call_id=call_id)
-        await self._store.add_reward(rollout.rollout_id, score.reward, source, score.detail)
+@contextlib.contextmanager
+def _infrastructure(what: str) -> Iterator[None]:
+    """What fails in here is no fault of the agent's."""
+    try:
+        yield
+    except (SandboxError, WorkspaceError, InstallError, TimeoutError, OSError) as error:
+        cause = "disk" if isinstance(error, OSError) and error.errno in _DISK else what
+        words = str(error) or f"{type(error).__name__} with the {what}"
+        raise InfrastructureError(cause, words) from error
 
-    async def _finish(
-        self,
-        rollout: Rollout,
-        session_id: str | None,
-        status: str,
-        detail: str,
-        *,
-        reward: float | None = None,
-    ) -> None:
-        lost = 0
-        if session_id is not None:
-            await self._store.close_session(session_id)
-            # A call that was in flight when the agent died is committed a moment later.
-            await self._gateway.sessions.idle(session_id, timeout=30)
-            lost = self._gateway.sessions.lost(session_id)
-            await build_traces(self._store, session_id, rollout.rollout_id, reward=reward, incomplete=lost > 0)
-            self._gateway.sessions.forget(session_id)
-        if lost:
-            detail = f"{lost} call(s) were answered but not recorded; not to be trained on. {detail}"
-        await self._stage(
-            rollout, status, detail=detail, error=None if status == "done" and not lost else detail, incomplete=lost > 0
-        )
 
-    async def _stage(
-        self,
-        rollout: Rollout,
-        status: str,
-        *,
-        detail: str = "",
-        exit_code: int | None = None,
-        error: str | None = None,
-        incomplete: bool = False,
-    ) -> None:
-        changes: dict[str, object] = {"status": status}
-        if exit_code is not None:
-            changes["exit_code"] = exit_code
-        if error is not None:
-            changes["error"] = error
-        if incomplete:
-            changes["incomplete"] = True
-        await self._store.set_rollout(rollout.rollout_id, **changes)  # type: ignore[arg-type]
-        self._listener.stage(rollout.rollout_id, status, detail)
+def _cause_of(error: Exception) -> str:
+    return "harness" if isinstance(error, HarnessError) else type(error).__name__.removesuffix("Error").lower()
+
+
+def _labels(one: _One) -> dict[str, str]:
+    return {"polar.rollout": one.rollout_id}
 
 
 def _mounts(paths: tuple[Path, ...]) -> tuple[Mount, ...]:

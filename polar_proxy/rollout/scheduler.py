@@ -98,7 +98,7 @@ class Scheduler:
         job_id: str | None = None,
     ) -> None:
         """`policy_version` is asked at every claim; `on_settled` is told of each group that ended. With `job_id` it
-        works on that job alone, which this process may own; else on all that no process owns."""
+        works on that job alone, which this process may own ("": on none yet); else on all that no process owns."""
         self.worker = f"{socket.gethostname()}:{os.getpid()}:{new_id('w')[-8:]}"
         self._store = store
         self._attempt = attempt
@@ -136,6 +136,11 @@ class Scheduler:
     def wake(self) -> None:
         """There is something new in the queue."""
         self._wake.set()
+
+    def work_on(self, job_id: str) -> None:
+        """From now on, work on this job alone."""
+        self._job_id = job_id
+        self.wake()
 
     @property
     def in_hand(self) -> int:

@@ -37,11 +37,11 @@ async def close_books(store: Store, rollout_id: str) -> None:
 
     Where it has ended the calls of its last attempt are kept and become traces, without a reward, unless they are
     traces already. Those of earlier attempts, and all of a rollout that is tried again, are excluded as
-    `superseded_attempt`. Their sessions are closed: their keys open nothing any more.
+    `superseded_attempt`. An attempt that goes on (its session is open) is left alone.
     """
+    sessions = await store.sessions_of(rollout_id, closed=True)
     row = await store.rollout(rollout_id)
-    for session_id in await store.sessions_of(rollout_id):
-        await store.close_session(session_id)
+    for session_id in sessions:
         if row is None or session_id != row.session_id:
             await _supersede(store, session_id, rollout_id)
         elif row.final and not row.traces:

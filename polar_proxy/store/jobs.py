@@ -23,7 +23,7 @@ from polar_proxy.errors import UsageError
 from polar_proxy.store import jsontext, schema
 from polar_proxy.store.evidence import insert_event
 from polar_proxy.store.rows import FINAL_STATUSES
-from polar_proxy.store.stages import Held, Stages, end_stages
+from polar_proxy.store.stages import Held, Stages, close_sessions, end_stages
 from polar_proxy.types import Json, new_id
 
 CANCEL_REQUESTED = "cancel_requested"
@@ -326,6 +326,7 @@ class Jobs(Stages):
                 await insert_event(connection, row.rollout_id, now, "status", {"from": row.status, "to": "failed"})
             gone = [row.rollout_id for row in spent]
             await end_stages(connection, _st.rollout_id.in_(gone), now, "failed", "worker_lost")
+            await close_sessions(connection, gone, now)
             await connection.execute(
                 update(schema.rollouts)
                 .where(_r.rollout_id.in_(gone))
@@ -467,11 +468,21 @@ async def _requeue(connection: AsyncConnection, which: ColumnElement[bool], caus
         data: Any = {"from": row.status, "to": to, "cause": cause}
         await insert_event(connection, row.rollout_id, now, "status", data)
     await end_stages(connection, _st.rollout_id.in_([*again, *ended]), now, "failed", cause)
+    # In this transaction: whoever takes it next opens a session of its own, which is not to be closed.
+    await close_sessions(connection, [*again, *ended], now)
     free: dict[str, Any] = {"held_by": None, "held_until": None}
     await connection.execute(
         update(schema.rollouts)
         .where(_r.rollout_id.in_(list(again)))
-        .values(status="queued", attempt=_r.attempt + 1, cause=cause, session_id=None, started_at=None, **free)
+        .values(
+            status="queued",
+            attempt=_r.attempt + 1,
+            cause=cause,
+            session_id=None,
+            started_at=None,
+            incomplete=False,
+            **free,
+        )
     )
     await connection.execute(
         update(schema.rollouts)

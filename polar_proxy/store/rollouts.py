@@ -37,6 +37,7 @@ def _query(builder: str) -> Select[Any]:
         *(_c.rollout_id, _c.group_id, _c.task_id, _c.group_index, _c.session_id, _c.status, _c.incomplete),
         *(_c.reward, _c.exit_code, _c.error, _c.harness, _c.sandbox, _c.engine, _c.model, _c.seed, _c.config),
         *(_c.owner_host, _c.owner_pid, _c.created_at, _c.started_at, _c.ended_at),
+        *(_c.job_id, _c.attempt, _c.cause, _c.masked),
     )
     counts = (
         *(func.coalesce(column, 0) for column in (_s.calls, _s.prompt_tokens, _s.completion_tokens)),

@@ -114,6 +114,12 @@ class RolloutRow:
     created_at: float
     started_at: float | None
     ended_at: float | None
+    job_id: str | None
+    attempt: int
+    cause: str | None
+    """Machine-readable: why it failed, or why it is tried again."""
+    masked: bool
+    """It counts in its group's baseline and is not trained on."""
     calls: int
     prompt_tokens: int
     completion_tokens: int

@@ -7,6 +7,7 @@ is told so (`NotHeldError`) the next time that it wants to write.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,11 @@ class Stages(Part):
             mine = and_(_st.rollout_id == rollout_id, _st.attempt == attempt, _st.stage == stage)
             await end_stages(connection, mine, time.time(), outcome, cause)
 
+    async def end_open_stage(self, rollout_id: str, outcome: str, cause: str | None = None) -> None:
+        """Of whichever attempt: its worker is gone."""
+        async with self._database.writing() as connection:
+            await end_stages(connection, _st.rollout_id == rollout_id, time.time(), outcome, cause)
+
     async def enter_stage(
         self,
         held: Held,
@@ -128,9 +134,10 @@ class Stages(Part):
         async with self._database.reading() as connection:
             return [StageRow(*row) for row in await connection.execute(query)]
 
-    async def sessions_of(self, rollout_id: str) -> list[str]:
-        """The sessions of all its attempts, oldest first."""
+    async def sessions_of(self, rollout_id: str, *, closed: bool = False) -> list[str]:
+        """The sessions of all its attempts, oldest first; with `closed`, those that are closed."""
         query = select(_s.session_id).where(_s.rollout_id == rollout_id).order_by(_s.session_id)
+        query = query.where(_s.closed_at.is_not(None)) if closed else query
         async with self._database.reading() as connection:
             return list((await connection.execute(query)).scalars())
 
@@ -150,6 +157,12 @@ async def end_stages(
     """End those of `which` that are open."""
     values = {"ended_at": now, "outcome": outcome, "cause": jsontext.clean_text(cause)}
     await connection.execute(update(schema.stages).where(which, _st.ended_at.is_(None)).values(**values))
+
+
+async def close_sessions(connection: AsyncConnection, rollout_ids: Sequence[str], now: float) -> None:
+    """The keys of all their attempts open nothing any more."""
+    mine = and_(_s.rollout_id.in_(rollout_ids), _s.closed_at.is_(None))
+    await connection.execute(update(schema.sessions).where(mine).values(closed_at=now))
 
 
 def _of(held: Held) -> Any:

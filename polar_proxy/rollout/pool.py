@@ -1,0 +1,149 @@
+"""Sandboxes opened ahead of need.
+
+Promises:
+
+* a sandbox that is handed out was empty and alive a moment ago, and is handed out once;
+* never more than `size` wait on the shelf; whatever is left there is closed at the end.
+
+After `kill -9` the sandboxes on the shelf are orphans like any others, and are swept as those are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from sandboxes import Sandbox, SandboxError, SandboxSpec, open_sandbox
+from sandboxes.base import Kind, settle
+
+Open = Callable[[Kind, SandboxSpec], Awaitable[Sandbox]]
+
+log = logging.getLogger(__name__)
+
+_ALIVE_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class PoolCount:
+    """What came of asking, for the metrics."""
+
+    hits: int = 0
+    misses: int = 0
+    dead: int = 0
+    """Taken from the shelf and found dead, or never opened: another one was taken instead."""
+    waited: float = 0.0
+    """Seconds that all who asked waited together."""
+
+
+class Pool:
+    """`async with Pool(size) as pool:` then `pool.take(kind, spec)` gives a sandbox, which the taker closes."""
+
+    def __init__(self, size: int, *, refill: bool = False, opener: Open = open_sandbox) -> None:
+        """`refill`: whoever takes one has the next of its sort opened; else only what is `expect`ed is."""
+        self._size = size
+        self._refill = refill
+        self._open = opener
+        self._shelf: list[tuple[Hashable, asyncio.Task[Sandbox]]] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self.count = PoolCount()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._size = 0
+        shelf, self._shelf = self._shelf, []
+        await settle(_close([task for _, task in shelf]))
+        await asyncio.gather(*self._closing)
+
+    @property
+    def waiting(self) -> int:
+        """How many are on the shelf, those that are being opened included."""
+        return len(self._shelf)
+
+    async def take(self, kind: Kind, spec: SandboxSpec) -> Sandbox:
+        """A sandbox of this kind and specification; the labels may be another's. Raises SandboxError."""
+        began = time.monotonic()
+        key = _key(kind, spec)
+        sandbox: Sandbox | None = None
+        while sandbox is None and (task := self._next(key)) is not None:
+            sandbox = await self._checked(key, task)
+        if sandbox is None:
+            self.count.misses += 1
+            sandbox = await self._open(kind, spec)
+        else:
+            self.count.hits += 1
+        self.count.waited += time.monotonic() - began
+        if self._refill:
+            self.expect(kind, spec)
+        return sandbox
+
+    def expect(self, kind: Kind, spec: SandboxSpec) -> None:
+        """One more of this sort will be taken soon: open it now, unless one is on the shelf. Where that is full, the
+        sandbox of another sort that has been there longest makes room."""
+        key = _key(kind, spec)
+        if self._size < 1 or any(other == key for other, _ in self._shelf):
+            return
+        while len(self._shelf) >= self._size:
+            closing = asyncio.create_task(_close([self._shelf.pop(0)[1]]))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self._shelf.append((key, asyncio.create_task(self._opened(kind, spec))))
+
+    async def _opened(self, kind: Kind, spec: SandboxSpec) -> Sandbox:
+        return await self._open(kind, spec)
+
+    def _next(self, key: Hashable) -> asyncio.Task[Sandbox] | None:
+        for number, (other, task) in enumerate(self._shelf):
+            if other == key:
+                del self._shelf[number]
+                return task
+        return None
+
+    async def _checked(self, key: Hashable, task: asyncio.Task[Sandbox]) -> Sandbox | None:
+        """The sandbox of a task that was on the shelf, or None where it is dead or was never opened."""
+        try:
+            sandbox = await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._shelf.append((key, task))
+            raise
+        except (SandboxError, OSError):
+            self.count.dead += 1
+            return None
+        try:
+            alive = (await sandbox.exec(("true",), timeout=_ALIVE_SECONDS)).exit_code == 0
+        except (SandboxError, OSError):
+            alive = False
+        except BaseException:
+            await settle(sandbox.close())
+            raise
+        if not alive:
+            self.count.dead += 1
+            await sandbox.close()
+            return None
+        return sandbox
+
+
+def _key(kind: Kind, spec: SandboxSpec) -> Hashable:
+    """Everything of a sandbox but its labels."""
+    parts = (spec.image, spec.mounts, spec.limits, tuple(sorted(spec.env.items())), spec.workdir, spec.folders)
+    return kind, *parts
+
+
+async def _close(tasks: list[asyncio.Task[Sandbox]]) -> None:
+    """Close what was opened and stop what is being opened."""
+    for task in tasks:
+        task.cancel()
+    for found in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(found, Sandbox):
+            try:
+                await found.close()
+            except (SandboxError, OSError):
+                log.exception("a sandbox that nobody took cannot be closed; the next start sweeps it")

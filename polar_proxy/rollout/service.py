@@ -1,0 +1,249 @@
+"""The rollout service: store, gateway, engine, agents, sandboxes and the scheduler put together.
+
+`polar run` is one of these, in its own process and restricted to its own job; a server's is not restricted. Both go
+through the same queue in the store: what differs is who takes up after a process that was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from polar_proxy.config import Settings
+from polar_proxy.engines.base import Engine
+from polar_proxy.errors import UsageError
+from polar_proxy.gateway import Gateway
+from polar_proxy.rollout.decided import POLICIES
+from polar_proxy.rollout.harnesses import Harnesses, label_of
+from polar_proxy.rollout.pool import Open, Pool
+from polar_proxy.rollout.recipe import Recipe
+from polar_proxy.rollout.runner import Listener, RolloutRunner
+from polar_proxy.rollout.scheduler import Limits, Scheduler
+from polar_proxy.rollout.watch import EngineWatch
+from polar_proxy.store import Store
+from polar_proxy.store.jobs import JobRow, NewGroup, NewRollout
+from polar_proxy.tasks import Task
+from polar_proxy.tasks.spec import to_spec
+from polar_proxy.types import EngineInfo, Json
+from sandboxes import open_sandbox
+
+
+class Silent:
+    """A listener that nobody is behind."""
+
+    def stage(self, rollout_id: str, status: str, detail: str = "") -> None: ...
+    def session(self, rollout_id: str, session_id: str) -> None: ...
+    def output(self, rollout_id: str, data: bytes) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What is asked for: `samples` rollouts of each task."""
+
+    tasks: Sequence[Task]
+    recipe: Recipe
+    samples: int = 1
+    wanted: int | None = None
+    """How many of a group's rollouts decide it; None: all."""
+    decided_by: str = "wait_for_all"
+    """When a group needs no more: a policy of `decided`."""
+    offered: bool = False
+    """Finished groups go to the trainer feed."""
+    priority: int = 0
+    label: str | None = None
+    idempotency_key: str | None = None
+
+    def check(self) -> None:
+        """Raises UsageError."""
+        wanted = self.samples if self.wanted is None else self.wanted
+        if not 1 <= wanted <= self.samples:
+            raise UsageError(f"Of {self.samples} samples {wanted} cannot decide a group.")
+        if self.decided_by not in POLICIES:
+            raise UsageError(f"There is no policy {self.decided_by!r}: {', '.join(sorted(POLICIES))}.")
+
+    def to_json(self) -> Json:
+        return {
+            "tasks": [task.task_id for task in self.tasks],
+            "recipe": self.recipe.to_json(),
+            "samples": self.samples,
+            "wanted": self.wanted,
+            "decided_by": self.decided_by,
+            "offered": self.offered,
+        }
+
+
+async def submit(
+    store: Store,
+    submission: Submission,
+    info: EngineInfo | None = None,
+    *,
+    owned: bool = False,
+    harness: str | None = None,
+) -> tuple[JobRow, bool]:
+    """Queue a job, and whether it is new (see `Store.submit_job`). Whoever works on it need not run yet; `info`: the
+    engine that will, `harness`: name and version of the agent, where they are known. Raises UsageError."""
+    submission.check()
+    if harness is None:
+        harness = await asyncio.to_thread(label_of, submission.recipe.harness)
+    for task in submission.tasks:
+        await store.put_task(task.task_id, task.family, task.seed, task.instruction, to_spec(task))
+    config = submission.recipe.to_json()
+    engine, model = ("", "") if info is None else (f"{info.engine} {info.version}", info.model)
+    groups = [
+        NewGroup(
+            task.task_id,
+            submission.wanted or submission.samples,
+            {"decided_by": submission.decided_by},
+            (NewRollout(harness, submission.recipe.sandbox, engine, model, task.seed, config),) * submission.samples,
+            submission.offered,
+        )
+        for task in submission.tasks
+    ]
+    return await store.submit_job(
+        submission.to_json(),
+        groups,
+        idempotency_key=submission.idempotency_key,
+        priority=submission.priority,
+        label=submission.label,
+        owned=owned,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """How much one service takes on."""
+
+    scheduler: Limits = field(default_factory=Limits)
+    shelf: int = 4
+    """Sandboxes opened ahead of need, at most."""
+    refill: bool = True
+    """Whether one is opened for whoever comes next, besides those that are known to be needed."""
+    engine_patience: float = 600.0
+    """Seconds for which rollouts wait for an engine that does not answer."""
+
+
+class RolloutService:
+    """`async with RolloutService(store, gateway, engine, harnesses) as service:` works on what is queued until the
+    block ends; what is in hand then goes back into the queue (`drain` first to let it end)."""
+
+    def __init__(
+        self,
+        store: Store,
+        gateway: Gateway,
+        engine: Engine,
+        harnesses: Path,
+        *,
+        limits: ServiceLimits | None = None,
+        listener: Listener | None = None,
+        note: Callable[[str], None] = lambda line: None,
+        job_id: str | None = None,
+        opener: Open = open_sandbox,
+    ) -> None:
+        """`harnesses`: where agents are installed. `job_id`: work on this job alone."""
+        limits = limits or ServiceLimits()
+        self._store = store
+        self._engine = engine
+        self._listener = listener or Silent()
+        self.harnesses = Harnesses(harnesses, note)
+        self.pool = Pool(limits.shelf, refill=limits.refill, opener=opener)
+        self._watch = EngineWatch(engine, limits.engine_patience)
+        self._settled = asyncio.Event()
+        self.scheduler = Scheduler(
+            store,
+            RolloutRunner(store, gateway, engine, self.harnesses, self.pool, self._listener),
+            limits.scheduler,
+            policy_version=engine.weight_version,
+            admission=self._watch.refusal,
+            on_settled=lambda group_id: self._settled.set(),
+            job_id=job_id,
+        )
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self.pool)
+            await stack.enter_async_context(self._watch)
+            await stack.enter_async_context(self.scheduler)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def submit(self, submission: Submission) -> tuple[JobRow, bool]:
+        """Queue a job, and whether it is new."""
+        job = await submit(self._store, submission, self._engine.info)
+        self.scheduler.wake()
+        return job
+
+    async def cancel(self, what: str) -> None:
+        """Cancel a job, a group or a rollout by its id. When this returns nothing of it is left in this process; what
+        other processes have in hand ends within their `poll_seconds`. Raises UsageError for an id that is none."""
+        if what.startswith("job_"):
+            in_hand = await self._store.set_job(what, "cancelled")
+        elif what.startswith("group_"):
+            if await self._store.group(what) is None:
+                raise UsageError(f"There is no group {what}.")
+            in_hand = await self._store.cancel_group(what, reason="cancelled")
+            await self._settle(what)
+        else:
+            row = await self._store.rollout(what)
+            if row is None:
+                raise UsageError(f"There is no rollout {what}.")
+            in_hand = [] if await self._store.cancel_rollout(what) else [what]
+            await self._settle(row.group_id)
+        await self.scheduler.cancel(in_hand)
+        for rollout_id in in_hand:
+            self._listener.stage(rollout_id, "cancelled", "cancelled")
+
+    async def _settle(self, group_id: str) -> None:
+        if await self._store.settle_group(group_id) is not None:
+            self._settled.set()
+
+    async def pause(self, job_id: str) -> None:
+        """Begin nothing new of this job; what is in hand goes on."""
+        await self._store.set_job(job_id, "paused")
+
+    async def resume(self, job_id: str) -> None:
+        await self._store.set_job(job_id, "open")
+        self.scheduler.wake()
+
+    async def drain(self) -> None:
+        """Take nothing new and wait for what is in hand."""
+        await self.scheduler.drain()
+
+    async def until_done(self, job_id: str) -> JobRow:
+        """Wait until every group of the job has ended."""
+        while True:
+            self._settled.clear()
+            job = await self._store.job(job_id)
+            if job is None:
+                raise UsageError(f"There is no job {job_id}.")
+            if job.status in ("done", "cancelled"):
+                return job
+            with contextlib.suppress(TimeoutError):  # another process may have ended the last group
+                async with asyncio.timeout(1.0):
+                    await self._settled.wait()
+
+
+@contextlib.asynccontextmanager
+async def serving(settings: Settings, engine: Engine, store: Store) -> AsyncIterator[Gateway]:
+    """A gateway of our own on a free loopback port, closed to all keys but the rollouts'."""
+    own = settings.gateway.model_copy(update={"host": "127.0.0.1", "port": 0, "closed": True})
+    async with Gateway(engine, store, own) as gateway:
+        yield gateway
+
+
+async def rollouts_of(store: Store, job_id: str, statuses: Collection[str] | None = None) -> list[str]:
+    """The ids of a job's rollouts, in the order of submission."""
+    found = []
+    for group in await store.groups(job_id):
+        rows = await store.rollouts(group_id=group.group_id, statuses=statuses)
+        found += [row.rollout_id for row in sorted(rows, key=lambda row: row.group_index)]
+    return found

@@ -1,0 +1,220 @@
+"""Whole rollouts through the service, in this process: what the infrastructure breaks, what is cancelled, what stays.
+
+Real parts: store, gateway, process sandboxes, the small agent, hidden tests. Scripted: the engine, and the faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polar_proxy.config import Settings
+from polar_proxy.rollout import Recipe, RolloutService, ServiceLimits, Submission, serving
+from polar_proxy.rollout.scheduler import Limits
+from polar_proxy.store import RolloutRow, Store
+from polar_proxy.store.stages import StageRow
+from polar_proxy.tasks import get_source
+from sandboxes import Sandbox, SandboxEnded, SandboxError, SandboxSpec, default_state_dir, open_sandbox
+from sandboxes.base import Kind
+from tests.fakes.player import PlayerEngine
+
+LIMITS = ServiceLimits(Limits(in_hand=8, running=4, pause_seconds=0.01, poll_seconds=0.05), shelf=2, refill=False)
+Opener = Callable[[Kind, SandboxSpec], Any]
+
+
+@pytest.fixture(autouse=True)
+def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+@contextlib.asynccontextmanager
+async def service(
+    store: Store, tmp_path: Path, opener: Opener = open_sandbox, engine: PlayerEngine | None = None
+) -> AsyncIterator[RolloutService]:
+    engine = engine or PlayerEngine()
+    async with (
+        engine,
+        serving(Settings(), engine, store) as gateway,
+        RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=LIMITS, opener=opener) as made,
+    ):
+        yield made
+
+
+def job(agent: str = "TinyAgent", samples: int = 1, **given: Any) -> Submission:
+    timeout = given.pop("timeout", 120.0)
+    recipe = Recipe(f"tests.fakes.tiny_agent:{agent}", "process", timeout=timeout)
+    return Submission([get_source("swe-task").task(3)], recipe, samples, **given)
+
+
+def told(stages: list[StageRow]) -> list[tuple[int, str, str | None, str | None]]:
+    return [(stage.attempt, stage.stage, stage.outcome, stage.cause) for stage in stages]
+
+
+def left_behind() -> list[str]:
+    return sorted(path.name for path in default_state_dir().iterdir() if path.name.startswith("polar-"))
+
+
+async def books(store: Store, row: RolloutRow) -> dict[str, int]:
+    """Calls of all sessions of a rollout by what became of them; they add up, or this fails."""
+    found = {"trained": 0}
+    for session_id in await store.sessions_of(row.rollout_id):
+        calls = await store.calls(session_id)
+        traces = await store.traces(session_id=session_id)
+        excluded = await store.exclusions(session_id)
+        trained = {call_id for trace in traces for call_id in trace.call_ids}
+        assert trained | set(excluded) == {call.call_id for call in calls}
+        assert not trained & set(excluded)
+        found["trained"] += len(trained)
+        for reason in excluded.values():
+            found[reason] = found.get(reason, 0) + 1
+        session = await store.session(session_id)
+        assert session is not None
+        assert session.closed_at is not None
+    return found
+
+
+async def test_a_sandbox_that_dies_is_replaced(store: Store, tmp_path: Path) -> None:
+    """The agent's own work in it is kept and never trained on; the second attempt is the rollout."""
+    opened: list[Sandbox] = []
+
+    async def opener(kind: Kind, spec: SandboxSpec) -> Sandbox:
+        sandbox = await open_sandbox(kind, spec)
+        opened.append(sandbox)
+        if len(opened) == 1:
+            whole = sandbox.exec
+
+            async def dies(argv: Any, **given: Any) -> Any:
+                result = await whole(argv, **given)
+                if "on_output" in given:
+                    raise SandboxEnded("killed from outside")
+                return result
+
+            sandbox.exec = dies  # type: ignore[method-assign]
+        return sandbox
+
+    async with service(store, tmp_path, opener) as running:
+        made, _ = await running.submit(job(offered=True))
+        assert (await running.until_done(made.job_id)).status == "done"
+    (row,) = await store.rollouts()
+    assert (row.status, row.reward, row.error) == ("done", 1.0, None)
+    assert told(await store.stages(row.rollout_id)) == [
+        (1, "preparing", "ok", None),
+        (1, "ready", "ok", None),
+        (1, "running", "failed", "sandbox"),
+        (2, "preparing", "ok", None),
+        (2, "ready", "ok", None),
+        (2, "running", "ok", None),
+        (2, "scoring", "ok", None),
+    ]
+    counts = await books(store, row)
+    assert counts == {"trained": row.calls, "superseded_attempt": row.calls}
+    assert await store.feed_depth() == {"waiting": 1}
+    assert left_behind() == []
+
+
+async def test_the_judge_gets_another_sandbox_and_the_agent_keeps_its_work(store: Store, tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    async def opener(kind: Kind, spec: SandboxSpec) -> Sandbox:
+        if spec.labels.get("polar.role") == "evaluator" and len(refused) < 2:
+            refused.append("evaluator")
+            raise SandboxError("no room")
+        return await open_sandbox(kind, spec)
+
+    async with service(store, tmp_path, opener) as running:
+        made, _ = await running.submit(job())
+        await running.until_done(made.job_id)
+        assert running.pool.count.dead == 1  # the one that was opened ahead
+    (row,) = await store.rollouts()
+    assert (row.status, row.reward) == ("done", 1.0)
+    assert {stage.attempt for stage in await store.stages(row.rollout_id)} == {1}
+    assert refused == ["evaluator"] * 2
+
+
+async def test_no_sandbox_at_all(store: Store, tmp_path: Path) -> None:
+    async def opener(kind: Kind, spec: SandboxSpec) -> Sandbox:
+        raise SandboxError("the engine of sandboxes is gone")
+
+    async with service(store, tmp_path, opener) as running:
+        made, _ = await running.submit(job(offered=True))
+        await running.until_done(made.job_id)
+    (row,) = await store.rollouts()
+    assert (row.status, row.error) == ("failed", "the engine of sandboxes is gone")
+    stages = await store.stages(row.rollout_id)
+    assert told(stages) == [(number, "preparing", "failed", "sandbox") for number in (1, 2, 3)]
+    assert await store.feed_depth() == {"dropped": 1}
+    assert await books(store, row) == {"trained": 0}
+
+
+@pytest.mark.parametrize("what", ["job", "group", "rollout"])
+async def test_cancelled_while_the_agent_runs(store: Store, tmp_path: Path, what: str) -> None:
+    async with service(store, tmp_path) as running:
+        made, _ = await running.submit(job("SleepyAgent"))
+        (group,) = await store.groups(made.job_id)
+        (row,) = await store.rollouts()
+        await asyncio.wait_for(until_calls(store, 1), 60)
+        began = time.monotonic()
+        await running.cancel({"job": made.job_id, "group": group.group_id, "rollout": row.rollout_id}[what])
+        seconds = time.monotonic() - began
+        # What was opened ahead for a judge is nobody's, and waits for the next.
+        assert len(left_behind()) == running.pool.waiting <= 1
+        await asyncio.wait_for(running.until_done(made.job_id), 10)
+    assert left_behind() == []
+    (row,) = await store.rollouts()
+    assert (row.status, row.calls, row.reward) == ("cancelled", 1, None)
+    assert told(await store.stages(row.rollout_id))[-1] == (1, "running", "cancelled", "cancelled")
+    assert await books(store, row) == {"trained": 1}
+    assert seconds < 20  # under a heavy load of other work; it waits for no time limit of its own (30 s)
+
+
+async def test_a_stopped_service_is_followed_by_another(store: Store, tmp_path: Path) -> None:
+    async with service(store, tmp_path) as first:
+        made, _ = await first.submit(job("SleepyAgent", timeout=2.0, samples=2))
+        await asyncio.wait_for(until_calls(store, 1), 60)
+    assert [row.status for row in await store.rollouts()] == ["queued", "queued"]
+    assert left_behind() == []
+    async with service(store, tmp_path) as second:
+        await asyncio.wait_for(second.until_done(made.job_id), 120)
+    for row in await store.rollouts():
+        assert (row.status, row.calls, row.exit_code) == ("timed_out", 1, None)
+        counts = await books(store, row)
+        assert counts["trained"] == 1
+    async with store._database.reading() as connection:
+        masked = (await connection.exec_driver_sql("SELECT masked, cause FROM rollouts")).all()
+    assert [tuple(row) for row in masked] == [(1, "agent_timeout")] * 2
+
+
+async def test_an_engine_that_is_away_is_waited_for(store: Store, tmp_path: Path) -> None:
+    class Away(PlayerEngine):
+        away: str | None = "restarting"
+
+        async def health(self) -> str | None:
+            return self.away
+
+    engine = Away()
+    async with service(store, tmp_path, engine=engine) as running:
+        await running._watch.look()
+        made, _ = await running.submit(job())
+        while not [row for row in await store.rollouts() if row.status == "ready"]:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        assert engine.requests == []
+        engine.away = None
+        await running._watch.look()
+        await running.until_done(made.job_id)
+        assert running.scheduler.gates.running.count.refusals["the engine does not answer"] > 0
+    (row,) = await store.rollouts()
+    assert (row.status, row.reward) == ("done", 1.0)
+
+
+async def until_calls(store: Store, count: int) -> None:
+    while sum(row.calls for row in await store.sessions()) < count:
+        await asyncio.sleep(0.05)
