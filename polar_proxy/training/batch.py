@@ -5,13 +5,14 @@ Promises:
 * A rollout counts once in its group's baseline, whatever its traces are; its traces all have its advantage.
 * Only traces graded exact or spliced are trained, only those of rollouts with everything recorded, and each sampled
   token once.
-* A rollout that is masked (incomplete, out of time) is not trained, and its reward stays in the baseline.
+* A rollout that is masked (out of time) or incomplete is not trained, and its reward stays in the baseline.
 * What was left out is counted by reason: sampled tokens that are trained and those that are left out add up to all.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -137,10 +138,10 @@ def make_batch(groups: Sequence[Group], config: GrpoConfig) -> Batch:
     left_out: dict[str, Left] = {}
     number = 0
     for group in groups:
-        values = group_advantages(group.rewards, config)
+        values = group_advantages(_dealt_anew(group, config.seed) if config.shuffle_rewards else group.rewards, config)
         flat = not np.any(np.nan_to_num(values) != 0.0)
         for member, advantage in zip(group.members, values.tolist(), strict=True):
-            reason = _masked(member, advantage, config)
+            reason = _masked(member, advantage)
             if reason is None and flat and not config.keep_flat_groups:
                 reason = "no_spread"
             if reason is not None:
@@ -168,16 +169,27 @@ def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> adv
     return values * advantages.variance_weight(rewards) if config.weighting == "variance" else values
 
 
-def _masked(member: Member, advantage: float, config: GrpoConfig) -> str | None:
+def _dealt_anew(group: Group, seed: int) -> list[float | None]:
+    """The same rewards at other rollouts; who has none keeps none."""
+    rewards = group.rewards
+    known = [place for place, reward in enumerate(rewards) if reward is not None]
+    moved = list(known)
+    random.Random(f"{seed}/{group.group_id}").shuffle(moved)
+    for place, source in zip(known, moved, strict=True):
+        rewards[place] = group.members[source].rollout.reward
+    return rewards
+
+
+def _masked(member: Member, advantage: float) -> str | None:
     """Why nothing of a rollout is trained; None where it is."""
     row = member.rollout
     if row.incomplete:
         return "incomplete"
-    if row.status == "timed_out" and not config.train_timed_out:
-        return "timed_out"
-    if row.status not in ("done", "timed_out"):
+    if row.masked:
+        return "masked"
+    if row.status == "cancelled" or (row.status == "failed" and row.reward is None):
         return row.status
-    if row.reward is None:
+    if row.reward is None:  # an agent that failed and was scored is trained: that is what it did
         return "no_reward"
     if np.isnan(advantage):
         return "pivot"

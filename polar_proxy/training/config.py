@@ -31,8 +31,8 @@ class GrpoConfig(BaseModel):
     # What is rolled out
     task: str = "swe-task"
     """Task family, or a file or folder of tasks, as `polar run` takes them."""
-    first_seed: int = Field(0, ge=0)
-    """Instances are taken from here on; the held-out ones lie elsewhere."""
+    first_seed: int = Field(10_000_000, ge=0)
+    """Instances of a family are taken from here on; of a file or folder the first ones, up to the held-out."""
     instances: int | None = Field(None, ge=1)
     """Train on so many instances, over and over in shuffled order; None: a new instance every time."""
     groups: int = Field(4, ge=1)
@@ -46,9 +46,12 @@ class GrpoConfig(BaseModel):
     """Roll out the held-out instances before the first step, every so many steps, and at the end; 0: never."""
     eval_instances: int = Field(8, ge=1)
     eval_samples: int = Field(1, ge=1)
-    eval_first_seed: int = Field(1_000_000, ge=0)
+    eval_first_seed: int = Field(0, ge=0)
+    """Held-out instances of a family are taken from here on; of a file or folder they are the last ones."""
 
     # What a step is
+    weights: str | None = None
+    """Folder of the weights to begin with; None: those that the local engine serves."""
     builder: Literal["merged", "per_call", "tree"] = "merged"
     advantage: str = "grpo"
     weighting: Literal["none", "focal", "variance"] = "none"
@@ -60,9 +63,11 @@ class GrpoConfig(BaseModel):
     length: int | None = Field(None, ge=1)
     """The constant of normalise = "constant": tokens that one rollout may sample."""
     train_timed_out: bool = False
-    """Train rollouts that ran out of time. If not, they are masked and stay in the baseline."""
+    """Rollouts that ran out of time are trained. If not, they are masked and stay in the baseline."""
     keep_flat_groups: bool = False
     """Compute groups whose rewards are all alike too. They add no gradient, but count in the normalisation."""
+    shuffle_rewards: bool = False
+    """A control that must not learn: the rewards of each group are dealt out anew among its rollouts."""
     max_sequence: int = Field(32_768, ge=2)
     """Longer sequences are left out and counted."""
     tokens_per_pass: int = Field(32_768, ge=2)
@@ -155,9 +160,7 @@ def make_config(*layers: Json) -> GrpoConfig:
 def differences(began_with: Json, now: GrpoConfig) -> dict[str, tuple[Any, Any]]:
     """Settings in which a run that began otherwise may not be resumed: name -> (then, now)."""
     current = now.to_json()
-    names = (began_with.keys() | current.keys()) - MAY_CHANGE
-    return {
-        name: (began_with.get(name), current.get(name))
-        for name in sorted(names)
-        if began_with.get(name) != current.get(name)
-    }
+    # A run of an older Polar knew fewer settings: it did what their defaults say.
+    then = GrpoConfig().to_json() | began_with
+    names = sorted((then.keys() | current.keys()) - MAY_CHANGE)
+    return {name: (then.get(name), current.get(name)) for name in names if then.get(name) != current.get(name)}

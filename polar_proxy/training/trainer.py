@@ -165,8 +165,8 @@ class Trainer:
             elif under_way == 0:
                 if (empty := empty + 1) > EMPTY_ROUNDS:
                     raise TrainingError(
-                        f"{EMPTY_ROUNDS} rounds of rollouts in a row ended without one group to train on: "
-                        "`polar sessions` shows what became of them"
+                        f"{EMPTY_ROUNDS} rounds of rollouts in a row ended without one group to train on ({dropped} "
+                        "were too stale, or of an unknown policy version): `polar sessions` shows what became of them"
                     )
                 await self._ask()
             elif time.monotonic() > deadline:

@@ -41,14 +41,14 @@ def reward_of(token_ids: list[int]) -> float:
 
 @dataclass
 class Bandit:
-    """`Rollouts` for the trainer. With `shuffled` the rewards of each group are dealt out anew among its rollouts."""
+    """`Rollouts` for the trainer."""
 
     store: Store
     engine: LocalEngine
     run: str
     groups: int
     samples: int
-    shuffled: bool = False
+    tells_versions: bool = True
 
     async def start(self, round_number: int) -> None:
         await self.store.put_task("bandit", "bandit", 0, "sample", {})
@@ -61,15 +61,14 @@ class Bandit:
 
     async def under_way(self) -> int:
         """Works the queue off; so nothing is under way when it returns."""
-        held = await self.store.claim("bandit", 1000, 60, policy_version=await self.engine.weight_version())
+        version = await self.engine.weight_version() if self.tells_versions else None
+        held = await self.store.claim("bandit", 1000, 60, policy_version=version)
         by_group: dict[str, list[Held]] = {}
         for one in held:
             by_group.setdefault(one.group_id, []).append(one)
         for group_id, members in by_group.items():
             answers = await asyncio.gather(*(self._sample(one) for one in members))
             rewards = [reward_of(call.choices[0].token_ids.tolist()) for call in answers]
-            if self.shuffled:
-                np.random.default_rng(members[0].seed).shuffle(rewards)
             for one, call, reward in zip(members, answers, rewards, strict=True):
                 await self.store.add_reward(one.rollout_id, reward, "bandit", {})
                 await build_traces(self.store, call.session_id, one.rollout_id, reward=reward, incomplete=False)
@@ -140,7 +139,6 @@ def trainer(
     engine: LocalEngine,
     config: GrpoConfig = CONFIG,
     *,
-    shuffled: bool = False,
     at: Callable[[str], None] = lambda point: None,
     **parts: Any,
 ) -> Trainer:
@@ -148,7 +146,7 @@ def trainer(
     run = folder / "run"
     given: dict[str, Any] = {
         "sync": LocalSync(engine),
-        "rollouts": Bandit(store, engine, str(run), config.groups, config.samples, shuffled),
+        "rollouts": Bandit(store, engine, str(run), config.groups, config.samples),
     }
     learner = Learner(load_model(model), config)
     return Trainer(run, config, learner, model=model, engine=engine, store=store, at=at, **{**given, **parts})

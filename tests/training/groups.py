@@ -11,7 +11,9 @@ from polar_proxy.training.batch import Group, Member
 from polar_proxy.types import Span, Trace
 
 
-def rollout(index: int, reward: float | None, *, status: str = "done", incomplete: bool = False) -> RolloutRow:
+def rollout(
+    index: int, reward: float | None, *, status: str = "done", incomplete: bool = False, masked: bool = False
+) -> RolloutRow:
     return RolloutRow(
         rollout_id=f"roll_{index}",
         group_id="group_0",
@@ -20,6 +22,10 @@ def rollout(index: int, reward: float | None, *, status: str = "done", incomplet
         session_id=f"sess_{index}",
         status=status,  # type: ignore[arg-type]
         incomplete=incomplete,
+        masked=masked,
+        job_id=None,
+        attempt=1,
+        cause=None,
         reward=reward,
         exit_code=0,
         error=None,

@@ -32,7 +32,7 @@ def test_masked_rollouts_stay_in_the_baseline_and_unscored_ones_do_not() -> None
     members = [
         Member(rollout(0, 1.0), (trace("a", [1], [2, 3]),)),
         Member(rollout(1, 0.0, incomplete=True), (trace("b", [1], [2]),)),
-        Member(rollout(2, 0.0, status="timed_out"), (trace("c", [1], [2, 2, 2]),)),
+        Member(rollout(2, 0.0, status="timed_out", masked=True), (trace("c", [1], [2, 2, 2]),)),
         Member(rollout(3, None, status="failed"), (trace("d", [1], [4]),)),
         Member(rollout(4, None), (trace("e", [1], [4]),)),
         Member(rollout(5, 1.0), ()),
@@ -42,7 +42,7 @@ def test_masked_rollouts_stay_in_the_baseline_and_unscored_ones_do_not() -> None
     assert [(one.trace_id, one.advantage) for one in batch.sequences] == [("a", 0.5)]
     assert {reason: (left.rollouts, left.tokens) for reason, left in batch.left_out.items()} == {
         "incomplete": (1, 1),
-        "timed_out": (1, 3),
+        "masked": (1, 3),
         "failed": (1, 1),
         "no_reward": (1, 1),
         "no_traces": (1, 0),
@@ -50,8 +50,8 @@ def test_masked_rollouts_stay_in_the_baseline_and_unscored_ones_do_not() -> None
     }
     assert batch.rewards == (1.0, 0.0, 0.0, 1.0)
     assert adds_up(batch)
-    also = make_batch([group(*members)], CONFIG.model_copy(update={"train_timed_out": True}))
-    assert [one.trace_id for one in also.sequences] == ["a", "c"]
+    members[2] = Member(rollout(2, 0.0, status="timed_out"), members[2].traces)
+    assert [one.trace_id for one in make_batch([group(*members)], CONFIG).sequences] == ["a", "c"]
 
 
 def test_only_what_is_proved_is_trained() -> None:
@@ -116,6 +116,18 @@ def test_weighting_multiplies_the_advantages_of_the_group() -> None:
     members = [Member(rollout(n, float(n == 0)), (trace(f"t{n}", [1], [2]),)) for n in range(4)]
     batch = make_batch([group(*members)], CONFIG.model_copy(update={"weighting": "focal"}))
     assert batch.sequences[0].advantage == pytest.approx(0.75 * 0.75)
+
+
+def test_the_control_deals_the_same_rewards_to_other_rollouts() -> None:
+    rewards = (1.0, 0.0, None, 0.25, 0.5)
+    members = [Member(rollout(n, reward), (trace(f"t{n}", [1], [2]),)) for n, reward in enumerate(rewards)]
+    honest = make_batch([group(*members)], CONFIG)
+    control = make_batch([group(*members)], CONFIG.model_copy(update={"shuffle_rewards": True}))
+    assert [one.trace_id for one in control.sequences] == ["t0", "t1", "t3", "t4"]
+    dealt = [[one.advantage for one in batch.sequences] for batch in (honest, control)]
+    assert dealt[0] != dealt[1]
+    assert sorted(dealt[0]) == sorted(dealt[1])
+    assert control.rewards == honest.rewards
 
 
 def test_configuration(tmp_path) -> None:  # type: ignore[no-untyped-def]

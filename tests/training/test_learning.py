@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from polar_proxy.training import metrics
+from polar_proxy.training.failures import TrainingError
 from tests.engines.conftest import make_random_model
-from tests.training.bandit import CONFIG, opened, trainer
+from tests.training.bandit import CONFIG, Bandit, opened, trainer
 
 LEARN = CONFIG.model_copy(update={"groups": 2, "steps": 10, "learning_rate": 2e-3})
 
@@ -31,7 +32,8 @@ def one_thread() -> Iterator[None]:
 async def rewards(folder: Path, model: Path, *, shuffled: bool) -> tuple[list[float], list[metrics.Json]]:
     """Mean reward of each step, and the lines of the run."""
     async with opened(folder, model) as (store, engine):
-        state = await trainer(folder, model, store, engine, LEARN, shuffled=shuffled).train()
+        config = LEARN.model_copy(update={"shuffle_rewards": shuffled})
+        state = await trainer(folder, model, store, engine, config).train()
         assert (state.step, await engine.weight_version()) == (LEARN.steps, str(LEARN.steps))
         assert await store.feed_depth() == {"delivered": LEARN.groups * LEARN.steps}
     lines = list(metrics.read(folder / "run"))
@@ -52,3 +54,22 @@ async def test_rewards_rise_and_the_recorded_logprobs_are_the_trainers(tmp_path:
 async def test_shuffled_rewards_teach_nothing(tmp_path: Path, model: Path) -> None:
     found, _ = await rewards(tmp_path, model, shuffled=True)
     assert sum(found[-2:]) / 2 < 0.7
+
+
+async def test_rollouts_that_run_ahead_are_stale_by_no_more_than_the_bound(tmp_path: Path, model: Path) -> None:
+    config = CONFIG.model_copy(update={"ahead": 1, "loss": "decoupled", "samples": 4})
+    async with opened(tmp_path, model) as (store, engine):
+        await trainer(tmp_path, model, store, engine, config).train()
+    steps = [line for line in metrics.read(tmp_path / "run") if line["kind"] == "step"]
+    assert [line["staleness"] for line in steps] == [0, 1, 1]
+    # What was sampled a step ago is off policy by what that step taught.
+    assert steps[0]["mismatch_max"] < 1e-3 < steps[1]["mismatch_max"]
+
+
+async def test_groups_of_an_unknown_version_are_not_trained_ahead(tmp_path: Path, model: Path) -> None:
+    config = CONFIG.model_copy(update={"ahead": 1, "samples": 2})
+    async with opened(tmp_path, model) as (store, engine):
+        blind = Bandit(store, engine, "blind", config.groups, config.samples, tells_versions=False)
+        with pytest.raises(TrainingError, match="unknown policy version"):
+            await trainer(tmp_path, model, store, engine, config, rollouts=blind).train()
+        assert (await store.feed_depth()).keys() == {"dropped"}

@@ -1,0 +1,197 @@
+"""Killed and taken up again: at every named point of the loop by a fault, and once by SIGKILL.
+
+A fault leaves what a kill leaves: nothing is given back, acknowledged or written on the way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+
+from polar_proxy.errors import UsageError
+from polar_proxy.training import checkpoint, metrics
+from tests.engines.conftest import make_random_model
+from tests.training.bandit import CONFIG, Bandit, opened, trainer
+
+SMALL = CONFIG.model_copy(update={"samples": 4})
+POINTS = ("leased", "trained", "saved", "acknowledged one", "acknowledged", "synced")
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("policy"), vocab_size=300)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def killer(point: str, time_of: int) -> Callable[[str], None]:
+    """Dies when `point` is passed for the `time_of`-th time."""
+    seen: Counter[str] = Counter()
+
+    def at(here: str) -> None:
+        seen[here] += 1
+        if (here, seen[here]) == (point, time_of):
+            raise Killed
+
+    return at
+
+
+def groups_by_step(folder: Path) -> list[list[str]]:
+    return [line["groups"] for line in metrics.read(folder / "run") if line["kind"] == "step"]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    last = checkpoint.latest(folder / "run")
+    assert last is not None
+    return checkpoint.load(last, restore_random=False).weights
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, torch.Tensor]:
+    """Weights after the same run without a kill."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+
+    async def run() -> None:
+        async with opened(folder, model) as (store, engine):
+            await trainer(folder, model, store, engine, SMALL).train()
+
+    asyncio.run(run())
+    return weights(folder)
+
+
+@pytest.mark.parametrize(
+    ("point", "every"), [*((point, 1) for point in POINTS), ("trained", 3), ("leased", 2)], ids=lambda value: str(value)
+)
+async def test_nothing_is_trained_twice_and_nothing_skipped(
+    tmp_path: Path, model: Path, undisturbed: dict[str, torch.Tensor], point: str, every: int
+) -> None:
+    """Killed in the second step, then in the step after; with `every` = 3 no checkpoint was there by then."""
+    config = SMALL.model_copy(update={"checkpoint_every": every})
+    async with opened(tmp_path, model) as (store, engine):
+        for number in (2, 1):
+            with pytest.raises(Killed):
+                await trainer(tmp_path, model, store, engine, config, at=killer(point, number)).train()
+        state = await trainer(tmp_path, model, store, engine, config).train()
+        assert (state.step, state.updates) == (3, 3)
+        trained = groups_by_step(tmp_path)
+        assert [len(groups) for groups in trained] == [1, 1, 1]
+        assert len({group for groups in trained for group in groups}) == 3
+        # Every group that was ever rolled out was trained, once, and the feed knows it.
+        assert await store.feed_depth() == {"delivered": 3}
+    # The samples were drawn with fixed seeds: what was learned is the same as without the kills.
+    for name, tensor in weights(tmp_path).items():
+        assert torch.allclose(tensor, undisturbed[name], atol=1e-5), name
+
+
+async def test_a_lost_acknowledgement_is_made_good_and_not_trained_again(tmp_path: Path, model: Path) -> None:
+    """The lease ran out behind the checkpoint: the group is offered again, known by its id, and only acknowledged."""
+    async with opened(tmp_path, model) as (store, engine):
+        brief = SMALL.model_copy(update={"lease_seconds": 0.4, "steps": 2})
+
+        def late(point: str) -> None:
+            if point == "saved":
+                time.sleep(0.5)
+
+        state = await trainer(tmp_path, model, store, engine, brief, at=late).train()
+        assert (state.step, state.trained != ()) == (2, True)
+        longer = SMALL.model_copy(update={"lease_seconds": 60})
+        await trainer(tmp_path, model, store, engine, longer).train()
+        assert len({group for groups in groups_by_step(tmp_path) for group in groups}) == 3
+        assert await store.feed_depth() == {"delivered": 3}
+
+
+async def test_a_run_goes_on_only_as_it_began(tmp_path: Path, model: Path) -> None:
+    async with opened(tmp_path, model) as (store, engine):
+        await trainer(tmp_path, model, store, engine, SMALL.model_copy(update={"steps": 1})).train()
+        with pytest.raises(UsageError, match=r"learning_rate was 0\.001"):
+            await trainer(tmp_path, model, store, engine, SMALL.model_copy(update={"learning_rate": 0.1})).train()
+
+
+async def test_a_bandit_that_nobody_feeds_stops_the_run(tmp_path: Path, model: Path) -> None:
+    from polar_proxy.training.failures import TrainingError
+
+    class Dry(Bandit):
+        async def start(self, round_number: int) -> None:
+            pass
+
+    async with opened(tmp_path, model) as (store, engine):
+        dry: Any = Dry(store, engine, "dry", 1, 4)
+        with pytest.raises(TrainingError, match="3 rounds of rollouts"):
+            await trainer(tmp_path, model, store, engine, SMALL, rollouts=dry).train()
+
+
+def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = checkpoint.State(1, 1, "1", ("group_a",))
+    tensors = {"w": torch.arange(3.0)}
+    first = checkpoint.save(tmp_path, state, tensors, {}, model=model, keep=1)
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= {path.name for path in first.iterdir()}
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.rename", killed)
+        with pytest.raises(Killed):
+            checkpoint.save(tmp_path, checkpoint.State(2, 2, "2", ()), tensors, {}, model=model, keep=1)
+    assert checkpoint.latest(tmp_path) == first
+    found = checkpoint.load(first)
+    assert (found.state.step, found.state.trained, found.weights["w"].tolist()) == (1, ("group_a",), [0.0, 1.0, 2.0])
+    second = checkpoint.save(tmp_path, checkpoint.State(2, 2, "2", ()), tensors, {}, model=model, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [second.name]
+
+
+def test_sigkill(tmp_path: Path, model: Path) -> None:
+    """A process of its own, killed a moment after its first checkpoint; this process takes the run up."""
+    import subprocess
+
+    config = CONFIG.model_copy(update={"steps": 60})
+    argv = [sys.executable, "-m", "tests.training.bandit", str(tmp_path), str(model), str(config.steps)]
+    process = subprocess.Popen(argv, cwd=Path(__file__).resolve().parents[2])
+    try:
+        deadline = time.monotonic() + 240
+        while checkpoint.latest(tmp_path / "run") is None:
+            assert process.poll() is None, "the run ended by itself"
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.3)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    last = checkpoint.latest(tmp_path / "run")
+    assert last is not None
+    done = orjson.loads((last / "state.json").read_bytes())["step"]
+
+    async def resume() -> dict[str, int]:
+        async with opened(tmp_path, model) as (store, engine):
+            # The rollouts of the dead process: its worker's hold runs out in a minute; here it is taken at once.
+            await store.hold("bandit", [row.rollout_id for row in await store.interrupted_rollouts()], -1)
+            await store.lost(attempts=3)
+            config_now = config.model_copy(update={"steps": done + 2})
+            state = await trainer(tmp_path, model, store, engine, config_now).train()
+            assert state.step == done + 2
+            return await store.feed_depth()
+
+    depth = asyncio.run(resume())
+    trained = [group for groups in groups_by_step(tmp_path) for group in groups]
+    assert len(trained) == len(set(trained)) == done + 2
+    assert depth == {"delivered": done + 2}

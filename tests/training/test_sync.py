@@ -1,0 +1,107 @@
+"""Weights into an engine: the probe that proves it, and vLLM's routes in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from polar_proxy.errors import EngineError
+from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.sync import LocalSync, VllmDiskSync, probe, probe_ids
+
+IDS = [1, 2, 3]
+
+
+class Scores:
+    """An engine that says these log-probabilities."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = list(values)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        assert list(token_ids) == IDS
+        return self.values
+
+
+async def check(engine: Any, now: list[float], before: list[float] | None = None) -> Any:
+    return await probe(engine, IDS, now, before, 0.02)
+
+
+async def test_an_engine_at_the_trainers_weights() -> None:
+    found = await check(Scores(-1.0, -2.01), [-1.0, -2.0], [-1.5, -2.5])
+    assert found.largest == pytest.approx(0.01)
+    assert (found.mean, found.moved) == (pytest.approx(0.005), pytest.approx(0.5))
+
+
+@pytest.mark.parametrize("said", [(-1.0, -2.03), (-1.0, float("nan"))])
+async def test_an_engine_that_differs_stops_the_run(said: tuple[float, float]) -> None:
+    with pytest.raises(TrainingError, match="differ by up to"):
+        await check(Scores(*said), [-1.0, -2.0])
+
+
+async def test_old_weights_are_found_out_however_small_the_step_was() -> None:
+    """The step moved the policy by a tenth of the tolerance; the engine still says what it said before."""
+    with pytest.raises(TrainingError, match="did not take them"):
+        await check(Scores(-1.0, -2.0), [-1.002, -2.002], [-1.0, -2.0])
+
+
+async def test_a_step_smaller_than_the_noise_proves_nothing_and_stops_nothing() -> None:
+    assert (await check(Scores(-1.001, -2.001), [-1.00001, -2.0], [-1.0, -2.0])).moved < 1e-5
+
+
+def test_the_probe_is_the_same_for_every_run() -> None:
+    assert probe_ids(300) == probe_ids(300)
+    assert len(set(probe_ids(300))) > 30
+    assert max(probe_ids(7)) < 7
+
+
+async def test_an_engine_that_refuses_weights_stops_the_run() -> None:
+    class Refuses:
+        async def load_weights(self, source: object, version: str) -> None:
+            raise EngineError("These weights are not this model's")
+
+    with pytest.raises(TrainingError, match="version 7: These weights"):
+        await LocalSync(Refuses()).push({}, "7")
+
+
+class Vllm:
+    """Notes what was asked, and what weights lay on disk when it was told to read them."""
+
+    def __init__(self, failing: str | None = None) -> None:
+        self.asked: list[str] = []
+        self.read: dict[str, torch.Tensor] = {}
+        self.failing = failing
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.raw_path.decode()
+        self.asked.append(path)
+        if self.failing is not None and path.startswith(self.failing):
+            return httpx.Response(404, text="Not Found")
+        if path == "/collective_rpc":
+            body = orjson.loads(request.content)
+            assert body["method"] == "reload_weights"
+            self.read = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
+        return httpx.Response(200, json={})
+
+
+async def test_vllm_reloads_from_disk_while_it_is_paused(tmp_path: Path) -> None:
+    server = Vllm()
+    weights = {"w": torch.arange(3.0)}
+    await VllmDiskSync("http://engine", tmp_path, transport=httpx.MockTransport(server)).push(weights, "4")
+    assert server.asked == ["/pause?mode=keep", "/collective_rpc", "/resume"]
+    assert server.read["w"].tolist() == [0.0, 1.0, 2.0]
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_vllm_that_cannot_reload_is_resumed_and_the_reason_told(tmp_path: Path) -> None:
+    server = Vllm(failing="/collective_rpc")
+    with pytest.raises(TrainingError, match=r"404 to POST /collective_rpc.*VLLM_SERVER_DEV_MODE"):
+        await VllmDiskSync("http://engine/", tmp_path, transport=httpx.MockTransport(server)).push({}, "4")
+    assert server.asked[-1] == "/resume"
