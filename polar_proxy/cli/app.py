@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from polar_proxy import __version__
-from polar_proxy.cli import audit, build, conformance, db, doctor, export, harness, rescore, run, serve, show
+from polar_proxy.cli import audit, build, conformance, db, doctor, export, harness, jobs, rescore, run, serve, show
 from polar_proxy.errors import PolarError
 from sandboxes import SandboxError
 
@@ -21,6 +21,10 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.command("serve")(serve.serve)
+app.command("submit")(jobs.submit)
+app.command("status")(jobs.status)
+app.command("results")(jobs.results)
+app.command("cancel")(jobs.cancel)
 app.command("sessions")(show.sessions)
 app.command("show")(show.show)
 app.command("export")(export.export)

@@ -15,7 +15,7 @@ from polar_proxy.cli.live import LiveView
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.store import RolloutRow, display_url
-from polar_proxy.tasks import ListedTasks, TaskSource, UnknownTaskFamilyError, get_source
+from polar_proxy.tasks import ListedTasks, Task, TaskSource, UnknownTaskFamilyError, get_source
 from polar_proxy.types import Json
 
 
@@ -51,8 +51,6 @@ def run(
 
     Exit code 0 when every rollout reached a final status, whatever its reward.
     """
-    if seed is not None and instances is not None:
-        raise UsageError("Give --seed (one instance) or --instances (many), not both.")
     settings = common.load_settings(
         db,
         engine={"kind": engine, "url": engine_url, "model": model},
@@ -66,6 +64,23 @@ def run(
             "timeout": timeout,
         },
     )
+    tasks, refused = chosen_tasks(task, seed, instances)
+    rows = common.run_async(_run(settings, tasks, quiet=as_json))
+    url = display_url(common.database_url(settings))
+    if as_json:
+        document: Json = {"rollouts": [summary(row) for row in rows], "db": url}
+        if refused is not None:
+            document["refused"] = refused
+        common.print_json(document)
+    else:
+        _print_summary(rows, url)
+
+
+def chosen_tasks(task: str, seed: int | None, instances: int | None) -> tuple[list[Task], list[Json] | None]:
+    """The tasks that were asked for, and those of a file or folder that were refused, which are told on stderr (None:
+    not a file). Raises UsageError where nothing can be run."""
+    if seed is not None and instances is not None:
+        raise UsageError("Give --seed (one instance) or --instances (many), not both.")
     try:
         source = get_source(task)
     except (UnknownTaskFamilyError, TypeError) as error:
@@ -76,15 +91,8 @@ def run(
         common.err.print(f"[yellow]refused[/] {escape(str(refusal))}", highlight=False, soft_wrap=True)
     if not seeds:
         raise UsageError(f"{task} holds no task that can be run ({len(refused)} refused).")
-    rows = common.run_async(_run(settings, source, seeds, quiet=as_json))
-    url = display_url(common.database_url(settings))
-    if as_json:
-        document: Json = {"rollouts": [summary(row) for row in rows], "db": url}
-        if isinstance(source, ListedTasks):
-            document["refused"] = [asdict(refusal) for refusal in refused]
-        common.print_json(document)
-    else:
-        _print_summary(rows, url)
+    tasks = [source.task(seed) for seed in seeds]
+    return tasks, [asdict(refusal) for refusal in refused] if isinstance(source, ListedTasks) else None
 
 
 def _seeds(source: TaskSource, seed: int | None, instances: int | None) -> list[int]:
@@ -98,7 +106,7 @@ def _seeds(source: TaskSource, seed: int | None, instances: int | None) -> list[
     return list(range(instances or 1))
 
 
-async def _run(settings: Settings, source: TaskSource, seeds: list[int], *, quiet: bool) -> list[RolloutRow]:
+async def _run(settings: Settings, tasks: list[Task], *, quiet: bool) -> list[RolloutRow]:
     # Loaded here: torch and the rest take seconds, which `polar --help` should not.
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.rollout import Recipe, Submission, recover, run_job, serving
@@ -113,7 +121,6 @@ async def _run(settings: Settings, source: TaskSource, seeds: list[int], *, quie
             async with serving(settings, engine, store) as gateway:
                 gateway.observe(view.call)
                 with view.shown():
-                    tasks = [source.task(seed) for seed in seeds]
                     submission = Submission(tasks, Recipe.of(settings.run), settings.run.samples)
                     ids = await run_job(submission, settings, engine, store, gateway, view, view.note)
         rows = []

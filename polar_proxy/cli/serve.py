@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Annotated
 
 import typer
@@ -26,6 +27,8 @@ def serve(
     prompt_mode: PromptModeOption = None,
     older_reasoning: OlderReasoningOption = None,
     db: DbOption = None,
+    work: Annotated[bool, typer.Option("--work", help="Also run the rollouts that `polar submit` queues.")] = False,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Agents at a time, with --work.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Serve the gateway until stopped. With --json, one line of JSON when it is ready."""
@@ -39,17 +42,18 @@ def serve(
             "older_reasoning": older_reasoning,
         },
         engine={"kind": engine, "url": engine_url, "model": model},
+        run={"concurrency": concurrency},
     )
-    common.run_async(_serve(settings, as_json))
+    common.run_async(_serve(settings, as_json, work=work))
 
 
-async def _serve(settings: Settings, as_json: bool) -> None:
+async def _serve(settings: Settings, as_json: bool, *, work: bool) -> None:
     from polar_proxy.engines.factory import make_engine
-    from polar_proxy.rollout import recover
+    from polar_proxy.rollout import RolloutService, ServiceLimits, recover
 
     async with common.writer(settings) as store:
         for line in await recover(store):
-            common.err.print(f"[dim]{escape(line)}[/]", highlight=False)
+            _note(line)
         async with make_engine(settings.engine) as engine, Gateway(engine, store, settings.gateway) as gateway:
             if as_json:
                 ready = {
@@ -61,8 +65,18 @@ async def _serve(settings: Settings, as_json: bool) -> None:
                 common.print_json(ready)
             else:
                 _welcome(gateway, store.display_url, engine.info.model)
-            # Ends by cancellation (SIGINT, SIGTERM).
-            await asyncio.Event().wait()
+            async with contextlib.AsyncExitStack() as stack:
+                if work:
+                    limits = ServiceLimits.of(settings.run.concurrency)
+                    await stack.enter_async_context(
+                        RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=_note)
+                    )
+                # Ends by cancellation (SIGINT, SIGTERM): what is in hand then goes back into the queue.
+                await asyncio.Event().wait()
+
+
+def _note(line: str) -> None:
+    common.err.print(f"[dim]{escape(line)}[/]", highlight=False)
 
 
 def _welcome(gateway: Gateway, db: str, model: str) -> None:

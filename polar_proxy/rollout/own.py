@@ -12,7 +12,6 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import Gateway
 from polar_proxy.rollout.runner import Listener
-from polar_proxy.rollout.scheduler import Limits
 from polar_proxy.rollout.service import RolloutService, ServiceLimits, Submission, rollouts_of, submit
 from polar_proxy.store import Store
 from sandboxes import choose
@@ -36,14 +35,7 @@ async def run_job(
     choice = await asyncio.to_thread(choose, settings.run.sandbox)
     note(f"sandbox: {choice.reason}")
     submission = replace(submission, recipe=replace(submission.recipe, sandbox=choice.kind))
-    count = settings.run.concurrency
-    limits = ServiceLimits(
-        # As many again are prepared, or scored, while agents run.
-        Limits(in_hand=2 * count, preparing=min(count, 4), running=count, scoring=count),
-        shelf=count,
-        refill=False,
-        engine_patience=60.0,
-    )
+    limits = replace(ServiceLimits.of(settings.run.concurrency), refill=False, engine_patience=60.0)
     async with RolloutService(
         store, gateway, engine, settings.harness_cache, limits=limits, listener=listener, note=note, job_id=""
     ) as service:

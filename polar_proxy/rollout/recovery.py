@@ -53,7 +53,7 @@ def _worker_is_dead(worker: str) -> bool:
     host, pid, _ = worker.rsplit(":", 2)
     if host != socket.gethostname():
         return False
-    return int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()
+    return int(pid) == os.getpid() or _is_gone(int(pid))
 
 
 def _owner_is_dead(rollout: RolloutRow) -> bool:
@@ -62,14 +62,20 @@ def _owner_is_dead(rollout: RolloutRow) -> bool:
         return False
     if rollout.owner_pid == os.getpid():
         return True  # recovery comes before this process makes its first rollout: the number was used again
+    if _is_gone(rollout.owner_pid):
+        return True
+    began = _process_start(rollout.owner_pid)
+    return began is not None and began > rollout.created_at + 1.0
+
+
+def _is_gone(pid: int) -> bool:
     try:
-        os.kill(rollout.owner_pid, 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except PermissionError:
         pass
-    began = _process_start(rollout.owner_pid)
-    return began is not None and began > rollout.created_at + 1.0
+    return False
 
 
 def _process_start(pid: int) -> float | None:

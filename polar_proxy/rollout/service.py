@@ -114,6 +114,26 @@ async def submit(
     )
 
 
+async def cancel(store: Store, what: str) -> list[str]:
+    """Cancel a job, a group or a rollout by its id: what is queued at once; returns the rollouts that workers have in
+    hand, which they end when they look at the queue next. Raises UsageError for an id that is none."""
+    if what.startswith("job_"):
+        return await store.set_job(what, "cancelled")
+    if what.startswith("group_"):
+        group_id, known = what, await store.group(what) is not None
+    else:
+        row = await store.rollout(what)
+        group_id, known = ("", False) if row is None else (row.group_id, True)
+    if not known:
+        raise UsageError(f"There is no job, group or rollout {what}.")
+    if group_id == what:
+        in_hand = await store.cancel_group(what, reason="cancelled")
+    else:
+        in_hand = [] if await store.cancel_rollout(what) else [what]
+    await store.settle_group(group_id)
+    return in_hand
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
     """How much one service takes on."""
@@ -125,6 +145,12 @@ class ServiceLimits:
     """Whether one is opened for whoever comes next, besides those that are known to be needed."""
     engine_patience: float = 600.0
     """Seconds for which rollouts wait for an engine that does not answer."""
+
+    @classmethod
+    def of(cls, agents: int) -> Self:
+        """For so many agents at a time: as many again are prepared, or scored, while they run."""
+        scheduler = Limits(in_hand=2 * agents, preparing=min(agents, 4), running=agents, scoring=agents)
+        return cls(scheduler, shelf=agents)
 
 
 class RolloutService:
@@ -185,26 +211,11 @@ class RolloutService:
     async def cancel(self, what: str) -> None:
         """Cancel a job, a group or a rollout by its id. When this returns nothing of it is left in this process; what
         other processes have in hand ends within their `poll_seconds`. Raises UsageError for an id that is none."""
-        if what.startswith("job_"):
-            in_hand = await self._store.set_job(what, "cancelled")
-        elif what.startswith("group_"):
-            if await self._store.group(what) is None:
-                raise UsageError(f"There is no group {what}.")
-            in_hand = await self._store.cancel_group(what, reason="cancelled")
-            await self._settle(what)
-        else:
-            row = await self._store.rollout(what)
-            if row is None:
-                raise UsageError(f"There is no rollout {what}.")
-            in_hand = [] if await self._store.cancel_rollout(what) else [what]
-            await self._settle(row.group_id)
+        in_hand = await cancel(self._store, what)
+        self._settled.set()
         await self.scheduler.cancel(in_hand)
         for rollout_id in in_hand:
             self._listener.stage(rollout_id, "cancelled", "cancelled")
-
-    async def _settle(self, group_id: str) -> None:
-        if await self._store.settle_group(group_id) is not None:
-            self._settled.set()
 
     async def pause(self, job_id: str) -> None:
         """Begin nothing new of this job; what is in hand goes on."""
