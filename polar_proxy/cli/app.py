@@ -8,7 +8,21 @@ import typer
 from rich.markup import escape
 
 from polar_proxy import __version__
-from polar_proxy.cli import audit, build, conformance, db, doctor, export, harness, jobs, rescore, run, serve, show
+from polar_proxy.cli import (
+    audit,
+    build,
+    conformance,
+    db,
+    doctor,
+    export,
+    harness,
+    jobs,
+    rescore,
+    run,
+    serve,
+    show,
+    train,
+)
 from polar_proxy.errors import PolarError
 from sandboxes import SandboxError
 
@@ -36,6 +50,7 @@ app.add_typer(serve.session_app, name="session")
 app.add_typer(harness.app, name="harness")
 app.add_typer(db.app, name="db")
 app.add_typer(doctor.app, name="doctor")
+app.add_typer(train.app, name="train")
 
 
 def _version(value: bool) -> None:
