@@ -46,7 +46,8 @@ async def test_rewards_rise_and_the_recorded_logprobs_are_the_trainers(tmp_path:
     assert sum(found[-2:]) / 2 > 0.85
     steps = [line for line in lines if line["kind"] == "step"]
     # Sampled by the engine, scored by the trainer, with the same weights: every step on policy to rounding.
-    assert max(line["mismatch_max"] for line in steps) < 1e-3
+    # (A step whose groups are all of one reward teaches nothing and has none.)
+    assert max(line["mismatch_max"] for line in steps if line["updated"]) < 1e-3
     assert max(line["largest"] for line in lines if line["kind"] == "sync") < 1e-3
     assert [line["staleness"] for line in steps] == [0] * LEARN.steps
 
