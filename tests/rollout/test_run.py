@@ -106,7 +106,7 @@ async def test_agents_that_end_badly(polar_home: Path) -> None:
 
 
 def test_a_run_out_of_time_keeps_its_calls(polar_home: Path) -> None:
-    (row,) = rollouts_of(polar("--seed", "4", "--timeout", "3", "--sandbox", "process", agent="SleepyAgent"))
+    (row,) = rollouts_of(polar("--seed", "4", "--timeout", "8", "--sandbox", "process", agent="SleepyAgent"))
     assert (row["status"], row["calls"], row["exit_code"]) == ("timed_out", 1, None)
     assert row["trained_tokens"] > 0
     assert not strays(polar_home)

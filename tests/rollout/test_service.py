@@ -177,7 +177,7 @@ async def test_cancelled_while_the_agent_runs(store: Store, tmp_path: Path, what
 
 async def test_a_stopped_service_is_followed_by_another(store: Store, tmp_path: Path) -> None:
     async with service(store, tmp_path) as first:
-        made, _ = await first.submit(job("SleepyAgent", timeout=2.0, samples=2))
+        made, _ = await first.submit(job("SleepyAgent", timeout=6.0, samples=2))
         await asyncio.wait_for(until_calls(store, 1), 60)
     assert [row.status for row in await store.rollouts()] == ["queued", "queued"]
     assert left_behind() == []
