@@ -19,7 +19,7 @@ from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import open_store
 from polar_proxy.trajectories import merged
-from polar_proxy.types import Json
+from polar_proxy.types import Json, new_id
 
 pytestmark = pytest.mark.usefixtures("polar_home")
 
@@ -39,7 +39,7 @@ async def record(home: Path, *, wrong: float = 0.0) -> str:
         if wrong:
             own = call.choices[0]
             values = own.logprobs + np.float32(wrong) * (np.arange(own.logprobs.size) == 3)
-            call = replace(call, call_id=call.call_id[:-1] + "0", choices=(replace(own, logprobs=values),))
+            call = replace(call, call_id=new_id("call"), choices=(replace(own, logprobs=values),))
             session = await store.create_session(key_hash=None, label=None, origin="open")
             call = replace(call, session_id=session.session_id)
             await store.commit_call(call)

