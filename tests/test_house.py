@@ -11,10 +11,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     {"types", "config", "errors"},
-    {"dialects", "engines", "store", "tasks"},
+    {"dialects", "engines", "store", "tasks", "client"},
     {"history", "trajectories", "rewards"},
     {"gateway"},
     {"rollout", "export", "conformance", "training"},
+    {"api"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

@@ -1,0 +1,1 @@
+"""The HTTP API: submitting, watching and cancelling rollouts, rewards, and the trainer feed."""
