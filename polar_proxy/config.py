@@ -29,6 +29,8 @@ class GatewaySettings(_Section):
     """0 takes any free port."""
     closed: bool = False
     """Refuse unknown keys on loopback too. Bound to anything but loopback they are always refused."""
+    shared: bool = False
+    """Other gateways serve the sessions of this database, too: what they did is looked for before each request."""
     max_body_mb: int = Field(256, ge=1)
     heartbeat_seconds: float = Field(15.0, gt=0)
     """How long a stream may be silent before a comment line is sent."""
@@ -73,6 +75,19 @@ class RunSettings(_Section):
     """Limit of one answer where the agent asks for none."""
 
 
+class AdmissionSettings(_Section):
+    """When a service lets no further agent join those that run. One is always let in where none is."""
+
+    engine_kv: float = Field(0.9, gt=0, le=1)
+    """Share of the engine's key-value cache in use above which it is full (vLLM says it). 1: not looked at."""
+    engine_queue: int = Field(16, ge=0)
+    """Requests waiting in the engine above which its queue is long (vLLM says it)."""
+    memory_mb: int = Field(768, ge=0)
+    """MiB of this machine that a rollout is taken to need where its task does not say. 0: memory is not looked at."""
+    memory_reserve_mb: int = Field(512, ge=0)
+    """MiB that stay free."""
+
+
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="POLAR_",
@@ -89,6 +104,7 @@ class Settings(BaseSettings):
     gateway: GatewaySettings = GatewaySettings()
     engine: EngineSettings = EngineSettings()
     run: RunSettings = RunSettings()
+    admission: AdmissionSettings = AdmissionSettings()
 
     @classmethod
     def settings_customise_sources(

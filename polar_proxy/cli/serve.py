@@ -67,7 +67,7 @@ async def _serve(settings: Settings, as_json: bool, *, work: bool) -> None:
                 _welcome(gateway, store.display_url, engine.info.model)
             async with contextlib.AsyncExitStack() as stack:
                 if work:
-                    limits = ServiceLimits.of(settings.run.concurrency)
+                    limits = ServiceLimits.of(settings.run.concurrency, settings.admission)
                     await stack.enter_async_context(
                         RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=_note)
                     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -35,6 +36,18 @@ def is_constrained(request: EngineRequest) -> bool | None:
     if request.tool_choice not in (None, "auto", "none"):
         return True
     return None if request.response_format is None else enforced_format(request) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is; None where it does not say."""
+
+    kv_usage: float | None = None
+    """Share of its key-value cache that requests hold, 0 to 1; of several replicas the fullest."""
+    waiting: int | None = None
+    """Requests that wait for a place in its batch."""
+    running: int | None = None
+    """Requests in its batch."""
 
 
 class Engine(ABC):
@@ -91,6 +104,10 @@ class Engine(ABC):
     @abstractmethod
     async def health(self) -> str | None:
         """None when it can serve; else the reason why not."""
+
+    async def load(self) -> EngineLoad | None:
+        """How busy it is now; None where it does not say. Raises EngineError where it does not answer."""
+        return None
 
     async def weight_version(self) -> str | None:
         """The policy version now loaded, where the engine knows it."""

@@ -20,11 +20,12 @@ from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from polar_proxy.engines.base import Engine, is_constrained
+from polar_proxy.engines.base import Engine, EngineLoad, is_constrained
 from polar_proxy.engines.http1 import Response
 from polar_proxy.engines.openai_http import OpenAIHttp, SseDecoder, orjson_loads
 from polar_proxy.engines.probe import Probe
 from polar_proxy.engines.probe_parsers import Readings
+from polar_proxy.engines.vllm_load import read_load
 from polar_proxy.engines.vllm_reading import Reader, cannot_continue, make_reader
 from polar_proxy.engines.vllm_requests import (
     chat_body,
@@ -220,6 +221,12 @@ class VllmEngine(Engine):
         except EngineError as error:
             return str(error)
         return None if response.status == 200 else f"{self._who} answers {response.status} to /health."
+
+    async def load(self) -> EngineLoad | None:
+        """As in `Engine.load`, from `/metrics`; None where that says nothing of it (`--disable-log-stats`)."""
+        response = await self._http.send("GET", "/metrics")
+        said = await self._http.read(response)
+        return read_load(said.decode(errors="replace")) if response.status == 200 else None
 
     async def weight_version(self) -> str | None:
         """What `/weight_info` said within the last second; None where the server has no such route.

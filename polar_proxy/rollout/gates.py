@@ -5,21 +5,21 @@ Promises:
 * never more than `limit` inside; whoever is cancelled while it waits, or fails inside, leaves its place to the next;
 * among those who wait, a higher priority enters first; then siblings of a group that is inside already, so that they
   share the engine's prefix cache; then the job with the fewest inside; then whoever came first;
-* nobody enters while `admission` says no (too little memory, an engine with a long queue).
+* nobody enters while `admission` says no (an engine that does not answer);
+* nobody joins others while `crowded` says no (too little memory, an engine with a long queue). Where everything is idle
+  it is not asked: whatever it says, one is let in then, so that work never stands still.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-Admission = Callable[[], str | None]
-"""Why nobody may enter now, or None. Asked in the event loop: it must be quick."""
-
+_Key = TypeVar("_Key")
 _ASK_AGAIN_SECONDS = 0.2
 
 
@@ -31,6 +31,14 @@ class Ticket:
     group_id: str
     job_id: str | None = None
     priority: int = 0
+    memory_mb: int | None = None
+    """What its sandbox is taken to need of the machine; None: it is not said."""
+
+
+Admission = Callable[[], str | None]
+"""Why nobody may enter now, or None. Asked in the event loop: it must be quick."""
+Crowded = Callable[[Ticket], str | None]
+"""Why this one may not join the others, or None. Asked in the event loop: it must be quick."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +46,10 @@ class _Waiting:
     ticket: Ticket
     number: int
     entered: asyncio.Future[None]
+
+
+_Line = tuple[int, str | None, str]
+"""(priority, job, group): among these whoever came first is next."""
 
 
 @dataclass(slots=True)
@@ -52,14 +64,28 @@ class GateCount:
 class Gate:
     """One stage. All methods on one event loop."""
 
-    def __init__(self, limit: int, admission: Admission | None = None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        admission: Admission | None = None,
+        *,
+        crowded: Crowded | None = None,
+        idle: Callable[[], bool] | None = None,
+    ) -> None:
+        """`idle`: whether there are no others whom one could join; None: none are inside."""
         if limit < 1:
             raise ValueError(f"A stage must let at least one in, not {limit}.")
         self._limit = limit
         self._admission = admission
-        self._waiting: list[_Waiting] = []
+        self._crowded = crowded
+        self._idle = idle or (lambda: not self._inside)
+        # Lines and not one list: with ten thousand waiting, choosing the next looks at each group, not at each of them.
+        self._lines: dict[_Line, dict[int, _Waiting]] = {}
         self._inside: dict[str, Ticket] = {}
+        self._groups: Counter[str] = Counter()
+        self._jobs: Counter[str | None] = Counter()
         self._came = 0
+        self._waiting = 0
         self._asking: asyncio.TimerHandle | None = None
         self.count = GateCount()
 
@@ -69,27 +95,37 @@ class Gate:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return self._waiting
+
+    def counts(self) -> dict[str, float]:
+        """For the metrics: inside, waiting, limit, entered, waited_seconds, refused."""
+        return {
+            "inside": self.inside,
+            "waiting": self.waiting,
+            "limit": self._limit,
+            "entered": self.count.entered,
+            "waited_seconds": self.count.waited,
+            "refused": self.count.refusals.total(),
+        }
 
     @contextlib.asynccontextmanager
     async def enter(self, ticket: Ticket) -> AsyncIterator[None]:
         """Wait for a place and keep it until the block ends."""
-        began = time.monotonic()
         loop = asyncio.get_running_loop()
+        began = loop.time()
         me = _Waiting(ticket, self._came, loop.create_future())
         self._came += 1
-        self._waiting.append(me)
+        self._lines.setdefault(_line(ticket), {})[me.number] = me
+        self._waiting += 1
         self._admit()
         try:
             await me.entered
         except BaseException:
-            if me in self._waiting:
-                self._waiting.remove(me)
-            else:  # let in at the very moment of its cancellation
+            if not self._take_out(me):  # let in at the very moment of its cancellation
                 self._leave(ticket)
             raise
         self.count.entered += 1
-        self.count.waited += time.monotonic() - began
+        self.count.waited += loop.time() - began
         try:
             yield
         finally:
@@ -97,28 +133,48 @@ class Gate:
 
     def _leave(self, ticket: Ticket) -> None:
         del self._inside[ticket.rollout_id]
+        _less(self._groups, ticket.group_id)
+        _less(self._jobs, ticket.job_id)
         self._admit()
 
     def _admit(self) -> None:
         while len(self._inside) < self._limit and (following := self._next()) is not None:
-            if self._admission is not None and (reason := self._admission()) is not None:
+            if (reason := self._refusal(following.ticket)) is not None:
                 self.count.refusals[reason] += 1
                 self._ask_again()
                 return
-            self._waiting.remove(following)
+            self._take_out(following)
             self._inside[following.ticket.rollout_id] = following.ticket
+            self._groups[following.ticket.group_id] += 1
+            self._jobs[following.ticket.job_id] += 1
             following.entered.set_result(None)
 
+    def _refusal(self, ticket: Ticket) -> str | None:
+        if self._admission is not None and (reason := self._admission()) is not None:
+            return reason
+        return None if self._crowded is None or self._idle() else self._crowded(ticket)
+
+    def _take_out(self, one: _Waiting) -> bool:
+        """Out of its line; False if it is in none."""
+        line = self._lines.get(_line(one.ticket), {})
+        if line.pop(one.number, None) is None:
+            return False
+        self._waiting -= 1
+        if not line:
+            del self._lines[_line(one.ticket)]
+        return True
+
     def _next(self) -> _Waiting | None:
-        groups = {ticket.group_id for ticket in self._inside.values()}
-        jobs = Counter(ticket.job_id for ticket in self._inside.values())
-
-        def order(one: _Waiting) -> tuple[int, bool, int, int]:
-            ticket = one.ticket
-            return -ticket.priority, ticket.group_id not in groups, jobs[ticket.job_id], one.number
-
-        # One that was cancelled a moment ago takes itself off the list when its task runs.
-        return min((one for one in self._waiting if not one.entered.done()), key=order, default=None)
+        found: tuple[int, bool, int, int] | None = None
+        following = None
+        for (priority, job, group), line in self._lines.items():
+            # One that was cancelled a moment ago takes itself out of its line when its task runs.
+            head = next((one for one in line.values() if not one.entered.done()), None)
+            if head is not None:
+                place = -priority, group not in self._groups, self._jobs[job], head.number
+                if found is None or place < found:
+                    found, following = place, head
+        return following
 
     def _ask_again(self) -> None:
         """Whoever refused will not say when it changes its mind."""
@@ -129,3 +185,14 @@ class Gate:
                 self._admit()
 
             self._asking = asyncio.get_running_loop().call_later(_ASK_AGAIN_SECONDS, again)
+
+
+def _line(ticket: Ticket) -> _Line:
+    return ticket.priority, ticket.job_id, ticket.group_id
+
+
+def _less(counter: Counter[_Key], key: _Key) -> None:
+    """One less of it; none at all leaves no entry."""
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

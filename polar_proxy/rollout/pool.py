@@ -68,6 +68,17 @@ class Pool:
         """How many are on the shelf, those that are being opened included."""
         return len(self._shelf)
 
+    def counts(self) -> dict[str, float]:
+        """For the metrics: on_shelf, size, hits, misses, dead, waited_seconds."""
+        return {
+            "on_shelf": self.waiting,
+            "size": self._size,
+            "hits": self.count.hits,
+            "misses": self.count.misses,
+            "dead": self.count.dead,
+            "waited_seconds": self.count.waited,
+        }
+
     async def take(self, kind: Kind, spec: SandboxSpec) -> Sandbox:
         """A sandbox of this kind and specification; the labels may be another's. Raises SandboxError."""
         began = time.monotonic()

@@ -16,7 +16,7 @@ import errno
 import logging
 import socket
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -120,7 +120,7 @@ class RolloutRunner:
         one = _One(held, gates, ticket)
         try:
             end = await self._agent(one)
-            async with gates.scoring.enter(ticket):
+            async with gates.scoring.enter(one.ticket):
                 stage = {"done": "ok"}.get(end.status, end.status)
                 await self._enter(one, "scoring", outcome=stage, exit_code=end.exit_code)
                 score = await self._score(one, end)
@@ -139,11 +139,15 @@ class RolloutRunner:
 
     async def _agent(self, one: _One) -> _AgentEnd:
         """From a place to prepare in to the patch. The sandbox is closed when this is left, in whatever way."""
+        row = await self._store.task(one.held.task_id)
+        assert row is not None
+        task = from_spec(row.spec)
+        one.ticket = replace(one.ticket, memory_mb=task.environment.memory_mb)
         async with contextlib.AsyncExitStack() as stack:
             async with one.gates.preparing.enter(one.ticket):
                 key = new_key()
                 await self._open_session(one, key)
-                ready = await self._prepare(one, key, stack)
+                ready = await self._prepare(one, task, key, stack)
             await self._enter(one, "ready")
             async with one.gates.running.enter(one.ticket):
                 await self._enter(one, "running")
@@ -152,11 +156,9 @@ class RolloutRunner:
                     await stack.aclose()
             return end
 
-    async def _prepare(self, one: _One, key: str, stack: contextlib.AsyncExitStack) -> _Ready:
+    async def _prepare(self, one: _One, task: Task, key: str, stack: contextlib.AsyncExitStack) -> _Ready:
         """Nothing that happens before the agent begins is its fault."""
-        row = await self._store.task(one.held.task_id)
-        assert row is not None
-        task, recipe = from_spec(row.spec), Recipe.from_json(one.held.config)
+        recipe = Recipe.from_json(one.held.config)
         with _infrastructure("harness"):
             harness = await self._harnesses.get(recipe.harness)
         with _infrastructure("sandbox"):

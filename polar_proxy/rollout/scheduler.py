@@ -22,11 +22,11 @@ from typing import Protocol, Self
 
 from polar_proxy.errors import PolarError, StoreError
 from polar_proxy.rollout.decided import POLICIES, wait_for_all
-from polar_proxy.rollout.gates import Admission, Gate, Ticket
+from polar_proxy.rollout.gates import Admission, Crowded, Gate, Ticket
 from polar_proxy.rollout.traces import close_books
 from polar_proxy.store import Store
 from polar_proxy.store.stages import Held, NotHeldError
-from polar_proxy.types import new_id
+from polar_proxy.types import Json, new_id
 from sandboxes.base import settle
 
 log = logging.getLogger(__name__)
@@ -67,6 +67,12 @@ class Gates:
     running: Gate
     scoring: Gate
 
+    @property
+    def at_work(self) -> int:
+        """How many have something prepared, or are preparing it."""
+        later = (self.running, self.scoring)
+        return self.preparing.inside + sum(gate.inside + gate.waiting for gate in later)
+
 
 class Attempt(Protocol):
     async def __call__(self, held: Held, gates: Gates, ticket: Ticket) -> None:
@@ -94,11 +100,16 @@ class Scheduler:
         *,
         policy_version: VersionOf | None = None,
         admission: Admission | None = None,
+        crowded: Crowded | None = None,
+        room: Crowded | None = None,
         on_settled: Callable[[str], None] | None = None,
         job_id: str | None = None,
     ) -> None:
         """`policy_version` is asked at every claim; `on_settled` is told of each group that ended. With `job_id` it
-        works on that job alone, which this process may own ("": on none yet); else on all that no process owns."""
+        works on that job alone, which this process may own ("": on none yet); else on all that no process owns.
+
+        `admission`: whether agents may run at all; `crowded`: whether one more may join them; `room`: whether one
+        more may be prepared."""
         self.worker = f"{socket.gethostname()}:{os.getpid()}:{new_id('w')[-8:]}"
         self._store = store
         self._attempt = attempt
@@ -106,7 +117,11 @@ class Scheduler:
         self._version = policy_version
         self._on_settled = on_settled
         self._job_id = job_id
-        self.gates = Gates(Gate(limits.preparing), Gate(limits.running, admission), Gate(limits.scoring))
+        self.gates = Gates(
+            Gate(limits.preparing, crowded=room, idle=lambda: self.gates.at_work == 0),
+            Gate(limits.running, admission, crowded=crowded),
+            Gate(limits.scoring),
+        )
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._held: set[str] = set()
         """Of the tasks, those whose rollout is this process's to decide about."""
@@ -145,6 +160,15 @@ class Scheduler:
     @property
     def in_hand(self) -> int:
         return len(self._tasks)
+
+    def counts(self) -> Json:
+        """For the metrics: rollouts in hand, and what each gate has seen (`Gate.counts`, and why it refused)."""
+        gates = {name: getattr(self.gates, name) for name in ("preparing", "running", "scoring")}
+        return {
+            "in_hand": self.in_hand,
+            "gates": {name: gate.counts() for name, gate in gates.items()},
+            "refusals": {name: dict(gate.count.refusals) for name, gate in gates.items()},
+        }
 
     async def cancel(self, rollout_ids: Sequence[str]) -> None:
         """End these, where they are in hand, and wait until nothing of them is left."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from polar_proxy.config import Settings
+from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import Gateway
@@ -22,6 +22,7 @@ from polar_proxy.rollout.decided import POLICIES
 from polar_proxy.rollout.harnesses import Harnesses, label_of
 from polar_proxy.rollout.pool import Open, Pool
 from polar_proxy.rollout.recipe import Recipe
+from polar_proxy.rollout.room import Room
 from polar_proxy.rollout.runner import Listener, RolloutRunner
 from polar_proxy.rollout.scheduler import Limits, Scheduler
 from polar_proxy.rollout.watch import EngineWatch
@@ -145,12 +146,14 @@ class ServiceLimits:
     """Whether one is opened for whoever comes next, besides those that are known to be needed."""
     engine_patience: float = 600.0
     """Seconds for which rollouts wait for an engine that does not answer."""
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
+    """When no further agent joins those that run."""
 
     @classmethod
-    def of(cls, agents: int) -> Self:
+    def of(cls, agents: int, admission: AdmissionSettings | None = None) -> Self:
         """For so many agents at a time: as many again are prepared, or scored, while they run."""
         scheduler = Limits(in_hand=2 * agents, preparing=min(agents, 4), running=agents, scoring=agents)
-        return cls(scheduler, shelf=agents)
+        return cls(scheduler, shelf=agents, admission=admission or AdmissionSettings())
 
 
 class RolloutService:
@@ -177,7 +180,8 @@ class RolloutService:
         self._listener = listener or Silent()
         self.harnesses = Harnesses(harnesses, note)
         self.pool = Pool(limits.shelf, refill=limits.refill, opener=opener)
-        self._watch = EngineWatch(engine, limits.engine_patience)
+        self._watch = EngineWatch(engine, limits.engine_patience, limits.admission)
+        room = Room(limits.admission.memory_mb, limits.admission.memory_reserve_mb)
         self._settled = asyncio.Event()
         self.scheduler = Scheduler(
             store,
@@ -185,6 +189,8 @@ class RolloutService:
             limits.scheduler,
             policy_version=engine.weight_version,
             admission=self._watch.refusal,
+            crowded=lambda ticket: self._watch.crowded() or room.refusal(ticket),
+            room=room.refusal,
             on_settled=lambda group_id: self._settled.set(),
             job_id=job_id,
         )
@@ -201,6 +207,15 @@ class RolloutService:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.__aexit__(kind, error, trace)
+
+    def counts(self) -> Json:
+        """For the metrics: what is in hand, the gates, the pool, how busy the engine says it is."""
+        load = self._watch.load
+        return {
+            **self.scheduler.counts(),
+            "pool": self.pool.counts(),
+            "engine": None if load is None else asdict(load),
+        }
 
     async def submit(self, submission: Submission) -> tuple[JobRow, bool]:
         """Queue a job, and whether it is new."""

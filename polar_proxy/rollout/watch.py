@@ -1,4 +1,4 @@
-"""Whether the engine answers: rollouts wait while it does not, instead of failing one after the other."""
+"""Whether the engine answers, and how busy it is: rollouts wait for it, instead of failing one after the other."""
 
 from __future__ import annotations
 
@@ -8,28 +8,49 @@ import time
 from types import TracebackType
 from typing import Self
 
-from polar_proxy.engines.base import Engine
+from polar_proxy.config import AdmissionSettings
+from polar_proxy.engines.base import Engine, EngineLoad
 from polar_proxy.errors import EngineError
+
+GONE = "the engine does not answer"
+CACHE_FULL = "the engine's cache is full"
+QUEUE_LONG = "the engine's queue is long"
 
 
 class EngineWatch:
-    """`async with EngineWatch(engine, patience) as watch:` asks every few seconds; `watch.refusal` is an admission.
+    """`async with EngineWatch(engine, patience) as watch:` asks every few seconds; `watch.refusal` is an `Admission`,
+    `watch.crowded` says why no agent should join those that run.
 
     After `patience` seconds without an answer agents are let in all the same: they fail, are tried again as often as
-    is allowed, and so every rollout comes to an end.
+    is allowed, and so every rollout comes to an end. An engine that does not say how busy it is is never crowded.
     """
 
-    def __init__(self, engine: Engine, patience: float, *, every: float = 2.0) -> None:
+    def __init__(
+        self, engine: Engine, patience: float, limits: AdmissionSettings | None = None, *, every: float = 2.0
+    ) -> None:
         self._engine = engine
         self._patience = patience
+        self._limits = limits or AdmissionSettings()
         self._every = every
         self._gone_since: float | None = None
+        self.load: EngineLoad | None = None
+        """As it was a moment ago."""
 
     def refusal(self) -> str | None:
         """Why no agent should begin now, or None."""
         if self._gone_since is None or time.monotonic() - self._gone_since > self._patience:
             return None
-        return "the engine does not answer"
+        return GONE
+
+    def crowded(self) -> str | None:
+        """Why no agent should join those that run, or None."""
+        if self.load is None:
+            return None
+        if self.load.kv_usage is not None and self.load.kv_usage > self._limits.engine_kv:
+            return CACHE_FULL
+        if self.load.waiting is not None and self.load.waiting > self._limits.engine_queue:
+            return QUEUE_LONG
+        return None
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._watch(), name="polar-engine-watch")
@@ -53,6 +74,15 @@ class EngineWatch:
             self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = time.monotonic()
+        self.load = await self._look_at_load() if reason is None else None
+
+    async def _look_at_load(self) -> EngineLoad | None:
+        """None where it is not known: an engine that answers is not kept waiting for want of its statistics."""
+        try:
+            async with asyncio.timeout(self._every * 5):
+                return await self._engine.load()
+        except (EngineError, TimeoutError):
+            return None
 
     async def _watch(self) -> None:
         while True:

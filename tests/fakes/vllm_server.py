@@ -131,6 +131,8 @@ class FakeVllm:
     thinks: bool = False
     derenders: bool = False
     tells_versions: bool = False
+    metrics: str | None = None
+    """What `/metrics` says, as text."""
 
     def __post_init__(self) -> None:
         self.scripted: deque[Answer | Fault] = deque()
@@ -160,6 +162,8 @@ class FakeVllm:
         if self.api_key and request.headers.get("authorization") != f"Bearer {self.api_key}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         body = await request.json() if request.can_read_body else {}
+        if request.path == "/metrics" and self.metrics is not None:
+            return web.Response(text=self.metrics)
         if request.path not in ("/v1/chat/completions", "/v1/completions"):
             status, answer = self.plain(request.path, body)
             return web.json_response(answer, status=status)

@@ -1,0 +1,201 @@
+"""Who may join those that run: by the machine's memory and by the engine's load; work never stands still."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from polar_proxy.config import AdmissionSettings
+from polar_proxy.engines.base import EngineLoad
+from polar_proxy.errors import EngineError
+from polar_proxy.rollout.gates import Gate, Ticket
+from polar_proxy.rollout.room import NO_ROOM, SETTLE_SECONDS, Room, free_memory_mb
+from polar_proxy.rollout.scheduler import Limits, Scheduler
+from polar_proxy.rollout.watch import CACHE_FULL, GONE, QUEUE_LONG, EngineWatch
+from polar_proxy.store import Store
+from polar_proxy.store.jobs import Held
+from tests.fakes.player import PlayerEngine
+from tests.rollout.test_scheduler import Scripted, stands, submit
+
+
+def of(name: str, memory_mb: int | None = None) -> Ticket:
+    return Ticket(name, name, memory_mb=memory_mb)
+
+
+async def test_others_join_only_where_there_is_room_but_one_is_always_let_in() -> None:
+    full = True
+    gate = Gate(3, crowded=lambda ticket: "full" if full else None)
+    leave = {name: asyncio.Event() for name in "abc"}
+    entered: list[str] = []
+
+    async def one(name: str) -> None:
+        async with gate.enter(of(name)):
+            entered.append(name)
+            await leave[name].wait()
+
+    tasks = [asyncio.create_task(one(name)) for name in "abc"]
+    await asyncio.sleep(0.05)
+    assert entered == ["a"]
+    assert gate.counts() | {"waited_seconds": 0} == {
+        "inside": 1,
+        "waiting": 2,
+        "limit": 3,
+        "entered": 1,
+        "waited_seconds": 0,
+        "refused": gate.count.refusals["full"],
+    }
+    leave["a"].set()
+    await asyncio.sleep(0.05)
+    assert entered == ["a", "b"]  # nobody was inside
+    full = False
+    await asyncio.wait_for(_until(lambda: entered == ["a", "b", "c"]), 5)
+    for event in leave.values():
+        event.set()
+    await asyncio.gather(*tasks)
+    assert gate.count.refusals["full"] >= 2
+
+
+async def test_a_gate_that_is_told_what_idle_means() -> None:
+    """Nobody is preparing; but agents run, and there is no room for one more."""
+    running = 1
+    gate = Gate(1, crowded=lambda ticket: NO_ROOM, idle=lambda: running == 0)
+    task = asyncio.create_task(gate.enter(of("a")).__aenter__())
+    await asyncio.sleep(0.3)
+    assert not task.done()
+    running = 0
+    await asyncio.wait_for(task, 5)
+
+
+def test_room_counts_what_is_still_to_come() -> None:
+    free, now = 4000, 100.0
+    room = Room(1000, 500, free=lambda: free, clock=lambda: now)
+    assert room.refusal(of("a")) is None
+    assert room.refusal(of("b", 2000)) is None
+    assert room.refusal(of("c")) == NO_ROOM  # 4000 - 3000 that are to come - 1000 < 500
+    assert room.refusal(of("c", 400)) is None
+    assert room.refusal(of("c", 400)) is None  # asked again, at the next gate: not counted twice
+    now += SETTLE_SECONDS + 1
+    free = 1400
+    assert room.refusal(of("d")) == NO_ROOM
+    free = 1500
+    assert room.refusal(of("d")) is None
+
+
+def test_room_that_is_not_looked_at() -> None:
+    assert Room(0, 500, free=lambda: 1).refusal(of("a", 4000)) is None
+    assert Room(1000, 500, free=lambda: None).refusal(of("a")) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        ({}, None),
+        ({"proc/meminfo": "MemTotal: 9000000 kB\nHugePages_Free: 0\nMemAvailable:  4096000 kB\n"}, 4000),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 4096000 kB\n",
+                "sys/fs/cgroup/memory.current": "1073741824\n",
+                "sys/fs/cgroup/memory.max": "2147483648\n",
+                "sys/fs/cgroup/memory.stat": "anon 5\ninactive_file 104857600\n",
+            },
+            1124,
+        ),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 4096000 kB\n",
+                "sys/fs/cgroup/memory.current": "1073741824\n",
+                "sys/fs/cgroup/memory.max": "max\n",
+                "sys/fs/cgroup/memory.stat": "inactive_file 1\n",
+            },
+            4000,
+        ),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 4096000 kB\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "3221225472\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "2147483648\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0\n",
+            },
+            0,
+        ),
+        (
+            {
+                "proc/meminfo": "MemAvailable: 4096000 kB\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "3221225472\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0\n",
+            },
+            4000,
+        ),
+    ],
+)
+def test_free_memory(tmp_path: Path, files: dict[str, str], free: int | None) -> None:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert free_memory_mb(tmp_path) == free
+
+
+class Busy(PlayerEngine):
+    """Says what it is told to say of its load."""
+
+    said: EngineLoad | EngineError | None = None
+    gone: str | None = None
+
+    async def health(self) -> str | None:
+        return self.gone
+
+    async def load(self) -> EngineLoad | None:
+        if isinstance(self.said, EngineError):
+            raise self.said
+        return self.said
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (None, None),
+        (EngineLoad(None, None, None), None),
+        (EngineLoad(0.9, 16, 400), None),
+        (EngineLoad(0.91, 0, 1), CACHE_FULL),
+        (EngineLoad(None, 17, 1), QUEUE_LONG),
+        (EngineError("it says nothing of it"), None),
+    ],
+)
+async def test_how_busy_the_engine_is(said: EngineLoad | EngineError | None, why: str | None) -> None:
+    engine = Busy()
+    engine.said = said
+    watch = EngineWatch(engine, 60.0, AdmissionSettings())
+    await watch.look()
+    assert watch.crowded() == why
+    assert watch.refusal() is None
+    engine.gone = "restarting"
+    await watch.look()
+    assert (watch.refusal(), watch.crowded(), watch.load) == (GONE, None, None)
+
+
+async def test_a_machine_without_memory_goes_on_one_by_one(store: Store) -> None:
+    async def body(held: Held) -> float | None:
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    job_id = await submit(store, 2, 3)
+    attempt = Scripted(store, body)
+    limits = Limits(in_hand=6, preparing=6, running=6, scoring=6, poll_seconds=0.05)
+    room = Room(1000, 0, free=lambda: 10)
+    scheduler = Scheduler(store, attempt, limits, crowded=room.refusal, room=room.refusal)
+    async with scheduler:
+        await asyncio.wait_for(scheduler.until_idle(), 30)
+        counts = scheduler.counts()
+    assert await stands(store, job_id) == {"done": 6}
+    assert attempt.most <= 2  # one more may be let in while another is between two gates
+    assert counts["refusals"]["preparing"][NO_ROOM] > 0
+    assert counts["gates"]["scoring"]["entered"] == 6
+
+
+async def _until(true: object) -> None:
+    while not true():  # type: ignore[operator]
+        await asyncio.sleep(0.01)
