@@ -151,7 +151,7 @@ class Reading(Generic[T]):
         if not self._decoder.resumable:
             raise UnreachableError(f"The answer from {_where(error)} broke off: {error or type(error).__name__}")
         self.pause = self._tries.pause(error) or RECONNECT_SECONDS
-        self._decoder.closed()
+        self._decoder.broken()
 
 
 class Sender(Protocol):

@@ -41,7 +41,11 @@ class Decoder(Protocol[T_co]):
         ...
 
     def closed(self) -> None:
-        """The connection ended, in order or not."""
+        """The answer ended in order."""
+        ...
+
+    def broken(self) -> None:
+        """The connection was lost: what was begun on it is forgotten."""
         ...
 
 
@@ -74,8 +78,10 @@ class Rows:
                 yield orjson.loads(line)
 
     def closed(self) -> None:
-        """HTTP itself tells an answer that broke off from one that ended."""
         self.ended = True
+
+    def broken(self) -> None:
+        self._lines = _Lines()
 
 
 @dataclass(slots=True)
@@ -111,6 +117,10 @@ class Events:
             # A comment has no name: it keeps the connection alive and says nothing.
 
     def closed(self) -> None:
+        """Not the end of the events: a server stopped, and another takes over."""
+        self.broken()
+
+    def broken(self) -> None:
         self._lines, self._id, self._event, self._data = _Lines(), None, "", []
 
     def _complete(self) -> Event | None:

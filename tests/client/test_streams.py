@@ -1,0 +1,66 @@
+"""Streams, however the network cuts them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import orjson
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polar_proxy.client.models import Event
+from polar_proxy.client.streams import Events, Rows
+
+# Line ends to `str.splitlines`, which JSON may hold as they are.
+ODD = "a\u2028b\u0085c\x0b"
+WIRE = (
+    b": here we are\n\n"
+    b'id: 1\nevent: stage\ndata: {"stage": "running", "odd": ' + orjson.dumps(ODD) + b"}\n\n"
+    b'event: weather\ndata: {"of": "a newer server"}\r\n\r\n'
+    b'id:2\nevent:group\ndata:{"a":\ndata:1}\n\n'
+    b": still here\n\n"
+    b"id: 3\nevent: end\ndata: {}\n\n"
+)
+SAID = [
+    Event(id="1", event="stage", data={"stage": "running", "odd": ODD}),
+    Event(id="2", event="group", data={"a": 1}),
+    Event(id="3", event="end", data={}),
+]
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    edges = [0, *sorted(place % len(data) for place in places), len(data)]
+    return [data[start:end] for start, end in pairwise(edges)]
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=30))
+def test_events_do_not_depend_on_how_they_are_cut(places: list[int]) -> None:
+    decoder = Events()
+    assert [event for piece in cut(WIRE, places) for event in decoder.feed(piece)] == SAID
+    assert decoder.ended
+
+
+@given(st.integers(0, len(WIRE)))
+def test_a_connection_that_breaks_anywhere_is_taken_up_where_the_last_whole_event_ended(place: int) -> None:
+    decoder = Events()
+    found = list(decoder.feed(WIRE[:place]))
+    if not decoder.ended:
+        decoder.closed()
+        # What the server sends behind the event that the client names; before the first one, everything.
+        named = decoder.headers().get("last-event-id")
+        behind = {None: 0, "1": WIRE.index(b"event: weather"), "2": WIRE.index(b": still")}[named]
+        found += decoder.feed(WIRE[behind:])
+    assert found == SAID
+
+
+@given(st.lists(st.integers(0, 10_000), max_size=10))
+def test_rows_do_not_depend_on_how_they_are_cut(places: list[int]) -> None:
+    rows = [{"text": ODD, "n": n} for n in range(3)]
+    wire = b"".join(orjson.dumps(row) + b"\n" for row in rows)
+    decoder = Rows()
+    assert decoder.resumable
+    assert [row for piece in cut(wire, places) for row in decoder.feed(piece)] == rows
+    assert not decoder.resumable
+    assert not decoder.ended
+    decoder.closed()
+    assert decoder.ended
