@@ -3,7 +3,8 @@
 Promises:
 
 * a sandbox that is handed out was empty and alive a moment ago, and is handed out once;
-* never more than `size` wait on the shelf; whatever is left there is closed at the end.
+* never more than `size` wait on the shelf; whatever is left there is closed at the end;
+* of a sort that is asked for often, as many wait as are taken while one is opened.
 
 After `kill -9` the sandboxes on the shelf are orphans like any others, and are swept as those are.
 """
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +27,18 @@ Open = Callable[[Kind, SandboxSpec], Awaitable[Sandbox]]
 log = logging.getLogger(__name__)
 
 _ALIVE_SECONDS = 5.0
+_SORTS = 256
+"""Of so many sorts it is remembered how they are asked for: each task may have an image of its own."""
+
+
+@dataclass(slots=True)
+class _Sort:
+    """How sandboxes of one sort are asked for."""
+
+    taken: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
+    """When, in the event loop's time."""
+    opening: float = 0.0
+    """Seconds that the last one took to open."""
 
 
 @dataclass(slots=True)
@@ -50,6 +63,7 @@ class Pool:
         self._open = opener
         self._shelf: list[tuple[Hashable, asyncio.Task[Sandbox]]] = []
         self._closing: set[asyncio.Task[None]] = set()
+        self._sorts: dict[Hashable, _Sort] = {}
         self.count = PoolCount()
 
     async def __aenter__(self) -> Self:
@@ -81,35 +95,54 @@ class Pool:
 
     async def take(self, kind: Kind, spec: SandboxSpec) -> Sandbox:
         """A sandbox of this kind and specification; the labels may be another's. Raises SandboxError."""
-        began = time.monotonic()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         key = _key(kind, spec)
+        self._sort(key).taken.append(began)
         sandbox: Sandbox | None = None
         while sandbox is None and (task := self._next(key)) is not None:
             sandbox = await self._checked(key, task)
         if sandbox is None:
             self.count.misses += 1
-            sandbox = await self._open(kind, spec)
+            sandbox = await self._opened(key, kind, spec)
         else:
             self.count.hits += 1
-        self.count.waited += time.monotonic() - began
+        self.count.waited += loop.time() - began
         if self._refill:
             self.expect(kind, spec)
         return sandbox
 
     def expect(self, kind: Kind, spec: SandboxSpec) -> None:
-        """One more of this sort will be taken soon: open it now, unless one is on the shelf. Where that is full, the
+        """One more of this sort will be taken soon: open as many as are missing from the shelf. Where that is full, the
         sandbox of another sort that has been there longest makes room."""
         key = _key(kind, spec)
-        if self._size < 1 or any(other == key for other, _ in self._shelf):
-            return
-        while len(self._shelf) >= self._size:
-            closing = asyncio.create_task(_close([self._shelf.pop(0)[1]]))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
-        self._shelf.append((key, asyncio.create_task(self._opened(kind, spec))))
+        for _ in range(self._wanted(key) - sum(other == key for other, _ in self._shelf)):
+            while len(self._shelf) >= self._size:
+                longest = next(number for number, (other, _) in enumerate(self._shelf) if other != key)
+                closing = asyncio.create_task(_close([self._shelf.pop(longest)[1]]))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+            self._shelf.append((key, asyncio.create_task(self._opened(key, kind, spec))))
 
-    async def _opened(self, kind: Kind, spec: SandboxSpec) -> Sandbox:
-        return await self._open(kind, spec)
+    def _wanted(self, key: Hashable) -> int:
+        """How many of this sort should wait: one, and as many as are taken while one is opened (Little's law)."""
+        sort = self._sort(key)
+        since = asyncio.get_running_loop().time() - sort.opening
+        return min(self._size, 1 + sum(taken > since for taken in sort.taken))
+
+    def _sort(self, key: Hashable) -> _Sort:
+        if key not in self._sorts:
+            while len(self._sorts) >= _SORTS:
+                del self._sorts[next(iter(self._sorts))]
+            self._sorts[key] = _Sort()
+        return self._sorts[key]
+
+    async def _opened(self, key: Hashable, kind: Kind, spec: SandboxSpec) -> Sandbox:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        sandbox = await self._open(kind, spec)
+        self._sort(key).opening = loop.time() - began
+        return sandbox
 
     def _next(self, key: Hashable) -> asyncio.Task[Sandbox] | None:
         for number, (other, task) in enumerate(self._shelf):

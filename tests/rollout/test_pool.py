@@ -73,6 +73,34 @@ async def test_the_shelf_is_bounded() -> None:
     assert there() == 0
 
 
+async def test_as_many_wait_as_are_taken_while_one_is_opened() -> None:
+    """Three are taken at once, again and again; opening one takes longer than the pause between."""
+
+    async def opener(kind: Kind, spec: SandboxSpec) -> Sandbox:
+        await asyncio.sleep(0.5)
+        return await open_sandbox(kind, spec)
+
+    async def take() -> None:
+        await (await pool.take("process", SPEC)).close()
+
+    async with Pool(8, refill=True, opener=opener) as pool:
+        await asyncio.gather(take(), take(), take())
+        assert (pool.count.hits, pool.count.misses) == (0, 3)
+        await asyncio.gather(take(), take(), take())
+        await asyncio.gather(take(), take(), take())
+        assert (pool.count.hits, pool.count.misses) == (6, 3)
+        assert pool.counts() | {"waited_seconds": 0} == {
+            "on_shelf": pool.waiting,
+            "size": 8,
+            "hits": 6,
+            "misses": 3,
+            "dead": 0,
+            "waited_seconds": 0,
+        }
+        assert 3 <= pool.waiting <= 8
+    assert there() == 0
+
+
 async def test_cancelled_while_it_waits() -> None:
     gate = asyncio.Event()
 
