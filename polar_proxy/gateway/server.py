@@ -59,6 +59,7 @@ class Gateway:
             open_to_all=is_loopback(settings.host) and not settings.closed,
             normalisers_off=settings.normalisers_off,
             window=settings.retry_window_seconds,
+            shared=settings.shared,
         )
         self._pipeline = TurnPipeline(engine, store, self.sessions, settings, self.metrics)
         self.app = create_app(engine, self._pipeline, self.metrics)

@@ -1,4 +1,9 @@
-"""Session identity: which API key is which session. Keys live here only as SHA-256."""
+"""Session identity: which API key is which session. Keys live here only as SHA-256.
+
+A gateway may be one of several on a database (`shared`). Then a session that it has in memory may have been closed, or
+have got calls, elsewhere: the store is asked before each request, by the session's own row, and what is not known yet
+is read. A gateway that is alone asks nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import asyncio
 import hashlib
 import secrets
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
@@ -30,7 +36,8 @@ def hash_key(key: str) -> bytes:
 class SessionStore(Protocol):
     async def session_by_key(self, key_hash: bytes) -> Any: ...
     async def session(self, session_id: str) -> Any: ...
-    async def call_places(self, session_id: str) -> list[CallPlace]: ...
+    async def session_summary(self, session_id: str) -> Any: ...
+    async def call_places(self, session_id: str, *, known: Collection[str] = ()) -> list[CallPlace]: ...
     async def create_session(
         self,
         *,
@@ -54,6 +61,10 @@ class Session:
     """Set while `in_flight` is 0; see `begin` and `end`."""
     lost: int = 0
     """Calls that were answered but could not be committed: the rollout is incomplete and not to be trained on."""
+    ended: int = 0
+    """Calls that this gateway has answered, the lost ones included."""
+    elsewhere: int = 0
+    """Calls in the store that this gateway did not answer: other gateways', or of before it began."""
 
     def begin(self, calls: int) -> None:
         self.in_flight += calls
@@ -61,6 +72,7 @@ class Session:
 
     def end(self, calls: int) -> None:
         self.in_flight -= calls
+        self.ended += calls
         if self.in_flight == 0:
             self.idle.set()
 
@@ -75,8 +87,11 @@ class Sessions:
         open_to_all: bool,
         normalisers_off: frozenset[str] = frozenset(),
         window: float = 10.0,
+        shared: bool = False,
     ) -> None:
+        """`shared`: other gateways serve sessions of this store, too."""
         self._store = store
+        self._shared = shared
         self._off = normalisers_off
         self._window = window
         self.open = open_to_all
@@ -91,6 +106,8 @@ class Sessions:
         session = self._by_hash.get(digest)
         if session is not None:
             self._by_hash.move_to_end(digest)
+            if self._shared:
+                await self._catch_up(session)
             return session
         # Two first requests of one key must not both open a session; those of other keys need not wait.
         lock = self._opening.get(digest)
@@ -115,18 +132,39 @@ class Sessions:
                 key_hash=digest, label=None, rollout_id=None, policy=None, origin="open"
             )
         if record.closed_at is not None:
-            raise RequestError("This session is closed.", status=401, code="session_closed")
+            raise _closed()
         session = self._by_id.get(record.session_id)  # known already by another name (its id in the path)
         if session is None:
             history = SessionHistory(self._off, window=self._window)
-            if not is_new:  # its calls of before a restart, or before it was put out of memory
-                history.rebuild(await self._store.call_places(record.session_id))
-            session = Session(record.session_id, record.policy or {}, history)
+            # Its calls of before a restart, or before it was put out of memory.
+            places = [] if is_new else await self._store.call_places(record.session_id)
+            history.rebuild(places)
+            session = Session(record.session_id, record.policy or {}, history, elsewhere=len(places))
             session.idle.set()
             session = self._by_id.setdefault(session.session_id, session)  # by its other name, in the meantime
         self._by_hash[digest] = session
         self._evict()
         return session
+
+    async def _catch_up(self, session: Session) -> None:
+        """Know what other gateways have recorded of this session. RequestError 401 when it was closed.
+
+        The row counts the calls that are committed; while none of our own is under way, ours among them can be told
+        exactly, and an equal sum proves that there is nothing new.
+        """
+        quiet, ended = session.in_flight == 0, session.ended
+        row = await self._store.session_summary(session.session_id)
+        if row is None or row.closed_at is not None:
+            if session.in_flight == 0 and session.lost == 0:
+                self.forget(session.session_id)
+            raise _closed()
+        quiet = quiet and session.in_flight == 0 and session.ended == ended
+        ours = session.ended - session.lost
+        if quiet and row.calls == session.elsewhere + ours:
+            return
+        session.history.rebuild(await self._store.call_places(session.session_id, known=session.history.known))
+        if quiet:
+            session.elsewhere = row.calls - ours
 
     def lost(self, session_id: str) -> int:
         """How many calls of this session were answered without being recorded."""
@@ -151,6 +189,10 @@ class Sessions:
             if session.in_flight == 0 and session.lost == 0:
                 del self._by_hash[digest]
                 self._by_id.pop(session.session_id, None)
+
+
+def _closed() -> RequestError:
+    return RequestError("This session is closed.", status=401, code="session_closed")
 
 
 _DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}

@@ -8,7 +8,7 @@ makes the same history of it after a restart.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from polar_proxy.history.base import Base, find_base
@@ -121,6 +121,11 @@ class SessionHistory:
             self._count(known, parent)
             self._memory.add(known)
             self._memory.answered(known)
+
+    @property
+    def known(self) -> Collection[str]:
+        """The ids of the calls that it knows, those in flight included."""
+        return self._memory.by_id.keys()
 
     def _heard(self, known: Known, answer: Message) -> Heard:
         end, skeleton, said = self._meaning.after(known.asked, known.skeleton, answer)
