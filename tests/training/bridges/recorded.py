@@ -1,0 +1,42 @@
+"""Rows of tokens-jsonl made by hand: groups of rollouts whose every number is different."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polar_proxy.types import Json
+
+PROMPT = [11, 12, 13]
+
+
+def row(group: int = 0, rollout: int = 0, trace: int = 0, **changes: Any) -> Json:
+    """Two turns: 3 prompt tokens, 2 sampled, 2 of context, 3 sampled."""
+    base = 100 * group + 10 * rollout + trace
+    made: Json = {
+        "schema": 1,
+        "rollout_id": f"roll_{group}_{rollout}",
+        "group_id": f"group_{group}",
+        "task_id": f"task_{group}",
+        "session_id": f"sess_{group}_{rollout}",
+        "trace_id": f"trace_{group}_{rollout}_{trace}",
+        "status": "done",
+        "masked": False,
+        "reward": float(rollout % 2),
+        "grade": "exact",
+        "prompt_ids": PROMPT,
+        "response_ids": [20 + base % 50, 21, 31, 32, 22, 23, 24],
+        "loss_mask": [1, 1, 0, 0, 1, 1, 1],
+        "logprobs": [-0.5 - base / 1000, -0.25, None, None, -1.5, -2.0, -0.125],
+        "spans": [
+            {"kind": "context", "call_id": "call_a", "choice": 0, "start": 0, "end": 3},
+            {"kind": "sampled", "call_id": "call_a", "choice": 0, "start": 0, "end": 2},
+            {"kind": "context", "call_id": "call_b", "choice": 0, "start": 5, "end": 7},
+            {"kind": "sampled", "call_id": "call_b", "choice": 0, "start": 0, "end": 3},
+        ],
+        "certificate": {"spans": [{"versions": [[0, "4"]]}, {"versions": [[0, "4"], [2, "5"]]}]},
+    }
+    return made | changes
+
+
+def group(number: int = 0, size: int = 4) -> list[Json]:
+    return [row(number, rollout) for rollout in range(size)]
