@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
-    {"types", "config", "errors"},
+    {"types", "config", "errors", "bounded"},
     {"dialects", "engines", "store", "tasks", "client"},
     {"history", "trajectories", "rewards"},
     {"gateway"},

@@ -12,26 +12,28 @@ mode, and the reason is recorded with the call.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from polar_proxy.bounded import Bounded
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import Engine, is_constrained
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.history import Base, Place
 from polar_proxy.history import continuation as rules
-from polar_proxy.history.continuation import Ended, OlderReasoning, Reason, Suffix
-from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, PromptMode, TokenIds
+from polar_proxy.history.continuation import Ended, Frame, OlderReasoning, Reason, Suffix
+from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineRequest, Json, PromptMode, TokenIds
 
 log = logging.getLogger(__name__)
 
 _KEPT_BYTES = 256 << 20
 """Of answered calls that are kept in memory to be continued; others are read from the store."""
+_SHAPES = 4096
+"""Of heads, and of suffixes: what is known of them is asked again when it was forgotten."""
 _REASONING = 80
 """Characters of an answer's reasoning by which it is looked for in a rendering."""
 
@@ -48,6 +50,8 @@ class Plan:
     reason: Reason | None = None
     older_reasoning: OlderReasoning | None = None
     """Which policy the prompt was made under; None where it plays no part."""
+    frame: Frame | None = None
+    """What shaped the prompt beside its messages; None of a raw one."""
 
     @property
     def mode(self) -> PromptMode:
@@ -61,7 +65,9 @@ class _Answered:
     ids: TokenIds
     """Prompt and answer, int32 [n]."""
     finish: str | None
-    frame: tuple[bytes, bytes]
+    closed: bool
+    """It ends in an end-of-turn token."""
+    frame: Frame
     thoughts: tuple[str, ...]
     """How the reasoning of this and of earlier answers begins."""
 
@@ -73,18 +79,30 @@ class Continuer:
         self._engine = engine
         self._store = store
         self._settings = settings
-        self._answered: OrderedDict[tuple[str, int], _Answered] = OrderedDict()
-        self._size = 0
-        self._heads: dict[Hashable, Ended | None] = {}
-        self._proofs = rules.Proofs()
+        self._answered = Bounded[tuple[str, int], _Answered](_KEPT_BYTES)
+        self._heads = Bounded[Hashable, Ended](_SHAPES)
+        self._proved = Bounded[Hashable, bool](_SHAPES)
+        """Whether a suffix of this shape was seen to be how the rendering of a whole request ends."""
 
     async def plan(self, request: EngineRequest, place: Place, policy: Json) -> Plan:
         """The prompt of a call that was placed. `policy` is its session's."""
         if not isinstance(request, ChatRequest):
             return Plan(reason="raw_prompt")
+        frame = rules.frame_of(request)
+        return replace(await self._planned(request, frame, place, policy), frame=frame)
+
+    def remember(self, record: CallRecord, plan: Plan, base: Base | None) -> None:
+        """Keep a call's tokens for the next one. Called before its client has the answer's last byte."""
+        if record.status != "ok" or record.prompt_ids is None or plan.frame is None:
+            return
+        before = self._answered.get((base.call_id, base.choice)) if base is not None else None
+        for choice in record.choices:
+            self._keep(record.call_id, record.prompt_ids, choice, plan.frame, before.thoughts if before else ())
+
+    async def _planned(self, request: ChatRequest, frame: Frame, place: Place, policy: Json) -> Plan:
         if place.base is None:
             return Plan(reason="no_base")
-        found = await self._base(request, place.base)
+        found = await self._base(request, frame, place.base)
         if not isinstance(found, _Answered):
             return Plan(reason=found)
         if (mode := policy.get("prompt_mode", self._settings.prompt_mode)) == "observe":
@@ -100,42 +118,20 @@ class Continuer:
             log.warning("the engine could not render for a continuation: %s", error)
             return Plan(reason="engine_failed")
 
-    def remember(self, record: CallRecord, request: EngineRequest, base: Base | None) -> None:
-        """Keep a call's tokens for the next one. Called before its client has the answer's last byte."""
-        if record.status != "ok" or record.prompt_ids is None or not isinstance(request, ChatRequest):
-            return
-        before = self._answered.get((base.call_id, base.choice)) if base is not None else None
-        for choice in record.choices:
-            self._keep(
-                (record.call_id, choice.index),
-                _Answered(
-                    np.concatenate([record.prompt_ids, choice.token_ids]),
-                    choice.finish_reason,
-                    rules.frame_of(request),
-                    (*(before.thoughts if before else ()), *_thoughts(choice.message)),
-                ),
-            )
-
-    async def _base(self, request: ChatRequest, base: Base) -> _Answered | Reason:
+    async def _base(self, request: ChatRequest, frame: Frame, base: Base) -> _Answered | Reason:
         """What the base said, or why it cannot be continued."""
         if rules.has_images(request.messages):
             return "images"
         if is_constrained(request):
             return "constrained"
-        key = (base.call_id, base.choice)
-        found = self._answered.get(key)
+        found = self._answered.get((base.call_id, base.choice)) or await self._load(base)
         if found is None:
-            found = await self._load(base)
-            if found is None:
-                return "base_without_tokens"
-            self._keep(key, found)
-        self._answered.move_to_end(key)
-        tools, options = rules.frame_of(request)
-        if tools != found.frame[0]:
+            return "base_without_tokens"
+        if frame.tools != found.frame.tools:
             return "tools_changed"
-        if options != found.frame[1]:
+        if frame.options != found.frame.options:
             return "template_options_changed"
-        if found.finish != "length" and int(found.ids[-1]) not in self._engine.info.eos_token_ids:
+        if not found.closed and found.finish != "length":
             return "stop_sequence" if found.finish == "stop" else "aborted"
         return found
 
@@ -151,21 +147,22 @@ class Continuer:
             return None
         if not isinstance(request, ChatRequest):
             return None
-        said = [thought for message in request.messages for thought in _thought(message.reasoning)]
-        return _Answered(
-            np.concatenate([call.prompt_ids, choice.token_ids]),
-            choice.finish_reason,
-            rules.frame_of(request),
-            (*said, *_thoughts(choice.message)),
-        )
+        said = tuple(thought for message in request.messages for thought in _thought(message.reasoning))
+        return self._keep(call.call_id, call.prompt_ids, choice, rules.frame_of(request), said)
 
-    def _keep(self, key: tuple[str, int], answered: _Answered) -> None:
-        if (old := self._answered.pop(key, None)) is not None:
-            self._size -= old.ids.nbytes
-        self._answered[key] = answered
-        self._size += answered.ids.nbytes
-        while self._size > _KEPT_BYTES and len(self._answered) > 1:
-            self._size -= self._answered.popitem(last=False)[1].ids.nbytes
+    def _keep(
+        self, call_id: str, prompt: TokenIds, choice: Choice, frame: Frame, thoughts: tuple[str, ...]
+    ) -> _Answered:
+        """`thoughts` of the answers before it."""
+        answered = _Answered(
+            ids=np.concatenate([prompt, choice.token_ids]),
+            finish=choice.finish_reason,
+            closed=int(choice.token_ids[-1]) in self._end_of_turn,
+            frame=frame,
+            thoughts=(*thoughts, *_thoughts(choice.message)),
+        )
+        self._answered.put((call_id, choice.index), answered, answered.ids.nbytes)
+        return answered
 
     async def _continued(self, request: ChatRequest, base: Base, found: _Answered, policy: Json) -> Plan:
         suffix = await self._suffix(request, base)
@@ -174,7 +171,7 @@ class Continuer:
         older = policy.get("older_reasoning", self._settings.older_reasoning)
         if older == "as_template" and found.thoughts and await self._dropped(request, found):
             return Plan(reason="reasoning_by_template", older_reasoning=older)
-        ends = () if found.finish != "length" or int(found.ids[-1]) in self._end_of_turn else (suffix.end,)
+        ends = () if found.closed else (suffix.end,)
         prompt = np.concatenate([found.ids, np.array([*ends, *suffix.ids], dtype=np.int32)])
         if prompt.size >= self._engine.info.context_length:
             return Plan(reason="context_full")
@@ -190,24 +187,26 @@ class Continuer:
     async def _suffix(self, request: ChatRequest, base: Base) -> Suffix | Reason:
         head, whole = rules.stand_in(request, base.messages)
         ending = await self._ended(head)
-        if ending is None:
+        if not ending.turns:
             return "no_end_of_turn"
         shape = rules.shape_of(request, base.messages)
-        proved = self._proofs.get(shape)
+        proved = self._proved.get(shape)
         if proved is False:
             return "suffix_unproven"
         suffix = rules.suffix_of(await self._engine.render(whole), ending, self._end_of_turn)
         if proved is None:
             full = await self._engine.render(request)
             proved = suffix is not None and rules.is_end_of(full, suffix)
-            self._proofs.put(shape, proved)
+            self._proved.put(shape, proved)
         return suffix if suffix is not None and proved else "suffix_unproven"
 
-    async def _ended(self, head: ChatRequest) -> Ended | None:
+    async def _ended(self, head: ChatRequest) -> Ended:
         shape = rules.head_shape(head)
-        if shape not in self._heads:
-            self._heads[shape] = rules.ended(await self._engine.render(head, generation=False), self._end_of_turn)
-        return self._heads[shape]
+        ending = self._heads.get(shape)
+        if ending is None:
+            ending = rules.ended(await self._engine.render(head, generation=False), self._end_of_turn)
+            self._heads.put(shape, ending)
+        return ending
 
     async def _dropped(self, request: ChatRequest, found: _Answered) -> bool:
         """Whether the engine's own rendering lacks reasoning that older answers were sampled with."""

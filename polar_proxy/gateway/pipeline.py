@@ -21,14 +21,14 @@ from polar_proxy.dialects import Dialect, Earlier, ParsedRequest, TokenCount
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import wire
-from polar_proxy.gateway.continuing import Continuer
+from polar_proxy.gateway.continuing import BaseStore, Continuer
 from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.recent import Recent, Recently
 from polar_proxy.gateway.replay import Replays, tape_key
 from polar_proxy.gateway.sessions import Session, Sessions, key_of
 from polar_proxy.gateway.turn import CallSink, Observer, Services, Turn, refuse
 from polar_proxy.history import read_hints
-from polar_proxy.types import CallRecord, Json
+from polar_proxy.types import Json
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -36,8 +36,8 @@ R = TypeVar("R")
 _LARGE_BODY = 1 << 20
 
 
-class CallStore(CallSink, Protocol):
-    async def call(self, call_id: str) -> CallRecord | None: ...
+class CallStore(CallSink, BaseStore, Protocol):
+    """Calls go in, and are read again."""
 
 
 class TurnPipeline:

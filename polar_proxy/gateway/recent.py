@@ -5,9 +5,9 @@ Only time is saved by it: whatever is forgotten is read again.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
+from polar_proxy.bounded import Bounded
 from polar_proxy.dialects import ParsedRequest
 from polar_proxy.history import Read
 
@@ -22,16 +22,13 @@ class Recently:
     dialect: str
     parsed: ParsedRequest
     read: Read | None
-    size: int
 
 
 class Recent:
     """By session. Those that asked least recently go first."""
 
     def __init__(self, capacity: int = _KEPT_BYTES) -> None:
-        self._capacity = capacity
-        self._size = 0
-        self._known: OrderedDict[str, Recently] = OrderedDict()
+        self._known = Bounded[str, Recently](capacity)
 
     def get(self, session_id: str, dialect: str) -> Recently | None:
         """What this session asked last, in this dialect."""
@@ -40,9 +37,4 @@ class Recent:
 
     def put(self, session_id: str, dialect: str, parsed: ParsedRequest, read: Read | None, size: int) -> None:
         """`size` counts the bytes of its messages."""
-        if (old := self._known.pop(session_id, None)) is not None:
-            self._size -= old.size
-        self._known[session_id] = Recently(dialect, parsed, read, size)
-        self._size += size
-        while self._size > self._capacity:
-            self._size -= self._known.popitem(last=False)[1].size
+        self._known.put(session_id, Recently(dialect, parsed, read), size)

@@ -226,7 +226,7 @@ class Turn:
             marks = self._session.history.ended(part.place, said, status, now=ending.ended_at)
             weights = version_of(part.answer, part.version, version or part.version)
             record = make_record(self._asked, part, ending, self._engine.info, weights, marks)
-            self._services.continuer.remember(record, part.request, part.place.base)
+            self._services.continuer.remember(record, part.plan, part.place.base)
             self._services.metrics.count(record)
             waited = time.perf_counter()
             try:

@@ -9,7 +9,7 @@ Invariants:
 * The end of turn is found by counting end-of-turn tokens, which are special tokens: text on one side of them does not
   change the tokens on the other. Nothing is taken where there is none.
 * A suffix is believed only after one of its shape (roles of the new messages, calls of the turn before, template
-  options) was seen to be exactly how the engine's rendering of a whole request ends. `Proofs` remembers that.
+  options) was seen to be exactly how the engine's rendering of a whole request ends.
 * The base's tokens are never rendered again, so what a harness did to its history (other JSON, dropped reasoning,
   other white space) cannot change them.
 """
@@ -17,10 +17,9 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import orjson
 
@@ -67,13 +66,14 @@ off                       `prompt_mode = observe`; nothing else stood against it
 
 OlderReasoning = Literal["as_sampled", "as_template"]
 
-_PROOFS = 4096
 _OPENING = Message("user", "Go on.")
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How the rendering of the stand-in up to its assistant turn ends: `turns` end-of-turn tokens, then `after`."""
+    """How the rendering of the stand-in up to its assistant turn ends: `turns` end-of-turn tokens, then `after`.
+
+    Without turns: no end of turn shows in it."""
 
     turns: int
     after: tuple[int, ...]
@@ -87,13 +87,17 @@ class Suffix:
     ids: tuple[int, ...]
 
 
-def frame_of(request: ChatRequest) -> tuple[bytes, bytes]:
-    """Digests of what shapes a prompt beside its messages: the tools that are shown, and the template's options.
+class Frame(NamedTuple):
+    """Digests of what shapes a prompt beside its messages: the tools that are shown, and the template's options."""
 
-    Order of keys and of tools means nothing here; neither does a cache mark.
-    """
+    tools: bytes
+    options: bytes
+
+
+def frame_of(request: ChatRequest) -> Frame:
+    """Order of keys and of tools means nothing here; neither does a cache mark."""
     tools = [] if request.tool_choice == "none" else sorted(_canonical(_unmarked(tool)) for tool in request.tools)
-    return _digest(b"\n".join(tools)), _digest(_canonical(dict(request.template_kwargs)))
+    return Frame(_digest(b"\n".join(tools)), _digest(_canonical(dict(request.template_kwargs))))
 
 
 def stand_in(request: ChatRequest, base_messages: int) -> tuple[ChatRequest, ChatRequest]:
@@ -128,10 +132,10 @@ def shape_of(request: ChatRequest, base_messages: int) -> Hashable:
     return calls, new, bool(request.tools), _canonical(dict(request.template_kwargs))
 
 
-def ended(head_ids: Sequence[int], end_of_turn: Collection[int]) -> Ended | None:
-    """How the rendering of a head (without the opening of an answer) ends; None where no turn ends in it."""
+def ended(head_ids: Sequence[int], end_of_turn: Collection[int]) -> Ended:
+    """How the rendering of a head (without the opening of an answer) ends."""
     places = [place for place, token in enumerate(head_ids) if token in end_of_turn]
-    return Ended(len(places), tuple(head_ids[places[-1] + 1 :])) if places else None
+    return Ended(len(places), tuple(head_ids[places[-1] + 1 :]) if places else ())
 
 
 def suffix_of(whole_ids: Sequence[int], head: Ended, end_of_turn: Collection[int]) -> Suffix | None:
@@ -151,25 +155,6 @@ def is_end_of(full_ids: Sequence[int], suffix: Suffix) -> bool:
     """Whether the engine's rendering of a whole request ends in an end of turn and exactly this suffix."""
     size = len(suffix.ids) + 1
     return len(full_ids) > size and tuple(full_ids[-size:]) == (suffix.end, *suffix.ids)
-
-
-class Proofs:
-    """Shapes of suffixes that were tried against a whole rendering, and what came out. Those used least go first."""
-
-    def __init__(self, capacity: int = _PROOFS) -> None:
-        self._capacity = capacity
-        self._known: OrderedDict[Hashable, bool] = OrderedDict()
-
-    def get(self, shape: Hashable) -> bool | None:
-        """None: never tried."""
-        if shape in self._known:
-            self._known.move_to_end(shape)
-        return self._known.get(shape)
-
-    def put(self, shape: Hashable, proved: bool) -> None:
-        self._known[shape] = proved
-        if len(self._known) > self._capacity:
-            self._known.popitem(last=False)
 
 
 def has_images(messages: Sequence[Message]) -> bool:

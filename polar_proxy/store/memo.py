@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from polar_proxy.bounded import Bounded
 from polar_proxy.store.chains import Node, bytes_chain, token_chain
 from polar_proxy.types import TokenIds
 
@@ -37,22 +38,16 @@ class LastAsked:
     """By session. The sessions that asked least recently are forgotten first."""
 
     def __init__(self, capacity: int = _CAPACITY_BYTES) -> None:
-        self._capacity = capacity
-        self._size = 0
-        self._asked: dict[str, Asked] = {}
+        self._asked = Bounded[str, Asked](capacity)
 
     def get(self, session_id: str) -> Asked | None:
         return self._asked.get(session_id)
 
     def put(self, session_id: str, asked: Asked) -> None:
-        old = self._asked.pop(session_id, None)
-        self._size += asked.size - (old.size if old else 0)
-        self._asked[session_id] = asked
-        while self._size > self._capacity and self._asked:
-            self._size -= self._asked.pop(next(iter(self._asked))).size
+        self._asked.put(session_id, asked, asked.size)
 
     def forget_all(self) -> None:
-        self._asked, self._size = {}, 0
+        self._asked.forget_all()
 
 
 def message_chain(messages: Sequence[bytes], last: Asked | None) -> tuple[tuple[Node, ...], int]:
