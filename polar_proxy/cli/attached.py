@@ -103,6 +103,7 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
     from polar_proxy.rollout.recovery import recover
     from polar_proxy.rollout.scheduler import Limits
     from polar_proxy.rollout.service import RolloutService, ServiceLimits, serving
+    from polar_proxy.training.reading import StoreReader
     from polar_proxy.training.step import Learner, load_model
     from polar_proxy.training.trainer import Trainer
     from sandboxes import choose
@@ -141,7 +142,8 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
                     model=weights,
                     engine=engine,
                     sync=_sync(settings, engine, run),
-                    store=store,
+                    feed=store,
+                    reader=StoreReader(store),
                     rollouts=rollouts,
                     note=note,
                 ).train()

@@ -1,4 +1,4 @@
-"""From leased groups to the sequences of one step. `read_group` asks the store; `make_batch` is pure.
+"""From finished groups to the sequences of one step: pure. Where groups come from: `reading`.
 
 Promises:
 
@@ -11,34 +11,44 @@ Promises:
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from polar_proxy.store import RolloutRow, Store
 from polar_proxy.training import advantages
 from polar_proxy.training.algorithms import ADVANTAGES
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.tree import Flags, Integers
-from polar_proxy.trajectories import build
 from polar_proxy.trajectories.grade import TRAINABLE
 from polar_proxy.trajectories.paths import path
 from polar_proxy.types import Json, Trace
 
-_STORED = ("merged", "per_call")
-"""Builders whose traces are stored when a rollout ends; any other's are built when they are asked for."""
+
+class Outcome(Protocol):
+    """What became of a rollout, as far as training asks: a row of the store, or the API's answer."""
+
+    @property
+    def rollout_id(self) -> str: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def reward(self) -> float | None: ...
+    @property
+    def incomplete(self) -> bool: ...
+    @property
+    def masked(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
     """A rollout of a group and all its traces."""
 
-    rollout: RolloutRow
+    rollout: Outcome
     traces: tuple[Trace, ...]
 
 
@@ -113,22 +123,6 @@ class Batch:
             reason: {"rollouts": left.rollouts, "traces": left.traces, "tokens": left.tokens}
             for reason, left in sorted(self.left_out.items())
         }
-
-
-async def read_group(store: Store, group_id: str, builder: str, staleness: int | None = None) -> Group:
-    """A finished group with the traces of its rollouts, as `builder` makes them."""
-    rows = await store.rollouts(group_id=group_id)
-    members = [Member(row, tuple(await _traces(store, row, builder))) for row in rows]
-    return Group(group_id, rows[0].task_id if rows else "", tuple(members), staleness)
-
-
-async def _traces(store: Store, row: RolloutRow, builder: str) -> Sequence[Trace]:
-    if builder in _STORED:
-        return await store.traces(rollout_id=row.rollout_id, builder=builder)
-    if row.session_id is None:
-        return ()
-    calls = await store.calls(row.session_id)
-    return (await asyncio.to_thread(build, calls, builder, rollout_id=row.rollout_id, reward=row.reward)).traces
 
 
 def make_batch(groups: Sequence[Group], config: GrpoConfig) -> Batch:

@@ -23,6 +23,9 @@ MAY_CHANGE = frozenset({"steps", "checkpoint_every", "keep_checkpoints", "lease_
 """What a resumed run may be told anew; anything else would make it another run under the same name."""
 
 
+BuilderName = Literal["merged", "per_call", "tree"]
+
+
 class GrpoConfig(BaseModel):
     """Every field may stand in `[grpo]`."""
 
@@ -52,7 +55,7 @@ class GrpoConfig(BaseModel):
     # What a step is
     weights: str | None = None
     """Folder of the weights to begin with; None: those that the local engine serves."""
-    builder: Literal["merged", "per_call", "tree"] = "merged"
+    builder: BuilderName = "merged"
     advantage: str = "grpo"
     weighting: Literal["none", "focal", "variance"] = "none"
     """What the advantages of a group are multiplied by (docs/algorithms.md)."""

@@ -11,11 +11,15 @@ from typing import Protocol
 
 import orjson
 
+from polar_proxy.client import ApiError, UnreachableError
 from polar_proxy.errors import StoreError
 from polar_proxy.store.feed import Lease, Offer
 from polar_proxy.training.checkpoint import write_file
 
 log = logging.getLogger(__name__)
+
+FEED_ERRORS = (StoreError, ApiError, UnreachableError)
+"""What a feed may say instead of ending or extending a lease. The lease then runs out and its group comes again."""
 
 
 class GroupFeed(Protocol):
@@ -54,7 +58,7 @@ class Leases:
         """The group is done with. False: the lease had run out, and the group will be offered again."""
         try:
             await self._feed.acknowledge(lease.lease_id)
-        except StoreError as error:
+        except FEED_ERRORS as error:
             self._note(f"group {lease.group_id} cannot be acknowledged: {error}")
             return False
         finally:
@@ -69,7 +73,7 @@ class Leases:
             end = self._feed.acknowledge if row["group_id"] in trained else self._feed.give_back
             try:
                 await end(row["lease_id"])
-            except StoreError as error:  # it has run out already
+            except FEED_ERRORS as error:  # it has run out already
                 self._note(f"group {row['group_id']}: {error}")
         self._write()
 
@@ -89,7 +93,7 @@ class Leases:
             for lease in self:
                 try:
                     await self._feed.extend_lease(lease.lease_id, self._seconds)
-                except StoreError as error:
+                except FEED_ERRORS as error:
                     log.warning("group %s: %s", lease.group_id, error)
 
     def _write(self) -> None:

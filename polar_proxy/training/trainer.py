@@ -30,15 +30,15 @@ import orjson
 
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
-from polar_proxy.store import Store
 from polar_proxy.store.feed import Lease
 from polar_proxy.training import checkpoint
-from polar_proxy.training.batch import Batch, Group, make_batch, read_group
+from polar_proxy.training.batch import Batch, Group, make_batch
 from polar_proxy.training.checkpoint import State
 from polar_proxy.training.config import GrpoConfig, differences
 from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.leases import GroupFeed, Leases
 from polar_proxy.training.metrics import Metrics, forget_after, mean_with_interval
+from polar_proxy.training.reading import GroupReader
 from polar_proxy.training.step import Learner, StepStats
 from polar_proxy.training.sync import WeightSync, probe, probe_ids
 from polar_proxy.types import Json
@@ -82,17 +82,17 @@ class Trainer:
         model: Path,
         engine: Engine,
         sync: WeightSync,
-        store: Store,
+        feed: GroupFeed,
+        reader: GroupReader,
         rollouts: Rollouts,
-        feed: GroupFeed | None = None,
         at: Callable[[str], None] = _nothing,
         note: Callable[[str], None] = log.info,
     ) -> None:
         """`model`: the folder that the learner was loaded from. `note` gets lines for people."""
         self._run, self._config, self._learner, self._model = run, config, learner, model
-        self._engine, self._sync, self._store, self._rollouts = engine, sync, store, rollouts
+        self._engine, self._sync, self._reader, self._rollouts = engine, sync, reader, rollouts
         self._at, self._note = at, note
-        self._leases = Leases(feed or store, run, config.lease_seconds, note)
+        self._leases = Leases(feed, run, config.lease_seconds, note)
         self._metrics = Metrics(run)
         self.state = State(0, 0, "0", ())
         self._unsaved: list[str] = []
@@ -176,8 +176,8 @@ class Trainer:
                 )
             else:
                 await asyncio.sleep(POLL_SECONDS)
-        read = [read_group(self._store, lease.group_id, config.builder, lease.staleness) for lease in leased]
-        return [await one for one in read], dropped
+        read = self._reader.read_group
+        return [await read(lease.group_id, config.builder, lease.staleness) for lease in leased], dropped
 
     async def _ask(self) -> None:
         await self._rollouts.start(self.state.rounds)

@@ -24,6 +24,7 @@ from polar_proxy.rollout.traces import build_traces
 from polar_proxy.store import Store, open_store
 from polar_proxy.store.jobs import Held, NewGroup, NewRollout
 from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.reading import StoreReader
 from polar_proxy.training.step import Learner, load_model
 from polar_proxy.training.sync import LocalSync
 from polar_proxy.training.trainer import Trainer
@@ -146,10 +147,12 @@ def trainer(
     run = folder / "run"
     given: dict[str, Any] = {
         "sync": LocalSync(engine),
+        "feed": store,
+        "reader": StoreReader(store),
         "rollouts": Bandit(store, engine, str(run), config.groups, config.samples),
     }
     learner = Learner(load_model(model), config)
-    return Trainer(run, config, learner, model=model, engine=engine, store=store, at=at, **{**given, **parts})
+    return Trainer(run, config, learner, model=model, engine=engine, at=at, **{**given, **parts})
 
 
 async def _main(folder: Path, model: Path, steps: int) -> None:
