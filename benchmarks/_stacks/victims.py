@@ -161,7 +161,16 @@ class Postgres:
     def start(self) -> None:
         options = f"-p {self._port} -k {self._data} -c listen_addresses=127.0.0.1"
         log = str(self._data / "log")
-        self._run("pg_ctl", "-D", str(self._data / "cluster"), "-w", "-t", "60", "-o", options, "-l", log, "start")
+        for left in range(20, -1, -1):  # while the dead one is still in the system's table it refuses to start
+            try:
+                self._run(
+                    "pg_ctl", "-D", str(self._data / "cluster"), "-w", "-t", "60", "-o", options, "-l", log, "start"
+                )
+                return
+            except Unavailable as error:
+                if not left:
+                    raise Unavailable(f"{error}; its log: {tail(Path(log))}") from error
+                time.sleep(0.25)
 
     def kill(self) -> bool:
         """The postmaster and each of its processes."""

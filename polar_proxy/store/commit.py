@@ -2,6 +2,8 @@
 
 Promises: `commit` returns after the transaction that holds the call is committed; a record that cannot be stored
 fails alone; what was handed over is written even if its caller is cancelled meanwhile (the agent may have gone).
+A connection that ends in the middle of a commit does not tell whether it was made: that is asked of the database, so
+that no call is reported lost that is there, and none is written twice.
 """
 
 from __future__ import annotations
@@ -10,13 +12,13 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, bindparam, case, insert, update
+from sqlalchemy import Connection, bindparam, case, insert, select, update
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
-from polar_proxy.store.database import Database
+from polar_proxy.store.database import Database, is_away
 from polar_proxy.store.pack import Packed, Packer
 from polar_proxy.types import CallRecord
 
@@ -26,6 +28,7 @@ _Waiting = tuple[CallRecord, "asyncio.Future[None]"]
 _log = logging.getLogger(__name__)
 
 _s = schema.sessions.c
+_c = schema.calls.c
 _add_to_session = (
     update(schema.sessions)
     .where(_s.session_id == bindparam("of_session"))
@@ -84,21 +87,37 @@ class GroupCommit:
                 del self._waiting[:_LARGEST_BATCH]
                 await self._commit_batch(batch)
 
-    async def _commit_batch(self, batch: Sequence[_Waiting], *, again: bool = True) -> None:
-        """Whatever happens, every future of the batch is resolved, and the writer lives on for the next one."""
+    async def _commit_batch(self, batch: Sequence[_Waiting], *, again: bool = True, unsure: bool = False) -> None:
+        """Whatever happens, every future of the batch is resolved, and the writer lives on for the next one.
+
+        `unsure`: it was tried before, and nobody knows whether that was committed."""
         try:
             await self._commit_together(batch)
         except Exception as error:  # noqa: BLE001 (each caller is told)
             # Nothing of the batch is stored. Rows that were known to exist may be gone: offer all of them again.
             self._packer.forget()
             if not again:
+                there = await self._there(batch) if unsure else set()
                 for record, future in batch:
-                    _fail(future, record, error)
+                    if record.call_id not in there:
+                        _fail(future, record, error)
+                    elif not future.done():
+                        future.set_result(None)
             elif len(batch) == 1 or _is_about_the_database(error):
-                await self._commit_batch(batch, again=False)
+                await self._commit_batch(batch, again=False, unsure=is_away(error.__cause__))
             else:
                 for waiting in batch:  # one record spoils it, and it shall fail alone
                     await self._commit_batch([waiting])
+
+    async def _there(self, batch: Sequence[_Waiting]) -> set[str]:
+        """Those that are stored: their transaction was committed, and its end not heard of."""
+        ids = [record.call_id for record, _ in batch]
+        try:
+            async with self._database.reading() as connection:
+                found = await connection.execute(select(_c.call_id).where(_c.call_id.in_(ids)))
+                return {str(call_id) for call_id in found.scalars()}
+        except StoreError:
+            return set()
 
     async def _commit_together(self, batch: Sequence[_Waiting]) -> None:
         records = [record for record, _ in batch]

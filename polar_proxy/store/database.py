@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing, contextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from polar_proxy.errors import StoreError
@@ -32,6 +33,11 @@ Durability = Literal["process", "power"]
 
 _BUSY_MS = 30_000
 _CHECKPOINT_PAGES = 4_000
+_AWAY_SECONDS = 45.0
+"""For which a PostgreSQL server is waited for that was there and is not: it may be restarting. Shorter than the
+gateway's patience with a commit, so that an agent hears of its answer from the store, not from a time limit."""
+_AWAY_STATES = {"57P01", "57P02", "57P03"}
+"""admin_shutdown, crash_shutdown, cannot_connect_now: https://www.postgresql.org/docs/current/errcodes-appendix.html"""
 
 
 class Database:
@@ -40,6 +46,9 @@ class Database:
     SQLite connections run with explicit BEGIN: a writer takes the lock at once (BEGIN IMMEDIATE), so that it waits in
     the busy handler instead of failing half-way; a reader sees one snapshot and cannot write. The writers of this
     process take turns by an asyncio lock, which is woken at once where the busy handler would sleep.
+
+    A PostgreSQL server that was reached and is away is waited for before a transaction begins, never inside of one:
+    what its end cut off is an error, and only its caller knows whether it may be said again.
     """
 
     def __init__(self, url: str, durability: Durability = "process") -> None:
@@ -47,6 +56,7 @@ class Database:
         self.path = sqlite_path(url)
         self.dialect: Literal["sqlite", "postgresql"] = "postgresql" if self.path is None else "sqlite"
         self._turn = asyncio.Lock()
+        self._reached = False
         self._worker: ThreadPoolExecutor | None = None
         self._worker_engine: Engine | None = None
         common: dict[str, Any] = {"json_serializer": jsontext.dumps_text, "json_deserializer": jsontext.loads}
@@ -88,7 +98,11 @@ class Database:
     async def writing(self) -> AsyncIterator[AsyncConnection]:
         """A transaction that is committed when the block ends without an error."""
         with self.translated():
-            async with self._turn if self.path is not None else nullcontext(), self._writer.begin() as connection:
+            async with (
+                self._turn if self.path is not None else nullcontext(),
+                self._connected(self._writer) as connection,
+                connection.begin(),
+            ):
                 yield connection
 
     async def write_packed(self, pack: Callable[[], T], write: Callable[[Connection, T], None]) -> T:
@@ -122,8 +136,23 @@ class Database:
     async def reading(self) -> AsyncIterator[AsyncConnection]:
         """A connection that sees one snapshot (SQLite) or each statement's own (PostgreSQL)."""
         with self.translated():
-            async with self._reader.connect() as connection:
+            async with self._connected(self._reader) as connection:
                 yield connection
+
+    @asynccontextmanager
+    async def _connected(self, engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+        deadline = time.monotonic() + (_AWAY_SECONDS if self._reached and self.path is None else 0.0)
+        async with AsyncExitStack() as stack:
+            while True:
+                try:
+                    connection = await stack.enter_async_context(engine.connect())
+                    break
+                except (SQLAlchemyError, OSError) as error:
+                    if not is_away(error) or time.monotonic() >= deadline:
+                        raise
+                await asyncio.sleep(0.2)
+            self._reached = True
+            yield connection
 
     @contextmanager
     def translated(self) -> Iterator[None]:
@@ -167,6 +196,17 @@ class Database:
         await self._writer.dispose()
         if self._reader is not self._writer:
             await self._reader.dispose()
+
+
+def is_away(error: BaseException | None) -> bool:
+    """Whether the server is not there now, or was not to the end of what failed."""
+    while error is not None:
+        if isinstance(error, DBAPIError) and error.connection_invalidated:
+            return True
+        if isinstance(error, OSError) or getattr(error, "sqlstate", None) in _AWAY_STATES:
+            return True
+        error = error.__cause__
+    return False
 
 
 def make_file(database: Database) -> None:
