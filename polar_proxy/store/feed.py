@@ -4,7 +4,10 @@ Promises, for any number of consumers and processes on one database:
 
 * no group is with two consumers: a group has at most one open lease, which the database itself enforces;
 * a lease that is neither acknowledged nor extended in time ends, and the group is offered again;
-* a group whose newest trained token is older than the consumer's bound is dropped and counted, never delivered.
+* a group that is further behind than the consumer's bound, or its own, is dropped and counted, never delivered;
+* one that could only be delivered too late is not gone on with (`drop_stale`, which whoever begins rollouts asks).
+
+How far behind: the versions between the policy under which its oldest rollout was begun and the trainer's.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.base import Part
+from polar_proxy.store.jobs import cancel_rollouts
+from polar_proxy.store.progress import insert_job_event
 from polar_proxy.types import new_id
 
 _g = schema.groups.c
@@ -36,6 +41,8 @@ class Lease:
     expires_at: float
     staleness: int | None
     """How many policy versions the group's oldest rollout is behind; None where versions are not numbers."""
+    policy_version: str | None = None
+    """Under which that rollout was begun; None where versions are not numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +66,9 @@ class Feed(Part):
     ) -> Offer:
         """Up to `limit` finished groups, oldest first, for `seconds`.
 
-        With `max_staleness`, groups dispatched under a policy more than so many versions before `policy_version` are
-        dropped instead. Raises UsageError where that is asked for and versions are not whole numbers.
+        With `max_staleness`, groups begun under a policy more than so many versions before `policy_version` are
+        dropped instead, and so are those further behind than their own bound. Raises UsageError where that is asked
+        for and versions are not whole numbers.
         """
         now = time.time()
         current = _number(policy_version)
@@ -71,16 +79,24 @@ class Feed(Part):
         async with self._database.writing() as connection:
             await _expire(connection, now)
             # More than asked for, since some may be too stale.
-            waiting = select(_g.group_id).where(_g.delivery == "waiting").order_by(_g.ended_at, _g.group_id)
-            query = waiting.with_for_update(skip_locked=True).limit(limit * 4 + 16)
-            for group_id in list((await connection.execute(query)).scalars()):
+            waiting = select(_g.group_id, _g.max_staleness).where(_g.delivery == "waiting")
+            query = waiting.order_by(_g.ended_at, _g.group_id).with_for_update(skip_locked=True).limit(limit * 4 + 16)
+            stale: dict[int, list[str]] = {}
+            for group_id, own in (await connection.execute(query)).all():
                 if len(leases) == limit:
                     break
-                behind = None if current is None else await _behind(connection, group_id, current)
-                if max_staleness is not None and (behind is None or behind > max_staleness):
-                    dropped.append(group_id)
+                oldest = None if current is None else await _oldest(connection, group_id)
+                behind = None if current is None or oldest is None else current - oldest
+                bound = (
+                    None
+                    if current is None
+                    else min((one for one in (max_staleness, own) if one is not None), default=None)
+                )
+                if bound is not None and (behind is None or behind > bound):
+                    stale.setdefault(bound, []).append(group_id)
                     continue
-                lease = Lease(new_id("lease"), group_id, consumer, now + seconds, behind)
+                begun = None if oldest is None else str(oldest)
+                lease = Lease(new_id("lease"), group_id, consumer, now + seconds, behind, begun)
                 await connection.execute(
                     insert(schema.leases).values(
                         lease_id=lease.lease_id,
@@ -92,9 +108,39 @@ class Feed(Part):
                     )
                 )
                 leases.append(lease)
-            await _deliver(connection, [lease.group_id for lease in leases], "leased")
-            await _deliver(connection, dropped, "dropped", f"staler than {max_staleness} policy versions")
+            await _deliver(connection, now, [lease.group_id for lease in leases], "leased")
+            for bound, groups in stale.items():
+                await _deliver(connection, now, groups, "dropped", _too_stale(bound))
+                dropped += groups
         return Offer(tuple(leases), tuple(dropped))
+
+    async def drop_stale(self, policy_version: str | None) -> tuple[list[str], list[str]]:
+        """Give up the groups that are not finished and have fallen behind their own bound: whoever begins rollouts
+        asks this first. Returns the groups, and their rollouts that workers have in hand and must end.
+
+        Nothing of such a group can be delivered any more, whatever becomes of the rest of it.
+        """
+        current = _number(policy_version)
+        if current is None:
+            return [], []
+        now = time.time()
+        begun = select(_g.group_id, _g.max_staleness, _r.policy_version).join(
+            schema.rollouts, _r.group_id == _g.group_id
+        )
+        begun = begun.where(_g.delivery == "open", _g.max_staleness.is_not(None))
+        begun = begun.where(_r.policy_version.is_not(None), _r.status.not_in(("failed", "cancelled"))).distinct()
+        async with self._database.reading() as connection:
+            rows = (await connection.execute(begun)).all()
+        bounds = {row.group_id: row.max_staleness for row in rows if _is_behind(row.policy_version, current, row[1])}
+        if not bounds:
+            return [], []
+        async with self._database.writing() as connection:
+            mine = and_(_g.group_id.in_(list(bounds)), _g.delivery == "open")
+            ids = list((await connection.execute(select(_g.group_id).where(mine).with_for_update())).scalars())
+            for group_id in ids:
+                await _deliver(connection, now, [group_id], "dropped", _too_stale(bounds[group_id]))
+            in_hand = await cancel_rollouts(connection, _r.group_id.in_(ids), now)
+        return ids, in_hand
 
     async def acknowledge(self, lease_id: str) -> None:
         """The group was trained on: it is never offered again. Raises StoreError where the lease has run out."""
@@ -122,6 +168,12 @@ class Feed(Part):
             await _expire(connection, time.time())
             return {row[0]: row[1] for row in await connection.execute(query)}
 
+    async def dropped_reasons(self) -> dict[str, int]:
+        """How many groups were offered and dropped, by reason."""
+        query = select(_g.reason, func.count()).where(_g.delivery == "dropped").group_by(_g.reason)
+        async with self._database.reading() as connection:
+            return {row[0] or "unknown": row[1] for row in await connection.execute(query)}
+
     async def _end(self, lease_id: str, outcome: str, delivery: str) -> None:
         now = time.time()
         async with self._database.writing() as connection:
@@ -135,7 +187,7 @@ class Feed(Part):
             await connection.execute(
                 update(schema.leases).where(_l.lease_id == lease_id).values(ended_at=now, outcome=outcome)
             )
-            await _deliver(connection, [found.group_id], delivery)
+            await _deliver(connection, now, [found.group_id], delivery)
 
 
 def _gone(lease_id: str) -> StoreError:
@@ -148,21 +200,37 @@ async def _expire(connection: AsyncConnection, now: float) -> None:
     if rows:
         mine = _l.lease_id.in_([row.lease_id for row in rows])
         await connection.execute(update(schema.leases).where(mine).values(ended_at=now, outcome="expired"))
-        await _deliver(connection, [row.group_id for row in rows], "waiting")
+        await _deliver(connection, now, [row.group_id for row in rows], "waiting")
 
 
-async def _deliver(connection: AsyncConnection, groups: Sequence[str], state: str, reason: str | None = None) -> None:
+async def _deliver(
+    connection: AsyncConnection, now: float, groups: Sequence[str], state: str, reason: str | None = None
+) -> None:
+    if not groups:
+        return
+    mine = _g.group_id.in_(groups)
     values = {"delivery": state} | ({} if reason is None else {"reason": reason})
-    if groups:
-        await connection.execute(update(schema.groups).where(_g.group_id.in_(groups)).values(**values))
+    await connection.execute(update(schema.groups).where(mine).values(**values))
+    for row in (await connection.execute(select(_g.group_id, _g.job_id).where(mine))).all():
+        told = {"status": state, "reason": reason}
+        await insert_job_event(connection, row.job_id, row.group_id, now, "feed", told)
 
 
-async def _behind(connection: AsyncConnection, group_id: str, current: int) -> int | None:
-    """How many versions the oldest rollout of a group is behind; None where one has no number."""
+async def _oldest(connection: AsyncConnection, group_id: str) -> int | None:
+    """The version under which the oldest rollout of a group was begun; None where one has no number."""
     query = select(_r.policy_version).where(_r.group_id == group_id, _r.status.in_(("done", "timed_out")))
     versions = [_number(version) for version in (await connection.execute(query)).scalars()]
     known = [version for version in versions if version is not None]
-    return current - min(known) if known and len(known) == len(versions) else None
+    return min(known) if known and len(known) == len(versions) else None
+
+
+def _is_behind(version: str, current: int, bound: int) -> bool:
+    number = _number(version)
+    return number is not None and current - number > bound
+
+
+def _too_stale(bound: int) -> str:
+    return f"staler than {bound} policy versions"
 
 
 def _number(version: str | None) -> int | None:

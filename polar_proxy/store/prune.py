@@ -306,7 +306,7 @@ async def _empty_groups_out(connection: AsyncConnection, groups: Sequence[str]) 
     going_on = exists().where(j.job_id == g.job_id, j.status.not_in(("done", "cancelled")))
     empty = ~exists().where(_r.group_id == g.group_id)
     gone = list(await connection.scalars(select(g.group_id).where(g.group_id.in_(groups), empty, ~going_on)))
-    for table in (schema.leases, schema.groups):
+    for table in (schema.leases, schema.callbacks, schema.job_events, schema.groups):
         await connection.execute(delete(table).where(table.c.group_id.in_(gone)))
 
 

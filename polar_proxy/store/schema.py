@@ -87,6 +87,8 @@ jobs = Table(
     Column("error", Text),
     Column("created_at", Double, nullable=False),
     Column("ended_at", Double),
+    Column("paused_until", Double),  # of a paused one: when it goes on by itself; null: when somebody says so
+    Column("callback_url", Text),  # told of its groups and of its end
 )
 
 groups = Table(
@@ -102,7 +104,8 @@ groups = Table(
     Column("status", Text, nullable=False, server_default="open"),  # then: finished, cancelled
     Column("reason", Text),  # why it was ended or dropped
     Column("ended_at", Double),
-    Column("delivery", Text, index=True),  # to a trainer: waiting, leased, delivered, dropped; null: not offered
+    Column("delivery", Text, index=True),  # to a trainer: open, waiting, leased, delivered, dropped; null: not offered
+    Column("max_staleness", Integer),  # in policy versions, of an offered group; null: no bound
 )
 
 sessions = Table(
@@ -190,6 +193,42 @@ leases = Table(
         sqlite_where=text("ended_at IS NULL"),
         postgresql_where=text("ended_at IS NULL"),
     ),
+)
+
+callbacks = Table(
+    "callbacks",  # what a job's callback_url is still to be told, or was
+    metadata,
+    Column("callback_id", Text, primary_key=True),
+    Column("job_id", Text, nullable=False, index=True),
+    Column("group_id", Text),
+    Column("kind", Text, nullable=False),  # group.finished, group.cancelled, job.ended
+    Column("body", Text),  # as it was first sent, and is sent again; null: not yet
+    Column("attempts", Integer, nullable=False, server_default="0"),
+    Column("created_at", Double, nullable=False),
+    Column("next_at", Double, index=True),  # when it is tried next; null: it was delivered, or given up
+    Column("delivered_at", Double),
+    Column("error", Text),  # of the last attempt
+)
+
+job_events = Table(
+    "job_events",  # what became of jobs and groups; `events` has what became of rollouts
+    metadata,
+    Column("job_event_id", _serial, primary_key=True, autoincrement=True),
+    Column("job_id", Text, nullable=False, index=True),
+    Column("group_id", Text),
+    Column("at", Double, nullable=False),
+    Column("kind", Text, nullable=False),  # job, group, feed
+    _json("data"),
+)
+
+api_keys = Table(
+    "api_keys",  # of the HTTP API; agents' keys are those of sessions
+    metadata,
+    Column("key_hash", LargeBinary, primary_key=True),  # sha256; the key itself is never stored
+    Column("role", Text, nullable=False),  # admin, trainer
+    Column("label", Text),
+    Column("created_at", Double, nullable=False),
+    Column("revoked_at", Double),
 )
 
 nodes = Table(

@@ -8,12 +8,15 @@ from typing import Self
 
 from polar_proxy.store import migrate
 from polar_proxy.store.archive import Archive
+from polar_proxy.store.callbacks import Callbacks
 from polar_proxy.store.calls import Calls
 from polar_proxy.store.commit import GroupCommit
 from polar_proxy.store.database import Database, Durability, make_file
 from polar_proxy.store.evidence import Evidence
 from polar_proxy.store.feed import Feed
 from polar_proxy.store.jobs import Jobs
+from polar_proxy.store.keys import Keys
+from polar_proxy.store.progress import Progress
 from polar_proxy.store.prune import Prune
 from polar_proxy.store.rescores import Rescores
 from polar_proxy.store.rollouts import Rollouts
@@ -24,7 +27,23 @@ from polar_proxy.store.urls import display_url, normalise_url
 from polar_proxy.store.verify import Verify
 
 
-class Store(Sessions, Calls, Rollouts, Jobs, Feed, Evidence, Traces, Rescores, Statistics, Verify, Prune, Archive):
+class Store(
+    Sessions,
+    Keys,
+    Calls,
+    Rollouts,
+    Jobs,
+    Feed,
+    Callbacks,
+    Progress,
+    Evidence,
+    Traces,
+    Rescores,
+    Statistics,
+    Verify,
+    Prune,
+    Archive,
+):
     """One open database: `async with open_store(url) as store`. Every method raises StoreError for what the database
     refuses. Several processes may have the same database open."""
 

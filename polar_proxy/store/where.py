@@ -25,9 +25,11 @@ _TEXTS: dict[str, ColumnElement[Any]] = {
     name: rollouts.c[name]
     for name in (
         *("rollout_id", "group_id", "task_id", "session_id", "status"),
-        *("harness", "sandbox", "engine", "model"),
+        *("harness", "sandbox", "engine", "model", "job_id", "cause", "policy_version"),
     )
 }
+_FLAGS: dict[str, ColumnElement[Any]] = {name: rollouts.c[name] for name in ("masked", "incomplete")}
+_YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq,
     "==": operator.eq,
@@ -57,10 +59,14 @@ def _condition(text: str) -> ColumnElement[bool]:
         except ValueError:
             raise UsageError(f"{name} is compared with a number, not with {value!r}") from None
         return compare(_NUMBERS[name], number)  # type: ignore[no-any-return]
+    if name in _FLAGS:
+        if sign not in ("=", "==", "!=") or value.lower() not in _YES_OR_NO:
+            raise UsageError(f"{name} is true or false: write {name}=true")
+        return _FLAGS[name].is_(_YES_OR_NO[value.lower()] is not (sign == "!="))
     if name == "family":
         return rollouts.c.task_id.in_(select(tasks.c.task_id).where(compare(tasks.c.family, value)))
     if name not in _TEXTS:
-        known = ", ".join(sorted([*_NUMBERS, *_TEXTS, "family"]))
+        known = ", ".join(sorted([*_NUMBERS, *_TEXTS, *_FLAGS, "family"]))
         raise UsageError(f"Rollouts have no {name!r}. Conditions can be on: {known}")
     if sign == "!=":
         return or_(_TEXTS[name] != value, _TEXTS[name].is_(None))

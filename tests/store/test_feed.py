@@ -12,9 +12,11 @@ from polar_proxy.store import Store, open_store
 from tests.store.test_jobs import submit
 
 
-async def finished(store: Store, groups: int, version: str | None = None) -> list[str]:
+async def finished(
+    store: Store, groups: int, version: str | None = None, max_staleness: int | None = None
+) -> list[str]:
     """Groups that wait for a consumer."""
-    job_id = await submit(store, groups=groups, size=1)
+    job_id = await submit(store, groups=groups, size=1, max_staleness=max_staleness)
     for held in await store.claim("w", groups, 60, policy_version=version):
         await store.set_rollout(held.rollout_id, status="done")
         await store.settle_group(held.group_id)
@@ -77,3 +79,35 @@ async def test_what_is_too_stale_is_dropped_and_told(store: Store) -> None:
     assert dropped.reason == "staler than 2 policy versions"
     with pytest.raises(UsageError, match="numbers"):
         await store.lease_groups("t", 5, 60, policy_version="abc", max_staleness=2)
+
+
+async def test_the_own_bound_of_a_group(store: Store) -> None:
+    """Enforced at delivery, whatever the consumer asks for; and before that, where rollouts are begun."""
+    late = await finished(store, 1, version="3", max_staleness=1)
+    young = await finished(store, 1, version="4", max_staleness=1)
+    offer = await store.lease_groups("t", 5, 60, policy_version="5")
+    assert ([lease.group_id for lease in offer.leases], list(offer.dropped)) == (young, late)
+    assert offer.leases[0].policy_version == "4"
+
+    job_id = await submit(store, groups=3, size=3, max_staleness=1)
+    begun, going_on = await store.claim("w", 2, 60, policy_version="6")
+    await store.set_rollout(begun.rollout_id, status="done")
+    for version in (None, "a", "7"):
+        assert await store.drop_stale(version) == ([], [])
+    first, second, third = await store.groups(job_id)
+    assert await store.drop_stale("8") == ([first.group_id], [going_on.rollout_id])
+    assert await store.drop_stale("8") == ([], [])
+    rows = await store.rollouts(group_id=first.group_id)
+    assert [(row.status, row.cause) for row in rows] == [
+        ("done", None),
+        ("queued", "cancel_requested"),
+        ("cancelled", "cancelled"),
+    ]
+    await store.release(going_on.rollout_id, cause="cancelled")
+    settled = await store.settle_group(first.group_id)
+    assert settled is not None
+    assert (settled[0].status, settled[0].delivery, settled[0].reason) == (
+        *("finished", "dropped", "staler than 1 policy versions"),
+    )
+    assert await store.dropped_reasons() == {"staler than 1 policy versions": 2}
+    assert {held.group_id for held in await store.claim("w", 9, 60)} == {second.group_id, third.group_id}

@@ -13,9 +13,11 @@ from polar_proxy.store.jobs import NewGroup, NewRollout
 ROLLOUT = NewRollout("mini-swe-agent 2", "process", "local", "polar-tiny", 1, {})
 
 
-async def submit(store: Store, groups: int = 1, size: int = 2, **given: object) -> str:
+async def submit(
+    store: Store, groups: int = 1, size: int = 2, max_staleness: int | None = None, **given: object
+) -> str:
     await store.put_task("task-1", "family", 1, "do it", {})
-    new = [NewGroup("task-1", size, {}, (ROLLOUT,) * size, offered=True)] * groups
+    new = [NewGroup("task-1", size, {}, (ROLLOUT,) * size, True, max_staleness)] * groups
     job, is_new = await store.submit_job({"groups": groups}, new, **given)  # type: ignore[arg-type]
     assert is_new
     return job.job_id

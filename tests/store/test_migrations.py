@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.store import jsontext, migrate, open_store
 from polar_proxy.store.chains import bytes_chain, token_chain
-from polar_proxy.store.codec import Codec
+from polar_proxy.store.codec import Codec, pack_small_json
 from polar_proxy.store.database import Database, make_file
 from polar_proxy.store.pack import Packer
 from polar_proxy.store.urls import normalise_url
@@ -103,7 +103,9 @@ async def _write(connection: AsyncConnection, calls: list[CallRecord], revision:
     await put("engines", list(batch.engines.values()))
     await put("settings", list(batch.settings.values()))
     await put("nodes", list(nodes.values()))
-    rows = [{**row, "prompt_node": heads[str(row["call_id"])]} for row in batch.calls]
+    rows = [{**row, "prompt_node": heads[str(row["call_id"])], "prompt_tail": None} for row in batch.calls]
+    if revision >= "0005":
+        rows = [{**row, "marks": row["marks"] and pack_small_json(jsontext.dumps(row["marks"]))} for row in rows]
     await put("calls", rows)
     cells = [
         {
@@ -121,7 +123,7 @@ async def _write(connection: AsyncConnection, calls: list[CallRecord], revision:
     await put("completions", cells)
 
 
-_EARLIER = ["0001", "0002", "0003", "0004"]
+_EARLIER = ["0001", "0002", "0003", "0004", "0005"]
 
 
 def test_every_earlier_revision_is_tried() -> None:

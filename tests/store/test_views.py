@@ -35,6 +35,7 @@ async def test_views(store: Store) -> None:
         1.0,
         2,
     )
+    assert (bool(rollout["masked"]), rollout["attempt"], rollout["job_id"]) == (False, 1, None)
     assert (rollout["traces"], rollout["trained_tokens"], rollout["completion_tokens"]) == (1, 5, 14)
     assert (rollout["seconds"], rollout["ended"]) == (None, None)
     assert rollout["created"].endswith("Z")
@@ -59,7 +60,7 @@ async def test_views(store: Store) -> None:
         1,
         "exact",
     )
-    assert (seen["length"], seen["trained_tokens"], seen["rollout_reward"]) == (12, 5, 1.0)
+    assert (seen["length"], seen["trained_tokens"], seen["rollout_reward"], bool(seen["masked"])) == (12, 5, 1.0, False)
     (reward,) = await _rows(store, "SELECT * FROM v_rewards")
     assert (reward["rollout_id"], reward["source"], reward["value"]) == (rollout_id, "tests", 1.0)
 

@@ -1,0 +1,28 @@
+"""Keys of the HTTP API: stored as hashes, listed by name, revoked for good."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from polar_proxy.errors import UsageError
+from polar_proxy.store import Store
+
+
+async def test_keys(store: Store) -> None:
+    hashes = [hashlib.sha256(name.encode()).digest() for name in ("one", "two")]
+    admin = await store.add_api_key(hashes[0], "admin", "laptop")
+    trainer = await store.add_api_key(hashes[1], "trainer")
+    assert (admin.role, admin.label, admin.name) == ("admin", "laptop", hashes[0].hex()[:12])
+    assert await store.api_keys() == [admin, trainer]
+    assert await store.api_key(b"\0" * 32) is None
+    gone = await store.revoke_api_key(admin.name)
+    assert gone.revoked_at is not None
+    assert await store.revoke_api_key(admin.name) == gone
+    assert await store.add_api_key(hashes[0], "admin") == gone  # making it again does not bring it back
+    for wrong in ("", "zz", "00" * 6):
+        with pytest.raises(UsageError, match="no API key"):
+            await store.revoke_api_key(wrong)
+    with pytest.raises(UsageError, match="admin or trainer"):
+        await store.add_api_key(b"\1" * 32, "boss")  # type: ignore[arg-type]

@@ -1,0 +1,52 @@
+"""Pauses: nothing is begun, they end by themselves, and whoever undoes one undoes only his own."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from polar_proxy.errors import UsageError
+from polar_proxy.store import Store
+from tests.store.test_jobs import submit
+
+
+async def test_nothing_of_a_paused_job_is_begun(store: Store) -> None:
+    job_id = await submit(store, groups=2, size=2)
+    begun, waiting = await store.claim("w", 2, 60)
+    await store.enter_stage(begun, "preparing")
+    await store.set_job(job_id, "paused")
+    assert await store.claim("w", 9, 60) == []
+    # What waits for a place goes back into the queue; what was begun goes on.
+    assert await store.hold("w", [begun.rollout_id, waiting.rollout_id], 60) == (set(), {waiting.rollout_id})
+    assert await store.in_hand(job_id) == 1
+    await store.set_job(job_id, "open")
+    assert [held.rollout_id for held in await store.claim("w", 1, 60)] == [waiting.rollout_id]
+
+
+async def test_a_pause_ends_by_itself(store: Store) -> None:
+    job_id = await submit(store)
+    await store.set_job(job_id, "paused", paused_until=time.time() + 60)
+    assert await store.resume_due() == []
+    assert await store.claim("w", 9, 60) == []
+    await store.set_job(job_id, "paused", paused_until=time.time() - 1)
+    assert len(await store.claim("w", 1, 60)) == 1  # whether or not anybody has opened it yet
+    assert await store.resume_due() == [job_id]
+    job = await store.job(job_id)
+    assert job is not None
+    assert (job.status, job.paused_until) == ("open", None)
+
+
+async def test_only_the_own_pause_is_undone(store: Store) -> None:
+    job_id = await submit(store)
+    await store.set_job(job_id, "paused", paused_until=1e12)
+    await store.set_job(job_id, "open", only_if=("paused", 2e12))
+    job = await store.job(job_id)
+    assert job is not None
+    assert (job.status, job.paused_until) == ("paused", 1e12)
+    await store.set_job(job_id, "open", only_if=("paused", 1e12))
+    job = await store.job(job_id)
+    assert job is not None
+    assert job.status == "open"
+    with pytest.raises(UsageError, match="no job job_none"):
+        await store.set_job("job_none", "paused")
