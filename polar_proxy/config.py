@@ -31,6 +31,8 @@ class GatewaySettings(_Section):
     """Refuse unknown keys on loopback too. Bound to anything but loopback they are always refused."""
     shared: bool = False
     """Other gateways serve the sessions of this database, too: what they did is looked for before each request."""
+    node_port: int = Field(0, ge=0, le=65535)
+    """Of the gateways on the nodes of a cluster; 0: each takes any free one."""
     max_body_mb: int = Field(256, ge=1)
     heartbeat_seconds: float = Field(15.0, gt=0)
     """How long a stream may be silent before a comment line is sent."""
@@ -81,7 +83,7 @@ class AdmissionSettings(_Section):
     engine_kv: float = Field(0.9, gt=0, le=1)
     """Share of the engine's key-value cache in use above which it is full (vLLM says it). 1: not looked at."""
     engine_queue: int = Field(16, ge=0)
-    """Requests waiting in the engine above which its queue is long (vLLM says it)."""
+    """Requests waiting in the engine, for each of its replicas, above which its queue is long (vLLM says it)."""
     memory_mb: int = Field(768, ge=0)
     """MiB of this machine that a rollout is taken to need where its task does not say. 0: memory is not looked at."""
     memory_reserve_mb: int = Field(512, ge=0)
@@ -99,6 +101,10 @@ class Settings(BaseSettings):
     home: Path = Path("~/.polar")
     db: str | None = None
     """Database URL or file; default polar.db in the home."""
+    url: str | None = None
+    """POLAR_URL: the server that commands talk to; without it they use the database themselves."""
+    api_key: str | None = Field(None, repr=False)
+    """POLAR_API_KEY: for that server. Without it, on this machine, the one in the file api-key in the home."""
     harnesses: Path | None = None
     """Where agents are installed, once a version; default harnesses/ in the home."""
     gateway: GatewaySettings = GatewaySettings()
