@@ -17,6 +17,7 @@ from polar_proxy.cli import (
     export,
     harness,
     jobs,
+    node,
     rescore,
     run,
     serve,
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run)
 app.command("serve")(serve.serve)
+app.command("node")(node.node)
 app.command("submit")(jobs.submit)
 app.command("status")(jobs.status)
 app.command("results")(jobs.results)

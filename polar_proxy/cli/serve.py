@@ -12,6 +12,7 @@ from rich.markup import escape
 from polar_proxy.cli import common
 from polar_proxy.cli.common import DbOption, JsonOption, OlderReasoningOption, PromptModeOption
 from polar_proxy.config import Settings
+from polar_proxy.errors import UsageError
 from polar_proxy.gateway import Gateway, hash_key, new_key
 
 session_app = typer.Typer(help="Make session keys.", no_args_is_help=True)
@@ -29,6 +30,8 @@ def serve(
     db: DbOption = None,
     work: Annotated[bool, typer.Option("--work", help="Also run the rollouts that `polar submit` queues.")] = False,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Agents at a time, with --work.")] = None,
+    executor: Annotated[str, typer.Option(help="With ray, the nodes of a Ray cluster do the work.")] = "local",
+    ray_address: Annotated[str, typer.Option(help="HOST:PORT of that cluster, or this machine's own.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Serve the gateway until stopped. With --json, one line of JSON when it is ready."""
@@ -40,14 +43,17 @@ def serve(
             "closed": closed,
             "prompt_mode": prompt_mode,
             "older_reasoning": older_reasoning,
+            "shared": True if executor == "ray" else None,
         },
         engine={"kind": engine, "url": engine_url, "model": model},
         run={"concurrency": concurrency},
     )
-    common.run_async(_serve(settings, as_json, work=work))
+    if executor not in ("local", "ray"):
+        raise UsageError(f"There is no executor {executor!r}: local or ray.")
+    common.run_async(_serve(settings, as_json, work=work, ray_address=ray_address if executor == "ray" else None))
 
 
-async def _serve(settings: Settings, as_json: bool, *, work: bool) -> None:
+async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: str | None) -> None:
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.rollout import RolloutService, ServiceLimits, recover
 
@@ -71,6 +77,10 @@ async def _serve(settings: Settings, as_json: bool, *, work: bool) -> None:
                     await stack.enter_async_context(
                         RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=_note)
                     )
+                if ray_address is not None:
+                    from polar_proxy.rollout.cluster import Cluster
+
+                    await stack.enter_async_context(Cluster(settings, store, ray_address, note=_note))
                 # Ends by cancellation (SIGINT, SIGTERM): what is in hand then goes back into the queue.
                 await asyncio.Event().wait()
 

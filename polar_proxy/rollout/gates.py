@@ -97,6 +97,11 @@ class Gate:
     def waiting(self) -> int:
         return self._waiting
 
+    @property
+    def full(self) -> bool:
+        """Whether whoever comes now must wait for one inside to leave."""
+        return self.inside + self.waiting >= self._limit
+
     def counts(self) -> dict[str, float]:
         """For the metrics: inside, waiting, limit, entered, waited_seconds, refused."""
         return {

@@ -15,7 +15,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +24,7 @@ from harness_adapters.base import HarnessError, InstallError, LaunchContext, Lau
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, PolarError, StoreError
 from polar_proxy.gateway import Gateway, hash_key, new_key
-from polar_proxy.rewards import Attempt, Score, budget, evaluate, source_of
+from polar_proxy.rewards import Attempt, Fresh, Score, budget, evaluate, source_of
 from polar_proxy.rollout.environment import Environments
 from polar_proxy.rollout.gates import Ticket
 from polar_proxy.rollout.git import WorkspaceError
@@ -62,6 +62,16 @@ class Listener(Protocol):
     def output(self, rollout_id: str, data: bytes) -> None: ...
 
 
+class Elsewhere(Protocol):
+    """Judging on another machine (`cluster.scoring`)."""
+
+    async def __call__(self, attempt: Attempt, kind: Kind, labels: Mapping[str, str]) -> Score:
+        """Wait until some machine has room, which is charged to nobody's time, and judge there.
+
+        Raises InfrastructureError where that failed."""
+        ...
+
+
 @dataclass(slots=True)
 class _One:
     """An attempt while it goes on."""
@@ -70,6 +80,8 @@ class _One:
     gates: Gates
     ticket: Ticket
     session_id: str | None = None
+    away: bool = False
+    """It is scored on whatever machine has room."""
 
     @property
     def rollout_id(self) -> str:
@@ -105,14 +117,23 @@ class RolloutRunner:
     """The scheduler's attempts: any number at once, with any harness and kind of sandbox, on one gateway."""
 
     def __init__(
-        self, store: Store, gateway: Gateway, engine: Engine, harnesses: Harnesses, pool: Pool, listener: Listener
+        self,
+        store: Store,
+        gateway: Gateway,
+        engine: Engine,
+        harnesses: Harnesses,
+        pool: Pool,
+        listener: Listener,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
+        """`elsewhere`: who judges what finds no place to be scored in here."""
         self._store = store
         self._gateway = gateway
         self._engine = engine
         self._harnesses = harnesses
         self._pool = pool
         self._listener = listener
+        self._elsewhere = elsewhere
         self._environments: dict[Kind, Environments] = {}
 
     async def __call__(self, held: Held, gates: Gates, ticket: Ticket) -> None:
@@ -230,10 +251,20 @@ class RolloutRunner:
         await self._store.add_artifact(one.rollout_id, "tests.log", score.log)
         return score
 
+    @contextlib.asynccontextmanager
+    async def _place_to_score(self, one: _One) -> AsyncIterator[None]:
+        """Here, unless it would have to wait and there are other machines."""
+        if self._elsewhere is not None and one.gates.scoring.full:
+            one.away = True
+            yield
+        else:
+            async with one.gates.scoring.enter(one.ticket):
+                yield
+
     async def _evaluate(self, one: _One, end: _AgentEnd, attempt: Attempt) -> Score:
-        with _infrastructure("evaluator"):
-            async with asyncio.timeout(_SCORE_SECONDS + budget(end.task)):
-                return await evaluate(attempt, lambda: end.environments.fresh(end.task, _labels(one)))
+        if one.away and self._elsewhere is not None:
+            return await self._elsewhere(attempt, end.environments.kind, _labels(one))
+        return await judged(attempt, lambda: end.environments.fresh(end.task, _labels(one)))
 
     async def _reward(self, one: _One, task: Task, score: Score) -> None:
         source = source_of(task)
@@ -354,6 +385,13 @@ class RolloutRunner:
             yield f"http://127.0.0.1:{port}"
         finally:
             await self._gateway.stop_serving_on(listener)
+
+
+async def judged(attempt: Attempt, fresh: Fresh) -> Score:
+    """The score that the task's evaluators give, within their time. Raises InfrastructureError."""
+    with _infrastructure("evaluator"):
+        async with asyncio.timeout(_SCORE_SECONDS + budget(attempt.task)):
+            return await evaluate(attempt, fresh)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from polar_proxy.rollout.harnesses import Harnesses, label_of
 from polar_proxy.rollout.pool import Open, Pool
 from polar_proxy.rollout.recipe import Recipe
 from polar_proxy.rollout.room import Room
-from polar_proxy.rollout.runner import Listener, RolloutRunner
+from polar_proxy.rollout.runner import Elsewhere, Listener, RolloutRunner
 from polar_proxy.rollout.scheduler import Limits, Scheduler
 from polar_proxy.rollout.watch import EngineWatch
 from polar_proxy.store import Store
@@ -172,8 +172,10 @@ class RolloutService:
         note: Callable[[str], None] = lambda line: None,
         job_id: str | None = None,
         opener: Open = open_sandbox,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
-        """`harnesses`: where agents are installed. `job_id`: work on this job alone."""
+        """`harnesses`: where agents are installed. `job_id`: work on this job alone. `elsewhere`: who scores what
+        finds no place here."""
         limits = limits or ServiceLimits()
         self._store = store
         self._engine = engine
@@ -185,7 +187,7 @@ class RolloutService:
         self._settled = asyncio.Event()
         self.scheduler = Scheduler(
             store,
-            RolloutRunner(store, gateway, engine, self.harnesses, self.pool, self._listener),
+            RolloutRunner(store, gateway, engine, self.harnesses, self.pool, self._listener, elsewhere),
             limits.scheduler,
             policy_version=engine.weight_version,
             admission=self._watch.refusal,

@@ -1,0 +1,124 @@
+"""What works on one node: store, engine, gateway and rollout service, as one machine has them. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from polar_proxy import __version__
+from polar_proxy.config import EngineSettings, Settings
+from polar_proxy.engines.factory import make_engine
+from polar_proxy.gateway import Gateway
+from polar_proxy.rollout.recovery import recover
+from polar_proxy.rollout.runner import Elsewhere
+from polar_proxy.rollout.service import RolloutService, ServiceLimits
+from polar_proxy.store import Store, default_url, open_store
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """What the head tells a node. Goes from process to process and is written nowhere: it may hold keys."""
+
+    settings: Settings
+    address: str
+    """The node's own, by which others reach it."""
+    agents: int
+    version: str = __version__
+    hold_seconds: float = 30.0
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal configurations: a node that was started with another one has to be started anew."""
+        told = json.dumps(self.settings.model_dump(), sort_keys=True, default=_plain)
+        rest = f"{self.address} {self.agents} {self.version} {self.hold_seconds}"
+        return hashlib.sha256(f"{told} {rest}".encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """What a node says of itself."""
+
+    address: str
+    agents: int
+    worker: str
+    """Its name in the queue."""
+    url: str
+    """Of its gateway."""
+    digest: str
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Working:
+    config: NodeConfig
+    store: Store
+    gateway: Gateway
+    service: RolloutService
+    engine: str
+
+    def state(self) -> NodeState:
+        worker = self.service.scheduler.worker
+        given = self.config
+        return NodeState(given.address, given.agents, worker, self.gateway.url, given.digest, self.engine)
+
+
+@contextlib.asynccontextmanager
+async def working(config: NodeConfig, elsewhere: Elsewhere | None = None) -> AsyncIterator[Working]:
+    """Clean up after whoever worked here before, then work until the block ends; what is in hand then goes back into
+    the queue. Raises PolarError where the engine or the database cannot be had."""
+    settings = here(config.settings)
+    async with open_store(
+        settings.db or default_url(settings.home), create=False, artifacts=settings.home / "artifacts"
+    ) as store:
+        for line in await recover(store):
+            log.info("%s", line)
+        gateways = settings.gateway.model_copy(
+            update={"host": _bound(settings.gateway.host, config.address), "port": settings.gateway.node_port}
+            | {"closed": True, "shared": True}
+        )
+        async with make_engine(settings.engine) as engine, Gateway(engine, store, gateways) as gateway:
+            service = RolloutService(
+                store,
+                gateway,
+                engine,
+                settings.harness_cache,
+                limits=_limits(config, settings),
+                note=lambda line: log.info("%s", line),
+                elsewhere=elsewhere,
+            )
+            async with service:
+                yield Working(config, store, gateway, service, f"{engine.info.engine} {engine.info.version}")
+
+
+def here(given: Settings) -> Settings:
+    """The head's settings, with what this node's own environment and polar.toml say in their place: where its engine
+    is, and its folders."""
+    own, plain = Settings(), EngineSettings()
+    engine = {name: value for name, value in own.engine if value != getattr(plain, name)}
+    changes: dict[str, Any] = {"engine": given.engine.model_copy(update=engine)}
+    changes |= {name: getattr(own, name) for name in ("home", "harnesses") if name in own.model_fields_set}
+    return given.model_copy(update=changes)
+
+
+def _limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
+    """A quarter more is taken in hand than may run, so that a place that falls free is filled at once; not twice as
+    much, as on one machine: what one node holds and cannot run, another could."""
+    limits = ServiceLimits.of(config.agents, settings.admission)
+    in_hand = config.agents + max(1, config.agents // 4)
+    return replace(limits, scheduler=replace(limits.scheduler, in_hand=in_hand, hold_seconds=config.hold_seconds))
+
+
+def _bound(host: str, address: str) -> str:
+    """A gateway that may be reached from elsewhere is bound to the node's own address; one on loopback stays there."""
+    return address if host in ("0.0.0.0", "::") else "127.0.0.1"
+
+
+def _plain(value: object) -> object:
+    return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
