@@ -109,7 +109,7 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
     from sandboxes import choose
 
     source = get_source(config.task)
-    weights = _weights(settings, config)
+    weights = weights_folder(settings, config)
     choice = choose(settings.run.sandbox)
     note(f"sandbox: {choice.reason}")
     recipe = Recipe(
@@ -134,7 +134,7 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
             note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
             cache = settings.harness_cache
             async with RolloutService(store, gateway, engine, cache, limits=limits, note=note) as service:
-                rollouts = ServiceRollouts(service, store, source, config, recipe, _run_id(run))
+                rollouts = ServiceRollouts(service, store, source, config, recipe, run_id(run))
                 return await Trainer(
                     run,
                     config,
@@ -149,7 +149,8 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
                 ).train()
 
 
-def _weights(settings: Settings, config: GrpoConfig) -> Path:
+def weights_folder(settings: Settings, config: GrpoConfig) -> Path:
+    """Where the weights lie that training begins with. Raises UsageError."""
     from polar_proxy.engines.factory import POLAR_TINY
 
     if config.weights is not None:
@@ -171,7 +172,7 @@ def _sync(settings: Settings, engine: Engine, run: Path) -> WeightSync:
     raise UsageError(f"Weights cannot be sent to the engine {settings.engine.kind}: train with local or vllm.")
 
 
-def _run_id(run: Path) -> str:
+def run_id(run: Path) -> str:
     """Of its own, so that a run made anew under an old name does not get the old one's rollouts."""
     path = run / "run_id"
     if not path.exists():

@@ -41,6 +41,10 @@ def grpo(
     sandbox: Annotated[str | None, typer.Option(help="auto, docker, bubblewrap or process.")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds the agent may take.")] = None,
+    feed: Annotated[
+        str | None, typer.Option(help="Take groups from this server's feed; rollouts run there, steps here.")
+    ] = None,
+    ask: Annotated[bool | None, typer.Option("--ask", help="With --feed: submit the rounds' jobs there, too.")] = None,
     steps: Annotated[int | None, typer.Option(min=1)] = None,
     groups: Annotated[int | None, typer.Option(min=1, help="Groups per step.")] = None,
     samples: Annotated[int | None, typer.Option(min=2, help="Rollouts per group.")] = None,
@@ -72,6 +76,7 @@ def grpo(
     )
     flags = {"task": task, "weights": weights, "steps": steps, "groups": groups, "samples": samples}
     more = {"learning_rate": lr, "loss": loss, "advantage": advantage, "ahead": ahead, "eval_every": eval_every}
+    more |= {"feed": feed, "ask": ask}
     chosen = make_config(own, flags, more, {"seed": seed})
     folder = _folder(settings, run or time.strftime("grpo-%Y%m%d-%H%M%S"))
     common.err.print(f"run: {folder}", highlight=False, soft_wrap=True)
@@ -87,10 +92,10 @@ def status(run: Annotated[str, typer.Argument(help="Name or folder of a run.")],
 
 async def _train(settings: Settings, config: GrpoConfig, folder: Path) -> None:
     from polar_proxy.cli.attached import train_grpo
+    from polar_proxy.cli.fed import train_fed
 
-    await train_grpo(
-        settings, config, folder, lambda line: common.err.print(escape(line), highlight=False, soft_wrap=True)
-    )
+    train = train_grpo if config.feed is None else train_fed
+    await train(settings, config, folder, lambda line: common.err.print(escape(line), highlight=False, soft_wrap=True))
 
 
 def _folder(settings: Settings, run: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Self, TypeVar
 
 import httpx
 
-from polar_proxy.client.core import Call, Reading, Stream, Tries
+from polar_proxy.client.core import TRIES, Call, Reading, Stream, Tries
 from polar_proxy.client.models import API, JobDetail
 from polar_proxy.client.routes import Routes
 
@@ -31,10 +31,19 @@ class Client(Routes):
     """`with Client("http://127.0.0.1:8399", key) as polar: polar.job(...)`. One thread at a time.
 
     Every method raises `ApiError` (its subclass says what it is) for what the server refuses and `UnreachableError`
-    where no answer came. What may be said twice is tried again, for some seconds.
+    where no answer came. What may be said twice is tried up to `tries` times, with growing pauses: 5 are some seconds,
+    12 about a minute.
     """
 
-    def __init__(self, url: str, key: str | None = None, *, transport: httpx.BaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        tries: int = TRIES,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self._tries = tries
         self._http = httpx.Client(base_url=_base(url), headers=_headers(key), transport=transport)
 
     def __enter__(self) -> Self:
@@ -50,7 +59,7 @@ class Client(Routes):
 
     def send(self, call: Call[T]) -> T:
         """Ask, and ask again where that is right."""
-        tries = Tries(call.repeatable)
+        tries = Tries(self._tries, call.repeatable)
         while True:
             reply: httpx.Response | httpx.TransportError
             try:
@@ -64,7 +73,7 @@ class Client(Routes):
 
     def stream(self, stream: Stream[T]) -> Iterator[T]:
         """The values of a stream, as they come."""
-        reading = Reading(stream)
+        reading = Reading(stream, self._tries)
         while not reading.ended:
             time.sleep(reading.pause)
             try:
@@ -89,7 +98,15 @@ class Client(Routes):
 class AsyncClient(Routes):
     """As `Client`, every method awaited, streams by `async for`. Any number of tasks at a time."""
 
-    def __init__(self, url: str, key: str | None = None, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        tries: int = TRIES,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._tries = tries
         self._http = httpx.AsyncClient(base_url=_base(url), headers=_headers(key), transport=transport)
 
     async def __aenter__(self) -> Self:
@@ -105,7 +122,7 @@ class AsyncClient(Routes):
 
     async def send(self, call: Call[T]) -> T:
         """Ask, and ask again where that is right."""
-        tries = Tries(call.repeatable)
+        tries = Tries(self._tries, call.repeatable)
         while True:
             reply: httpx.Response | httpx.TransportError
             try:
@@ -119,7 +136,7 @@ class AsyncClient(Routes):
 
     async def stream(self, stream: Stream[T]) -> AsyncIterator[T]:
         """The values of a stream, as they come."""
-        reading = Reading(stream)
+        reading = Reading(stream, self._tries)
         while not reading.ended:
             await asyncio.sleep(reading.pause)
             try:

@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 TIMEOUT_SECONDS = 30.0
 TRIES = 5
+LONGEST_PAUSE = 10.0
 RECONNECT_SECONDS = 0.5
 HEARTBEAT_SECONDS = 15.0
 """How often the server says something on a stream that has nothing to say."""
@@ -80,8 +81,8 @@ def part(value: str) -> str:
 class Tries:
     """What becomes of one reply: an answer, a typed error, or another try after a pause."""
 
+    tries: int
     repeatable: bool
-    tries: int = TRIES
     _tried: int = 0
 
     def pause(self, reply: httpx.Response | httpx.TransportError) -> float | None:
@@ -105,7 +106,7 @@ class Tries:
         raise error_of(reply.status_code, reply.content)
 
     def _backoff(self) -> float:
-        return float(0.2 * 2**self._tried * random.uniform(0.5, 1.0))
+        return float(min(LONGEST_PAUSE, 0.2 * 2**self._tried) * random.uniform(0.5, 1.0))
 
 
 def _where(error: httpx.TransportError) -> str:
@@ -118,10 +119,11 @@ def _where(error: httpx.TransportError) -> str:
 class Reading(Generic[T]):
     """One stream over all the connections that it takes: what the clients do between two of them."""
 
-    def __init__(self, stream: Stream[T]) -> None:
+    def __init__(self, stream: Stream[T], tries: int) -> None:
         self._stream = stream
         self._decoder = stream.decoder()
-        self._tries = Tries(repeatable=True)
+        self._limit = tries
+        self._tries = Tries(tries, repeatable=True)
         self.pause = 0.0
         """Seconds until the next connection."""
 
@@ -140,7 +142,7 @@ class Reading(Generic[T]):
         return pause is None
 
     def feed(self, data: bytes) -> Iterator[T]:
-        self._tries = Tries(repeatable=True)  # a connection that breaks later is a new misfortune
+        self._tries = Tries(self._limit, repeatable=True)  # a connection that breaks later is a new misfortune
         return self._decoder.feed(data)
 
     def closed(self) -> None:

@@ -19,7 +19,9 @@ from polar_proxy.training.algorithms import ADVANTAGES, LOSSES
 from polar_proxy.training.normalise import How
 from polar_proxy.types import Json
 
-MAY_CHANGE = frozenset({"steps", "checkpoint_every", "keep_checkpoints", "lease_seconds", "wait_seconds", "eval_every"})
+MAY_CHANGE = frozenset(
+    {"steps", "checkpoint_every", "keep_checkpoints", "lease_seconds", "wait_seconds", "eval_every", "feed"}
+)
 """What a resumed run may be told anew; anything else would make it another run under the same name."""
 
 
@@ -32,6 +34,11 @@ class GrpoConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # What is rolled out
+    feed: str | None = None
+    """Groups come from this server's feed, over HTTP, and rollouts run there. None: from a service of this process."""
+    ask: bool = False
+    """With `feed`: submit the jobs of each round there. If not, groups are leased that others submit; `task` and what
+    says how rollouts are made is theirs then."""
     task: str = "swe-task"
     """Task family, or a file or folder of tasks, as `polar run` takes them."""
     first_seed: int = Field(10_000_000, ge=0)
@@ -116,6 +123,12 @@ class GrpoConfig(BaseModel):
             raise ValueError(f"there is no advantage {self.advantage!r}: choose {', '.join(ADVANTAGES)}")
         if self.loss not in LOSSES:
             raise ValueError(f"there is no loss {self.loss!r}: choose {', '.join(LOSSES)}")
+        if self.ask and self.feed is None:
+            raise ValueError("`ask` goes with `feed`: without a server the trainer runs its own rollouts")
+        if self.feed is not None and not self.ask and (self.ahead == 0 or self.eval_every):
+            raise ValueError(
+                "with groups that others submit set `ahead`, the bound on their staleness, and leave eval_every 0"
+            )
         if self.normalise == "constant" and self.length is None:
             raise ValueError('normalise = "constant" needs `length`')
         if self.max_sequence > self.tokens_per_pass:
