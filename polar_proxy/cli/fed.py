@@ -1,0 +1,145 @@
+"""The attached trainer on a server's feed: `polar train grpo --feed URL`. Rollouts run there, steps here.
+
+Groups are leased over HTTP, whoever submitted them; with `ask` the trainer submits the jobs of its rounds itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polar_proxy.cli.attached import Instances, run_id, weights_folder
+from polar_proxy.cli.connect import key_for
+from polar_proxy.client import AsyncClient, UnreachableError
+from polar_proxy.client.models import JobRequest, SubmittedJob
+from polar_proxy.config import Settings
+from polar_proxy.errors import UsageError
+from polar_proxy.tasks import get_source
+
+if TYPE_CHECKING:  # torch takes seconds, which `polar --help` should not
+    from polar_proxy.engines.base import Engine
+    from polar_proxy.training.checkpoint import State
+    from polar_proxy.training.config import GrpoConfig
+    from polar_proxy.training.sync import WeightSync
+
+PATIENT = 12
+"""A server that is started again is waited for about a minute, wherever in a step it goes away."""
+
+
+class OthersRollouts:
+    """`Rollouts` that somebody else asks for. There may always be more of them."""
+
+    async def start(self, round_number: int) -> None:
+        pass
+
+    async def under_way(self) -> int:
+        return 1
+
+    async def evaluate(self, step: int) -> list[float | None]:
+        raise UsageError("Held-out instances are rolled out by jobs of the trainer's own: train with ask = true.")
+
+
+class AskedRollouts:
+    """`Rollouts` of jobs that the trainer submits to the server: one job an instance, each under a key that this run
+    and round alone have. The server's feed should carry nothing else."""
+
+    def __init__(self, client: AsyncClient, settings: Settings, config: GrpoConfig, run: str) -> None:
+        self._client, self._settings, self._config, self._run = client, settings, config, run
+        self._instances = Instances(get_source(config.task), config)
+
+    async def start(self, round_number: int) -> None:
+        for place, seed in enumerate(self._instances.of_round(round_number)):
+            await self._submit(seed, self._config.samples, f"round-{round_number}/{place}", offered=True)
+
+    async def under_way(self) -> int:
+        try:
+            return (await self._client.feed()).depth.get("open", 0)
+        except UnreachableError:  # the feed, which is asked next, tells it; the jobs are in the server's database
+            return 1
+
+    async def evaluate(self, step: int) -> list[float | None]:
+        samples = self._config.eval_samples
+        jobs = [
+            await self._submit(seed, samples, f"eval-{step}/{place}", priority=10)
+            for place, seed in enumerate(self._instances.held_out)
+        ]
+        await asyncio.gather(*(self._client.wait(job.job_id) for job in jobs))
+        rollouts = [row for job in jobs for row in (await self._client.job_rollouts(job.job_id)).rollouts]
+        return [rollout.reward for rollout in rollouts]
+
+    async def _submit(
+        self, seed: int, samples: int, part: str, *, offered: bool = False, priority: int = 0
+    ) -> SubmittedJob:
+        run, config = self._settings.run, self._config
+        request = JobRequest(
+            task=config.task,
+            seed=seed,
+            samples=samples,
+            harness=run.harness,
+            sandbox=run.sandbox,
+            temperature=config.temperature,
+            timeout=run.timeout,
+            max_tokens=run.max_tokens,
+            train_timed_out=config.train_timed_out,
+            offered=offered,
+            priority=priority,
+            label=self._run,
+        )
+        return await self._client.submit(request, idempotency_key=f"{self._run}/{part}")
+
+
+async def train_fed(settings: Settings, config: GrpoConfig, run: Path, note: Callable[[str], None]) -> State:
+    """As `attached.train_grpo`, with the groups of `config.feed`. The engine is the one that the server samples from:
+    it gets the new weights."""
+    from polar_proxy.engines.factory import make_engine
+    from polar_proxy.training.sync import VllmDiskSync
+
+    if settings.engine.kind != "vllm" or settings.engine.url is None:
+        raise UsageError(
+            "The weights of a trainer on a feed go into the vLLM that the server samples from: give --engine vllm "
+            "--engine-url URL (an engine inside the server's process can only be reached by `polar train grpo` there)."
+        )
+    async with make_engine(settings.engine) as engine:
+        note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
+        sync = VllmDiskSync(settings.engine.url, (run / "weights").absolute())
+        return await train_with(settings, config, run, note, engine=engine, sync=sync)
+
+
+async def train_with(
+    settings: Settings,
+    config: GrpoConfig,
+    run: Path,
+    note: Callable[[str], None],
+    *,
+    engine: Engine,
+    sync: WeightSync,
+) -> State:
+    """The same, of an engine at hand."""
+    from polar_proxy.training.reading import HttpFeed
+    from polar_proxy.training.step import Learner, load_model
+    from polar_proxy.training.trainer import Trainer
+
+    assert config.feed is not None
+    weights = weights_folder(settings, config)
+    reference = load_model(config.reference or weights, config.device) if config.kl else None
+    learner = Learner(load_model(weights, config.device), config, reference)
+    key = key_for(settings.model_copy(update={"url": config.feed}))
+    async with AsyncClient(config.feed, key, tries=PATIENT) as client:
+        served = await client.service()
+        note(f"feed: {config.feed}, Polar {served.version}")
+        feed = HttpFeed(client, note)
+        asked = AskedRollouts(client, settings, config, run_id(run)) if config.ask else OthersRollouts()
+        return await Trainer(
+            run,
+            config,
+            learner,
+            model=weights,
+            engine=engine,
+            sync=sync,
+            feed=feed,
+            reader=feed,
+            rollouts=asked,
+            note=note,
+        ).train()
