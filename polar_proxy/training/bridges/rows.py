@@ -42,6 +42,7 @@ REASONS = {
     "no_group": "the rollout belongs to no group",
     "masked": "the rollout counts in the baseline only, and the record has no place for that",
     "several_traces": "the rollout has several sequences, and the record holds one",
+    "shorter_sequence": "of a rollout of several sequences the longest is trained, and this is another",
     "group_size": "another number of rollouts than the trainer expects",
     "no_spread": "the group's rewards are all alike",
 }

@@ -32,25 +32,30 @@ from polar_proxy.types import Json
 Rewards = Mapping[str, Mapping[str, float | None]]
 
 
-def completions(rows: Sequence[Json], generations: int) -> Json:
+Several = Literal["refuse", "longest"]
+"""What becomes of a rollout of several sequences where the record holds one: nothing of the group, or the sequence with
+the most sampled tokens (the first of such) is trained and the others are counted as left out."""
+
+
+def completions(rows: Sequence[Json], generations: int, several: Several = "refuse") -> Json:
     """One group as `rollout_func` returns it: lists of `generations` entries, one a rollout.
 
     `prompt_ids`, `completion_ids`, `logprobs` (as recorded), `env_mask` (1 = sampled and trained), `reward` (None:
     unscored, which TRL leaves out of the baseline), `trace_id`. Raises BridgeError where a rollout has several
-    sequences, or there are other than `generations` rollouts.
+    sequences and they are refused, or there are other than `generations` rollouts.
     """
     members = by_rollout([read_row(row) for row in rows])
     if len(members) != generations:
         text = f"the group has {len(members)} rollouts with tokens, and num_generations is {generations}"
         raise BridgeError("group_size", text)
     for name, traces in members.items():
-        if len(traces) > 1:
+        if len(traces) > 1 and several == "refuse":
             raise BridgeError(
                 "several_traces",
                 f"the rollout {name} has {len(traces)} sequences and GRPOTrainer holds one per completion: use "
-                "RecordedWorker with AsyncGRPOTrainer, which trains all of them",
+                'RecordedWorker with AsyncGRPOTrainer, which trains all of them, or several="longest"',
             )
-    each = [traces[0] for traces in members.values()]
+    each = [max(traces, key=lambda row: sum(row.loss_mask)) for traces in members.values()]
     return {
         "prompt_ids": [list(row.prompt_ids) for row in each],
         "completion_ids": [list(row.response_ids) for row in each],
@@ -69,8 +74,14 @@ class RecordedRollouts:
     when the groups run out, or where several processes share a generation batch.
     """
 
-    def __init__(self, groups: Iterable[Sequence[Json]], *, on_refused: Literal["raise", "skip"] = "raise") -> None:
-        self._groups = iter(groups)
+    def __init__(
+        self,
+        groups: Iterable[Sequence[Json]],
+        *,
+        several: Several = "refuse",
+        on_refused: Literal["raise", "skip"] = "raise",
+    ) -> None:
+        self._groups, self._several = iter(groups), several
         self._skip = on_refused == "skip"
         self.left_out: Counter[str] = Counter()
 
@@ -89,11 +100,15 @@ class RecordedRollouts:
     def _next(self, generations: int) -> Json:
         for rows in self._groups:
             try:
-                return completions(rows, generations)
+                found = completions(rows, generations, self._several)
             except BridgeError as error:
                 if not self._skip:
                     raise
                 self.left_out[error.reason] += 1
+                continue
+            if left := len(rows) - generations:
+                self.left_out["shorter_sequence"] += left
+            return found
         raise UsageError("There are no recorded groups left: record more, or lower max_steps.")
 
 
@@ -140,13 +155,15 @@ def rollout_sample(row: TokenRow, group_number: int, *, model_version: int = 0) 
 
 
 def record(rows: Sequence[TokenRow], groups: Numbers) -> list[Json]:
-    """Of one rollout, as plain JSON. `input_ids` with `completion_mask` is also what SFTTrainer reads."""
+    """Of one rollout, as plain JSON. `input_ids` with `labels` (-100 where nothing was sampled) is what SFTTrainer
+    reads; `completion_mask` alone it would only heed with `completion_only_loss`."""
     made = []
     for row in rows:
         fields = rollout_sample(row, groups[row.group_id or row.session_id])
+        labels = np.where(fields["completion_mask"] == 1, fields["input_ids"], -100)
         made.append(
             {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
-            | {"trace_id": row.trace_id}
+            | {"labels": labels.tolist(), "trace_id": row.trace_id}
         )
     return made
 

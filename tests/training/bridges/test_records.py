@@ -64,6 +64,13 @@ def test_trl_skips_and_counts_only_when_told() -> None:
     assert rollouts.left_out == {"group_size": 1, "several_traces": 1}
 
 
+def test_trl_trains_the_longest_sequence_only_where_told_and_counts_the_others() -> None:
+    shorter = row(0, 2, 1, loss_mask=[1, 0, 0, 0, 0, 0, 0])
+    rollouts = trl.RecordedRollouts([[shorter, *group(), row(0, 1, 1)]], several="longest")
+    assert rollouts(["any"] * 4, TRAINER)["trace_id"] == ["trace_0_2_0", "trace_0_0_0", "trace_0_1_0", "trace_0_3_0"]
+    assert rollouts.left_out == {"shorter_sequence": 2}
+
+
 def test_trl_does_not_cut_groups_over_processes() -> None:
     many = SimpleNamespace(accelerator=SimpleNamespace(num_processes=2), num_generations=4)
     with pytest.raises(UsageError, match="cut apart"):
@@ -192,3 +199,4 @@ def test_trl_rows_number_groups() -> None:
     made = [trl.record([read_row(row(number, advantage=1.0))], numbers)[0] for number in (5, 3, 5)]
     assert [one["group_id"] for one in made] == [0, 1, 0]
     assert made[0]["input_ids"] == [11, 12, 13, 20, 21, 31, 32, 22, 23, 24]
+    assert made[0]["labels"] == [-100, -100, -100, 20, 21, -100, -100, 22, 23, 24]
