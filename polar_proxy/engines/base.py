@@ -43,11 +43,12 @@ class EngineLoad:
     """How busy an engine is; None where it does not say."""
 
     kv_usage: float | None = None
-    """Share of its key-value cache that requests hold, 0 to 1; of several replicas the fullest."""
+    """Share of its key-value cache that requests hold, 0 to 1; the mean of its replicas."""
     waiting: int | None = None
-    """Requests that wait for a place in its batch."""
+    """Requests that wait for a place in a batch."""
     running: int | None = None
-    """Requests in its batch."""
+    """Requests in the batches."""
+    replicas: int = 1
 
 
 class Engine(ABC):

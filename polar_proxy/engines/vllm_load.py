@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from statistics import fmean
 
 from polar_proxy.engines.base import EngineLoad
 
@@ -15,8 +16,8 @@ _SAMPLE = re.compile(rf"^({'|'.join((*_KV, _WAITING, _RUNNING))})(?:\{{[^\n]*\}}
 
 
 def read_load(text: str) -> EngineLoad | None:
-    """The load of all replicas behind one server: the fullest cache, and the sums of their queues. None where none of
-    it is said. Values that are no finite number are left out."""
+    """The load of all replicas behind one server. None where none of it is said. Values that are no finite number are
+    left out."""
     found: dict[str, list[float]] = {}
     for name, value in _SAMPLE.findall(text):
         try:
@@ -27,8 +28,9 @@ def read_load(text: str) -> EngineLoad | None:
             found.setdefault(name, []).append(number)
     if not found:
         return None
-    usage = next((max(found[name]) for name in _KV if name in found), None)
-    return EngineLoad(usage, _total(found.get(_WAITING)), _total(found.get(_RUNNING)))
+    usage = next((fmean(found[name]) for name in _KV if name in found), None)
+    replicas = max(map(len, found.values()))
+    return EngineLoad(usage, _total(found.get(_WAITING)), _total(found.get(_RUNNING)), replicas)
 
 
 def _total(values: list[float] | None) -> int | None:

@@ -48,7 +48,7 @@ class EngineWatch:
             return None
         if self.load.kv_usage is not None and self.load.kv_usage > self._limits.engine_kv:
             return CACHE_FULL
-        if self.load.waiting is not None and self.load.waiting > self._limits.engine_queue:
+        if self.load.waiting is not None and self.load.waiting > self._limits.engine_queue * self.load.replicas:
             return QUEUE_LONG
         return None
 

@@ -25,8 +25,8 @@ vllm:kv_cache_usage_perc_other 7.0
 """
 
 
-def test_of_replicas_the_fullest_cache_and_all_that_wait() -> None:
-    assert read_load(TWO) == EngineLoad(0.9375, 5, 7)
+def test_of_replicas_the_mean_of_the_caches_and_all_that_wait() -> None:
+    assert read_load(TWO) == EngineLoad(0.59375, 5, 7, 2)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,6 @@ def test_what_is_not_said_is_none(text: str, load: EngineLoad | None) -> None:
 
 async def test_asked_of_a_server() -> None:
     async with FakeVllm(metrics=TWO) as fake, VllmEngine(fake.url) as engine:
-        assert await engine.load() == EngineLoad(0.9375, 5, 7)
+        assert await engine.load() == EngineLoad(0.59375, 5, 7, 2)
         fake.metrics = None
         assert await engine.load() is None

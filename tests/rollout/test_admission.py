@@ -159,9 +159,11 @@ class Busy(PlayerEngine):
     [
         (None, None),
         (EngineLoad(None, None, None), None),
-        (EngineLoad(0.9, 16, 400), None),
-        (EngineLoad(0.91, 0, 1), CACHE_FULL),
+        (EngineLoad(0.5, 16, 400), None),
+        (EngineLoad(0.51, 0, 1), CACHE_FULL),
         (EngineLoad(None, 17, 1), QUEUE_LONG),
+        (EngineLoad(0.5, 32, 400, replicas=2), None),
+        (EngineLoad(0.5, 33, 400, replicas=2), QUEUE_LONG),
         (EngineError("it says nothing of it"), None),
     ],
 )
