@@ -6,8 +6,9 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
@@ -15,15 +16,31 @@ from polar_proxy.cli import common
 from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.errors import UsageError
 
+if TYPE_CHECKING:
+    from polar_proxy.export import Report
+    from polar_proxy.store import Store
+
+_OF_TRAINERS = ("trl", "verl", "slime", "nemo-rl", "tinker")
+"""Records of other trainers (`training/bridges`), made of the rows of tokens-jsonl."""
+_PAGE = 500
+
 
 def export(
-    form: Annotated[str, typer.Option("--format", help="jsonl, chat-jsonl or tokens-jsonl.")] = "jsonl",
+    form: Annotated[
+        str,
+        typer.Option(
+            "--format", help=f"jsonl, chat-jsonl, tokens-jsonl; for other trainers: {', '.join(_OF_TRAINERS)}."
+        ),
+    ] = "jsonl",
     where: Annotated[
         str | None, typer.Option(help="Conditions on rollouts, such as 'reward>=1 and status=done'.")
     ] = None,
     session: Annotated[list[str] | None, typer.Option(help="Just this session (may be repeated).")] = None,
     builder: Annotated[str, typer.Option(help="merged, per_call, tree or rescored.")] = "merged",
     all_grades: Annotated[bool, typer.Option(help="Also traces that are not graded fit for training.")] = False,
+    advantage: Annotated[
+        str, typer.Option(help="How rewards become advantages, for trl and tinker: grpo, dr_grpo, rloo or mc_grpo.")
+    ] = "grpo",
     file: Annotated[str, typer.Option("--out", help="The file to write; - is standard output.")] = "-",
     db: DbOption = None,
     as_json: JsonOption = False,
@@ -32,25 +49,19 @@ def export(
 
     With --json the counts come as one JSON document on standard output (--out must then be a file).
     """
-    from polar_proxy.export import Report
     from polar_proxy.export import export as write_rows
 
     if as_json and file == "-":
         raise UsageError("--json reports on standard output, so --out must be a file.")
     settings = common.load_settings(db)
+    chosen = Chosen(where, tuple(session or ()), builder, all_grades)
 
     async def work() -> Report:
         async with common.reader(settings) as store:
             with _target(file) as target:
-                return await write_rows(
-                    store,
-                    form,
-                    target.write,
-                    where=where,
-                    session_ids=session or (),
-                    builder=builder,
-                    all_grades=all_grades,
-                )
+                if form in _OF_TRAINERS:
+                    return await _records(store, form, advantage, target, chosen)
+                return await write_rows(store, form, target.write, **asdict(chosen))
 
     report = common.run_async(work())
     if as_json:
@@ -61,6 +72,49 @@ def export(
         f"{report.rows} rows from {report.rollouts} rollouts and {report.sessions} other sessions; left out: {left}",
         highlight=False,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What is exported, as `export.export` takes it."""
+
+    where: str | None
+    session_ids: tuple[str, ...]
+    builder: str
+    all_grades: bool
+
+
+async def _records(store: Store, form: str, advantage: str, target: BinaryIO, chosen: Chosen) -> Report:
+    from polar_proxy.export import export as write_rows
+    from polar_proxy.training.bridges import Records, with_advantages
+    from polar_proxy.training.bridges.rows import ADVANTAGES
+
+    if advantage not in ADVANTAGES:
+        raise UsageError(f"There is no advantage {advantage!r}: choose {', '.join(ADVANTAGES)}.")
+    if chosen.builder == "tree":
+        raise UsageError("The records of other trainers hold whole sequences: choose --builder merged or per_call.")
+    rewards = await _rewards(store)
+    records = Records(form)
+    report = await write_rows(
+        store,
+        "tokens-jsonl",
+        target.write,
+        convert=lambda rows: records(with_advantages(rows, advantage, rewards)),
+        **asdict(chosen),
+    )
+    report.left_out.update(records.left_out)
+    return report
+
+
+async def _rewards(store: Store) -> dict[str, dict[str, float | None]]:
+    """Of every rollout of every group, whatever is exported of it: a baseline knows all of its group."""
+    found: dict[str, dict[str, float | None]] = {}
+    before: str | None = None
+    while page := await store.rollouts(limit=_PAGE, before=before):
+        for row in page:
+            found.setdefault(row.group_id, {})[row.rollout_id] = row.reward
+        before = page[0].rollout_id
+    return found
 
 
 @contextlib.contextmanager

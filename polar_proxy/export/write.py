@@ -58,8 +58,9 @@ async def export(
     session_ids: Sequence[str] = (),
     builder: str = "merged",
     all_grades: bool = False,
+    convert: Callable[[list[Json]], list[Json]] | None = None,
 ) -> Report:
-    """Write rows of `form` through `write`, a line at a time.
+    """Write rows of `form` through `write`, a line at a time. `convert` makes other rows of those of each rollout.
 
     With `where` the rollouts that fulfil it; with `session_ids` just these sessions; with neither, every rollout and
     every session that belongs to none. Raises UsageError for an unknown format, builder, condition or session.
@@ -78,7 +79,7 @@ async def export(
         if unplaced := sum(call.call_id not in placed for call in selection.calls):
             report.left_out["not_built_yet"] += unplaced
         chosen = replace(selection, traces=_fit(selection.traces, all_grades, report))
-        lines = await asyncio.to_thread(_lines, form, chosen)
+        lines = await asyncio.to_thread(_lines, form, chosen, convert)
         for line in lines:
             write(line)
         report.rows += len(lines)
@@ -98,8 +99,9 @@ def _fit(traces: Sequence[Trace], all_grades: bool, report: Report) -> list[Trac
     return list(kept.values())
 
 
-def _lines(form: str, selection: Selection) -> list[bytes]:
-    return [jsontext.dumps(row) + b"\n" for row in FORMATS[form](selection)]
+def _lines(form: str, selection: Selection, convert: Callable[[list[Json]], list[Json]] | None) -> list[bytes]:
+    rows = list(FORMATS[form](selection))
+    return [jsontext.dumps(row) + b"\n" for row in (rows if convert is None else convert(rows))]
 
 
 async def _selections(

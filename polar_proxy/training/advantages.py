@@ -11,7 +11,7 @@ Promises, kept by every function here:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -228,3 +228,12 @@ def _centred(values: Floats, baseline: float) -> Floats:
     # Exactly 0 where nothing differs: the mean of equal numbers is not always that number.
     known = values[~np.isnan(values)]
     return np.where(np.isnan(values), np.nan, 0.0) if _flat(known) else values - baseline
+
+
+ADVANTAGES: dict[str, Callable[[Rewards], Floats]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "mc_grpo": mc_grpo,
+}
+"""Rewards of one group [n] -> advantages [n]. `gdpo` (several rewards) and `gigpo` (steps) take more than that."""

@@ -6,16 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from polar_proxy.training import advantages, corrections, losses
+from polar_proxy.training import corrections, losses
+from polar_proxy.training.advantages import ADVANTAGES
 from polar_proxy.training.tokens import LossStats
 
-ADVANTAGES: dict[str, Callable[[advantages.Rewards], advantages.Floats]] = {
-    "grpo": advantages.grpo,
-    "dr_grpo": advantages.dr_grpo,
-    "rloo": advantages.rloo,
-    "mc_grpo": advantages.mc_grpo,
-}
-"""Rewards of one group [n] -> advantages [n]. `gdpo` (several rewards) and `gigpo` (steps) take more than that."""
+__all__ = ["ADVANTAGES", "LOSSES"]
 
 LOSSES: dict[str, Callable[..., tuple[Tensor, LossStats]]] = {
     "ppo_clip": losses.ppo_clip,

@@ -12,11 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from polar_proxy.errors import PolarError
-from polar_proxy.training.algorithms import ADVANTAGES
-from polar_proxy.training.batch import Group
+from polar_proxy.training.advantages import ADVANTAGES
 from polar_proxy.types import Json, Trace
+
+if TYPE_CHECKING:
+    from polar_proxy.training.batch import Group  # PyTorch comes with it, which an export does without
 
 SCHEMA = 1
 """The newest row format that is understood (`export/rows.py`)."""
