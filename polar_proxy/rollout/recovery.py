@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from polar_proxy.rollout.traces import build_traces, close_books
@@ -20,7 +22,7 @@ async def recover(store: Store, *, attempts: int = 3) -> list[str]:
 
     To be called before this process makes or takes its first rollout.
     """
-    lines = [f"removed a leftover {item}" for item in await orphans.sweep()]
+    lines = leftovers(await orphans.sweep())
     groups: set[str] = set()
     for rollout in await store.interrupted_rollouts():
         if not _owner_is_dead(rollout):
@@ -46,6 +48,16 @@ async def recover(store: Store, *, attempts: int = 3) -> list[str]:
     for group_id in groups:
         await store.settle_group(group_id)
     return lines
+
+
+def leftovers(removed: Sequence[orphans.Removed]) -> list[str]:
+    """One line for people about everything that was left of killed processes' sandboxes; none where nothing was."""
+    if not removed:
+        return []
+    kinds = Counter(item.what for item in removed if item.what != "record")
+    what = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    count = len({item.sandbox for item in removed})
+    return [f"removed what was left of {count} sandbox{'es' if count > 1 else ''} of a killed process ({what})"]
 
 
 def _worker_is_dead(worker: str) -> bool:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from polar_proxy.rollout import Recipe, Submission, recover, submit
+from polar_proxy.rollout.recovery import leftovers
 from polar_proxy.rollout.traces import SUPERSEDED
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
+from sandboxes.orphans import Removed
 from tests.store.records import record
 
 
@@ -84,3 +86,9 @@ async def test_what_a_service_held_is_queued_again(store: Store, dead: int) -> N
     assert list((await store.exclusions(first.session_id)).values()) == [SUPERSEDED]
     assert await store.traces(session_id=first.session_id) == []
     assert [held.rollout_id for held in await store.claim("me", 5, 60)] == [lost]
+
+
+def test_leftovers_are_one_line() -> None:
+    removed = [Removed("a", "process", "1"), Removed("a", "record", "x"), Removed("b", "cgroup", "/c")]
+    assert leftovers(removed) == ["removed what was left of 2 sandboxes of a killed process (1 cgroup, 1 process)"]
+    assert leftovers([]) == []
