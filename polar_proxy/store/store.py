@@ -22,6 +22,7 @@ from polar_proxy.store.rescores import Rescores
 from polar_proxy.store.rollouts import Rollouts
 from polar_proxy.store.sessions import Sessions
 from polar_proxy.store.statistics import Statistics
+from polar_proxy.store.surplus import Surplus
 from polar_proxy.store.traces import Traces
 from polar_proxy.store.urls import display_url, normalise_url
 from polar_proxy.store.verify import Verify
@@ -33,6 +34,7 @@ class Store(
     Calls,
     Rollouts,
     Jobs,
+    Surplus,
     Feed,
     Callbacks,
     Progress,
