@@ -28,6 +28,21 @@ MAY_CHANGE = frozenset(
 BuilderName = Literal["merged", "per_call", "tree"]
 
 
+class Lora(BaseModel):
+    """`lora = {rank = 16}` in `[grpo]`: an adapter is trained (training/lora.py), the model's weights stay."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(16, ge=1)
+    scale: float = Field(2.0, gt=0)
+    """alpha / rank: what the product of the two small matrices is multiplied by."""
+    targets: str | tuple[str, ...] = "all-linear"
+    """Names of modules, or `all-linear`: every linear layer but the head."""
+    reload: str | None = None
+    """vLLM: the name of the adapter that it samples with (its model's name then), reloaded at each sync. None: the
+    merged weights are reloaded, as without LoRA."""
+
+
 class GrpoConfig(BaseModel):
     """Every field may stand in `[grpo]`."""
 
@@ -91,6 +106,8 @@ class GrpoConfig(BaseModel):
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
     reference: str | None = None
     """Folder of the reference's weights; None: the weights that training begins with."""
+    lora: Lora | None = None
+    """Train an adapter instead of the weights. A checkpoint holds the merged weights, and is served like any other."""
     learning_rate: float = Field(1e-5, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: as it is, or falling to 0 at the last step."""
@@ -125,10 +142,8 @@ class GrpoConfig(BaseModel):
             raise ValueError(f"there is no loss {self.loss!r}: choose {', '.join(LOSSES)}")
         if self.ask and self.feed is None:
             raise ValueError("`ask` goes with `feed`: without a server the trainer runs its own rollouts")
-        if self.feed is not None and not self.ask and (self.ahead == 0 or self.eval_every):
-            raise ValueError(
-                "with groups that others submit set `ahead`, the bound on their staleness, and leave eval_every 0"
-            )
+        if self.feed is not None and not self.ask and self.eval_every:
+            raise ValueError("held-out instances are jobs of the trainer's own: `eval_every` goes with `ask`")
         if self.normalise == "constant" and self.length is None:
             raise ValueError('normalise = "constant" needs `length`')
         if self.max_sequence > self.tokens_per_pass:

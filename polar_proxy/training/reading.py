@@ -79,7 +79,14 @@ class HttpFeed:
             return Offer((), ())
         self._away = False
         leases = [
-            Lease(lease.lease_id, lease.group_id, lease.consumer, lease.expires_at, lease.staleness)
+            Lease(
+                lease.lease_id,
+                lease.group_id,
+                lease.consumer,
+                lease.expires_at,
+                lease.staleness,
+                lease.policy_version,
+            )
             for lease in offer.leases
         ]
         return Offer(tuple(leases), tuple(offer.dropped))
