@@ -25,6 +25,8 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, PolarError, StoreError
 from polar_proxy.gateway import Gateway, hash_key, new_key
 from polar_proxy.rewards import Attempt, Fresh, Score, budget, evaluate, source_of
+from polar_proxy.rollout.early import CAUSE as LOST
+from polar_proxy.rollout.early import check_of, ended_early
 from polar_proxy.rollout.environment import Environments
 from polar_proxy.rollout.gates import Ticket
 from polar_proxy.rollout.git import WorkspaceError
@@ -111,6 +113,8 @@ class _AgentEnd:
     patch: bytes
     no_patch: str | None
     masked: bool
+    lost: bool
+    """It was ended early."""
 
 
 class RolloutRunner:
@@ -163,6 +167,7 @@ class RolloutRunner:
         row = await self._store.task(one.held.task_id)
         assert row is not None
         task = from_spec(row.spec)
+        check_of(task.metadata)  # what is wrong with it is said before anything begins
         one.ticket = replace(one.ticket, memory_mb=task.environment.memory_mb)
         async with contextlib.AsyncExitStack() as stack:
             async with one.gates.preparing.enter(one.ticket):
@@ -209,19 +214,23 @@ class RolloutRunner:
         # Opened while the agent works, so that it is there when the patch is.
         self._pool.expect(sandbox.kind, await ready.environments.evaluator(task, _labels(one)))
         limit = ready.recipe.timeout
-        result = await sandbox.exec(
-            ready.plan.argv,
-            env=ready.plan.env,
-            cwd=sandbox.workdir,
-            timeout=min(limit, task.agent_seconds or limit),
-            on_output=lambda data: self._listener.output(one.rollout_id, data),
-        )
+        async with ended_early(sandbox, check_of(task.metadata)) as early:
+            result = await sandbox.exec(
+                ready.plan.argv,
+                env=ready.plan.env,
+                cwd=sandbox.workdir,
+                timeout=min(limit, task.agent_seconds or limit),
+                on_output=lambda data: self._listener.output(one.rollout_id, data),
+            )
         # Nothing that the agent left running may touch the workspace while it is read.
         await sandbox.kill_all()
         said = result.stdout + result.stderr
         await self._store.add_artifact(one.rollout_id, "agent.log", said)
-        exit_code = None if result.timed_out else result.exit_code
-        outcome, detail = ready.harness.adapter.interpret(exit_code, said[-_TAIL:].decode(errors="replace"))
+        exit_code = None if result.timed_out or early.reason is not None else result.exit_code
+        if early.reason is None:
+            outcome, detail = ready.harness.adapter.interpret(exit_code, said[-_TAIL:].decode(errors="replace"))
+        else:
+            outcome, detail = "ok", early.reason
         if outcome != "ok" and (reason := await self._engine_is_gone()) is not None:
             raise InfrastructureError("engine", f"the agent {outcome}, and the engine is gone: {reason}")
         patch, no_patch = await read_patch(sandbox, ready.base, snapshot=task.environment.snapshot)
@@ -229,7 +238,8 @@ class RolloutRunner:
         statuses: dict[str, RolloutStatus] = {"ok": "done", "failed": "failed", "timed_out": "timed_out"}
         trained = ready.recipe.train_timed_out or bool(task.metadata.get("train_timed_out"))
         masked = outcome == "timed_out" and not trained
-        return _AgentEnd(task, ready.environments, statuses[outcome], detail, exit_code, patch, no_patch, masked)
+        status, lost = statuses[outcome], early.reason is not None
+        return _AgentEnd(task, ready.environments, status, detail, exit_code, patch, no_patch, masked, lost)
 
     async def _score(self, one: _One, end: _AgentEnd) -> Score:
         task = end.task
@@ -275,7 +285,7 @@ class RolloutRunner:
     # The end
 
     async def _finish(self, one: _One, end: _AgentEnd, reward: float | None) -> None:
-        causes = {"done": None, "failed": "agent", "timed_out": "agent_timeout"}
+        causes = {"done": LOST if end.lost else None, "failed": "agent", "timed_out": "agent_timeout"}
         lost = await self._close_session(one)
         await self._write_traces(one, reward, incomplete=lost is not None)
         detail = end.detail if lost is None else f"{lost}; not to be trained on. {end.detail}"
