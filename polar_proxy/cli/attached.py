@@ -141,7 +141,7 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
                     learner,
                     model=weights,
                     engine=engine,
-                    sync=_sync(settings, engine, run),
+                    sync=_sync(settings, config, engine, run),
                     feed=store,
                     reader=StoreReader(store),
                     rollouts=rollouts,
@@ -161,14 +161,14 @@ def weights_folder(settings: Settings, config: GrpoConfig) -> Path:
     return POLAR_TINY if model in (None, "polar-tiny") else Path(str(model)).expanduser()
 
 
-def _sync(settings: Settings, engine: Engine, run: Path) -> WeightSync:
+def _sync(settings: Settings, config: GrpoConfig, engine: Engine, run: Path) -> WeightSync:
     from polar_proxy.engines.local import LocalEngine
-    from polar_proxy.training.sync import LocalSync, VllmDiskSync
+    from polar_proxy.training.sync import LocalSync, vllm_sync
 
     if isinstance(engine, LocalEngine):
         return LocalSync(engine)
     if settings.engine.kind == "vllm" and settings.engine.url is not None:
-        return VllmDiskSync(settings.engine.url, (run / "weights").absolute())
+        return vllm_sync(settings.engine.url, (run / "weights").absolute(), config.lora)
     raise UsageError(f"Weights cannot be sent to the engine {settings.engine.kind}: train with local or vllm.")
 
 

@@ -86,8 +86,8 @@ class Chosen:
 
 async def _records(store: Store, form: str, advantage: str, target: BinaryIO, chosen: Chosen) -> Report:
     from polar_proxy.export import export as write_rows
+    from polar_proxy.training.advantages import ADVANTAGES
     from polar_proxy.training.bridges import Records, with_advantages
-    from polar_proxy.training.bridges.rows import ADVANTAGES
 
     if advantage not in ADVANTAGES:
         raise UsageError(f"There is no advantage {advantage!r}: choose {', '.join(ADVANTAGES)}.")

@@ -94,7 +94,7 @@ async def train_fed(settings: Settings, config: GrpoConfig, run: Path, note: Cal
     """As `attached.train_grpo`, with the groups of `config.feed`. The engine is the one that the server samples from:
     it gets the new weights."""
     from polar_proxy.engines.factory import make_engine
-    from polar_proxy.training.sync import VllmDiskSync
+    from polar_proxy.training.sync import vllm_sync
 
     if settings.engine.kind != "vllm" or settings.engine.url is None:
         raise UsageError(
@@ -103,7 +103,7 @@ async def train_fed(settings: Settings, config: GrpoConfig, run: Path, note: Cal
         )
     async with make_engine(settings.engine) as engine:
         note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
-        sync = VllmDiskSync(settings.engine.url, (run / "weights").absolute())
+        sync = vllm_sync(settings.engine.url, (run / "weights").absolute(), config.lora)
         return await train_with(settings, config, run, note, engine=engine, sync=sync)
 
 

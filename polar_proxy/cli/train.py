@@ -85,9 +85,39 @@ def grpo(
 
 
 @app.command("status")
-def status(run: Annotated[str, typer.Argument(help="Name or folder of a run.")], as_json: JsonOption = False) -> None:
-    """How a run stands: steps, rewards, held-out rewards, what was left out, where the time went."""
-    _show(_folder(common.load_settings(), run), as_json=as_json)
+def status(
+    run: Annotated[str, typer.Argument(help="Name or folder of a run.")],
+    png: Annotated[Path | None, typer.Option(help="Draw the curves into this file (needs matplotlib).")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """How a run stands: steps, rewards, held-out rewards, what was left out, where the time went.
+
+    --json has `series`: every curve as lists, one value a step.
+    """
+    folder = _folder(common.load_settings(), run)
+    if png is not None:
+        _draw(folder, png)
+    _show(folder, as_json=as_json)
+
+
+@app.command("adapter")
+def adapter(
+    folder: Annotated[Path, typer.Argument(help="Where to write it.")],
+    model: Annotated[str | None, typer.Option(help="Folder of the base model; default: the bundled policy.")] = None,
+    rank: Annotated[int, typer.Option(min=1, help="As in `lora = {rank = ...}`.")] = 16,
+) -> None:
+    """Write a LoRA adapter that changes nothing, for a vLLM whose adapter a run will reload."""
+    from polar_proxy.engines.factory import POLAR_TINY
+    from polar_proxy.training import lora
+    from polar_proxy.training.config import Lora
+    from polar_proxy.training.step import load_model
+
+    settings = Lora(rank=rank)
+    made = lora.wrap(load_model(Path(model).expanduser() if model else POLAR_TINY), settings, seed=0)
+    lora.save_adapter(lora.adapter(made), settings, folder)
+    common.err.print(
+        f"{folder}: vllm serve ... --enable-lora --lora-modules NAME={folder}", highlight=False, soft_wrap=True
+    )
 
 
 async def _train(settings: Settings, config: GrpoConfig, folder: Path) -> None:
@@ -109,7 +139,7 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
 
 def summary(folder: Path) -> Json:
     """A run as `--json` prints it. Raises UsageError where there is none."""
-    from polar_proxy.training import checkpoint, metrics
+    from polar_proxy.training import checkpoint, curves, metrics
 
     lines = list(metrics.read(folder))
     if not lines:
@@ -136,7 +166,18 @@ def summary(folder: Path) -> Json:
         "mismatch_max": max((step["mismatch_max"] for step in steps if step["updated"]), default=None),
         "seconds": {name: round(value, 3) for name, value in phases.items()},
         "checkpoint": None if last is None else str(last),
+        "series": curves.series(lines),
     }
+
+
+def _draw(folder: Path, png: Path) -> None:
+    from polar_proxy.training import curves
+
+    picture = curves.draw(summary(folder)["series"], folder.name)
+    try:
+        png.write_bytes(picture)
+    except OSError as error:
+        raise UsageError(f"Cannot write {png}: {error.strerror}.") from error
 
 
 def _show(folder: Path, *, as_json: bool) -> None:

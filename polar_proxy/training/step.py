@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polar_proxy.training import auxiliary
+from polar_proxy.training import auxiliary, lora
 from polar_proxy.training.algorithms import LOSSES
 from polar_proxy.training.attention import model_inputs, target_logprobs
 from polar_proxy.training.batch import Batch, TrainingSequence
@@ -96,12 +96,13 @@ class Learner:
     def __init__(self, model: Any, config: GrpoConfig, reference: Any | None = None) -> None:
         if config.kl > 0 and reference is None:
             raise TrainingError("a KL term needs a reference model")
-        self.model = model
+        self.model = model if config.lora is None else lora.wrap(model, config.lora, config.seed)
         self._config = config
         self._reference = reference
         self._device = torch.device(config.device)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimiser = torch.optim.AdamW(
-            model.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+            trained, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
         )
 
     @property
@@ -110,7 +111,9 @@ class Learner:
         return int(self.model.config.get_text_config().vocab_size)
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters by name, shared ones once; not copies."""
+        """The parameters by name, shared ones once; not copies. With LoRA: of the base model, the adapter merged in."""
+        if self._config.lora is not None:
+            return lora.merged(self.model, self._config.lora)
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -181,11 +184,15 @@ class Learner:
         )
 
     def state(self) -> dict[str, Any]:
-        """The optimiser's, to be saved."""
+        """The optimiser's, to be saved, with the adapter where one is trained."""
         state: dict[str, Any] = self.optimiser.state_dict()
-        return state
+        return state if self._config.lora is None else state | {"adapter": lora.adapter(self.model)}
 
     def restore(self, weights: Mapping[str, Tensor], optimiser: dict[str, Any]) -> None:
+        """What a checkpoint holds. Raises TrainingError where it is another model's."""
+        if self._config.lora is not None:
+            self._restore_adapter(weights, dict(optimiser))
+            return
         own = dict(self.model.named_parameters())
         if own.keys() != weights.keys():
             raise TrainingError("the checkpoint holds the weights of another model")
@@ -193,6 +200,16 @@ class Learner:
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
         self.optimiser.load_state_dict(optimiser)
+
+    def _restore_adapter(self, weights: Mapping[str, Tensor], state: dict[str, Any]) -> None:
+        """The base was loaded afresh: with the adapter it must come to what was saved, or it is another base."""
+        lora.load_adapter(self.model, state.pop("adapter"))
+        now = self.weights()
+        if now.keys() != weights.keys() or not all(
+            torch.allclose(one.cpu(), weights[name], rtol=1e-4, atol=1e-6) for name, one in now.items()
+        ):
+            raise TrainingError("the checkpoint's adapter was trained on other weights than those loaded now")
+        self.optimiser.load_state_dict(state)
 
     def _passes(self, sequences: Sequence[TrainingSequence]) -> list[_Pass]:
         packs = pack_trees([sequence.token_ids for sequence in sequences], self._config.tokens_per_pass)

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError
+from polar_proxy.training.config import Lora
 from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.lora import Merged, save_adapter
 from polar_proxy.types import Json
 
 PROBE_TOKENS = 48
@@ -72,14 +74,45 @@ class VllmDiskSync:
     async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
         target = self._folder / f"version-{version}"
         await asyncio.to_thread(_write, weights, target)
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
+        await self._while_paused("/collective_rpc", call)
+        await asyncio.to_thread(shutil.rmtree, target)
+
+    async def _while_paused(self, path: str, call: Json) -> None:
+        """A pause also empties the prefix cache, which the weights of before have filled."""
         async with httpx.AsyncClient(base_url=self._url, timeout=600, transport=self._transport) as http:
             await _post(http, f"/pause?mode={self._mode}", None)
             try:
-                call = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
-                await _post(http, "/collective_rpc", call)
+                await _post(http, path, call)
             finally:
                 await _post(http, "/resume", None)
-        await asyncio.to_thread(shutil.rmtree, target)
+
+
+class VllmAdapterSync(VllmDiskSync):
+    """vLLM loads the adapter anew under the name that it samples with; the base weights stay where they are.
+
+    Needs what VllmDiskSync needs, and `--enable-lora`, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, `--lora-modules NAME=...`
+    with the adapter that `polar train adapter` writes. The folder stays: vLLM may read it again.
+    """
+
+    def __init__(self, url: str, folder: Path, name: str, **more: Any) -> None:
+        super().__init__(url, folder, **more)
+        self._name = name
+
+    async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
+        if not isinstance(weights, Merged):
+            raise TrainingError("there is no adapter to reload: `lora` is not set")
+        target = self._folder / self._name
+        await asyncio.to_thread(save_adapter, weights.adapter, weights.settings, target)
+        call = {"lora_name": self._name, "lora_path": str(target), "load_inplace": True}
+        await self._while_paused("/v1/load_lora_adapter", call)
+
+
+def vllm_sync(url: str, folder: Path, lora: Lora | None) -> VllmDiskSync:
+    """As the configuration says: the weights, or the adapter alone."""
+    if lora is None or lora.reload is None:
+        return VllmDiskSync(url, folder)
+    return VllmAdapterSync(url, folder, lora.reload)
 
 
 async def _post(http: httpx.AsyncClient, path: str, body: Json | None) -> None:
@@ -88,7 +121,8 @@ async def _post(http: httpx.AsyncClient, path: str, body: Json | None) -> None:
     except httpx.HTTPError as error:
         raise TrainingError(f"vLLM did not answer to POST {path}: {error}") from error
     if response.status_code != 200:
-        hint = " Start it with VLLM_SERVER_DEV_MODE=1." if response.status_code == 404 else ""
+        needed = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" if "lora" in path else "VLLM_SERVER_DEV_MODE=1"
+        hint = f" Start it with {needed}." if response.status_code == 404 else ""
         raise TrainingError(f"vLLM answers {response.status_code} to POST {path}: {response.text[:300]}{hint}")
 
 

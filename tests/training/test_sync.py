@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from polar_proxy.errors import EngineError
+from polar_proxy.training.config import Lora
 from polar_proxy.training.failures import TrainingError
-from polar_proxy.training.sync import LocalSync, VllmDiskSync, probe, probe_ids
+from polar_proxy.training.lora import Merged
+from polar_proxy.training.sync import LocalSync, VllmAdapterSync, VllmDiskSync, probe, probe_ids, vllm_sync
 
 IDS = [1, 2, 3]
 
@@ -105,3 +107,32 @@ async def test_a_vllm_that_cannot_reload_is_resumed_and_the_reason_told(tmp_path
     with pytest.raises(TrainingError, match=r"404 to POST /collective_rpc.*VLLM_SERVER_DEV_MODE"):
         await VllmDiskSync("http://engine/", tmp_path, transport=httpx.MockTransport(server)).push({}, "4")
     assert server.asked[-1] == "/resume"
+
+
+async def test_vllm_loads_an_adapter_anew_while_it_is_paused(tmp_path: Path) -> None:
+    told: list[tuple[str, bytes]] = []
+
+    def server(request: httpx.Request) -> httpx.Response:
+        told.append((request.url.raw_path.decode(), request.content))
+        if request.url.path == "/v1/load_lora_adapter":
+            assert (Path(orjson.loads(request.content)["lora_path"]) / "adapter_model.safetensors").exists()
+        return httpx.Response(200, json={})
+
+    sync = vllm_sync("http://engine", tmp_path, Lora(rank=2, reload="polar"))
+    assert isinstance(sync, VllmAdapterSync)
+    sync._transport = httpx.MockTransport(server)
+    name = "model.layers.0.self_attn.q_proj"
+    adapter = {f"{name}.lora_A.default.weight": torch.ones(2, 8), f"{name}.lora_B.default.weight": torch.ones(8, 2)}
+    await sync.push(Merged({}, adapter, Lora(rank=2)), "4")
+    assert [path for path, _ in told] == ["/pause?mode=keep", "/v1/load_lora_adapter", "/resume"]
+    body = orjson.loads(told[1][1])
+    assert body == {"lora_name": "polar", "lora_path": str(tmp_path / "polar"), "load_inplace": True}
+    written = load_file(tmp_path / "polar" / "adapter_model.safetensors")
+    assert set(written) == {f"base_model.model.{name}.lora_{side}.weight" for side in "AB"}
+    with pytest.raises(TrainingError, match="no adapter"):
+        await sync.push({}, "5")
+
+
+def test_without_a_name_the_merged_weights_are_reloaded(tmp_path: Path) -> None:
+    for lora in (None, Lora(rank=2)):
+        assert type(vllm_sync("http://engine", tmp_path, lora)) is VllmDiskSync

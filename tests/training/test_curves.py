@@ -1,0 +1,87 @@
+"""A run's curves: as lists of one length, and as a picture that shows what is there and no more."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from polar_proxy.errors import UsageError
+from polar_proxy.training import curves
+from polar_proxy.types import Json
+from tests.cli.command import polar, polar_json, refused
+
+
+def line(kind: str, step: int, **values: object) -> Json:
+    return {"kind": kind, "step": step, "at": 0.0, **values}
+
+
+def step(number: int, *, updated: bool = True) -> Json:
+    taught = {"loss": -0.1, "entropy": 2.0 - number / 10, "approx_kl": 0.01, "mismatch_max": 1e-4} if updated else {}
+    return line(
+        "step",
+        number,
+        reward=number / 4,
+        reward_interval=0.1,
+        solved_share=0.5,
+        updated=updated,
+        left_out={"no_spread": {"rollouts": 4, "traces": 4, "tokens": 9}},
+        rollouts=8,
+        trained_tokens=30,
+        dropped_stale=0,
+        waiting_seconds=2.0,
+        training_seconds=1.0,
+        mismatch_max=taught.get("mismatch_max"),
+        **{name: value for name, value in taught.items() if name != "mismatch_max"},
+    )
+
+
+LINES = [
+    line("start", 0, steps_lost=0),
+    line("sync", 0, seconds=0.5, largest=1e-6, mean=1e-7, moved=None),
+    line("eval", 0, reward=0.25, reward_interval=None, solved_share=0.25, scored=1, seconds=3.0),
+    step(1),
+    line("sync", 1, seconds=0.25, largest=1e-6, mean=1e-7, moved=0.1),
+    step(2, updated=False),
+    step(3),
+]
+
+
+def test_series_have_one_value_a_line_and_null_where_there_is_none() -> None:
+    told = curves.series(LINES)
+    assert told["step"]["step"] == [1, 2, 3]
+    assert told["step"]["reward"] == [0.25, 0.5, 0.75]
+    assert told["step"]["loss"] == [-0.1, None, -0.1]
+    assert {len(values) for values in told["step"].values()} == {3}
+    assert (told["eval"]["step"], told["eval"]["reward"]) == ([0], [0.25])
+    assert (told["sync"]["step"], told["sync"]["seconds"]) == ([0, 1], [0.5, 0.25])
+
+
+def test_the_picture_is_a_png_and_changes_with_the_numbers() -> None:
+    one = curves.draw(curves.series(LINES), "run")
+    assert one.startswith(b"\x89PNG\r\n")
+    other = [{**each, "reward": 0.0} if each["kind"] == "step" else each for each in LINES]
+    assert curves.draw(curves.series(other), "run") != one
+    with pytest.raises(UsageError, match="no step"):
+        curves.draw(curves.series(LINES[:3]), "run")
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"pip install 'polar-proxy\[curves\]'"):
+        curves.draw(curves.series(LINES), "run")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in LINES))
+    png = tmp_path / "curves.png"
+    told = polar_json("train", "status", str(run), "--png", str(png), cwd=tmp_path)
+    assert told["series"]["step"]["entropy"] == [1.9, None, 1.7]
+    assert told["seconds"]["waiting"] == 6.0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert "Cannot write" in refused(polar("train", "status", str(run), "--png", str(tmp_path), cwd=tmp_path))
+    assert "no run" in refused(polar("train", "status", str(tmp_path / "none"), cwd=tmp_path))

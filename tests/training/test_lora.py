@@ -1,0 +1,133 @@
+"""LoRA: exact at the beginning, only the adapter moves, merged weights are the policy, a checkpoint resumes exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from polar_proxy.engines.local import LocalEngine
+from polar_proxy.errors import UsageError
+from polar_proxy.training import checkpoint, lora
+from polar_proxy.training.checkpoint import State
+from polar_proxy.training.config import Lora, make_config
+from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.step import Learner, load_model
+from polar_proxy.training.sync import LocalSync, probe, probe_ids
+from tests.engines.conftest import make_random_model
+from tests.training.test_step import ANSWERS, PROMPT, batch, learner
+
+IDS = [*PROMPT, *ANSWERS[0]]
+ON: dict[str, Any] = {"lora": Lora(rank=4), "learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("policy"), vocab_size=300)
+
+
+def tensors(policy: Learner) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone() for name, one in policy.model.named_parameters()}
+
+
+def test_a_new_adapter_changes_nothing(folder: Path) -> None:
+    plain, adapted = learner(folder), learner(folder, **ON)
+    assert adapted.logprobs(IDS) == plain.logprobs(IDS)
+    assert adapted.weights().keys() == plain.weights().keys()
+    assert all(torch.equal(one, plain.weights()[name]) for name, one in adapted.weights().items())
+
+
+def test_a_step_changes_the_adapter_alone(folder: Path) -> None:
+    policy = learner(folder, **ON)
+    before = tensors(policy)
+    policy.update(batch(folder), 0)
+    moved = {name for name, one in tensors(policy).items() if not torch.equal(one, before[name])}
+    assert moved
+    assert all(".lora_" in name for name in moved)
+    # B moves in every layer; A does from the second step on, for B was 0.
+    assert {name for name in before if ".lora_B." in name} == moved
+    policy.update(batch(folder), 1)
+    assert {name for name, one in tensors(policy).items() if not torch.equal(one, before[name])} == {
+        name for name in before if ".lora_" in name
+    }
+
+
+def test_a_step_makes_good_answers_likelier(folder: Path) -> None:
+    policy = learner(folder, **ON)
+    before = [sum(policy.logprobs([*PROMPT, *answer])[3:]) for answer in ANSWERS]
+    policy.update(batch(folder), 0)
+    policy.update(batch(folder), 1)
+    after = [sum(policy.logprobs([*PROMPT, *answer])[3:]) for answer in ANSWERS]
+    assert [now > then for now, then in zip(after, before, strict=True)] == [True, False, True, False]
+
+
+async def test_merged_weights_are_the_policy_and_the_engine_takes_them(folder: Path) -> None:
+    policy = learner(folder, **ON)
+    first = policy.logprobs(probe_ids(300))
+    policy.update(batch(folder), 0)
+    plain = learner(folder)
+    plain.restore(policy.weights(), plain.state())
+    assert plain.logprobs(IDS) == pytest.approx(policy.logprobs(IDS), abs=1e-5)
+    ids = probe_ids(policy.vocabulary)
+    async with LocalEngine(folder, name="tiny", threads=1) as engine:
+        await LocalSync(engine).push(policy.weights(), "1")
+        found = await probe(engine, ids, policy.logprobs(ids), first, 1e-3)
+    assert found.moved is not None
+    assert found.moved > 10 * found.mean
+
+
+def test_a_checkpoint_resumes_exactly_and_is_a_plain_model(folder: Path, tmp_path: Path) -> None:
+    def saved(policy: Learner, step: int) -> checkpoint.Checkpoint:
+        state = State(step, step, str(step), ())
+        path = checkpoint.save(tmp_path, state, policy.weights(), policy.state(), model=folder, keep=1)
+        return checkpoint.load(path)
+
+    straight = learner(folder, **ON)
+    straight.update(batch(folder), 0)
+    kept = saved(straight, 1)
+    straight.update(batch(folder), 1)
+    resumed = learner(folder, **ON)
+    resumed.restore(kept.weights, kept.optimiser)
+    resumed.update(batch(folder), 1)
+    assert all(torch.equal(one, tensors(straight)[name]) for name, one in tensors(resumed).items())
+    served = Learner(load_model(saved(straight, 2).folder), make_config({}))
+    assert served.logprobs(IDS) == pytest.approx(straight.logprobs(IDS), abs=1e-5)
+
+
+def test_an_adapter_of_another_base_or_rank_is_refused(folder: Path) -> None:
+    policy = learner(folder, **ON)
+    policy.update(batch(folder), 0)
+    other = load_model(folder)
+    with torch.no_grad():
+        next(other.parameters()).add_(0.01)
+    with pytest.raises(TrainingError, match="other weights"):
+        Learner(other, make_config({"lora": {"rank": 4}})).restore(policy.weights(), policy.state())
+    with pytest.raises(TrainingError, match="another adapter"):
+        learner(folder, lora=Lora(rank=2)).restore(policy.weights(), policy.state())
+
+
+def test_the_saved_adapter_is_pefts_own(folder: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    policy = learner(folder, **ON)
+    policy.update(batch(folder), 0)
+    lora.save_adapter(lora.adapter(policy.model), ON["lora"], tmp_path)
+    assert orjson.loads((tmp_path / "adapter_config.json").read_bytes())["r"] == 4
+    assert load_file(tmp_path / "adapter_model.safetensors")
+    loaded = PeftModel.from_pretrained(load_model(folder), tmp_path).merge_and_unload().requires_grad_(True)
+    assert Learner(loaded, make_config({})).logprobs(IDS) == pytest.approx(policy.logprobs(IDS), abs=1e-5)
+
+
+def test_one_line_of_configuration(folder: Path) -> None:
+    config = make_config({"lora": {"rank": 8, "targets": ["q_proj"]}})
+    assert config.to_json()["lora"] == {"rank": 8, "scale": 2.0, "targets": ["q_proj"], "reload": None}
+    policy = Learner(load_model(folder), config)
+    assert {name.split(".")[-4] for name in lora.adapter(policy.model)} == {"q_proj"}
+    with pytest.raises(UsageError, match="no place"):
+        Learner(load_model(folder), make_config({"lora": {"targets": ["nothing_of_that_name"]}}))
+    with pytest.raises(UsageError, match="rank"):
+        make_config({"lora": {"rank": 0}})
