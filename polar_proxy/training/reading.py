@@ -16,8 +16,8 @@ from polar_proxy.training.config import BuilderName
 from polar_proxy.trajectories import build
 from polar_proxy.types import Trace
 
-_STORED = ("merged", "per_call")
-"""Builders whose traces are stored when a rollout ends; any other's are built when they are asked for."""
+_STORED = "merged"
+"""The builder whose traces are stored when a rollout ends; any other's are built when they are asked for."""
 
 
 class GroupReader(Protocol):
@@ -38,10 +38,9 @@ class StoreReader:
         return Group(group_id, rows[0].task_id if rows else "", tuple(members), staleness)
 
     async def _traces(self, row: RolloutRow, builder: BuilderName) -> Sequence[Trace]:
-        if builder in _STORED:
-            return await self._store.traces(rollout_id=row.rollout_id, builder=builder)
-        if row.session_id is None:
-            return ()
+        found = await self._store.traces(rollout_id=row.rollout_id, builder=builder)
+        if found or builder == _STORED or row.session_id is None:
+            return found
         calls = await self._store.calls(row.session_id)
         return (await asyncio.to_thread(build, calls, builder, rollout_id=row.rollout_id, reward=row.reward)).traces
 
