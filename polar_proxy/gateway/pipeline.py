@@ -116,7 +116,8 @@ class TurnPipeline:
     async def _session(self, headers: Mapping[str, str], scope: wire.Scope, path_key: str | None) -> Session:
         query = scope["query_string"]
         query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
-        return await self.sessions.find(key_of(headers, query_key), path_key)
+        inside = wire.INSIDE in scope.get("state", {})
+        return await self.sessions.find(key_of(headers, query_key), path_key, inside=inside)
 
     async def _parse(self, dialect: Dialect, raw: bytes, session: Session, recently: Recently | None) -> ParsedRequest:
         before = None if recently is None else recently.parsed

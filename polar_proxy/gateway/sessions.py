@@ -99,8 +99,9 @@ class Sessions:
         self._by_id: dict[str, Session] = {}
         self._opening: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
 
-    async def find(self, key: str | None, path_key: str | None) -> Session:
-        """The session of a path segment (first) or of a key. RequestError 401 when unknown and Polar is closed."""
+    async def find(self, key: str | None, path_key: str | None, *, inside: bool = False) -> Session:
+        """The session of a path segment (first) or of a key. RequestError 401 when unknown and Polar is closed, as it
+        always is to what comes from `inside` a sandbox: an agent has the key of its rollout and no need of another."""
         given = path_key if path_key is not None else (key or "")
         digest = hash_key(given)
         session = self._by_hash.get(digest)
@@ -114,15 +115,17 @@ class Sessions:
         if lock is None:
             lock = self._opening[digest] = asyncio.Lock()
         async with lock:
-            return self._by_hash.get(digest) or await self._load(digest, path_key)
+            return self._by_hash.get(digest) or await self._load(digest, path_key, self.open and not inside)
 
-    async def _load(self, digest: bytes, path_key: str | None) -> Session:
+    async def _load(self, digest: bytes, path_key: str | None, opens: bool) -> Session:
         record = await self._store.session_by_key(digest)
-        if record is None and path_key is not None and self.open:
+        if record is None and path_key is not None and opens:
             record = await self._store.session(path_key)
+            if record is not None and record.rollout_id is not None:  # an id is no secret: only its key opens it
+                opens, record = False, None
         is_new = record is None
         if record is None:
-            if not self.open:
+            if not opens:
                 raise RequestError(
                     "Incorrect API key provided. Polar accepts only keys made by `polar session new` here.",
                     status=401,

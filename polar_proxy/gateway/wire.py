@@ -18,6 +18,9 @@ Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
 
+INSIDE = "polar_inside_sandbox"
+"""In the state of each request that comes by a socket which is served inside a sandbox."""
+
 
 class Disconnected(Exception):
     """The client went away before its request was complete."""

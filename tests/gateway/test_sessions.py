@@ -11,7 +11,9 @@ import pytest
 from polar_proxy.gateway import hash_key, new_key
 from polar_proxy.gateway.server import is_loopback
 from polar_proxy.gateway.sessions import Sessions, apply_policy
+from polar_proxy.rollout import Recipe, Submission, submit
 from polar_proxy.store import Store
+from polar_proxy.tasks import get_source
 from polar_proxy.types import Sampling, TextRequest
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -71,6 +73,21 @@ async def test_closed(serve: Serve, store: Store) -> None:
 async def test_bound_to_the_world_is_closed(serve: Serve) -> None:
     async with serve(ScriptedEngine(), host="0.0.0.0") as gateway:
         assert (await ask(gateway.url, authorization="Bearer x")).status_code == 401
+
+
+async def test_the_id_of_a_rollouts_session_opens_nothing(serve: Serve, store: Store) -> None:
+    """Ids are no secrets; a session without a rollout may be gone on with by its id."""
+    async with serve(ScriptedEngine()) as gateway:
+        own = (await ask(gateway.url, "/s/mine/v1")).headers["x-polar-session-id"]
+        assert (await ask(gateway.url, f"/s/{own}/v1")).headers["x-polar-session-id"] == own
+        await submit(store, Submission([get_source("swe-task").task(1)], Recipe("shell:true")))
+        (held,) = await store.claim("me", 1, 60)
+        theirs = await store.create_session(
+            key_hash=hash_key("theirs"), label=None, rollout_id=held.rollout_id, policy=None, origin="rollout"
+        )
+        assert (await ask(gateway.url, f"/s/{theirs.session_id}/v1")).status_code == 401
+        assert (await ask(gateway.url, "/s/theirs/v1")).headers["x-polar-session-id"] == theirs.session_id
+    assert [call.path for call in await store.call_rows(theirs.session_id)] == ["/v1/chat/completions"]
 
 
 async def test_a_closed_session_is_refused(serve: Serve, store: Store) -> None:
