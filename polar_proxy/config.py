@@ -77,6 +77,16 @@ class RunSettings(_Section):
     """Limit of one answer where the agent asks for none."""
 
 
+class ApiSettings(_Section):
+    callback_secret: str | None = Field(None, repr=False)
+    """What callbacks are signed with: whsec_ and base64. Without it, one is made, in the file callback-secret in the
+    home. It is never written into the database."""
+    callback_attempts: int = Field(8, ge=1)
+    callback_pause_seconds: float = Field(5.0, gt=0)
+    """Before the second attempt; four times that before the third, and so on."""
+    callback_timeout_seconds: float = Field(15.0, gt=0)
+
+
 class AdmissionSettings(_Section):
     """When a service lets no further agent join those that run. One is always let in where none is."""
 
@@ -112,6 +122,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = EngineSettings()
     run: RunSettings = RunSettings()
     admission: AdmissionSettings = AdmissionSettings()
+    api: ApiSettings = ApiSettings()
 
     @classmethod
     def settings_customise_sources(

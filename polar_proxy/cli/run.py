@@ -15,7 +15,8 @@ from polar_proxy.cli.live import LiveView
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.store import RolloutRow, display_url
-from polar_proxy.tasks import ListedTasks, Task, TaskSource, UnknownTaskFamilyError, get_source
+from polar_proxy.tasks import Task
+from polar_proxy.tasks.chosen import choose
 from polar_proxy.types import Json
 
 
@@ -79,31 +80,12 @@ def run(
 def chosen_tasks(task: str, seed: int | None, instances: int | None) -> tuple[list[Task], list[Json] | None]:
     """The tasks that were asked for, and those of a file or folder that were refused, which are told on stderr (None:
     not a file). Raises UsageError where nothing can be run."""
-    if seed is not None and instances is not None:
-        raise UsageError("Give --seed (one instance) or --instances (many), not both.")
-    try:
-        source = get_source(task)
-    except (UnknownTaskFamilyError, TypeError) as error:
-        raise UsageError(str(error)) from error
-    seeds = _seeds(source, seed, instances)
-    refused = source.refused if isinstance(source, ListedTasks) else ()
-    for refusal in refused:
+    tasks, refused = choose(task, seed, instances)
+    for refusal in refused or ():
         common.err.print(f"[yellow]refused[/] {escape(str(refusal))}", highlight=False, soft_wrap=True)
-    if not seeds:
-        raise UsageError(f"{task} holds no task that can be run ({len(refused)} refused).")
-    tasks = [source.task(seed) for seed in seeds]
-    return tasks, [asdict(refusal) for refusal in refused] if isinstance(source, ListedTasks) else None
-
-
-def _seeds(source: TaskSource, seed: int | None, instances: int | None) -> list[int]:
-    """Which instances to run. Raises `UsageError` for one that a file does not hold, or that was refused."""
-    if seed is not None:
-        if isinstance(source, ListedTasks):
-            source.task(seed)
-        return [seed]
-    if isinstance(source, ListedTasks):
-        return list(source.seeds[:instances])
-    return list(range(instances or 1))
+    if not tasks:
+        raise UsageError(f"{task} holds no task that can be run ({len(refused or ())} refused).")
+    return tasks, None if refused is None else [asdict(refusal) for refusal in refused]
 
 
 async def _run(settings: Settings, tasks: list[Task], *, quiet: bool) -> list[RolloutRow]:

@@ -1,10 +1,12 @@
-"""`polar serve`: the gateway alone. `polar session new`: a key for it."""
+"""`polar serve`: the gateway and the HTTP API. `polar session new`: a key for an agent."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Annotated
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -14,6 +16,11 @@ from polar_proxy.cli.common import DbOption, JsonOption, OlderReasoningOption, P
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import Gateway, hash_key, new_key
+
+if TYPE_CHECKING:
+    from polar_proxy.engines.base import Engine
+    from polar_proxy.rollout import RolloutService
+    from polar_proxy.store import Store
 
 session_app = typer.Typer(help="Make session keys.", no_args_is_help=True)
 
@@ -34,7 +41,7 @@ def serve(
     ray_address: Annotated[str, typer.Option(help="HOST:PORT of that cluster, or this machine's own.")] = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Serve the gateway until stopped. With --json, one line of JSON when it is ready."""
+    """Serve the gateway and the HTTP API until stopped. With --json, one line of JSON when it is ready."""
     settings = common.load_settings(
         db,
         gateway={
@@ -60,36 +67,59 @@ async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: 
     async with common.writer(settings) as store:
         for line in await recover(store):
             _note(line)
-        async with make_engine(settings.engine) as engine, Gateway(engine, store, settings.gateway) as gateway:
+        async with (
+            make_engine(settings.engine) as engine,
+            Gateway(engine, store, settings.gateway) as gateway,
+            contextlib.AsyncExitStack() as stack,
+        ):
+            service: RolloutService | None = None
+            if work:
+                limits = ServiceLimits.of(settings.run.concurrency, settings.admission)
+                service = await stack.enter_async_context(
+                    RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=_note)
+                )
+            key_file = await stack.enter_async_context(_api(store, settings, service, engine, gateway))
             if as_json:
                 ready = {
                     "url": gateway.url,
                     "db": store.display_url,
                     "model": engine.info.model,
                     "open": gateway.sessions.open,
+                    "api_key_file": str(key_file),
                 }
                 common.print_json(ready)
             else:
-                _welcome(gateway, store.display_url, engine.info.model)
-            async with contextlib.AsyncExitStack() as stack:
-                if work:
-                    limits = ServiceLimits.of(settings.run.concurrency, settings.admission)
-                    await stack.enter_async_context(
-                        RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=_note)
-                    )
-                if ray_address is not None:
-                    from polar_proxy.rollout.cluster import Cluster
+                _welcome(gateway, store.display_url, engine.info.model, key_file)
+            if ray_address is not None:
+                from polar_proxy.rollout.cluster import Cluster
 
-                    await stack.enter_async_context(Cluster(settings, store, ray_address, note=_note))
-                # Ends by cancellation (SIGINT, SIGTERM): what is in hand then goes back into the queue.
-                await asyncio.Event().wait()
+                await stack.enter_async_context(Cluster(settings, store, ray_address, note=_note))
+            # Ends by cancellation (SIGINT, SIGTERM): what is in hand then goes back into the queue.
+            await asyncio.Event().wait()
+
+
+@contextlib.asynccontextmanager
+async def _api(
+    store: Store, settings: Settings, service: RolloutService | None, engine: Engine, gateway: Gateway
+) -> AsyncIterator[Path]:
+    """The HTTP API on the gateway's port until the block ends; gives the file with the admin key of this machine."""
+    from polar_proxy.api import Api, Housekeeping, create_router, local_admin_key
+    from polar_proxy.api.metrics import ServiceCollector
+
+    api = Api(store, settings, service, engine)
+    key_file = await local_admin_key(store, settings.home)
+    async with Housekeeping(api) as keeping:
+        gateway.include(create_router(api))
+        counts = (lambda: None) if service is None else service.counts
+        gateway.metrics.registry.register(ServiceCollector(counts, lambda: keeping.feed_depth))
+        yield key_file
 
 
 def _note(line: str) -> None:
     common.err.print(f"[dim]{escape(line)}[/]", highlight=False)
 
 
-def _welcome(gateway: Gateway, db: str, model: str) -> None:
+def _welcome(gateway: Gateway, db: str, model: str, key_file: Path) -> None:
     say = common.out.print
     say(f"[bold]Polar[/] serves {escape(model)} at {gateway.url} and records into {escape(db)}", highlight=False)
     say("point an agent at it:", highlight=False)
@@ -98,6 +128,7 @@ def _welcome(gateway: Gateway, db: str, model: str) -> None:
         say("  export OPENAI_API_KEY=any-name-you-like    # one session per key", highlight=False)
     else:
         say("  export OPENAI_API_KEY=$(polar session new)   # only keys made so are taken", highlight=False)
+    say(f"the API: {gateway.url}/docs, with the key in {escape(str(key_file))}", highlight=False, soft_wrap=True)
     say("then: polar sessions, polar show SESSION, polar export. Ctrl-C stops.", highlight=False)
 
 

@@ -26,7 +26,6 @@ ErrorCode = Literal[
     "lease_lost",
     "invalid",
     "unavailable",
-    "internal",
 ]
 EventName = Literal["stage", "group", "job", "feed", "end"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -68,6 +67,8 @@ class JobRequest(_Request):
     train_timed_out: bool = False
     offered: bool = False
     """Finished groups go to the trainer feed."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Of offered groups, in policy versions: one that falls further behind is given up, begun or not."""
     priority: int = Field(0, ge=-(2**31), lt=2**31)
     """Higher goes first."""
     label: str | None = None
@@ -343,14 +344,18 @@ class GateState(_Answer):
     entered: int
     waited_seconds: float
     refusals: dict[str, int]
+    """Why nobody was let in, and how often that was the answer."""
 
 
 class PoolState(_Answer):
+    """Sandboxes opened ahead of need: how many wait, and what came of asking."""
+
+    on_shelf: int
+    size: int
     hits: int
     misses: int
     dead: int
     waited_seconds: float
-    shelf: int
 
 
 class EngineState(_Answer):
@@ -359,6 +364,9 @@ class EngineState(_Answer):
     model: str
     healthy: bool
     reason: str | None
+    """Why it cannot answer."""
+    load: dict[str, Any] | None = None
+    """How busy it says it is; None where it does not say."""
 
 
 class ServiceState(_Answer):
@@ -369,7 +377,8 @@ class ServiceState(_Answer):
     policy_version: str | None
     feed: dict[str, int]
     worker: str | None = None
-    state: Literal["working", "paused", "draining", "drained"] | None = None
+    state: Literal["working", "paused"] | None = None
+    """Paused: it takes nothing new."""
     paused_until: float | None = None
     in_hand: int | None = None
     gates: dict[str, GateState] | None = None

@@ -65,10 +65,7 @@ async def export(
     With `where` the rollouts that fulfil it; with `session_ids` just these sessions; with neither, every rollout and
     every session that belongs to none. Raises UsageError for an unknown format, builder, condition or session.
     """
-    if form not in FORMATS:
-        raise UsageError(f"There is no format {form!r}: choose {', '.join(FORMATS)}.")
-    if builder not in (*BUILDERS, RESCORED):
-        raise UsageError(f"There is no builder {builder!r}: choose {', '.join((*BUILDERS, RESCORED))}.")
+    _check(form, builder)
     if where is not None and session_ids:
         raise UsageError("Conditions choose rollouts: give either conditions or sessions.")
     report = Report()
@@ -84,6 +81,26 @@ async def export(
             write(line)
         report.rows += len(lines)
     return report
+
+
+async def rollout_lines(
+    store: Store, rollout: RolloutRow, form: str, *, builder: str = "merged", all_grades: bool = False
+) -> list[bytes]:
+    """The rows of one rollout, as `export` writes them; none of one that has not ended."""
+    _check(form, builder)
+    if rollout.session_id is None or not rollout.final:
+        return []
+    meta: Json = {name: getattr(rollout, name) for name in _META}
+    selection = await _of_session(store, meta, rollout.session_id, builder, rollout)
+    chosen = replace(selection, traces=_fit(selection.traces, all_grades, Report()))
+    return await asyncio.to_thread(_lines, form, chosen, None)
+
+
+def _check(form: str, builder: str) -> None:
+    if form not in FORMATS:
+        raise UsageError(f"There is no format {form!r}: choose {', '.join(FORMATS)}.")
+    if builder not in (*BUILDERS, RESCORED):
+        raise UsageError(f"There is no builder {builder!r}: choose {', '.join((*BUILDERS, RESCORED))}.")
 
 
 def _fit(traces: Sequence[Trace], all_grades: bool, report: Report) -> list[Trace]:

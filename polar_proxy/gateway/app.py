@@ -1,12 +1,13 @@
-"""The gateway as an ASGI application: the model routes, /v1/models, /healthz, /metrics."""
+"""The gateway as an ASGI application: the model routes, /v1/models, /healthz, /metrics, and what else is included."""
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
@@ -21,17 +22,26 @@ from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.pipeline import TurnPipeline
 from polar_proxy.gateway.routes import error_shape, find_route
 
+_AGENTS = re.compile(r"(/v1|/v1alpha|/v1beta)?/models(/.*)?|/healthz|/api/hello")
+
 
 class GatewayApp:
     """The model routes straight to the pipeline, everything else to FastAPI.
 
     A call passes no middleware: FastAPI's own costs a measurable share of a call and limits bodies to less than
     agents send. Every route is served below `/s/{key}` too, for programs that hide their key.
+
+    A connection from inside a sandbox (`wire.INSIDE` in the scope's state) gets what an agent needs and nothing else.
     """
 
     def __init__(self, pipeline: TurnPipeline, rest: FastAPI) -> None:
         self._pipeline = pipeline
         self._rest = rest
+
+    def include(self, router: APIRouter) -> None:
+        """Serve these routes too, from now on."""
+        self._rest.include_router(router)
+        self._rest.openapi_schema = None  # it is made anew when it is asked for next
 
     async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         if scope["type"] == "http":
@@ -45,6 +55,10 @@ class GatewayApp:
                     await self._pipeline.serve(found, route, path_key, scope, receive, send)
                 else:
                     await self._pipeline.count(found, path_key, scope, receive, send)
+                return
+            if wire.INSIDE in scope.get("state", {}) and not _AGENTS.fullmatch(route):
+                error = RequestError(f"{route} is not served inside a sandbox.", status=404)
+                await wire.respond(send, 404, error_shape(route).error(error))
                 return
             scope = {**scope, "path": route}
         elif scope["type"] == "websocket":
@@ -112,7 +126,7 @@ def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> Gate
     async def one_google_model(model: str) -> Response:
         return JSONResponse(google_model_card(model, engine.info.context_length))
 
-    @app.api_route("/api/hello", methods=["GET", "HEAD"])
+    @app.api_route("/api/hello", methods=["GET", "HEAD"], include_in_schema=False)
     async def hello() -> Response:
         return Response(HELLO, media_type="application/json")
 

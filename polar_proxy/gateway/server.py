@@ -13,10 +13,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import uvicorn
+from fastapi import APIRouter
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
+from polar_proxy.gateway import wire
 from polar_proxy.gateway.app import create_app
 from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.pipeline import TurnPipeline
@@ -65,6 +67,10 @@ class Gateway:
         self.app = create_app(engine, self._pipeline, self.metrics)
         self._grace = grace
         self._extra: dict[socket.socket, asyncio.Server] = {}
+
+    def include(self, router: APIRouter) -> None:
+        """Serve these routes too, from now on; not on the sockets inside sandboxes."""
+        self.app.include(router)
 
     def observe(self, observer: Observer) -> None:
         """Call `observer` with every call once it is committed."""
@@ -119,12 +125,13 @@ class Gateway:
         await self._task
 
     async def serve_on(self, listener: socket.socket) -> None:
-        """Serve the same application on one more listening socket, such as one inside a sandbox's network."""
+        """Serve agents on one more listening socket, such as one inside a sandbox's network: the model routes, and
+        nothing by which the gateway or other sessions could be looked at."""
         protocol_class: Callable[..., asyncio.Protocol] = self._config.http_protocol_class
         state, config = self._server.server_state, self._config
 
         def protocol() -> asyncio.Protocol:
-            return protocol_class(config=config, server_state=state, app_state={})
+            return protocol_class(config=config, server_state=state, app_state={wire.INSIDE: True})
 
         loop = asyncio.get_running_loop()
         self._extra[listener] = await loop.create_server(protocol, sock=listener, backlog=config.backlog)

@@ -127,7 +127,7 @@ class Scheduler:
         """Of the tasks, those whose rollout is this process's to decide about."""
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
-        self._taking, self._stopping = True, False
+        self._taking, self._stopping, self._claiming = True, False, False
         self._loops: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -174,10 +174,26 @@ class Scheduler:
         """End these, where they are in hand, and wait until nothing of them is left."""
         await self._end([rollout_id for rollout_id in rollout_ids if rollout_id in self._tasks])
 
-    async def drain(self) -> None:
-        """Take nothing new and wait for what is in hand."""
-        self._taking = False
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+    @property
+    def taking(self) -> bool:
+        """Whether it takes from the queue."""
+        return self._taking
+
+    def take(self, new: bool) -> None:
+        """Whether to take from the queue from now on; what is in hand goes on in any case."""
+        self._taking = new
+        self.wake()
+
+    async def drain(self, timeout: float | None = None) -> list[str]:
+        """Take nothing new and wait for what is in hand, `timeout` seconds at most; returns what is left of it."""
+        self.take(False)
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout is None else loop.time() + timeout
+        while (self._tasks or self._claiming) and (deadline is None or loop.time() < deadline):
+            left = None if deadline is None else deadline - loop.time()
+            # Some may come of a claim that was under way, so it is looked at again.
+            await asyncio.wait(list(self._tasks.values()) or [asyncio.create_task(asyncio.sleep(0.01))], timeout=left)
+        return list(self._tasks)
 
     async def until_idle(self) -> None:
         """Wait until the queue is empty and nothing is in hand."""
@@ -191,11 +207,14 @@ class Scheduler:
         while True:
             self._wake.clear()
             try:
+            self._claiming = True
                 taken = await self._claim()
             except StoreError:
                 log.exception("the queue cannot be read; trying again")
                 taken = 0
             if not taken and not self._tasks:
+            finally:
+                self._claiming = False
                 self._idle.set()
             if not taken:
                 with contextlib.suppress(TimeoutError):
@@ -239,7 +258,7 @@ class Scheduler:
                 continue
             for rollout_id in (cancelled | others) & self._held:
                 if rollout_id in others:
-                    log.warning("rollout %s is with another worker now", rollout_id)
+                    log.warning("rollout %s is not ours any more: another worker's, or its job is paused", rollout_id)
                     self._held.discard(rollout_id)
                 self._tasks[rollout_id].cancel()
             if lost:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,6 +36,8 @@ from polar_proxy.types import EngineInfo, Json
 from sandboxes import open_sandbox
 
 
+log = logging.getLogger(__name__)
+
 class Silent:
     """A listener that nobody is behind."""
 
@@ -59,6 +63,10 @@ class Submission:
     label: str | None = None
     idempotency_key: str | None = None
 
+    max_staleness: int | None = None
+    """In policy versions: an offered group that falls further behind is given up (see `store.feed`)."""
+    callback_url: str | None = None
+    """Told of each group that ends, and of the job's end."""
     def check(self) -> None:
         """Raises UsageError."""
         wanted = self.samples if self.wanted is None else self.wanted
@@ -78,6 +86,7 @@ class Submission:
         }
 
 
+            **({} if self.max_staleness is None else {"max_staleness": self.max_staleness}),
 async def submit(
     store: Store,
     submission: Submission,
@@ -110,6 +119,7 @@ async def submit(
         groups,
         idempotency_key=submission.idempotency_key,
         priority=submission.priority,
+            submission.max_staleness,
         label=submission.label,
         owned=owned,
     )
@@ -120,6 +130,7 @@ async def cancel(store: Store, what: str) -> list[str]:
     hand, which they end when they look at the queue next. Raises UsageError for an id that is none."""
     if what.startswith("job_"):
         return await store.set_job(what, "cancelled")
+        callback_url=submission.callback_url,
     if what.startswith("group_"):
         group_id, known = what, await store.group(what) is not None
     else:
@@ -189,7 +200,7 @@ class RolloutService:
             store,
             RolloutRunner(store, gateway, engine, self.harnesses, self.pool, self._listener, elsewhere),
             limits.scheduler,
-            policy_version=engine.weight_version,
+            policy_version=self._version,
             admission=self._watch.refusal,
             crowded=lambda ticket: self._watch.crowded() or room.refusal(ticket),
             room=room.refusal,
@@ -198,6 +209,11 @@ class RolloutService:
         )
 
     async def __aenter__(self) -> Self:
+        self._checked_version: str | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self._resuming: asyncio.TimerHandle | None = None
+        self.paused_until: float | None = None
+        """When a pause of the service ends by itself (seconds since the epoch); None: when somebody says so."""
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.pool)
             await stack.enter_async_context(self._watch)
@@ -221,13 +237,17 @@ class RolloutService:
 
     async def submit(self, submission: Submission) -> tuple[JobRow, bool]:
         """Queue a job, and whether it is new."""
+        if self._resuming is not None:
+            self._resuming.cancel()
         job = await submit(self._store, submission, self._engine.info)
+        await asyncio.gather(*self._ending, return_exceptions=True)
         self.scheduler.wake()
         return job
 
-    async def cancel(self, what: str) -> None:
-        """Cancel a job, a group or a rollout by its id. When this returns nothing of it is left in this process; what
-        other processes have in hand ends within their `poll_seconds`. Raises UsageError for an id that is none."""
+    async def cancel(self, what: str) -> list[str]:
+        """Cancel a job, a group or a rollout by its id; returns its rollouts that were in hand anywhere. When this
+        returns nothing of it is left in this process; what other processes have in hand ends within their
+        `poll_seconds`. Raises UsageError for an id that is none."""
         in_hand = await cancel(self._store, what)
         self._settled.set()
         await self.scheduler.cancel(in_hand)
@@ -242,11 +262,52 @@ class RolloutService:
         await self._store.set_job(job_id, "open")
         self.scheduler.wake()
 
-    async def drain(self) -> None:
-        """Take nothing new and wait for what is in hand."""
-        await self.scheduler.drain()
+    @property
+    def taking(self) -> bool:
+        """Whether it takes new rollouts."""
+        return self.scheduler.taking
+
+    def pause_all(self, seconds: float | None = None) -> None:
+        """Take nothing new of any job, for so long or until `resume_all`; what is in hand goes on."""
+        self.resume_all()
+        self.scheduler.take(False)
+        if seconds is not None:
+            self.paused_until = time.time() + seconds
+            self._resuming = asyncio.get_running_loop().call_later(seconds, self.resume_all)
+
+    def resume_all(self) -> None:
+        if self._resuming is not None:
+            self._resuming.cancel()
+        self._resuming, self.paused_until = None, None
+        self.scheduler.take(True)
+
+    async def drain(self, timeout: float | None = None) -> list[str]:
+        """Take nothing new and wait for what is in hand. What is left of it after `timeout` seconds is returned; then
+        it takes work again, unless it was paused before."""
+        before = self.scheduler.taking
+        left = await self.scheduler.drain(timeout)
+        if left:
+            self.scheduler.take(before)
+        return left
+
+    async def _version(self) -> str | None:
+        """Of the policy, asked before each claim. Where it is a new one, groups that can only be delivered too late
+        are given up first: nothing of them is begun."""
+        version = await self._engine.weight_version()
+        if version != self._checked_version:
+            groups, in_hand = await self._store.drop_stale(version)
+            self._checked_version = version
+            for group_id in groups:
+                log.warning("group %s has fallen too far behind the policy, and is given up", group_id)
+                await self._store.settle_group(group_id)
+            if in_hand:
+                task = asyncio.create_task(self.scheduler.cancel(in_hand), name="polar-too-stale")
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+        return version
 
     async def until_done(self, job_id: str) -> JobRow:
+        return in_hand
         """Wait until every group of the job has ended."""
         while True:
             self._settled.clear()

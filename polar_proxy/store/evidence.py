@@ -58,6 +58,13 @@ class Evidence(Part):
                 )
         return reward_id
 
+    async def has_trace(self, rollout_id: str, trace_id: str) -> bool:
+        """Whether this trace, of any builder, is the rollout's."""
+        t = schema.traces.c
+        query = select(t.trace_id).where(t.trace_id == trace_id, t.rollout_id == rollout_id)
+        async with self._database.reading() as connection:
+            return (await connection.execute(query)).scalar_one_or_none() is not None
+
     async def rewards(self, rollout_id: str) -> list[RewardRow]:
         """All rewards of a rollout, its traces and calls, oldest first."""
         c = schema.rewards.c

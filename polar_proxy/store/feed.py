@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import and_, func, insert, select, update
+from sqlalchemy import and_, exists, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
@@ -29,6 +29,10 @@ from polar_proxy.types import new_id
 _g = schema.groups.c
 _l = schema.leases.c
 _r = schema.rollouts.c
+
+
+class LeaseLostError(StoreError):
+    """The lease has run out, or never was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,13 @@ class Feed(Part):
                 dropped += groups
         return Offer(tuple(leases), tuple(dropped))
 
+    async def any_waiting(self) -> bool:
+        """Whether there may be a group for a consumer now."""
+        waiting = exists().where(_g.delivery == "waiting")
+        over = exists().where(_l.ended_at.is_(None), _l.expires_at < time.time())
+        async with self._database.reading() as connection:
+            return bool((await connection.execute(select(or_(waiting, over)))).scalar_one())
+
     async def drop_stale(self, policy_version: str | None) -> tuple[list[str], list[str]]:
         """Give up the groups that are not finished and have fallen behind their own bound: whoever begins rollouts
         asks this first. Returns the groups, and their rollouts that workers have in hand and must end.
@@ -143,7 +154,8 @@ class Feed(Part):
         return ids, in_hand
 
     async def acknowledge(self, lease_id: str) -> None:
-        """The group was trained on: it is never offered again. Raises StoreError where the lease has run out."""
+        """The group was trained on: it is never offered again. Raises LeaseLostError where the lease has
+        run out."""
         await self._end(lease_id, "acknowledged", "delivered")
 
     async def give_back(self, lease_id: str) -> None:
@@ -190,8 +202,8 @@ class Feed(Part):
             await _deliver(connection, now, [found.group_id], delivery)
 
 
-def _gone(lease_id: str) -> StoreError:
-    return StoreError(f"The lease {lease_id} has run out or never was: its group may be with another consumer")
+def _gone(lease_id: str) -> LeaseLostError:
+    return LeaseLostError(f"The lease {lease_id} has run out or never was: its group may be with another consumer")
 
 
 async def _expire(connection: AsyncConnection, now: float) -> None:

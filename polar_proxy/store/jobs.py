@@ -233,6 +233,9 @@ class Jobs(Queue):
         """Open the jobs whose pause is over; returns their ids. Of these, workers take rollouts in any case."""
         now = time.time()
         over = and_(_j.status == "paused", _j.paused_until <= now)
+        async with self._database.reading() as connection:  # which hinders nobody, and mostly there is none
+            if (await connection.execute(select(_j.job_id).where(over).limit(1))).scalar_one_or_none() is None:
+                return []
         async with self._database.writing() as connection:
             ids = list((await connection.execute(select(_j.job_id).where(over).with_for_update())).scalars())
             mine = _j.job_id.in_(ids)

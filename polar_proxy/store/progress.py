@@ -14,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from sqlalchemy import Column, Row, Select, func, insert, select
+from sqlalchemy import Column, Row, Select, exists, func, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.base import Part
+from polar_proxy.store.rows import FINAL_STATUSES
 from polar_proxy.types import Json
 
 _GAP_SECONDS = 10.0
@@ -77,6 +78,15 @@ class Progress(Part):
             stage = int(await connection.scalar(last.where(_r.job_id == job_id)) or 0)
             job = int(await connection.scalar(select(func.max(_je.job_event_id)).where(_je.job_id == job_id)) or 0)
             return Cursor(stage, job)
+
+    async def progress_over(self, job_id: str) -> bool:
+        """Whether nothing more can happen to a job: it has ended, and so have its rollouts."""
+        ended = select(schema.jobs.c.status).where(schema.jobs.c.job_id == job_id)
+        left = exists().where(_r.job_id == job_id, _r.status.not_in(sorted(FINAL_STATUSES)))
+        async with self._database.reading() as connection:
+            if (await connection.execute(ended)).scalar_one_or_none() in ("open", "paused"):
+                return False
+            return not (await connection.execute(select(left))).scalar_one()
 
     async def progress(
         self, after: Cursor, *, job_id: str | None = None, limit: int = 500

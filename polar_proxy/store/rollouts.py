@@ -171,6 +171,7 @@ class Rollouts(Part):
         *,
         rollout_ids: Collection[str] | None = None,
         group_id: str | None = None,
+        job_id: str | None = None,
         task_id: str | None = None,
         session_id: str | None = None,
         statuses: Collection[str] | None = None,
@@ -182,7 +183,8 @@ class Rollouts(Part):
         """Oldest first; with `limit`, the newest of them. `where` is text such as `reward>=1, harness=codex`
         (see `where.parse_where`). `builder`: whose traces are counted."""
         conditions: list[ColumnElement[bool]] = parse_where(where) if where else []
-        for column, value in ((_c.group_id, group_id), (_c.task_id, task_id), (_c.session_id, session_id)):
+        given = ((_c.group_id, group_id), (_c.job_id, job_id), (_c.task_id, task_id), (_c.session_id, session_id))
+        for column, value in given:
             if value is not None:
                 conditions.append(column == value)
         if rollout_ids is not None:

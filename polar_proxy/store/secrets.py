@@ -34,6 +34,7 @@ _KEY = r"(?=[\w-]*\d)[\w-]"
 """A character of a key, where it begins; with a digit somewhere, or half of the hyphenated words would be keys."""
 PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = (
     ("provider key (OpenAI, Anthropic, Stripe, Polar)", re.compile(rf"\b[spr]k-{_KEY}[\w-]{{15,}}"), REMOVED),
+    ("key of Polar's API", re.compile(r"\b(?:polar-(?:admin|trainer)-|whsec_)[\w+/=-]{16,}"), REMOVED),
     ("Google API key", re.compile(r"\bAIza[\w-]{30,}"), REMOVED),
     ("GitHub token", re.compile(r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,})"), REMOVED),
     ("GitLab token", re.compile(r"\bglpat-[\w-]{16,}"), REMOVED),
@@ -64,7 +65,8 @@ PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = (
 )
 """(what it is, how it looks, what is put in its place)."""
 _SIGNS = re.compile(
-    r"[spr]k-|AIza|gh[pousr]_|github_pat_|glpat-|hf_|xox|A[KS]IA|eyJ|earer|asic|BEGIN|://|[?&;]|^/s/", re.I
+    r"[spr]k-|polar-|whsec_|AIza|gh[pousr]_|github_pat_|glpat-|hf_|xox|A[KS]IA|eyJ|earer|asic|BEGIN|://|[?&;]|^/s/",
+    re.I,
 )
 """Where none of these is, none of the patterns is."""
 

@@ -67,11 +67,13 @@ def _from_python(target: str) -> TaskSource:
     if isinstance(source, TaskSource):
         return source
     if isinstance(source, Iterable) and not isinstance(source, str | bytes | Mapping):
-        return _from_items(target, source)
+        return from_items(target, source)
     raise TypeError(f"{target} is no task source: it needs `name` and `task(seed)`, or must return tasks")
 
 
-def _from_items(target: str, items: Iterable[object]) -> ListedTasks:
+def from_items(target: str, items: Iterable[object]) -> ListedTasks:
+    """Tasks, or rows as a task file has them; paths in a row are relative to the working directory."""
+
     def entries() -> Iterator[Entry]:
         for number, item in enumerate(items):
             where = f"{target}[{number}]"

@@ -218,3 +218,45 @@ async def test_an_engine_that_is_away_is_waited_for(store: Store, tmp_path: Path
 async def until_calls(store: Store, count: int) -> None:
     while sum(row.calls for row in await store.sessions()) < count:
         await asyncio.sleep(0.05)
+
+
+async def test_a_drain_that_is_not_done_in_time_takes_work_again(store: Store, tmp_path: Path) -> None:
+    async with service(store, tmp_path) as running:
+        made, _ = await running.submit(job("SleepyAgent", timeout=4.0))
+        await asyncio.wait_for(until_calls(store, 1), 60)
+        (row,) = await store.rollouts()
+        assert await running.drain(0.05) == [row.rollout_id]
+        assert running.taking
+        assert await asyncio.wait_for(running.drain(60), 60) == []
+        assert not running.taking
+        await running.until_done(made.job_id)
+        later, _ = await running.submit(job())
+        await asyncio.sleep(0.3)
+        assert await store.in_hand(later.job_id) == 0
+        running.pause_all(0.1)
+        await asyncio.wait_for(running.until_done(later.job_id), 60)
+        assert (running.taking, running.paused_until) == (True, None)
+
+
+async def test_a_group_that_has_fallen_too_far_behind_is_given_up(store: Store, tmp_path: Path) -> None:
+    """At dispatch, for a trainer: what is in hand of it is ended, what is queued is not begun, and it is told."""
+
+    class Trained(PlayerEngine):
+        version = "1"
+
+        async def weight_version(self) -> str | None:
+            return self.version
+
+    engine = Trained()
+    async with service(store, tmp_path, engine=engine) as running:
+        made, _ = await running.submit(job("SleepyAgent", samples=2, offered=True, max_staleness=1))
+        await asyncio.wait_for(until_calls(store, 1), 60)
+        engine.version = "2"
+        await asyncio.sleep(0.3)
+        assert await store.feed_depth() == {"open": 1}
+        engine.version = "3"
+        await asyncio.wait_for(running.until_done(made.job_id), 60)
+    assert {row.status for row in await store.rollouts()} == {"cancelled"}
+    assert await store.feed_depth() == {"dropped": 1}
+    assert await store.dropped_reasons() == {"staler than 1 policy versions": 1}
+    assert left_behind() == []

@@ -27,6 +27,8 @@ _PLANTED = {
     "openai": "sk-proj-" + "Ab1" * 12,
     "anthropic": "sk-ant-api03-" + "Cd2" * 12,
     "polar": "sk-polar-" + "Ef3" * 10,
+    "admin": "polar-admin-" + "Gh_" * 10,
+    "callbacks": "whsec_" + "Kl0+" * 8,
     "google": "AIza" + "Gh4" * 11 + "xy",
     "github": "ghp_" + "Ij5" * 12,
     "hugging face": "hf_" + "Kl6" * 11,
@@ -48,7 +50,7 @@ _PLANTED = {
         ("/v1beta/models/g:generateContent?key=abc&alt=sse", f"/v1beta/models/g:generateContent?key={REMOVED}&alt=sse"),
         ("/s/any-name/v1/messages", f"/s/{REMOVED}/v1/messages"),
         ("-----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY-----\nrest", f"{REMOVED}\nrest"),
-        *((f"got '{_PLANTED[name]}'.", f"got '{REMOVED}'.") for name in list(_PLANTED)[:9]),
+        *((f"got '{_PLANTED[name]}'.", f"got '{REMOVED}'.") for name in list(_PLANTED)[:11]),
     ],
 )
 def test_what_is_removed_from_text(text: str, clean: str) -> None:

@@ -1,0 +1,115 @@
+"""A real server of the API: gateway, store, rollout service and housekeeping, on a port of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from polar_proxy.api import Api, Housekeeping, create_router, new_api_key
+from polar_proxy.api.metrics import ServiceCollector
+from polar_proxy.client.models import API, Role
+from polar_proxy.config import Settings
+from polar_proxy.engines.base import Engine
+from polar_proxy.gateway import Gateway, hash_key
+from polar_proxy.rollout import RolloutService, ServiceLimits
+from polar_proxy.rollout.scheduler import Limits
+from polar_proxy.store import Store
+from tests.fakes.player import PlayerEngine
+
+LIMITS = ServiceLimits(Limits(in_hand=4, running=4, pause_seconds=0.01, poll_seconds=0.05), shelf=1, refill=False)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server, and clients of each role: `admin` and `trainer`."""
+
+    gateway: Gateway
+    service: RolloutService | None
+    admin: httpx.AsyncClient
+    trainer: httpx.AsyncClient
+    store: Store
+
+    async def post(self, path: str, body: Any = None, *, status: int = 200, **headers: str) -> Any:
+        """As admin; the answer must have this status."""
+        return _checked(await self.admin.post(path, json=body, headers=headers), status)
+
+    async def get(self, path: str, *, status: int = 200, **params: Any) -> Any:
+        return _checked(await self.admin.get(path, params=params), status)
+
+
+def _checked(answer: httpx.Response, status: int) -> Any:
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def make_key(store: Store, role: Role) -> str:
+    key = new_api_key(role)
+    await store.add_api_key(hash_key(key), role)
+    return key
+
+
+ServeApi = Callable[..., AbstractAsyncContextManager[Running]]
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+@pytest.fixture
+def serve_api(store: Store, tmp_path: Path) -> ServeApi:
+    """`async with serve_api(work=True) as running:`"""
+
+    @contextlib.asynccontextmanager
+    async def serve(
+        *, work: bool = False, engine: Engine | None = None, limits: ServiceLimits = LIMITS, **api: Any
+    ) -> AsyncIterator[Running]:
+        settings = Settings(home=tmp_path / "home", api=api, gateway={"port": 0})
+        async with contextlib.AsyncExitStack() as stack:
+            opened = await stack.enter_async_context(engine or PlayerEngine())
+            gateway = await stack.enter_async_context(Gateway(opened, store, settings.gateway))
+            service = None
+            if work:
+                made = RolloutService(store, gateway, opened, tmp_path / "harnesses", limits=limits)
+                service = await stack.enter_async_context(made)
+            parts = Api(store, settings, service, opened)
+            keeping = await stack.enter_async_context(Housekeeping(parts))
+            gateway.include(create_router(parts))
+            counts = service.counts if service is not None else lambda: None
+            gateway.metrics.registry.register(ServiceCollector(counts, lambda: keeping.feed_depth))
+            clients = [
+                await stack.enter_async_context(
+                    httpx.AsyncClient(
+                        base_url=gateway.url + API,
+                        headers={"authorization": f"Bearer {await make_key(store, role)}"},
+                        timeout=60,
+                        trust_env=False,
+                    )
+                )
+                for role in ("admin", "trainer")
+            ]
+            yield Running(gateway, service, *clients, store)
+
+    return serve
+
+
+def a_job(agent: str = "TinyAgent", samples: int = 1, **given: Any) -> dict[str, Any]:
+    """A request for rollouts that run anywhere."""
+    return {
+        "task": "swe-task",
+        "seed": 3,
+        "samples": samples,
+        "harness": f"tests.fakes.tiny_agent:{agent}",
+        "sandbox": "process",
+        "timeout": 120.0,
+        **given,
+    }

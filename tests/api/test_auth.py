@@ -1,0 +1,161 @@
+"""Who may do what: every route of the API under every kind of key, and none of it inside a sandbox."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from polar_proxy.api import create_api, local_admin_key
+from polar_proxy.config import Settings
+from polar_proxy.gateway import hash_key, new_key
+from polar_proxy.store import Store
+from tests.api.conftest import ServeApi, a_job, make_key
+from tests.fakes.scripted_engine import ScriptedEngine
+
+ADMIN_ONLY = {
+    ("POST", "/api/v1/jobs"),
+    ("POST", "/api/v1/jobs/{job_id}/cancel"),
+    ("POST", "/api/v1/groups/{group_id}/cancel"),
+    ("POST", "/api/v1/rollouts/{rollout_id}/cancel"),
+    ("POST", "/api/v1/sessions"),
+    ("POST", "/api/v1/service/drain"),
+}
+TRAINERS = {
+    ("GET", "/api/v1/jobs"),
+    ("GET", "/api/v1/jobs/{job_id}"),
+    ("GET", "/api/v1/jobs/{job_id}/rollouts"),
+    ("POST", "/api/v1/jobs/{job_id}/pause"),
+    ("POST", "/api/v1/jobs/{job_id}/resume"),
+    ("GET", "/api/v1/groups/{group_id}"),
+    ("GET", "/api/v1/groups/{group_id}/trajectories"),
+    ("GET", "/api/v1/rollouts"),
+    ("GET", "/api/v1/rollouts/{rollout_id}"),
+    ("GET", "/api/v1/rollouts/{rollout_id}/trajectory"),
+    ("POST", "/api/v1/rewards"),
+    ("POST", "/api/v1/feed/lease"),
+    ("POST", "/api/v1/feed/leases/{lease_id}/ack"),
+    ("POST", "/api/v1/feed/leases/{lease_id}/return"),
+    ("POST", "/api/v1/feed/leases/{lease_id}/extend"),
+    ("GET", "/api/v1/feed"),
+    ("GET", "/api/v1/events"),
+    ("GET", "/api/v1/service"),
+    ("POST", "/api/v1/service/pause"),
+    ("POST", "/api/v1/service/resume"),
+}
+
+
+def routes(app: FastAPI) -> set[tuple[str, str]]:
+    """Of the documentation, so of what is told to be there."""
+    return {
+        (method.upper(), path)
+        for path, methods in app.openapi()["paths"].items()
+        for method in methods
+        if path.startswith("/api/")
+    }
+
+
+async def test_every_route_under_every_key(store: Store) -> None:
+    """The key is looked at before anything else: what is asked for need not be there, nor readable."""
+    app = create_api(store, settings=Settings())
+    assert routes(app) == ADMIN_ONLY | TRAINERS
+    session_key = new_key()
+    await store.create_session(key_hash=hash_key(session_key), label=None, origin="key")
+    revoked = await make_key(store, "admin")
+    await store.revoke_api_key(hash_key(revoked).hex()[:12])
+    admin, trainer = await make_key(store, "admin"), await make_key(store, "trainer")
+    refused = {
+        None: 401,
+        "Bearer": 401,
+        f"Basic {admin}": 401,
+        f"Bearer {admin}x": 401,
+        f"Bearer {new_key()}": 401,
+        f"Bearer {revoked}": 401,
+        f"Bearer {session_key}": 403,
+    }
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as http:
+
+        async def ask(method: str, path: str, authorization: str | None) -> httpx.Response:
+            headers = {} if authorization is None else {"authorization": authorization}
+            content = b"{ no json" if method == "POST" else None
+            return await http.request(method, path, content=content, headers=headers)
+
+        for method, path in sorted(ADMIN_ONLY | TRAINERS):
+            for authorization, status in refused.items():
+                answer = await ask(method, path, authorization)
+                assert (answer.status_code, path, authorization) == (status, path, authorization)
+                assert answer.json()["error"]["code"] == ("forbidden" if status == 403 else "unauthorised")
+        for method, path in sorted(ADMIN_ONLY):
+            answer = await ask(method, path, f"Bearer {trainer}")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden")
+        for method, path in sorted(ADMIN_ONLY | TRAINERS - {("GET", "/api/v1/events")}):
+            keys = (admin,) if (method, path) in ADMIN_ONLY else (admin, trainer)
+            for key in keys:
+                assert (await ask(method, path, f"Bearer {key}")).status_code not in (401, 403, 500), path
+    assert await store.jobs() == []
+
+
+async def test_there_is_no_anonymous_access_on_loopback(serve_api: ServeApi) -> None:
+    """An agent in a process sandbox reaches the gateway as its user does."""
+    async with serve_api() as running, httpx.AsyncClient(base_url=running.gateway.url, trust_env=False) as http:
+        assert running.gateway.sessions.open  # to agents
+        assert (await http.get("/api/v1/jobs")).status_code == 401
+        assert (await http.get("/s/any-key/api/v1/jobs")).status_code == 401
+        assert (await http.post("/api/v1/jobs", json=a_job(), headers={"x-api-key": "any-key"})).status_code == 401
+        told = (await http.get("/openapi.json")).json()
+        assert "/api/v1/jobs" in told["paths"]
+        assert told["paths"]["/api/v1/jobs"]["post"]["security"] == [{"HTTPBearer": []}]
+        assert (await http.get("/docs")).status_code == 200
+        assert (await running.get("/nothing", status=404))["error"]["code"] == "not_found"
+    assert await running.store.jobs() == []
+
+
+async def test_a_socket_inside_a_sandbox_serves_agents_alone(serve_api: ServeApi) -> None:
+    async with serve_api(engine=ScriptedEngine()) as running:
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        inside = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        await running.gateway.serve_on(listener)
+        headers = running.admin.headers  # even with an admin's key, which no agent has
+        async with httpx.AsyncClient(base_url=inside, headers=headers, trust_env=False) as http:
+            for path in (
+                *("/api/v1/jobs", "/api/v1/service", "/s/x/api/v1/jobs", "/metrics", "/docs", "/openapi.json"),
+                *("/v1/models/../../api/v1/jobs", "//api/v1/jobs", "/API/v1/jobs"),
+            ):
+                answer = await http.get(path)
+                assert (answer.status_code, path) == (404, path)
+                assert "jobs" not in answer.json()
+            for path in ("/v1/models", "/healthz", "/api/hello", "/v1beta/models"):
+                assert (await http.get(path)).status_code == 200, path
+            chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+            key = {"authorization": f"Bearer {(await running.post('/sessions', {}, status=201))['key']}"}
+            answer = await http.post("/v1/chat/completions", json=chat, headers=key)
+            assert answer.status_code == 200, answer.text
+        await running.gateway.stop_serving_on(listener)
+        assert (await running.admin.get("/jobs")).status_code == 200
+
+
+async def test_the_key_of_this_machine(store: Store, tmp_path: Any) -> None:
+    path = await local_admin_key(store, tmp_path / "home")
+    key = path.read_text().strip()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert await local_admin_key(store, tmp_path / "home") == path
+    assert path.read_text().strip() == key
+    row = await store.api_key(hash_key(key))
+    assert row is not None
+    assert row.role == "admin"
+    await store.revoke_api_key(row.name)
+    await local_admin_key(store, tmp_path / "home")
+    assert path.read_text().strip() != key
+    assert len(await store.api_keys()) == 2
+
+
+@pytest.mark.parametrize("path", ["jobs", "rollouts"])
+async def test_pages_have_bounds(serve_api: ServeApi, path: str) -> None:
+    async with serve_api() as running:
+        answer = await running.get(f"/{path}", limit=0, status=422)
+        assert answer["error"]["code"] == "invalid"
+        assert answer["error"]["detail"][0]["where"] == "query.limit"
