@@ -206,15 +206,15 @@ class Scheduler:
     async def _claim_forever(self) -> None:
         while True:
             self._wake.clear()
-            try:
             self._claiming = True
+            try:
                 taken = await self._claim()
             except StoreError:
                 log.exception("the queue cannot be read; trying again")
                 taken = 0
-            if not taken and not self._tasks:
             finally:
                 self._claiming = False
+            if not taken and not self._tasks:
                 self._idle.set()
             if not taken:
                 with contextlib.suppress(TimeoutError):

@@ -35,8 +35,8 @@ from polar_proxy.tasks.spec import to_spec
 from polar_proxy.types import EngineInfo, Json
 from sandboxes import open_sandbox
 
-
 log = logging.getLogger(__name__)
+
 
 class Silent:
     """A listener that nobody is behind."""
@@ -62,11 +62,11 @@ class Submission:
     priority: int = 0
     label: str | None = None
     idempotency_key: str | None = None
-
     max_staleness: int | None = None
     """In policy versions: an offered group that falls further behind is given up (see `store.feed`)."""
     callback_url: str | None = None
     """Told of each group that ends, and of the job's end."""
+
     def check(self) -> None:
         """Raises UsageError."""
         wanted = self.samples if self.wanted is None else self.wanted
@@ -83,10 +83,10 @@ class Submission:
             "wanted": self.wanted,
             "decided_by": self.decided_by,
             "offered": self.offered,
+            **({} if self.max_staleness is None else {"max_staleness": self.max_staleness}),
         }
 
 
-            **({} if self.max_staleness is None else {"max_staleness": self.max_staleness}),
 async def submit(
     store: Store,
     submission: Submission,
@@ -111,6 +111,7 @@ async def submit(
             {"decided_by": submission.decided_by},
             (NewRollout(harness, submission.recipe.sandbox, engine, model, task.seed, config),) * submission.samples,
             submission.offered,
+            submission.max_staleness,
         )
         for task in submission.tasks
     ]
@@ -119,9 +120,9 @@ async def submit(
         groups,
         idempotency_key=submission.idempotency_key,
         priority=submission.priority,
-            submission.max_staleness,
         label=submission.label,
         owned=owned,
+        callback_url=submission.callback_url,
     )
 
 
@@ -130,7 +131,6 @@ async def cancel(store: Store, what: str) -> list[str]:
     hand, which they end when they look at the queue next. Raises UsageError for an id that is none."""
     if what.startswith("job_"):
         return await store.set_job(what, "cancelled")
-        callback_url=submission.callback_url,
     if what.startswith("group_"):
         group_id, known = what, await store.group(what) is not None
     else:
@@ -196,6 +196,11 @@ class RolloutService:
         self._watch = EngineWatch(engine, limits.engine_patience, limits.admission)
         room = Room(limits.admission.memory_mb, limits.admission.memory_reserve_mb)
         self._settled = asyncio.Event()
+        self._checked_version: str | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self._resuming: asyncio.TimerHandle | None = None
+        self.paused_until: float | None = None
+        """When a pause of the service ends by itself (seconds since the epoch); None: when somebody says so."""
         self.scheduler = Scheduler(
             store,
             RolloutRunner(store, gateway, engine, self.harnesses, self.pool, self._listener, elsewhere),
@@ -209,11 +214,6 @@ class RolloutService:
         )
 
     async def __aenter__(self) -> Self:
-        self._checked_version: str | None = None
-        self._ending: set[asyncio.Task[None]] = set()
-        self._resuming: asyncio.TimerHandle | None = None
-        self.paused_until: float | None = None
-        """When a pause of the service ends by itself (seconds since the epoch); None: when somebody says so."""
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.pool)
             await stack.enter_async_context(self._watch)
@@ -224,7 +224,10 @@ class RolloutService:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._resuming is not None:
+            self._resuming.cancel()
         await self._stack.__aexit__(kind, error, trace)
+        await asyncio.gather(*self._ending, return_exceptions=True)
 
     def counts(self) -> Json:
         """For the metrics: what is in hand, the gates, the pool, how busy the engine says it is."""
@@ -237,10 +240,7 @@ class RolloutService:
 
     async def submit(self, submission: Submission) -> tuple[JobRow, bool]:
         """Queue a job, and whether it is new."""
-        if self._resuming is not None:
-            self._resuming.cancel()
         job = await submit(self._store, submission, self._engine.info)
-        await asyncio.gather(*self._ending, return_exceptions=True)
         self.scheduler.wake()
         return job
 
@@ -253,6 +253,7 @@ class RolloutService:
         await self.scheduler.cancel(in_hand)
         for rollout_id in in_hand:
             self._listener.stage(rollout_id, "cancelled", "cancelled")
+        return in_hand
 
     async def pause(self, job_id: str) -> None:
         """Begin nothing new of this job; what is in hand goes on."""
@@ -307,7 +308,6 @@ class RolloutService:
         return version
 
     async def until_done(self, job_id: str) -> JobRow:
-        return in_hand
         """Wait until every group of the job has ended."""
         while True:
             self._settled.clear()
