@@ -17,12 +17,14 @@ from polar_proxy.cli import (
     export,
     harness,
     jobs,
+    keys,
     node,
     rescore,
     run,
     serve,
     show,
     train,
+    watch,
 )
 from polar_proxy.errors import PolarError
 from sandboxes import SandboxError
@@ -40,7 +42,12 @@ app.command("node")(node.node)
 app.command("submit")(jobs.submit)
 app.command("status")(jobs.status)
 app.command("results")(jobs.results)
+app.command("watch")(watch.watch)
+app.command("events")(watch.events)
 app.command("cancel")(jobs.cancel)
+app.command("pause")(jobs.pause)
+app.command("resume")(jobs.resume)
+app.command("reward")(jobs.reward)
 app.command("sessions")(show.sessions)
 app.command("show")(show.show)
 app.command("export")(export.export)
@@ -49,6 +56,7 @@ app.command("audit")(audit.audit)
 app.command("rescore")(rescore.rescore)
 app.command("conformance")(conformance.conformance)
 app.add_typer(serve.session_app, name="session")
+app.add_typer(keys.app, name="key")
 app.add_typer(harness.app, name="harness")
 app.add_typer(db.app, name="db")
 app.add_typer(doctor.app, name="doctor")

@@ -77,7 +77,15 @@ class ServiceRollouts:
         tasks = [self._source.task(seed) for seed in self._instances.of_round(round_number)]
         key = f"{self._run_id}/round-{round_number}"
         await self._service.submit(
-            Submission(tasks, self._recipe, self._config.samples, offered=True, label=self._run_id, idempotency_key=key)
+            Submission(
+                tasks,
+                self._recipe,
+                self._config.samples,
+                offered=True,
+                label=self._run_id,
+                idempotency_key=key,
+                max_staleness=self._config.staleness_bound,
+            )
         )
 
     async def under_way(self) -> int:

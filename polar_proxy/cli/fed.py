@@ -84,6 +84,7 @@ class AskedRollouts:
             max_tokens=run.max_tokens,
             train_timed_out=config.train_timed_out,
             offered=offered,
+            max_staleness=config.staleness_bound if offered else None,
             priority=priority,
             label=self._run,
         )

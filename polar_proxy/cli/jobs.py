@@ -1,24 +1,31 @@
-"""`polar submit`, `status`, `results`, `cancel`: jobs in a database, for `polar serve --work`."""
+"""`polar submit`, `status`, `results`, `cancel`, `pause`, `resume`, `reward`: jobs of a server, or of a database."""
 
 from __future__ import annotations
 
-from typing import Annotated, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
+import orjson
 import typer
+from pydantic import ValidationError
+from rich.markup import escape
 from rich.table import Table
 
-from polar_proxy.cli import common
+from polar_proxy.cli import common, connect
 from polar_proxy.cli.common import DbOption, JsonOption
-from polar_proxy.cli.run import chosen_tasks, summary
+from polar_proxy.cli.connect import UrlOption
 from polar_proxy.errors import UsageError
-from polar_proxy.store.jobs import GroupRow, JobRow, JobStatus
+from polar_proxy.store.jobs import JobStatus
 from polar_proxy.types import Json
+
+if TYPE_CHECKING:
+    from polar_proxy.client.models import Group, Job
 
 JobArgument = Annotated[str, typer.Argument(help="A job's id, as `polar submit` prints it.")]
 
 
 def submit(
-    task: Annotated[str, typer.Argument(help="As for `polar run`.")],
+    task: Annotated[str, typer.Argument(help="As for `polar run`. A file is read where the server runs.")],
     seed: Annotated[int | None, typer.Option(min=0, help="Run this one instance; of a file: by its position.")] = None,
     instances: Annotated[
         int | None, typer.Option(min=1, help="Run the first N. Default: one of a family, all of a file or folder.")
@@ -28,7 +35,7 @@ def submit(
         int | None, typer.Option(min=1, help="How many of them decide a group, with --decided-by. Default: all.")
     ] = None,
     decided_by: Annotated[
-        str, typer.Option(help="When a group needs no more: wait_for_all, first_n or no_spread_left.")
+        str, typer.Option(help="When a group needs no more: wait_for_all, first_n, no_spread_left, ...")
     ] = "wait_for_all",
     harness: Annotated[
         str | None, typer.Option(help="The agent: NAME[@VERSION], module:Class, or shell:COMMAND.")
@@ -39,67 +46,181 @@ def submit(
     offered: Annotated[bool, typer.Option("--offered", help="Finished groups go to the trainer feed.")] = False,
     priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
     label: Annotated[str | None, typer.Option(help="A name to find it by.")] = None,
+    callback_url: Annotated[
+        str | None, typer.Option(help="Told of finished groups and of the job's end, by signed POSTs.")
+    ] = None,
     key: Annotated[str | None, typer.Option(help="Idempotency key: said twice, there is one job.")] = None,
+    url: UrlOption = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Queue rollouts, and print the job's id. `polar serve --work` on the same database runs them."""
-    given = {
-        "samples": samples,
-        "harness": harness,
-        "sandbox": sandbox,
-        "temperature": temperature,
-        "timeout": timeout,
-    }
-    settings = common.load_settings(db, run=given)
-    tasks, refused = chosen_tasks(task, seed, instances)
+    from polar_proxy.client.models import JobRequest
 
-    async def queue() -> tuple[JobRow, bool]:
-        from polar_proxy.rollout import Recipe, Submission
-        from polar_proxy.rollout import submit as queue_job
-
-        run = settings.run
-        submission = Submission(
-            tasks, Recipe.of(run), run.samples, wanted, decided_by, offered, priority, label, idempotency_key=key
-        )
-        async with common.writer(settings) as store:
-            return await queue_job(store, submission)
-
-    job, is_new = common.run_async(queue())
+    given: Json = {"seed": seed, "instances": instances, "samples": samples, "wanted": wanted, "harness": harness}
+    given |= {"sandbox": sandbox, "temperature": temperature, "timeout": timeout, "label": label}
+    given |= {"callback_url": callback_url}
+    settings = connect.load_settings(url, db)
+    request = _request(
+        JobRequest,
+        task=_absolute(task, settings.url),
+        decided_by=decided_by,
+        offered=offered,
+        priority=priority,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    job = connect.call(settings, lambda client: client.submit(request, idempotency_key=key), create=True)
     if as_json:
-        common.print_json({**job_json(job), "new": is_new, "refused": refused})
-    else:
-        common.err.print(f"[dim]{_told(job)}{'' if is_new else ' (known already)'}[/]", highlight=False)
-        typer.echo(job.job_id)
+        common.print_json(job.model_dump())
+        return
+    for refusal in job.refused:
+        named = f" ({refusal.name})" if refusal.name else ""
+        told = f"[yellow]refused[/] {escape(f'{refusal.where}{named}: {refusal.reason}')}"
+        common.err.print(told, highlight=False, soft_wrap=True)
+    known = "" if job.new else " (known already)"
+    common.err.print(f"[dim]{job.groups} groups, {sum(job.rollouts.values())} rollouts{known}[/]", highlight=False)
+    typer.echo(job.job_id)
 
 
 def status(
     job: Annotated[str | None, typer.Argument(help="A job's id; without it, the newest jobs.")] = None,
     state: Annotated[str | None, typer.Option(help="Only jobs that are open, paused, done or cancelled.")] = None,
     limit: Annotated[int, typer.Option(min=1)] = 20,
+    url: UrlOption = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """How far jobs are."""
     if state is not None and state not in get_args(JobStatus):
         raise UsageError(f"Jobs are {', '.join(get_args(JobStatus))}, never {state!r}.")
-    settings = common.load_settings(db)
-
-    async def look() -> tuple[list[JobRow], list[GroupRow], dict[str, int]]:
-        async with common.reader(settings) as store:
-            if job is None:
-                rows = await store.jobs(statuses=None if state is None else [state], limit=limit)
-                return rows, [], await store.feed_depth()
-            one = await store.job(job)
-            if one is None:
-                raise UsageError(f"There is no job {job}.")
-            return [one], await store.groups(job), {}
-
-    jobs, groups, depth = common.run_async(look())
-    if as_json:
-        found: list[Json] = [job_json(row) for row in jobs]
-        common.print_json({"jobs": found, "feed": depth} if job is None else {**found[0], "groups": _groups(groups)})
+    settings = connect.load_settings(url, db)
+    if job is None:
+        found = connect.call(settings, lambda client: client.jobs(state=state, limit=limit))
+        if as_json:
+            common.print_json({"jobs": [job_json(one) for one in found.jobs], "feed": found.feed})
+        else:
+            _table(found.jobs, [])
         return
+    one = connect.call(settings, lambda client: client.job(job))
+    if as_json:
+        common.print_json({**job_json(one), "groups": [group.model_dump() for group in one.group_list]})
+    else:
+        _table([one], one.group_list)
+
+
+def results(job: JobArgument, url: UrlOption = None, db: DbOption = None, as_json: JsonOption = False) -> None:
+    """A job's rollouts, as `polar run` prints them."""
+    settings = connect.load_settings(url, db)
+    rollouts = connect.call(settings, lambda client: client.job_rollouts(job)).rollouts
+    if as_json:
+        common.print_json({"job_id": job, "rollouts": [rollout.model_dump() for rollout in rollouts]})
+        return
+    for row in rollouts:
+        reward = "-" if row.reward is None else f"{row.reward:g}"
+        words = (row.rollout_id, row.task_id, row.status, reward, row.cause or "")
+        common.out.print("  ".join(words), highlight=False, markup=False, soft_wrap=True)
+
+
+def cancel(
+    what: Annotated[str, typer.Argument(help="Id of a job, a group or a rollout.")],
+    url: UrlOption = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Cancel what is queued at once; what a service has in hand ends within its next look at the queue."""
+    from polar_proxy.client import NotFoundError
+
+    try:
+        done = connect.call(connect.load_settings(url, db), lambda client: client.cancel(what))
+    except NotFoundError as error:
+        raise UsageError(f"There is no job, group or rollout {what}.") from error
+    if as_json:
+        common.print_json(done.model_dump())
+    else:
+        common.err.print(f"[dim]{len(done.in_hand)} rollouts were under way and are being ended[/]", highlight=False)
+
+
+def pause(
+    job: JobArgument,
+    seconds: Annotated[float | None, typer.Option("--for", help="Resume by itself after so many seconds.")] = None,
+    wait_idle: Annotated[
+        float | None, typer.Option(help="Wait so many seconds until nothing of it runs; else it is not paused.")
+    ] = None,
+    url: UrlOption = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Begin nothing new of a job; what runs goes on."""
+    settings = connect.load_settings(url, db)
+    _told(connect.call(settings, lambda client: client.pause(job, seconds=seconds, wait_idle=wait_idle)), as_json)
+
+
+def resume(job: JobArgument, url: UrlOption = None, db: DbOption = None, as_json: JsonOption = False) -> None:
+    """Go on with a job that was paused."""
+    settings = connect.load_settings(url, db)
+    _told(connect.call(settings, lambda client: client.resume(job)), as_json)
+
+
+def reward(
+    rollout: Annotated[str, typer.Argument(help="A rollout's id.")],
+    value: Annotated[str, typer.Argument(help="A number, or `none`: whoever judged could not say.")],
+    source: Annotated[str, typer.Option(help="Who says so: human:anna, ci, ...")],
+    call: Annotated[str | None, typer.Option(help="Of this call alone.")] = None,
+    trace: Annotated[str | None, typer.Option(help="Of this trace alone.")] = None,
+    detail: Annotated[str | None, typer.Option(help="A JSON object that goes with it.")] = None,
+    url: UrlOption = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give a reward from outside. Earlier ones stay; the newest of the rollout itself is its reward."""
+    from polar_proxy.client.models import RewardRequest
+
+    try:
+        number = None if value == "none" else float(value)
+        given = {} if detail is None else orjson.loads(detail)
+    except ValueError as error:  # JSONDecodeError is one, too
+        raise UsageError(f"A reward is a number or `none`, its detail a JSON object: {error}.") from error
+    request = _request(
+        RewardRequest, rollout_id=rollout, value=number, source=source, call_id=call, trace_id=trace, detail=given
+    )
+    found = connect.call(connect.load_settings(url, db), lambda client: client.reward(request))
+    if as_json:
+        common.print_json(found.model_dump())
+    else:
+        typer.echo(found.reward_id)
+
+
+def job_json(job: Job) -> Json:
+    """A job as `--json` prints it."""
+    return job.model_dump(exclude={"group_list"})
+
+
+def _request(kind: type[Any], **fields: Any) -> Any:
+    """Raises UsageError with the first thing that is wrong."""
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        message = first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"{where}: {message}" if where else f"{message[:1].upper()}{message[1:]}.") from error
+
+
+def _absolute(task: str, url: str | None) -> str:
+    """A file of here as the server finds it that runs here too, in a folder of its own."""
+    path = Path(task).expanduser()
+    there = url is not None and not connect.is_here(url)
+    return task if there or not path.exists() else str(path.absolute())
+
+
+def _told(job: Job, as_json: bool) -> None:
+    if as_json:
+        common.print_json(job_json(job))
+    else:
+        _table([job], [])
+
+
+def _table(jobs: list[Job] | list[Any], groups: list[Group]) -> None:
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for name in ("job", "status", "groups", "rollouts", "label"):
         table.add_column(name, no_wrap=True)
@@ -110,71 +231,3 @@ def status(
     for group in groups:
         why = f" ({group.reason})" if group.reason else ""
         common.out.print(f"{group.group_id} {group.task_id}: {group.status}{why}", highlight=False, markup=False)
-
-
-def results(job: JobArgument, db: DbOption = None, as_json: JsonOption = False) -> None:
-    """A job's rollouts, as `polar run` prints them."""
-    settings = common.load_settings(db)
-
-    async def look() -> list[Json]:
-        from polar_proxy.rollout import rollouts_of
-
-        async with common.reader(settings) as store:
-            if await store.job(job) is None:
-                raise UsageError(f"There is no job {job}.")
-            ids = await rollouts_of(store, job)
-            rows = {row.rollout_id: row for row in await store.rollouts(rollout_ids=ids)}
-            return [summary(rows[rollout_id]) for rollout_id in ids]
-
-    rows = common.run_async(look())
-    if as_json:
-        common.print_json({"job_id": job, "rollouts": rows})
-        return
-    for row in rows:
-        reward = "-" if row["reward"] is None else f"{row['reward']:g}"
-        words = (row["rollout_id"], row["task_id"], row["status"], reward, row["cause"] or "")
-        common.out.print("  ".join(words), highlight=False, markup=False, soft_wrap=True)
-
-
-def cancel(
-    what: Annotated[str, typer.Argument(help="Id of a job, a group or a rollout.")],
-    db: DbOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Cancel what is queued at once; what a service has in hand ends within its next look at the queue."""
-    settings = common.load_settings(db)
-
-    async def ask() -> list[str]:
-        from polar_proxy.rollout import cancel as cancel_queued
-
-        async with common.writer(settings) as store:
-            return await cancel_queued(store, what)
-
-    in_hand = common.run_async(ask())
-    if as_json:
-        common.print_json({"cancelled": what, "in_hand": in_hand})
-    else:
-        common.err.print(f"[dim]{len(in_hand)} rollouts were under way and are being ended[/]", highlight=False)
-
-
-def job_json(job: JobRow) -> Json:
-    """A job as `--json` prints it."""
-    return {
-        "job_id": job.job_id,
-        "status": job.status,
-        "label": job.label,
-        "priority": job.priority,
-        "groups": job.groups,
-        "rollouts": job.rollouts,
-        "created_at": job.created_at,
-        "ended_at": job.ended_at,
-    }
-
-
-def _groups(groups: list[GroupRow]) -> list[Json]:
-    names = ("group_id", "task_id", "size", "wanted", "status", "reason", "delivery")
-    return [{name: getattr(group, name) for name in names} for group in groups]
-
-
-def _told(job: JobRow) -> str:
-    return f"{job.groups} groups, {sum(job.rollouts.values())} rollouts"

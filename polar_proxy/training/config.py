@@ -150,6 +150,12 @@ class GrpoConfig(BaseModel):
             raise ValueError("a sequence may not be longer than a pass: lower max_sequence or raise tokens_per_pass")
         return self
 
+    @property
+    def staleness_bound(self) -> int | None:
+        """In steps: a group that is further behind is not begun, and not trained on. The weights that sample are up to
+        `sync_every - 1` steps old when they begin."""
+        return self.ahead + self.sync_every - 1 if self.ahead else None
+
     def rate(self, step: int) -> float:
         """The learning rate of step `step`, from 0 on."""
         if step < self.warmup:

@@ -142,8 +142,7 @@ class Trainer:
         """The next step's groups, leased: as many as a step has, or what there is once no more can come."""
         config, leased = self._config, list[Lease]()
         dropped = empty = 0
-        # The weights that sample are up to `sync_every - 1` steps old when they begin.
-        bound = config.ahead + config.sync_every - 1 if config.ahead else None
+        bound = config.staleness_bound
         while self.state.rounds <= self.state.step + config.ahead and self.state.rounds < config.steps:
             await self._ask()
         deadline = time.monotonic() + config.wait_seconds

@@ -1,0 +1,90 @@
+"""A trainer of your own on Polar's feed, in one page: lease groups, read their rows, take a step, acknowledge.
+
+    polar serve --work &
+    polar submit swe-task --instances 4 --samples 4 --offered
+    python examples/trainer_over_http/train.py --steps 2
+
+Knows of Polar only `polar_proxy.client`. The step is the simplest one that learns: group-centred rewards times the
+importance ratio to the *recorded* log-probabilities, on the tokens that were sampled. Put your own in its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from polar_proxy.client import Client, LeaseLostError
+from polar_proxy.client.models import LeaseRequest
+
+POLAR_TINY = Path(__file__).resolve().parents[2] / "polar_proxy" / "models" / "polar_tiny"
+
+
+def advantages(polar: Client, group_id: str) -> dict[str, float]:
+    """By rollout: its reward less the mean of its group. Rollouts without a trace count, those without a reward do
+    not; masked and incomplete ones count and are not trained on."""
+    rollouts = polar.group(group_id).rollouts
+    rewards = {rollout.rollout_id: rollout.reward for rollout in rollouts if rollout.reward is not None}
+    mean = sum(rewards.values()) / max(1, len(rewards))
+    trained = {rollout.rollout_id for rollout in rollouts if not (rollout.masked or rollout.incomplete)}
+    return {name: reward - mean for name, reward in rewards.items() if name in trained}
+
+
+def losses(model: Any, rows: Iterator[dict[str, Any]], values: dict[str, float]) -> Iterator[torch.Tensor]:
+    """One a row (a training sequence). `logprobs` is null where nothing was sampled, and so is not trained."""
+    for row in rows:
+        if row["rollout_id"] not in values:
+            continue
+        ids = torch.tensor(row["prompt_ids"] + row["response_ids"])
+        mask = torch.tensor(row["loss_mask"], dtype=torch.bool)
+        recorded = torch.tensor([value or 0.0 for value in row["logprobs"]])
+        logits = model(ids[None]).logits[0, len(row["prompt_ids"]) - 1 : -1]
+        now = torch.log_softmax(logits.float(), -1).gather(1, ids[-len(mask) :, None])[:, 0]
+        ratio = (now - recorded)[mask].exp()
+        yield -(ratio * values[row["rollout_id"]]).sum()
+
+
+def train(polar: Client, folder: Path, steps: int, groups: int, wait: float = 60.0) -> Any:
+    """The model after so many steps, each of at least one group and at most `groups`."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    for step in range(steps):
+        # Nobody else gets these groups for ten minutes. With weights of your own in the engine say
+        # policy_version=str(step), max_staleness=2 too: what is older is then dropped and named in `dropped`.
+        request = LeaseRequest(consumer="example", limit=groups, seconds=600, wait=wait)
+        while not (leases := polar.lease(request).leases):
+            print("no finished groups yet", flush=True)
+        optimiser.zero_grad()
+        found = 0.0
+        for lease in leases:
+            values = advantages(polar, lease.group_id)
+            for loss in losses(model, polar.group_trajectories(lease.group_id), values):
+                loss.backward()
+                found += loss.item()
+        optimiser.step()
+        # A checkpoint belongs here: what is acknowledged never comes again, what is not comes when its lease ends.
+        for lease in leases:
+            try:
+                polar.acknowledge(lease.lease_id)
+            except LeaseLostError as error:
+                print(f"{error}: it will be trained on again")
+        print(f"step {step}: {len(leases)} groups, loss {found:.4f}, feed {polar.feed().depth}", flush=True)
+    return model
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", default="http://127.0.0.1:8399")
+    parser.add_argument("--model", type=Path, default=POLAR_TINY)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=2)
+    given = parser.parse_args()
+    home = Path(os.environ.get("POLAR_HOME", "~/.polar")).expanduser()
+    key = os.environ.get("POLAR_API_KEY") or (home / "api-key").read_text().strip()
+    with Client(given.url, key) as client:
+        train(client, given.model, given.steps, given.groups)

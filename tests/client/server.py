@@ -1,0 +1,51 @@
+"""A real `polar serve --work` as a process of its own: the small agent in process sandboxes, a scripted policy."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from tests.cli.command import POLAR, environment
+
+ENGINE = "tests.fakes.player:PlayerEngine"
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    key: str
+    """Of an admin."""
+    home: Path
+    process: subprocess.Popen[str]
+
+
+@contextlib.contextmanager
+def polar_serve(home: Path, *arguments: str) -> Iterator[Server]:
+    """`home`: the test's own, to which POLAR_HOME and POLAR_DB point already."""
+    env = environment() | {"POLAR_RUN__HARNESS": "tests.fakes.tiny_agent:TinyAgent", "POLAR_RUN__SANDBOX": "process"}
+    command = [POLAR, "serve", "--work", "--engine", ENGINE, "--port", "0", "--json", *arguments]
+    home.mkdir(parents=True, exist_ok=True)
+    log = home / "serve.log"
+    with (
+        log.open("ab") as errors,
+        subprocess.Popen(command, env=env, cwd=home, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            said = ""
+            while not said.rstrip().endswith("}"):
+                line = process.stdout.readline()
+                assert line, f"polar serve ended before it was ready: {log.read_text()}"
+                said += line
+            yield Server(orjson.loads(said)["url"], (home / "api-key").read_text().strip(), home, process)
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            finally:
+                process.kill()

@@ -1,0 +1,224 @@
+"""The trainer on a feed over HTTP: the same groups, the same step, the same weights as from the store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import uvicorn
+
+from polar_proxy.api import create_api, trusted
+from polar_proxy.cli.fed import AskedRollouts, OthersRollouts, train_with
+from polar_proxy.client import AsyncClient, UnauthorisedError, UnreachableError
+from polar_proxy.client.inprocess import InProcess
+from polar_proxy.config import Settings
+from polar_proxy.engines.local import LocalEngine
+from polar_proxy.errors import UsageError
+from polar_proxy.gateway import hash_key
+from polar_proxy.store import Store
+from polar_proxy.training import metrics
+from polar_proxy.training.config import make_config
+from polar_proxy.training.reading import HttpFeed, StoreReader
+from polar_proxy.training.sync import LocalSync
+from tests.engines.conftest import make_random_model
+from tests.training.bandit import CONFIG, Bandit, opened, trainer
+from tests.training.test_resume import weights
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("policy"), vocab_size=300)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@contextlib.asynccontextmanager
+async def served(store: Store, engine: LocalEngine) -> AsyncIterator[tuple[str, str]]:
+    """A real server over this store: its address and a trainer's key."""
+    key = "polar-trainer-test"
+    await store.add_api_key(hash_key(key), "trainer")
+    application = create_api(store, settings=Settings(), engine=engine)
+    config = uvicorn.Config(application, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    task = asyncio.create_task(server.serve())
+    try:
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}", key
+    finally:
+        server.should_exit = True
+        await task
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, np.ndarray):
+        return ours.dtype == theirs.dtype and np.array_equal(ours, theirs, equal_nan=ours.dtype.kind == "f")
+    return bool(ours == theirs)
+
+
+@pytest.mark.parametrize("builder", ["merged", "per_call", "tree"])
+async def test_a_group_is_read_bit_by_bit(tmp_path: Path, model: Path, builder: Any) -> None:
+    async with opened(tmp_path, model) as (store, engine), served(store, engine) as (url, key):
+        bandit = Bandit(store, engine, "run", 1, 3)
+        await bandit.start(0)
+        await bandit.under_way()
+        (row,) = await store.groups((await store.jobs())[0].job_id)
+        here = await StoreReader(store).read_group(row.group_id, builder, 2)
+        async with AsyncClient(url, key) as client:
+            there = await HttpFeed(client, print).read_group(row.group_id, builder, 2)
+    assert (there.group_id, there.task_id, there.staleness) == (here.group_id, here.task_id, 2)
+    assert len(there.members) == len(here.members) == 3
+    for ours, theirs in zip(here.members, there.members, strict=True):
+        for name in ("rollout_id", "status", "reward", "incomplete", "masked"):
+            assert getattr(theirs.rollout, name) == getattr(ours.rollout, name)
+        assert len(theirs.traces) == len(ours.traces) == 1
+        for one, other in zip(ours.traces, theirs.traces, strict=True):
+            # Those that are not stored are built where they are read, and have ids of their own there.
+            names = {field.name for field in dataclasses.fields(one)} - (set() if builder == "merged" else {"trace_id"})
+            # A row has the rollout's reward where its trace has none of its own.
+            assert {name for name in names - {"reward"} if not same(getattr(one, name), getattr(other, name))} == set()
+
+
+async def test_steps_from_a_feed_over_http_are_the_steps_from_the_store(tmp_path: Path, model: Path) -> None:
+    """Of the same recorded groups, in two copies of one database."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    near.mkdir()
+    async with opened(near, model) as (store, engine):
+        bandit = Bandit(store, engine, "others", 2, 4)
+        await bandit.start(0)
+        await bandit.under_way()
+    shutil.copytree(near, far)
+    config = CONFIG.model_copy(update={"groups": 1, "samples": 4, "steps": 2})
+    async with opened(near, model) as (store, engine):
+        await trainer(near, model, store, engine, config, rollouts=OthersRollouts()).train()
+    async with (
+        opened(far, model) as (store, engine),
+        served(store, engine) as (url, key),
+        AsyncClient(url, key) as http,
+    ):
+        feed = HttpFeed(http, print)
+        run = trainer(far, model, store, engine, config, feed=feed, reader=feed, rollouts=OthersRollouts())
+        assert (await run.train()).updates == 2
+        assert await store.feed_depth() == {"delivered": 2}
+    ours, theirs, start = weights(near), weights(far), weights_of(model)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert any(not torch.equal(ours[name], start[name]) for name in ours)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    from polar_proxy.training.step import load_model
+
+    return {name: parameter.detach() for name, parameter in load_model(folder).named_parameters()}
+
+
+async def test_a_trainer_of_groups_that_others_submit(tmp_path: Path, model: Path, polar_home: Path) -> None:
+    """The whole of `polar train grpo --feed`, but for vLLM: staleness is bounded, what is too old is dropped."""
+    async with opened(tmp_path, model) as (store, engine), served(store, engine) as (url, key):
+        bandit = Bandit(store, engine, "others", 1, 4)
+        await engine.load_weights(weights_of(model), "0")
+
+        async def others() -> None:
+            """One group at a time, whatever the trainer does."""
+            for number in range(50):
+                await bandit.start(number)
+                await bandit.under_way()
+                await asyncio.sleep(0.1)
+
+        settings = Settings(api_key=key)
+        settings.engine.model = str(model)
+        given = {"feed": url, "ahead": 1, "samples": 4, "groups": 1, "steps": 3, "learning_rate": 1e-3}
+        config = make_config(given, {"wait_seconds": 60})
+        said: list[str] = []
+        submitting = asyncio.create_task(others())
+        try:
+            sync = LocalSync(engine)
+            state = await train_with(settings, config, tmp_path / "run", said.append, engine=engine, sync=sync)
+        finally:
+            submitting.cancel()
+            await asyncio.gather(submitting, return_exceptions=True)
+        assert (state.step, state.updates) == (3, 3)
+        assert any(line.startswith(f"feed: {url}") for line in said)
+        steps = [line for line in metrics.read(tmp_path / "run") if line["kind"] == "step"]
+        assert max(step["staleness"] for step in steps) <= 1
+        depth = await store.feed_depth()
+        assert depth["delivered"] == 3
+        assert depth.get("dropped", 0) == sum(step["dropped_stale"] for step in steps)
+
+
+async def test_a_feed_that_is_away_for_a_while(tmp_path: Path, model: Path) -> None:
+    """Leases say so and go on; the trainer's own patience ends the waiting. A key that is none ends it at once."""
+    said: list[str] = []
+    async with opened(tmp_path, model) as (store, engine):
+        async with served(store, engine) as (url, key), AsyncClient(url, key, tries=1) as client:
+            feed = HttpFeed(client, said.append)
+            bandit = Bandit(store, engine, "run", 1, 2)
+            await bandit.start(0)
+            await bandit.under_way()
+            (lease,) = (await feed.lease_groups("me", 5, 60, policy_version=None, max_staleness=None)).leases
+            assert await feed.extend_lease(lease.lease_id, 90) > lease.expires_at
+            async with AsyncClient(url, "polar-trainer-other") as stranger:
+                with pytest.raises(UnauthorisedError):
+                    await HttpFeed(stranger, print).lease_groups("me", 1, 9, policy_version=None, max_staleness=None)
+        async with AsyncClient(url, key, tries=1) as client:
+            feed = HttpFeed(client, said.append)
+            for _ in range(2):
+                offer = await feed.lease_groups("me", 5, 60, policy_version=None, max_staleness=None)
+                assert (offer.leases, offer.dropped) == ((), ())
+            assert len(said) == 1
+            assert "cannot be reached" in said[0]
+            with pytest.raises(UnreachableError):
+                await feed.acknowledge(lease.lease_id)
+
+
+def test_what_goes_with_a_feed() -> None:
+    feed = {"feed": "http://127.0.0.1:1"}
+    for given, words in (
+        ({"ask": True}, "`ask` goes with `feed`"),
+        (feed | {"ahead": 1, "eval_every": 2}, "`eval_every` goes with `ask`"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            make_config(given)
+    assert make_config(feed | {"ask": True, "eval_every": 2}).ahead == 0
+
+
+async def test_rounds_that_the_trainer_asks_for_itself(tmp_path: Path, model: Path, polar_home: Path) -> None:
+    """Said twice, as by a run that is taken up, there is one job an instance."""
+    config = make_config({"feed": "x", "ask": True, "groups": 2, "samples": 3, "eval_every": 1, "eval_instances": 2})
+    settings = Settings()
+    settings.run.harness = "shell:true"
+    async with opened(tmp_path, model) as (store, _):
+        application = create_api(store, settings=settings, auth=trusted)
+        async with AsyncClient("http://in-process", transport=InProcess(application)) as client:
+            rollouts = AskedRollouts(client, settings, config, "run_1")
+            for _ in range(2):
+                await rollouts.start(4)
+            assert await rollouts.under_way() == 2
+            jobs = await store.jobs()
+            evaluating = asyncio.create_task(rollouts.evaluate(7))
+            while len(await store.jobs()) < 4:
+                await asyncio.sleep(0.05)
+            for job in (await store.jobs())[:2]:
+                assert (job.priority, job.rollouts) == (10, {"queued": 1})
+                await client.cancel(job.job_id)
+            assert await evaluating == [None, None]
+        rows = [row for job in jobs for row in await store.rollouts(job_id=job.job_id)]
+    assert sorted(row.seed for row in rows if row.seed) == [10_000_008] * 3 + [10_000_009] * 3
+    assert {row.config["harness"] for row in rows} == {"shell:true"}
+    assert {job.label for job in jobs} == {"run_1"}
