@@ -95,9 +95,11 @@ def left_behind(folder: Path) -> list[str]:
     """Of this run: processes that name its folder, sandboxes, their records and temporary files."""
     found = [f"process {pid}: {line}" for pid, line in processes_of(str(folder))]
     for root, folders, files in os.walk(folder / "tmp"):
-        inside = [name for name in (*folders, *files) if not name.startswith("polar-sandboxes-") and name != "records"]
+        # The register of sandboxes itself, and the packed repositories of tasks, are kept on purpose.
+        kept = ("records", "repositories")
+        inside = [name for name in (*folders, *files) if not name.startswith("polar-sandboxes-") and name not in kept]
         found += [os.path.join(root, name) for name in inside]
-        folders[:] = [name for name in folders if name not in inside]
+        folders[:] = [name for name in folders if name not in inside and name != "repositories"]
     return found
 
 

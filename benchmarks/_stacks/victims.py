@@ -90,15 +90,18 @@ class Service(Process):
 
     name = "service"
 
-    def __init__(self, folder: Path, db: str, engine_url: str, model: str, concurrency: int) -> None:
+    def __init__(
+        self, folder: Path, db: str, engine_url: str, model: str, concurrency: int, *, closed: bool = True
+    ) -> None:
         (folder / "tmp").mkdir()
         port = free_port()
+        self.db, self.url = db, f"http://127.0.0.1:{port}"
         program = [sys.executable, "-c", "import sys; from polar_proxy.cli import main; sys.exit(main())", "serve"]
         engine = ["--engine", "vllm", "--engine-url", engine_url, "--model", model]
-        more = ["--work", "--concurrency", str(concurrency), "--closed", "--port", str(port), "--db", db]
-        ready = f"http://127.0.0.1:{port}/healthz"
+        more = ["--work", "--concurrency", str(concurrency), "--port", str(port), "--db", db]
+        more += ["--closed"] if closed else []
         environment = {"POLAR_HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
-        super().__init__([*program, *engine, *more], folder, ready, **environment)
+        super().__init__([*program, *engine, *more], folder, f"{self.url}/healthz", **environment)
 
 
 class Engine(Process):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.gateway import hash_key
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, ToolCall
 from tests.conftest import Serve
@@ -274,12 +275,17 @@ async def test_large_bodies(serve: Serve, store: Store) -> None:
     assert len((await only_call(store)).messages[0]) > 100_000_000
 
 
-async def test_extra_listening_socket(serve: Serve) -> None:
+async def test_extra_listening_socket(serve: Serve, store: Store) -> None:
+    """It serves the keys that were made, also where the gateway itself takes any: an agent has its own and no other."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
+    await store.create_session(key_hash=hash_key("made"), label=None, rollout_id=None, policy=None, origin="key")
     async with serve(ScriptedEngine()) as gateway, client(f"http://127.0.0.1:{port}") as http:
         await gateway.serve_on(listener)
-        assert (await http.post("/chat/completions", json=CHAT)).status_code == 200
+        own = {"authorization": "Bearer made"}
+        assert (await http.post("/chat/completions", json=CHAT, headers=own)).status_code == 200
+        assert (await http.post("/chat/completions", json=CHAT)).status_code == 401
+        assert (await http.post("/chat/completions", json=CHAT, headers={"x-api-key": "guess"})).status_code == 401
         await gateway.stop_serving_on(listener)
         with pytest.raises(httpx.HTTPError):
             async with client(f"http://127.0.0.1:{port}") as late:

@@ -1,0 +1,43 @@
+"""A dishonest agent in each kind of sandbox (`benchmarks/attacks.py`): what it must not get, and what it can."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.rewards.conftest import needs
+
+ROOT = Path(__file__).parents[2]
+FORGED = {"forge_the_test_runner"}
+"""Tests import the agent's code, which can then say what it likes: docs/security.md."""
+STOPPED_EVERYWHERE = {"admin_api", "reward_api", "stay_behind"}
+CONTROLS = {
+    *("internet", "host_loopback", "names", "engine", "other_key", "other_files", "other_processes", "database"),
+    *("past_its_recorder", "metrics", "hidden_tests", "later_commits", "write_outside"),
+}
+"""What a process sandbox does not keep from the agent: so the attempts are real ones."""
+
+pytestmark = pytest.mark.full
+
+
+@pytest.mark.parametrize("kind", [needs("bubblewrap"), needs("docker"), needs("process")])
+def test_what_each_attempt_gets(kind: str) -> None:
+    command = [sys.executable, "benchmarks/attacks.py", "--sandboxes", kind, "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    attempts = found["attempts"][kind]
+    assert found["remains"] == []
+    assert not [name for name, one in attempts.items() if "gave up" in one["got"]], attempts
+    reached = {name for name, one in attempts.items() if one["reached"]}
+    if kind == "process":
+        assert reached >= CONTROLS | FORGED, attempts
+        assert not reached & STOPPED_EVERYWHERE, attempts
+    else:
+        assert reached == FORGED, {name: attempts[name] for name in reached}
+        assert len(attempts) >= 20
+    assert "shadows_library" in attempts["forge_the_test_runner"]["got"]
