@@ -10,9 +10,12 @@ Promises:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import orjson
 
 from polar_proxy.errors import PolarError
 from polar_proxy.training.advantages import ADVANTAGES
@@ -218,6 +221,23 @@ def by_rollout(rows: Sequence[TokenRow]) -> dict[str, list[TokenRow]]:
             raise BridgeError("malformed", f"rows of two groups: {rows[0].group_id} and {row.group_id}")
         found.setdefault(row.rollout_id, []).append(row)
     return found
+
+
+def read_jsonl(path: Path | str) -> Iterator[Json]:
+    """The rows of a file that `polar export --format tokens-jsonl --out PATH` wrote."""
+    with Path(path).open("rb") as lines:
+        for line in lines:
+            yield orjson.loads(line)
+
+
+def groups_of(rows: Iterable[Json]) -> list[list[Json]]:
+    """Rows group by group, in the order of their first coming; a group's rows need not stand together. Rows of no group
+    are left out."""
+    found: dict[str, list[Json]] = {}
+    for row in rows:
+        if row.get("group_id") is not None:
+            found.setdefault(row["group_id"], []).append(row)
+    return list(found.values())
 
 
 class Numbers:

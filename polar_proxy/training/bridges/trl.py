@@ -12,7 +12,6 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -242,10 +241,3 @@ class RecordedWorker:
                     self.left_out[error.reason] += 1
                     continue
                 yield RolloutSample(**fields)
-
-
-def groups_of(rows: Iterable[Json]) -> Iterator[list[Json]]:
-    """Rows of a file, group by group; a group's rows need not stand together."""
-    ordered = sorted(rows, key=lambda row: str(row.get("group_id")))
-    for _, members in groupby(ordered, key=lambda row: row.get("group_id")):
-        yield list(members)

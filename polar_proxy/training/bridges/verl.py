@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from polar_proxy.errors import UsageError
-from polar_proxy.training.bridges.rows import BridgeError, TokenRow, by_rollout, need_reward, read_row
+from polar_proxy.training.bridges.rows import BridgeError, TokenRow, by_rollout, need_reward, read_jsonl, read_row
 from polar_proxy.types import Json
 
 AGENT_NAME = "polar_recorded"
@@ -84,8 +82,7 @@ class RecordedGroups:
     @classmethod
     def from_file(cls, path: str) -> RecordedGroups:
         """Of tokens-jsonl."""
-        with open(path, "rb") as lines:
-            return cls(orjson.loads(line) for line in lines)
+        return cls(read_jsonl(path))
 
     def session(self, extra_info: Mapping[str, Any], session_id: int) -> list[Json]:
         """The outputs of one rollout, in order. Raises UsageError for an unknown group or session."""

@@ -1,0 +1,42 @@
+"""Tinker on groups that Polar recorded: its `Datum`s, and one step where you have a key.
+
+    polar run swe-task --instances 2 --samples 4
+    polar export --format tinker --advantage grpo --out datums.jsonl
+    pip install tinker==0.38.0
+    python examples/tinker/train.py datums.jsonl                          # builds the datums, sends nothing
+    TINKER_API_KEY=... python examples/tinker/train.py datums.jsonl --base-model NAME
+
+The log-probabilities are those recorded at sampling, so the loss is importance sampling from the policy that acted.
+Train with the base model whose tokenizer the rows were sampled with: the ids are its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import tinker
+
+from polar_proxy.training.bridges import read_jsonl
+from polar_proxy.training.bridges import tinker as bridge
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("datums", type=Path, help="written by polar export --format tinker")
+    parser.add_argument("--base-model", help="train: a model that Tinker serves")
+    parser.add_argument("--rank", type=int, default=32)
+    given = parser.parse_args()
+
+    data = [bridge.load(record) for record in read_jsonl(given.datums)]
+    trained = sum(int((datum.loss_fn_inputs["advantages"].to_numpy() != 0).sum()) for datum in data)
+    print(f"{len(data)} datums, {sum(datum.model_input.length for datum in data)} tokens, {trained} with an advantage")
+    if given.base_model is None:
+        return
+    client = tinker.ServiceClient().create_lora_training_client(base_model=given.base_model, rank=given.rank)
+    print(client.forward_backward(data, loss_fn="importance_sampling").result().metrics)
+    print(client.optim_step(tinker.AdamParams(learning_rate=1e-5)).result())
+
+
+if __name__ == "__main__":
+    main()
