@@ -17,7 +17,7 @@ import uvicorn
 
 from polar_proxy.api import create_api, trusted
 from polar_proxy.cli.fed import AskedRollouts, OthersRollouts, train_with
-from polar_proxy.client import AsyncClient, UnauthorisedError, UnreachableError
+from polar_proxy.client import AsyncClient, Client, UnauthorisedError, UnreachableError
 from polar_proxy.client.inprocess import InProcess
 from polar_proxy.config import Settings
 from polar_proxy.engines.local import LocalEngine
@@ -222,3 +222,23 @@ async def test_rounds_that_the_trainer_asks_for_itself(tmp_path: Path, model: Pa
     assert sorted(row.seed for row in rows if row.seed) == [10_000_008] * 3 + [10_000_009] * 3
     assert {row.config["harness"] for row in rows} == {"shell:true"}
     assert {job.label for job in jobs} == {"run_1"}
+
+
+async def test_the_example_of_a_trainer_of_ones_own(tmp_path: Path, model: Path) -> None:
+    from examples.trainer_over_http.train import train
+
+    async with opened(tmp_path, model) as (store, engine), served(store, engine) as (url, key):
+        bandit = Bandit(store, engine, "others", 2, 4)
+        await bandit.start(0)
+        await bandit.under_way()
+
+        def learn() -> dict[str, torch.Tensor]:
+            with Client(url, key) as polar:
+                trained = train(polar, model, steps=2, groups=1, wait=5.0)
+            return {name: parameter.detach() for name, parameter in trained.named_parameters()}
+
+        after = await asyncio.to_thread(learn)
+        assert await store.feed_depth() == {"delivered": 2}
+    before = weights_of(model)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.isfinite(tensor).all() for tensor in after.values())
