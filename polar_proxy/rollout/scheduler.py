@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from polar_proxy.errors import PolarError, StoreError
-from polar_proxy.rollout.decided import POLICIES, wait_for_all
+from polar_proxy.errors import PolarError, StoreError, UsageError
+from polar_proxy.rollout.decided import Policy, policy_of, wait_for_all
 from polar_proxy.rollout.gates import Admission, Crowded, Gate, Ticket
 from polar_proxy.rollout.traces import close_books
 from polar_proxy.store import Store
+from polar_proxy.store.jobs import GroupRow
 from polar_proxy.store.stages import Held, NotHeldError
+from polar_proxy.store.surplus import KEEP
 from polar_proxy.types import Json, new_id
 from sandboxes.base import settle
 
@@ -318,7 +320,7 @@ class Scheduler:
                 )
             await close_books(self._store, held.rollout_id)
         if not self._stopping:
-            await self._settle(held.group_id)
+            await self._settle(await self._store.group_of(held.rollout_id))
 
     async def _again(self, held: Held, error: InfrastructureError) -> None:
         if held.attempt < self._limits.attempts:
@@ -329,19 +331,25 @@ class Scheduler:
 
     async def _after(self, held: Held) -> None:
         """The group may be decided by now, or over."""
-        if await self._settle(held.group_id):
+        group_id = await self._store.group_of(held.rollout_id)  # it may have been kept for another one meanwhile
+        if await self._settle(group_id):
             return
-        group = await self._store.group(held.group_id)
+        group = await self._store.group(group_id)
         assert group is not None
-        decide = POLICIES.get(str(group.config.get("decided_by", "")), wait_for_all)
-        reason = decide(group.wanted, await self._store.rollouts(group_id=held.group_id))
-        if reason is not None:
-            in_hand = await self._store.cancel_group(held.group_id, reason=reason)
-            for rollout_id in in_hand:
-                if rollout_id in self._tasks:
-                    self._tasks[rollout_id].cancel()
-            if not in_hand:
-                await self._settle(held.group_id)
+        decide = _policy(group)
+        reason = decide(group.wanted, await self._store.rollouts(group_id=group_id))
+        if reason is None:
+            return
+        if group.config.items() >= KEEP.items():
+            await self._store.keep_surplus(group_id, reason=reason)
+            await self._settle(group_id)
+            return
+        in_hand = await self._store.cancel_group(group_id, reason=reason)
+        for rollout_id in in_hand:
+            if rollout_id in self._tasks:
+                self._tasks[rollout_id].cancel()
+        if not in_hand:
+            await self._settle(group_id)
 
     async def _settle(self, group_id: str) -> bool:
         settled = await self._store.settle_group(group_id)
@@ -354,6 +362,15 @@ class Scheduler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _policy(group: GroupRow) -> Policy:
+    """Checked when it was submitted; but that may have been by a version that knows more of them."""
+    try:
+        return policy_of(str(group.config.get("decided_by", "wait_for_all")))
+    except UsageError as error:
+        log.warning("group %s: %s All of it is waited for.", group.group_id, error)
+        return wait_for_all
 
 
 __all__ = ["Attempt", "Gates", "InfrastructureError", "Limits", "Scheduler"]

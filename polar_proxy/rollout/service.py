@@ -20,7 +20,7 @@ from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import Gateway
-from polar_proxy.rollout.decided import POLICIES
+from polar_proxy.rollout.decided import SurplusPolicy, policy_of
 from polar_proxy.rollout.harnesses import Harnesses, label_of
 from polar_proxy.rollout.pool import Open, Pool
 from polar_proxy.rollout.recipe import Recipe
@@ -30,6 +30,7 @@ from polar_proxy.rollout.scheduler import Limits, Scheduler
 from polar_proxy.rollout.watch import EngineWatch
 from polar_proxy.store import Store
 from polar_proxy.store.jobs import JobRow, NewGroup, NewRollout
+from polar_proxy.store.surplus import KEEP
 from polar_proxy.tasks import Task
 from polar_proxy.tasks.spec import to_spec
 from polar_proxy.types import EngineInfo, Json
@@ -56,7 +57,7 @@ class Submission:
     wanted: int | None = None
     """How many of a group's rollouts decide it; None: all."""
     decided_by: str = "wait_for_all"
-    """When a group needs no more: a policy of `decided`."""
+    """When a group needs no more: the name of a policy of `decided`."""
     offered: bool = False
     """Finished groups go to the trainer feed."""
     priority: int = 0
@@ -66,14 +67,15 @@ class Submission:
     """In policy versions: an offered group that falls further behind is given up (see `store.feed`)."""
     callback_url: str | None = None
     """Told of each group that ends, and of the job's end."""
+    surplus: SurplusPolicy = "cancel"
+    """What becomes of a group's rollouts that are under way when it is decided."""
 
     def check(self) -> None:
         """Raises UsageError."""
         wanted = self.samples if self.wanted is None else self.wanted
         if not 1 <= wanted <= self.samples:
             raise UsageError(f"Of {self.samples} samples {wanted} cannot decide a group.")
-        if self.decided_by not in POLICIES:
-            raise UsageError(f"There is no policy {self.decided_by!r}: {', '.join(sorted(POLICIES))}.")
+        policy_of(self.decided_by)
 
     def to_json(self) -> Json:
         return {
@@ -82,6 +84,7 @@ class Submission:
             "samples": self.samples,
             "wanted": self.wanted,
             "decided_by": self.decided_by,
+            **({} if self.surplus == "cancel" else {"surplus": self.surplus}),
             "offered": self.offered,
             **({} if self.max_staleness is None else {"max_staleness": self.max_staleness}),
         }
@@ -94,10 +97,15 @@ async def submit(
     *,
     owned: bool = False,
     harness: str | None = None,
+    policy_version: str | None = None,
 ) -> tuple[JobRow, bool]:
     """Queue a job, and whether it is new (see `Store.submit_job`). Whoever works on it need not run yet; `info`: the
-    engine that will, `harness`: name and version of the agent, where they are known. Raises UsageError."""
+    engine that will, `harness`: name and version of the agent, `policy_version`: the one that is loaded, where they are
+    known. Raises UsageError."""
     submission.check()
+    keep = submission.surplus == "keep"
+    if keep and owned:
+        raise UsageError("What a run of this process's own does not need it cannot keep: nobody would go on with it.")
     if harness is None:
         harness = await asyncio.to_thread(label_of, submission.recipe.harness)
     for task in submission.tasks:
@@ -108,14 +116,14 @@ async def submit(
         NewGroup(
             task.task_id,
             submission.wanted or submission.samples,
-            {"decided_by": submission.decided_by},
+            {"decided_by": submission.decided_by, **(KEEP if keep else {})},
             (NewRollout(harness, submission.recipe.sandbox, engine, model, task.seed, config),) * submission.samples,
             submission.offered,
             submission.max_staleness,
         )
         for task in submission.tasks
     ]
-    return await store.submit_job(
+    job, is_new = await store.submit_job(
         submission.to_json(),
         groups,
         idempotency_key=submission.idempotency_key,
@@ -124,6 +132,11 @@ async def submit(
         owned=owned,
         callback_url=submission.callback_url,
     )
+    for group in await store.groups(job.job_id) if keep and is_new else []:
+        bound = 1 if submission.max_staleness is None else submission.max_staleness
+        await store.adopt_kept(group.group_id, policy_version=policy_version, max_staleness=bound)
+        await store.settle_group(group.group_id)
+    return job, is_new
 
 
 async def cancel(store: Store, what: str) -> list[str]:
@@ -240,7 +253,8 @@ class RolloutService:
 
     async def submit(self, submission: Submission) -> tuple[JobRow, bool]:
         """Queue a job, and whether it is new."""
-        job = await submit(self._store, submission, self._engine.info)
+        version = await self._engine.weight_version() if submission.surplus == "keep" else None
+        job = await submit(self._store, submission, self._engine.info, policy_version=version)
         self.scheduler.wake()
         return job
 

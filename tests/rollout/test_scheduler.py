@@ -11,6 +11,7 @@ from polar_proxy.rollout.gates import Ticket
 from polar_proxy.rollout.scheduler import Gates, InfrastructureError, Limits, Scheduler
 from polar_proxy.store import Store
 from polar_proxy.store.jobs import Held, NewGroup, NewRollout
+from polar_proxy.store.surplus import KEEP
 
 QUICK = Limits(in_hand=16, preparing=2, running=3, scoring=2, hold_seconds=30.0, poll_seconds=0.05)
 Body = Callable[[Held], Awaitable[float | None]]
@@ -113,6 +114,58 @@ async def test_more_are_started_than_are_waited_for(store: Store) -> None:
     assert await stands(store, job_id) == {"done": 2, "cancelled": 1}
     (group,) = await store.groups(job_id)
     assert (group.status, group.reason, group.delivery) == ("finished", "the first 2 have ended", "waiting")
+
+
+async def test_what_is_under_way_is_kept_for_the_next_group(store: Store) -> None:
+    """Two groups of three, of which two decide; the slowest of the first is the first of the second."""
+    slow = asyncio.Event()
+    begun: list[str] = []
+
+    async def body(held: Held) -> float | None:
+        begun.append(held.rollout_id)
+        if len(begun) == 1:
+            await slow.wait()
+        return 1.0
+
+    job_id = await submit(store, 2, 3, wanted=2, decided_by="first_n", **KEEP)
+    first, second = await store.groups(job_id)
+    kept = next(row.rollout_id for row in await store.rollouts(group_id=first.group_id) if row.group_index == 0)
+    attempt = Scripted(store, body)
+    limits = Limits(in_hand=3, preparing=3, running=3, scoring=3, poll_seconds=0.05)
+    async with Scheduler(store, attempt, limits) as scheduler:
+        for _ in range(500):
+            group = await store.group(first.group_id)
+            if group is not None and group.ended_at is not None:
+                break
+            await asyncio.sleep(0.02)
+        assert await store.group_of(kept) == second.group_id
+        slow.set()
+        await asyncio.wait_for(scheduler.until_idle(), 10)
+        job = await store.job(job_id)
+    assert group is not None
+    assert (group.status, group.reason) == ("finished", "the first 2 have ended")
+    assert job is not None
+    assert job.status == "done"
+    assert await stands_in(store, first.group_id) == {"done": 2, "cancelled": 1}
+    assert (await stands_in(store, second.group_id))["done"] >= 2
+    row = await store.rollout(kept)
+    assert row is not None
+    assert (row.status, attempt.begun[kept]) == ("done", 1)
+    assert await store.feed_depth() == {"waiting": 2}
+
+
+async def test_a_policy_of_another_version_waits_for_all(store: Store) -> None:
+    async def body(held: Held) -> float | None:
+        return 1.0
+
+    job_id = await submit(store, 1, 3, wanted=1, decided_by="of_tomorrow")
+    async with Scheduler(store, Scripted(store, body), QUICK) as scheduler:
+        await asyncio.wait_for(scheduler.until_idle(), 10)
+    assert await stands(store, job_id) == {"done": 3}
+
+
+async def stands_in(store: Store, group_id: str) -> dict[str, int]:
+    return dict(Counter(row.status for row in await store.rollouts(group_id=group_id)))
 
 
 async def test_cancelled_from_another_process(store: Store) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,21 @@ async def test_a_stopped_service_is_followed_by_another(store: Store, tmp_path: 
     async with store._database.reading() as connection:
         masked = (await connection.exec_driver_sql("SELECT masked, cause FROM rollouts")).all()
     assert [tuple(row) for row in masked] == [(1, "agent_timeout")] * 2
+
+
+async def test_a_rollout_that_is_lost_is_ended_early_and_scored(store: Store, tmp_path: Path) -> None:
+    """The agent would sleep for ten minutes. Its work is judged as ever: what it had done until then is not enough."""
+    task = get_source("swe-task").task(3)
+    said = {"lost_when": {"command": ["sh", "-c", "test -d .git"], "every": 0.5}}
+    task = replace(task, metadata={**task.metadata, **said})
+    recipe = Recipe("tests.fakes.tiny_agent:SleepyAgent", "process", timeout=300.0)
+    async with service(store, tmp_path) as running:
+        made, _ = await running.submit(Submission([task], recipe, 1, offered=True))
+        await asyncio.wait_for(running.until_done(made.job_id), 120)
+    (row,) = await store.rollouts()
+    assert (row.status, row.cause, row.reward, row.exit_code, row.masked) == ("done", "lost", 0.0, None, False)
+    assert (await books(store, row))["trained"] == row.calls
+    assert left_behind() == []
 
 
 async def test_an_engine_that_is_away_is_waited_for(store: Store, tmp_path: Path) -> None:
