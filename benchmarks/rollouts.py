@@ -148,6 +148,8 @@ def main() -> int:
         print(json.dumps(document, indent=1))
     else:
         print(table(document))
+        for line in remains:
+            print(line, file=sys.stderr)
     return 1 if remains else 0
 
 

@@ -119,6 +119,8 @@ def main() -> int:
             row += [f"{warm['median']:.2f} ({warm['least']:.2f} - {warm['most']:.2f})"]
             row += [f"{parts['preparing']['median']:.2f}", f"{parts['agent']['median']:.2f}"]
             print("| " + " | ".join(row) + " |")
+    for line in remains:
+        print(line, file=sys.stderr)
     return 1 if remains else 0
 
 

@@ -46,6 +46,7 @@ def own_folder(name: str) -> Iterator[Path]:
     before = os.environ.get("TMPDIR"), tempfile.tempdir
     (folder / "tmp").mkdir()
     os.environ["TMPDIR"], tempfile.tempdir = str(folder / "tmp"), None
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "torch"))  # else torch makes a folder among ours
     try:
         yield folder
     finally:
