@@ -78,7 +78,6 @@ def draw(told: Json, title: str) -> bytes:
     _line(panels[0], step, "reward", label="training")
     _band(panels[0], step)
     _line(panels[0], held, "reward", label="held out", marker="o")
-    panels[0].set_ylim(-0.02, 1.02)
     _line(panels[1], step, "entropy")
     _line(panels[2], step, "approx_kl", label="KL to the sampling policy")
     _line(panels[2], step, "mismatch_mean", label="mismatch, mean")
