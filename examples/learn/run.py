@@ -33,7 +33,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="vllm: the served name")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shuffle-rewards", action="store_true", help="the control: rewards at other rollouts")
-    parser.add_argument("--steps", type=int, help="default: as in learn.toml")
+    parser.add_argument("--config", type=Path, default=HERE / "learn.toml", help="the run's settings")
+    parser.add_argument("--steps", type=int, help="default: as in the settings")
     parser.add_argument("--sandbox", help="auto, docker, bubblewrap or process")
     parser.add_argument("--out", type=Path, default=Path("runs"), help="folder for the run and its database")
     parser.add_argument("--json", action="store_true", help="one JSON document, nothing else, on standard output")
@@ -42,7 +43,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    own, tables = read_toml(HERE / "learn.toml")
+    own, tables = read_toml(given.config)
     # Each seed has training instances of its own.
     flags = {"seed": given.seed, "steps": given.steps, "first_seed": own["first_seed"] + 1_000_000 * given.seed}
     flags |= {"shuffle_rewards": given.shuffle_rewards, "weights": str(POLAR_TINY)}

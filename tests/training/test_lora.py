@@ -12,13 +12,14 @@ from safetensors.torch import load_file
 
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.errors import UsageError
-from polar_proxy.training import checkpoint, lora
+from polar_proxy.training import checkpoint, lora, metrics
 from polar_proxy.training.checkpoint import State
 from polar_proxy.training.config import Lora, make_config
 from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.step import Learner, load_model
 from polar_proxy.training.sync import LocalSync, probe, probe_ids
 from tests.engines.conftest import make_random_model
+from tests.training.bandit import CONFIG, opened, trainer
 from tests.training.test_step import ANSWERS, PROMPT, batch, learner
 
 IDS = [*PROMPT, *ANSWERS[0]]
@@ -120,6 +121,22 @@ def test_the_saved_adapter_is_pefts_own(folder: Path, tmp_path: Path) -> None:
     assert load_file(tmp_path / "adapter_model.safetensors")
     loaded = PeftModel.from_pretrained(load_model(folder), tmp_path).merge_and_unload().requires_grad_(True)
     assert Learner(loaded, make_config({})).logprobs(IDS) == pytest.approx(policy.logprobs(IDS), abs=1e-5)
+
+
+async def test_the_loop_trains_an_adapter_and_takes_it_up_again(folder: Path, tmp_path: Path) -> None:
+    """Rollouts, steps, checkpoints and the probe after each sync, with a new process between two steps."""
+    config = CONFIG.model_copy(update={"lora": Lora(rank=4), "learning_rate": 5e-3, "steps": 2})
+    async with opened(tmp_path, folder) as (store, engine):
+        await trainer(tmp_path, folder, store, engine, config).train()
+    more = config.model_copy(update={"steps": 4})
+    async with opened(tmp_path, folder) as (store, engine):
+        state = await trainer(tmp_path, folder, store, engine, more).train()
+        assert (state.step, await engine.weight_version()) == (4, "4")
+    lines = list(metrics.read(tmp_path / "run"))
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert max(line["mismatch_max"] for line in steps if line["updated"]) < 1e-3  # the engine has the adapter
+    assert max(line["largest"] for line in lines if line["kind"] == "sync") < 1e-3
 
 
 def test_one_line_of_configuration(folder: Path) -> None:
