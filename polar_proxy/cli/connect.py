@@ -38,14 +38,20 @@ def load_settings(url: str | None, db: str | None, **sections: dict[str, Any]) -
     return settings
 
 
+PATIENT = 12
+"""Tries with which a server that is started again is waited for about a minute."""
+
+
 @contextlib.asynccontextmanager
-async def connected(settings: Settings, *, create: bool = False) -> AsyncIterator[AsyncClient]:
-    """`create`: a database that is not there yet is made."""
+async def connected(settings: Settings, *, create: bool = False, patient: bool = False) -> AsyncIterator[AsyncClient]:
+    """`create`: a database that is not there yet is made. `patient`: a server that went away is waited for."""
     from polar_proxy.client import AsyncClient
+    from polar_proxy.client.core import TRIES
     from polar_proxy.client.inprocess import InProcess
 
     if settings.url is not None:
-        async with AsyncClient(settings.url, key_for(settings)) as client:
+        tries = PATIENT if patient else TRIES
+        async with AsyncClient(settings.url, key_for(settings), tries=tries) as client:
             yield client
         return
     from polar_proxy.api import create_api, trusted
@@ -56,11 +62,11 @@ async def connected(settings: Settings, *, create: bool = False) -> AsyncIterato
             yield client
 
 
-def call(settings: Settings, ask: Callable[[AsyncClient], Coroutine[Any, Any, T]], *, create: bool = False) -> T:
-    """Connect, ask, disconnect."""
+def call(settings: Settings, ask: Callable[[AsyncClient], Coroutine[Any, Any, T]], **how: bool) -> T:
+    """Connect, as `connected` says, ask, disconnect."""
 
     async def main() -> T:
-        async with connected(settings, create=create) as client:
+        async with connected(settings, **how) as client:
             return await ask(client)
 
     return common.run_async(main())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polar_proxy.cli.attached import Instances, run_id, weights_folder
-from polar_proxy.cli.connect import key_for
+from polar_proxy.cli.connect import PATIENT, key_for
 from polar_proxy.client import AsyncClient, UnreachableError
 from polar_proxy.client.models import JobRequest, SubmittedJob
 from polar_proxy.config import Settings
@@ -23,9 +23,6 @@ if TYPE_CHECKING:  # torch takes seconds, which `polar --help` should not
     from polar_proxy.training.checkpoint import State
     from polar_proxy.training.config import GrpoConfig
     from polar_proxy.training.sync import WeightSync
-
-PATIENT = 12
-"""A server that is started again is waited for about a minute, wherever in a step it goes away."""
 
 
 class OthersRollouts:

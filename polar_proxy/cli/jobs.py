@@ -43,7 +43,14 @@ def submit(
     sandbox: Annotated[str | None, typer.Option(help="auto, docker, bubblewrap or process.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds the agent may take.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Limit of one answer.")] = None,
+    train_timed_out: Annotated[
+        bool, typer.Option("--train-timed-out", help="Rollouts out of time are trained on, too.")
+    ] = False,
     offered: Annotated[bool, typer.Option("--offered", help="Finished groups go to the trainer feed.")] = False,
+    max_staleness: Annotated[
+        int | None, typer.Option(min=0, help="With --offered: policy versions behind which a group is given up.")
+    ] = None,
     priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
     label: Annotated[str | None, typer.Option(help="A name to find it by.")] = None,
     callback_url: Annotated[
@@ -59,12 +66,13 @@ def submit(
 
     given: Json = {"seed": seed, "instances": instances, "samples": samples, "wanted": wanted, "harness": harness}
     given |= {"sandbox": sandbox, "temperature": temperature, "timeout": timeout, "label": label}
-    given |= {"callback_url": callback_url}
+    given |= {"max_tokens": max_tokens, "max_staleness": max_staleness, "callback_url": callback_url}
     settings = connect.load_settings(url, db)
     request = _request(
         JobRequest,
         task=_absolute(task, settings.url),
         decided_by=decided_by,
+        train_timed_out=train_timed_out,
         offered=offered,
         priority=priority,
         **{name: value for name, value in given.items() if value is not None},

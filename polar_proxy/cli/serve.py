@@ -18,9 +18,7 @@ from polar_proxy.errors import UsageError
 from polar_proxy.gateway import Gateway, hash_key, new_key
 
 if TYPE_CHECKING:
-    from polar_proxy.engines.base import Engine
-    from polar_proxy.rollout import RolloutService
-    from polar_proxy.store import Store
+    from polar_proxy.api import Api
 
 session_app = typer.Typer(help="Make session keys.", no_args_is_help=True)
 
@@ -61,24 +59,26 @@ def serve(
 
 
 async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: str | None) -> None:
+    from polar_proxy.api import Api, create_router
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.rollout import RolloutService, ServiceLimits, recover
 
     async with common.writer(settings) as store:
         for line in await recover(store):
             _note(line)
-        async with (
-            make_engine(settings.engine) as engine,
-            Gateway(engine, store, settings.gateway) as gateway,
-            contextlib.AsyncExitStack() as stack,
-        ):
+        async with make_engine(settings.engine) as engine, contextlib.AsyncExitStack() as stack:
+            gateway = Gateway(engine, store, settings.gateway)
             service: RolloutService | None = None
             if work:
                 limits = ServiceLimits.of(settings.run.concurrency, settings.admission)
-                service = await stack.enter_async_context(
-                    RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=_note)
-                )
-            key_file = await stack.enter_async_context(_api(store, settings, service, engine, gateway))
+                service = RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=_note)
+            # Before the gateway listens: a client that waits for this server would be told that it has no API.
+            api = Api(store, settings, service, engine)
+            gateway.include(create_router(api))
+            await stack.enter_async_context(gateway)
+            if service is not None:
+                await stack.enter_async_context(service)
+            key_file = await stack.enter_async_context(_kept(api, gateway))
             if as_json:
                 ready = {
                     "url": gateway.url,
@@ -99,17 +99,14 @@ async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: 
 
 
 @contextlib.asynccontextmanager
-async def _api(
-    store: Store, settings: Settings, service: RolloutService | None, engine: Engine, gateway: Gateway
-) -> AsyncIterator[Path]:
-    """The HTTP API on the gateway's port until the block ends; gives the file with the admin key of this machine."""
-    from polar_proxy.api import Api, Housekeeping, create_router, local_admin_key
+async def _kept(api: Api, gateway: Gateway) -> AsyncIterator[Path]:
+    """What the HTTP API does beside answering, until the block ends; gives the file with this machine's admin key."""
+    from polar_proxy.api import Housekeeping, local_admin_key
     from polar_proxy.api.metrics import ServiceCollector
 
-    api = Api(store, settings, service, engine)
-    key_file = await local_admin_key(store, settings.home)
+    service = api.service
+    key_file = await local_admin_key(api.store, api.settings.home)
     async with Housekeeping(api) as keeping:
-        gateway.include(create_router(api))
         counts = (lambda: None) if service is None else service.counts
         gateway.metrics.registry.register(ServiceCollector(counts, lambda: keeping.feed_depth))
         yield key_file

@@ -44,7 +44,7 @@ def watch(job: JobArgument, url: UrlOption = None, db: DbOption = None, as_json:
                     view.happened(event)
         return await client.job(job)
 
-    ended = connect.call(settings, follow)
+    ended = connect.call(settings, follow, patient=True)
     if as_json:
         common.print_json({**job_json(ended), "groups": [group.model_dump() for group in ended.group_list]})
     else:
@@ -68,7 +68,7 @@ def events(
             sys.stdout.write(orjson.dumps(event.model_dump()).decode() + "\n")
             sys.stdout.flush()
 
-    connect.call(settings, follow)
+    connect.call(settings, follow, patient=True)
 
 
 class _View:

@@ -18,11 +18,12 @@ from tests.cli.command import ROOT, environment
 from tests.client.server import Server, polar_serve
 
 PAGE = (ROOT / "docs" / "api.md").read_text()
+README = (ROOT / "README.md").read_text()
 THERE = "http://127.0.0.1:8399"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.M | re.S)
+def blocks(language: str, page: str = PAGE) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)
 
 
 @pytest.fixture
@@ -68,7 +69,9 @@ assert polar.feed().depth == {"delivered": 1}
 assert polar.job(other.job_id).status == "cancelled"
 assert session.key.startswith("sk-polar-")
 """
-    said = run([sys.executable, "-"], "\n".join([*blocks("python"), check]), server, tmp_path)
+    (readme,) = [block for block in blocks("python", README) if "polar_proxy.client" in block]
+    readme = f'key = os.environ["POLAR_API_KEY"]\n{readme.replace("wait=60", "wait=0")}'
+    said = run([sys.executable, "-"], "\n".join([*blocks("python"), check, readme]), server, tmp_path)
     assert " end " in said
 
 
