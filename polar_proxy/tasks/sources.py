@@ -77,10 +77,16 @@ def from_items(target: str, items: Iterable[object]) -> ListedTasks:
     def entries() -> Iterator[Entry]:
         for number, item in enumerate(items):
             where = f"{target}[{number}]"
-            name = item.task_id if isinstance(item, Task) else None
-            yield Entry(where, name, partial(_item, item))
+            yield Entry(where, _name(item), partial(_item, item))
 
     return listed(target, entries())
+
+
+def _name(item: object) -> str | None:
+    if isinstance(item, Task):
+        return item.task_id
+    name = item.get("task_id") or item.get("instance_id") if isinstance(item, Mapping) else None
+    return str(name) if name else None
 
 
 def _item(item: object, position: int) -> Task:

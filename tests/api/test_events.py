@@ -1,0 +1,126 @@
+"""Server-sent events: a job from its start to its end, over lost connections and different servers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.api.conftest import Running, ServeApi, a_job
+
+Event = tuple[str, str, dict[str, Any]]
+
+
+async def listen(http: httpx.AsyncClient, params: dict[str, str], **headers: str) -> AsyncIterator[Event]:
+    """(id, name, data) of each event, as the specification has them."""
+    async with http.stream("GET", "/events", params=params, headers=headers) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        fields: dict[str, str] = {}
+        async for line in answer.aiter_lines():
+            if line.startswith(":"):
+                continue
+            if line:
+                name, _, value = line.partition(": ")
+                fields[name] = value
+            elif fields:
+                yield fields["id"], fields["event"], orjson.loads(fields["data"])
+                fields = {}
+
+
+def words(events: list[Event]) -> list[str]:
+    return [f"{name} {data.get('to') or data.get('status', '')}".strip() for _, name, data in events]
+
+
+async def test_a_job_from_its_start_to_its_end(serve_api: ServeApi) -> None:
+    async with serve_api(work=True) as running:
+        job = await running.post("/jobs", a_job(offered=True), status=201)
+        async with asyncio.timeout(90):
+            events = [event async for event in listen(running.trainer, {"job": job["job_id"]})]
+        assert words(events) == [
+            *("job open", "stage queued", "stage preparing", "stage ready", "stage running", "stage scoring"),
+            *("stage done", "group finished", "job done", "end"),
+        ]
+        assert {data["job_id"] for _, _, data in events} == {job["job_id"]}
+        assert all(data["at"] > 0 for _, _, data in events[:-1])
+        # A job that is over is told again, whole; and from any point on.
+        assert [event async for event in listen(running.trainer, {"job": job["job_id"]})] == events
+        for place, (cursor, _, _) in enumerate(events[:-1]):
+            again = [e async for e in listen(running.trainer, {"job": job["job_id"]}, **{"last-event-id": cursor})]
+            assert again == events[place + 1 :]
+
+
+async def test_over_lost_connections_and_two_servers(serve_api: ServeApi) -> None:
+    """Each connection is dropped after one event; the next is made to the other server of the database."""
+
+    async def followed(servers: list[Running], job_id: str) -> list[Event]:
+        found: list[Event] = []
+        while not found or found[-1][1] != "end":
+            http = servers[len(found) % 2].trainer
+            headers = {"last-event-id": found[-1][0]} if found else {}
+            async for event in listen(http, {"job": job_id}, **headers):
+                found.append(event)
+                break
+        return found
+
+    async with serve_api(work=True) as one, serve_api() as other:
+        job = await one.post("/jobs", a_job(samples=2), status=201)
+        async with asyncio.timeout(120):
+            events = await followed([one, other], job["job_id"])
+        assert events == [event async for event in listen(other.admin, {"job": job["job_id"]})]
+        assert words(events).count("stage done") == 2
+
+
+async def test_of_all_jobs_from_now_on(serve_api: ServeApi) -> None:
+    async with serve_api() as running:
+        await running.post("/jobs", a_job(), status=201)
+        seen: list[Event] = []
+        listening = asyncio.Event()
+
+        async def follow() -> None:
+            async with running.trainer.stream("GET", "/events") as answer:
+                async for line in answer.aiter_lines():
+                    listening.set()
+                    if line.startswith("data: "):
+                        seen.append(("", "", orjson.loads(line[6:])))
+                        if seen[-1][2].get("status") == "cancelled" and seen[-1][2]["group_id"] is None:
+                            return
+
+        task = asyncio.create_task(follow())
+        await asyncio.wait_for(listening.wait(), 30)
+        await asyncio.sleep(0.2)  # the first look at the database follows the first line
+        job = await running.post("/jobs", a_job(), status=201)
+        await running.post(f"/jobs/{job['job_id']}/cancel")
+        await asyncio.wait_for(task, 30)
+        assert {data["job_id"] for _, _, data in seen} == {job["job_id"]}
+
+
+async def test_a_server_that_stops_ends_its_streams(serve_api: ServeApi) -> None:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        async with serve_api() as running:
+            job = await running.post("/jobs", a_job(), status=201)
+            http.base_url, http.headers = running.trainer.base_url, running.trainer.headers
+
+            async def follow() -> list[str]:
+                return words([event async for event in listen(http, {"job": job["job_id"]})])
+
+            task = asyncio.create_task(follow())
+            await asyncio.sleep(1)
+            assert not task.done()
+            began = time.monotonic()
+        # Not the end of the job: the client asks again, elsewhere. And no five seconds of grace go by.
+        assert await asyncio.wait_for(task, 5) == ["job open", "stage queued"]
+        assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize(
+    ("params", "status"), [({"job": "job_none"}, 404), ({"after": "yesterday"}, 400), ({"after": "1-2-3"}, 400)]
+)
+async def test_what_cannot_be_followed(serve_api: ServeApi, params: dict[str, str], status: int) -> None:
+    async with serve_api() as running:
+        await running.get("/events", status=status, **params)

@@ -1,0 +1,107 @@
+"""Pause, resume and drain over HTTP: one that times out leaves nothing paused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from tests.api.conftest import ServeApi, a_job
+from tests.api.test_jobs import until_calls, until_ended
+
+
+async def test_a_job_is_paused_and_goes_on(serve_api: ServeApi) -> None:
+    async with serve_api(work=True) as running:
+        await running.post("/service/pause")
+        job = await running.post("/jobs", a_job(), status=201)
+        paused = (await running.trainer.post(f"/jobs/{job['job_id']}/pause", json={"wait_idle": 5})).json()
+        assert (paused["status"], paused["paused_until"]) == ("paused", None)
+        await running.post("/service/resume")
+        await asyncio.sleep(0.5)
+        assert (await running.get(f"/jobs/{job['job_id']}"))["rollouts"] == {"queued": 1}
+        assert (await running.post(f"/jobs/{job['job_id']}/resume"))["status"] == "open"
+        await until_ended(running, job["job_id"])
+        refused = await running.post(f"/jobs/{job['job_id']}/pause", status=409)
+        assert refused["error"]["code"] == "conflict"
+
+
+async def test_a_pause_ends_by_itself(serve_api: ServeApi) -> None:
+    async with serve_api() as running:
+        job = await running.post("/jobs", a_job(), status=201)
+        paused = await running.post(f"/jobs/{job['job_id']}/pause", {"seconds": 0.5})
+        assert paused["status"] == "paused"
+        assert 0 < paused["paused_until"] - time.time() <= 0.5
+        async with asyncio.timeout(30):
+            while (await running.get(f"/jobs/{job['job_id']}"))["status"] != "open":
+                await asyncio.sleep(0.1)
+
+
+async def test_a_pause_that_times_out_leaves_nothing_paused(serve_api: ServeApi) -> None:
+    async with serve_api(work=True) as running:
+        job = await running.post("/jobs", a_job("SleepyAgent"), status=201)
+        await until_calls(running, 1)
+        refused = await running.post(f"/jobs/{job['job_id']}/pause", {"wait_idle": 0.3}, status=409)
+        assert refused["error"]["code"] == "pause_timed_out"
+        assert refused["error"]["detail"] == {"in_hand": 1}
+        after = await running.get(f"/jobs/{job['job_id']}")
+        assert (after["status"], after["paused_until"], after["rollouts"]) == ("open", None, {"running": 1})
+
+        refused = await running.post("/service/pause", {"wait_idle": 0.3}, status=409)
+        assert refused["error"]["code"] == "pause_timed_out"
+        refused = await running.post("/service/drain", {"timeout": 0.3}, status=409)
+        assert refused["error"]["code"] == "drain_timed_out"
+        assert len(refused["error"]["detail"]["left"]) == 1
+        state = await running.get("/service")
+        assert (state["state"], state["in_hand"], state["paused_until"]) == ("working", 1, None)
+        other = await running.post("/jobs", a_job(), status=201)
+        assert (await until_ended(running, other["job_id"]))["rollouts"] == {"done": 1}
+        await running.post(f"/jobs/{job['job_id']}/cancel")
+
+
+async def test_what_was_paused_before_stays_so(serve_api: ServeApi) -> None:
+    async with serve_api(work=True) as running:
+        job = await running.post("/jobs", a_job("SleepyAgent"), status=201)
+        await until_calls(running, 1)
+        await running.post(f"/jobs/{job['job_id']}/pause")
+        await running.post(f"/jobs/{job['job_id']}/pause", {"wait_idle": 0, "seconds": 1000}, status=409)
+        after = await running.get(f"/jobs/{job['job_id']}")
+        assert (after["status"], after["paused_until"]) == ("paused", None)
+        await running.post("/service/pause")
+        await running.post("/service/pause", {"wait_idle": 0}, status=409)
+        assert (await running.get("/service"))["state"] == "paused"
+        await running.post(f"/jobs/{job['job_id']}/cancel")
+
+
+async def test_drained_and_taken_up_again(serve_api: ServeApi) -> None:
+    async with serve_api(work=True) as running:
+        job = await running.post("/jobs", a_job(), status=201)
+        await until_calls(running, 1)
+        state = await running.post("/service/drain", {"timeout": 90})
+        assert (state["state"], state["in_hand"]) == ("paused", 0)
+        assert (await running.get(f"/jobs/{job['job_id']}"))["status"] == "done"
+        later = await running.post("/jobs", a_job(), status=201)
+        await asyncio.sleep(0.5)
+        assert (await running.get(f"/jobs/{later['job_id']}"))["rollouts"] == {"queued": 1}
+        assert (await running.post("/service/resume"))["state"] == "working"
+        await until_ended(running, later["job_id"])
+
+
+async def test_how_the_server_stands(serve_api: ServeApi) -> None:
+    async with serve_api(work=True) as running:
+        job = await running.post("/jobs", a_job(offered=True), status=201)
+        await until_ended(running, job["job_id"])
+        state = await running.get("/service")
+        assert state["engine"]["healthy"] is True
+        assert state["worker"] == running.service.scheduler.worker  # type: ignore[union-attr]
+        assert {name: gate["entered"] for name, gate in state["gates"].items()} == dict.fromkeys(
+            ("preparing", "running", "scoring"), 1
+        )
+        assert state["pool"]["hits"] + state["pool"]["misses"] >= 1
+        assert state["feed"] == {"waiting": 1}
+        metrics = (await running.admin.get(f"{running.gateway.url}/metrics")).text
+        assert 'polar_stage_entered_total{stage="running"} 1.0' in metrics
+        assert "polar_rollouts_in_hand 0.0" in metrics
+    async with serve_api() as alone:
+        state = await alone.get("/service")
+        assert (state["state"], state["gates"], state["in_hand"]) == (None, None, None)
+        for path in ("/service/pause", "/service/resume", "/service/drain"):
+            assert (await alone.post(path, status=503))["error"]["code"] == "unavailable"
