@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks._stacks.account import Account, left_behind, reckon  # noqa: E402
+from benchmarks._stacks.ray_victims import Cluster  # noqa: E402
 from benchmarks._stacks.stacks import Unavailable  # noqa: E402
 from benchmarks._stacks.victims import Engine, Postgres, Service, SomeSandbox, Victim  # noqa: E402
 from polar_proxy.errors import StoreError  # noqa: E402
@@ -36,7 +37,7 @@ from polar_proxy.store.jobs import JobRow  # noqa: E402
 from polar_proxy.tasks import get_source  # noqa: E402
 
 T = TypeVar("T")
-VICTIMS = ("service", "sandbox", "engine", "postgresql")
+VICTIMS = ("service", "sandbox", "engine", "postgresql", "node")
 AGENT = Path(__file__).parent / "_stacks" / "witness_agent.py"
 FINAL_SECONDS = 240.0
 """From the victim's restart to the final status of every rollout: three attempts and a hold of 30 s have room in it."""
@@ -61,11 +62,15 @@ class Kill:
 
 
 class Chaos:
-    """The deployment under test: a database, an engine, a service, all real processes."""
+    """The deployment under test: a database, an engine, a service, all real processes. To kill a `node` the service
+    is one over a Ray cluster of two."""
 
-    def __init__(self, folder: Path, given: argparse.Namespace, tell: Callable[[str], None]) -> None:
-        self.folder, self.given, self.tell = folder, given, tell
+    def __init__(
+        self, folder: Path, victims: list[str], given: argparse.Namespace, tell: Callable[[str], None]
+    ) -> None:
+        self.folder, self.names, self.given, self.tell = folder, victims, given, tell
         self.random = random.Random(given.seed)
+        folder.mkdir()
         self.witness = folder / "witness"
         self.witness.mkdir()
         self.kills: list[Kill] = []
@@ -84,8 +89,16 @@ class Chaos:
             self.victims["postgresql"] = postgres
             self.db = postgres.url
         self.service = Service(self.folder, self.db, self.engine.url, self.engine.model, given.concurrency)
+        self.cluster: Cluster | None = None
+        if "node" in self.names:
+            self.cluster = Cluster(self.service, self.folder, 2, given.concurrency, self.random)
+            stack.callback(self.cluster.stop)
+            self.victims["node"] = self.cluster
         stack.callback(self.service.stop)
-        self.service.start()
+        if self.cluster is None:
+            self.service.start()
+        else:
+            self.cluster.begin()
         self.victims |= {"service": self.service, "sandbox": SomeSandbox(self.folder, self.random)}
 
     async def run(self) -> None:
@@ -93,7 +106,7 @@ class Chaos:
             self.store = store
             self.length = await self.untouched()
             for number in range(self.given.rounds):
-                for name in self.given.victims:
+                for name in self.names:
                     await self.kill_one(name, number)
             await self.settle()
 
@@ -164,9 +177,10 @@ class Chaos:
     async def settle(self) -> None:
         """Stop the service as its owner would, then count."""
         await asyncio.to_thread(self.service.stop)
+        if self.cluster is not None:
+            await asyncio.to_thread(self.cluster.stop)
         self.remains = left_behind(self.folder)
-        unfinished = [line for kill in self.kills for line in kill.unfinished]
-        self.unfinished = unfinished
+        self.unfinished = [line for kill in self.kills for line in kill.unfinished]
         final = [row.rollout_id for row in await self.store.rollouts(rollout_ids=self.rollout_ids) if row.final]
         self.account = await reckon(self.store, self.witness, final, echoes=self.given.engine == "echo")
 
@@ -181,25 +195,28 @@ async def patient(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
     return await ask()
 
 
-def document(chaos: Chaos) -> dict[str, Any]:
-    account: Account = chaos.account
+def document(found: list[Chaos], given: argparse.Namespace) -> dict[str, Any]:
+    account = sum((chaos.account for chaos in found), Account())
+    kills = [kill for chaos in found for kill in chaos.kills]
+    unfinished = [line for chaos in found for line in chaos.unfinished]
+    remains = [line for chaos in found for line in chaos.remains]
     killed: dict[str, dict[str, Any]] = {}
-    for name in chaos.given.victims:
-        kills = [kill for kill in chaos.kills if kill.victim == name]
-        after = sorted(kill.final_after for kill in kills if kill.final_after is not None)
+    for name in given.victims:
+        own = [kill for kill in kills if kill.victim == name]
+        after = sorted(kill.final_after for kill in own if kill.final_after is not None)
         killed[name] = {
-            "kills": len(kills),
-            "unfinished": sum(len(kill.unfinished) for kill in kills),
+            "kills": len(own),
+            "unfinished": sum(len(kill.unfinished) for kill in own),
             "final_after_s": {"median": after[len(after) // 2], "most": after[-1]} if after else None,
-            "moments_s": [kill.moment for kill in kills],
+            "moments_s": [kill.moment for kill in own],
         }
     return {
-        "rounds": chaos.given.rounds,
+        "rounds": given.rounds,
         "acknowledged": account.acknowledged,
         "lost": len(account.lost),
         "doubled": len(account.doubled),
-        "unfinished": len(chaos.unfinished),
-        "left_behind": len(chaos.remains),
+        "unfinished": len(unfinished),
+        "left_behind": len(remains),
         "wrong": len(account.wrong),
         "unaccounted": len(account.unaccounted),
         "asked_again": account.asked_again,
@@ -210,14 +227,11 @@ def document(chaos: Chaos) -> dict[str, Any]:
             "attempts": {str(number): count for number, count in sorted(account.attempts.items())},
         },
         "killed": killed,
-        "not_killed": [name for name in (*VICTIMS, "node") if name not in chaos.given.victims],
-        "engine": chaos.given.engine,
-        "db": chaos.given.db,
-        "seed": chaos.given.seed,
-        "cases": [
-            *(account.lost + account.doubled + account.wrong + account.unaccounted),
-            *(chaos.unfinished + chaos.remains),
-        ],
+        "not_killed": [name for name in VICTIMS if name not in given.victims],
+        "engine": given.engine,
+        "db": given.db,
+        "seed": given.seed,
+        "cases": [*account.lost, *account.doubled, *account.wrong, *account.unaccounted, *unfinished, *remains],
     }
 
 
@@ -234,7 +248,7 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="leave the run's folder, with all logs")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    known = [name for name in VICTIMS if given.db == "postgresql" or name != "postgresql"]
+    known = [name for name in VICTIMS if given.db == "postgresql" or name not in ("postgresql", "node")]
     given.victims = known if given.victims == "all" else given.victims.split(",")
     if unknown := set(given.victims) - set(known):
         parser.error(f"cannot be killed here: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
@@ -243,11 +257,16 @@ def main() -> int:
         print(line, file=sys.stderr, flush=True)
 
     folder = Path(tempfile.mkdtemp(prefix="polar-chaos-"))
+    alone = [name for name in given.victims if name != "node"]
+    found = []
     try:
-        chaos = Chaos(folder, given, tell)
-        with ExitStack() as stack:
-            chaos.start(stack)
-            asyncio.run(chaos.run())
+        for number, victims in enumerate([alone, [name for name in given.victims if name == "node"]]):
+            if victims:
+                with ExitStack() as stack:
+                    chaos = Chaos(folder / str(number), victims, given, tell)
+                    chaos.start(stack)
+                    asyncio.run(chaos.run())
+                    found.append(chaos)
     except Unavailable as error:
         tell(str(error))
         return 2
@@ -256,16 +275,16 @@ def main() -> int:
             tell(f"kept: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    found = document(chaos)
+    told = document(found, given)
     if given.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(told, indent=1))
     else:
         for name in ("rounds", "acknowledged", "lost", "doubled", "unfinished", "left_behind", "wrong", "unaccounted"):
-            print(f"{name:14}{found[name]}")
-    for line in found["cases"]:
+            print(f"{name:14}{told[name]}")
+    for line in told["cases"]:
         tell(line)
     bad = ("lost", "doubled", "unfinished", "left_behind", "wrong", "unaccounted")
-    return 1 if any(found[name] for name in bad) else 0
+    return 1 if any(told[name] for name in bad) else 0
 
 
 if __name__ == "__main__":

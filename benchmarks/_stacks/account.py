@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ class Account:
     excluded: Counter[str] = field(default_factory=Counter)
     recorded: int = 0
     trained: int = 0
+
+    def __add__(self, other: Account) -> Account:
+        return Account(**{item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(self)})
 
 
 def witnessed(folder: Path) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ class Process:
     def __init__(self, command: list[str], folder: Path, ready: str, **environment: str) -> None:
         self.command, self.log, self._ready = command, folder / f"{self.name}.log", ready
         keep = {key: os.environ[key] for key in ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "TMPDIR") if key in os.environ}
-        self._environment = keep | {"PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"} | environment
+        self.environment = keep | {"PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"} | environment
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -56,7 +56,7 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=self._environment,
+                env=self.environment,
                 cwd=ROOT,
                 start_new_session=True,
             )
