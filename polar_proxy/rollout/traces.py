@@ -26,7 +26,7 @@ async def build_traces(
     store: Store, session_id: str, rollout_id: str | None, *, reward: float | None, incomplete: bool
 ) -> None:
     """Build and store the traces of a session that has ended. `incomplete`: a call was lost, so none is trained."""
-    calls = await store.calls(session_id)
+    calls = await store.calls(session_id, text=False)
     for builder in _AT_THE_END:
         built = await asyncio.to_thread(build, calls, builder, rollout_id=rollout_id, reward=reward)
         await _put(store, session_id, rollout_id, calls, _without_traces(built, calls) if incomplete else built)
@@ -95,7 +95,7 @@ async def rebuild(
         if row is not None and not row.final:
             done.skipped[row.rollout_id] = row.status
             continue
-        calls = await store.calls(target.session_id)
+        calls = await store.calls(target.session_id, text=False)
         built = await asyncio.to_thread(
             build, calls, builder, on_drift=on_drift, rollout_id=target.rollout_id, reward=target.reward
         )
@@ -119,7 +119,7 @@ async def _put(
 ) -> None:
     proofs = await asyncio.to_thread(certificates, calls, built)
     kept = {trace_id: stored(proof) for trace_id, proof in proofs.items()}
-    await store.put_traces(built.traces, built.excluded, built.builder, session_id, rollout_id, kept)
+    await store.put_traces(built.traces, built.excluded, built.builder, session_id, rollout_id, kept, calls=calls)
 
 
 def _told(target: Target, calls: Sequence[CallRecord], built: Built) -> Json:

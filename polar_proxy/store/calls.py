@@ -48,10 +48,13 @@ class Calls(Part):
         records = await asyncio.to_thread(found.records)
         return records[0] if records else None
 
-    async def calls(self, session_id: str) -> list[StoredCall]:
-        """All calls of a session with everything, in the order in which they started."""
+    async def calls(self, session_id: str, *, text: bool = True) -> list[StoredCall]:
+        """All calls of a session with everything, in the order in which they started.
+
+        Without `text` they have no messages, tools and marks, and their answers are empty messages: all that traces are
+        made of is there, and is read in two thirds of the time."""
         async with self._database.reading() as connection:
-            found = await fetch(connection, _c.session_id == session_id)
+            found = await fetch(connection, _c.session_id == session_id, text=text)
         return await asyncio.to_thread(found.records)
 
     async def call_rows(self, session_id: str) -> list[CallSummary]:

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +52,14 @@ _TOO_LONG_FOR_DEFLATE = 16_384
 _DEFLATE_LEVEL = 5
 
 
+class IdsBefore(Protocol):
+    """Tokens that stand before a piece, by whoever has their bytes at hand."""
+
+    def low_bytes(self, width: int) -> bytes | bytearray:
+        """The `width` lowest bytes, little-endian, of each of the last `CONTEXT // width` tokens."""
+        ...
+
+
 class Codec:
     """Packs and unpacks cells. One instance serves one thread at a time (it holds zstd contexts)."""
 
@@ -66,7 +76,7 @@ class Codec:
     def pack_ids(self, ids: TokenIds, before: TokenIds = NO_IDS) -> bytes:
         """`ids`: int32 [n]; `before`: int32 [m], the tokens before them, to be given again for unpacking."""
         width = 4 if ids.size == 0 or int(ids.min()) < 0 else max(1, (int(ids.max()).bit_length() + 7) // 8)
-        if before.size and (packed := _deflated(_whole(ids, width), _ids_before(before, width))) is not None:
+        if before.size and (packed := _deflated(low_bytes(ids, width), _ids_before(before, width))) is not None:
             return bytes((VERSION, _IDS | width << 3 | _DEFLATE)) + packed
         return self._cell(_IDS, width, _planes(ids, "<i4", width))
 
@@ -76,23 +86,60 @@ class Codec:
         rotated = _rotated(logprobs)
         return plain if len(plain) <= len(rotated) + 2 else bytes((VERSION, _ROTATED | 4 << 3)) + rotated
 
-    def unpack_bytes(self, cell: bytes, before: bytes = b"") -> bytes:
-        width, body = self._head(cell, _BYTES)
+    def unpack_bytes(self, cell: bytes, before: bytes | bytearray = b"") -> bytes:
+        width, body = _head(cell, _BYTES)
         return _inflated(body, before[-CONTEXT:]) if cell[1] & _DEFLATE else self._body(cell, width, body)
 
-    def unpack_ids(self, cell: bytes, before: TokenIds = NO_IDS) -> TokenIds:
-        width, body = self._head(cell, _IDS)
+    def unpack_ids(self, cell: bytes, before: TokenIds | IdsBefore = NO_IDS) -> TokenIds:
+        body, width = self.unpack_ids_bytes(cell, before)
+        return ids_of([body], width)[0]
+
+    def unpack_ids_bytes(self, cell: bytes, before: TokenIds | IdsBefore = NO_IDS) -> tuple[bytes, int]:
+        """The ids as bytes, and how many of them, little-endian, each has: an array (`ids_of`) can be had later."""
+        width, body = _head(cell, _IDS)
         if cell[1] & _DEFLATE:
-            numbers = _from_whole(_inflated(body, _ids_before(before, width)), width)
-        else:
-            numbers = _from_planes(self._body(cell, width, body), width)
-        return numbers.view("<i4").astype(np.int32, copy=False)
+            known = _ids_before(before, width) if isinstance(before, np.ndarray) else before.low_bytes(width)
+            body = _inflated(body, known)
+            if len(body) % width:
+                raise StoreError("A stored array is cut short: the database is damaged")
+            return body, width
+        planes = self._body(cell, width, body)
+        if width == 1:
+            return planes, width
+        whole, count = bytearray(planes), len(planes) // width
+        for plane in range(width):
+            whole[plane::width] = planes[plane * count : (plane + 1) * count]
+        return bytes(whole), width
 
     def unpack_logprobs(self, cell: bytes) -> Logprobs:
-        if len(cell) > 1 and cell[1] & 7 == _ROTATED:
-            return _rotated_back(self._head(cell, _ROTATED)[1])
-        width, body = self._head(cell, _FLOATS)
-        return _from_planes(self._body(cell, width, body), width).view("<f4").astype(np.float32, copy=False)
+        return self.unpack_all_logprobs([cell])[0]
+
+    def unpack_all_logprobs(self, cells: Sequence[bytes]) -> list[Logprobs]:
+        """Those of many cells, which are put together at once: parts of one array."""
+        if not cells:
+            return []
+        found = [self._planes_of(cell) for cell in cells]
+        sizes = [len(planes[3]) for planes, _ in found]
+        bits = _from_planes(b"".join(planes[plane] for plane in range(4) for planes, _ in found), 4).view("<u4")
+        turned = np.repeat([rotated for _, rotated in found], sizes)
+        bits = np.where(turned, (bits >> 1) | (bits << 31), bits)
+        logprobs: Logprobs = bits.view("<f4").astype(np.float32, copy=False)
+        ends = np.cumsum(sizes).tolist()
+        return [logprobs[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def _planes_of(self, cell: bytes) -> tuple[list[bytes], bool]:
+        """The four byte planes of log-probabilities, and whether their bits are rotated."""
+        rotated = len(cell) > 1 and cell[1] & 7 == _ROTATED
+        width, body = _head(cell, _ROTATED if rotated else _FLOATS)
+        if rotated:
+            exponents, rest = _inflate(body, b"")
+            if len(rest) != 3 * len(exponents):
+                raise StoreError("A stored array is cut short: the database is damaged")
+            body = rest + exponents
+        else:
+            body = self._body(cell, width, body)
+        size = len(body) // width
+        return [body[start : start + size] for start in range(0, 4 * size, size)] if size else [b""] * 4, rotated
 
     def _cell(self, kind: int, width: int, body: bytes) -> bytes:
         flags = kind | width << 3
@@ -101,17 +148,6 @@ class Codec:
             if len(packed) < len(body):
                 return bytes((VERSION, flags | _ZSTD)) + packed
         return bytes((VERSION, flags)) + body
-
-    def _head(self, cell: bytes, kind: int) -> tuple[int, bytes]:
-        """Width and body."""
-        if len(cell) < 2 or cell[0] != VERSION:
-            found = f"version {cell[0]}" if cell else "an empty cell"
-            raise StoreError(f"A stored value has {found}; this Polar reads version {VERSION}: update Polar")
-        flags = cell[1]
-        width = flags >> 3 & 7
-        if flags & 7 != kind or not 1 <= width <= 4 or flags & (_ZSTD | _DEFLATE) == _ZSTD | _DEFLATE:
-            raise StoreError(f"A stored value is of kind {flags & 7}, expected {kind}: the database is damaged")
-        return width, cell[2:]
 
     def _body(self, cell: bytes, width: int, body: bytes) -> bytes:
         if cell[1] & _ZSTD:
@@ -140,7 +176,20 @@ def pack_small_json(text: bytes) -> bytes:
 
 
 def unpack_small_json(cell: bytes) -> bytes:
-    return Codec().unpack_bytes(cell, _USUAL_JSON)
+    _, body = _head(cell, _BYTES)
+    return _inflated(body, _USUAL_JSON) if cell[1] & _DEFLATE else body
+
+
+def _head(cell: bytes, kind: int) -> tuple[int, bytes]:
+    """Width and body."""
+    if len(cell) < 2 or cell[0] != VERSION:
+        found = f"version {cell[0]}" if cell else "an empty cell"
+        raise StoreError(f"A stored value has {found}; this Polar reads version {VERSION}: update Polar")
+    flags = cell[1]
+    width = flags >> 3 & 7
+    if flags & 7 != kind or not 1 <= width <= 4 or flags & (_ZSTD | _DEFLATE) == _ZSTD | _DEFLATE:
+        raise StoreError(f"A stored value is of kind {flags & 7}, expected {kind}: the database is damaged")
+    return width, cell[2:]
 
 
 def bytes_before(contents: Sequence[bytes]) -> bytes:
@@ -156,7 +205,7 @@ def bytes_before(contents: Sequence[bytes]) -> bytes:
 
 
 def _ids_before(before: TokenIds, width: int) -> bytes:
-    return _whole(before[-(CONTEXT // width) :], width)
+    return low_bytes(before[-(CONTEXT // width) :], width)
 
 
 def _deflated(body: bytes, before: bytes) -> bytes | None:
@@ -172,14 +221,14 @@ def _deflate(body: bytes, before: bytes) -> bytes:
     return packer.compress(body) + packer.flush()
 
 
-def _inflated(body: bytes, before: bytes) -> bytes:
+def _inflated(body: bytes, before: bytes | bytearray) -> bytes:
     found, rest = _inflate(body, before)
     if rest:
         raise StoreError("A stored value goes on behind its end: the database is damaged")
     return found
 
 
-def _inflate(body: bytes, before: bytes) -> tuple[bytes, bytes]:
+def _inflate(body: bytes, before: bytes | bytearray) -> tuple[bytes, bytes]:
     """What the deflate stream holds, and what stands behind it."""
     unpacker = zlib.decompressobj(-15, before)
     try:
@@ -197,14 +246,6 @@ def _rotated(logprobs: Logprobs) -> bytes:
     return _deflate(planes[3].tobytes(), b"") + planes[:3].tobytes()
 
 
-def _rotated_back(body: bytes) -> Logprobs:
-    exponents, rest = _inflate(body, b"")
-    if len(rest) != 3 * len(exponents):
-        raise StoreError("A stored array is cut short: the database is damaged")
-    bits = _from_planes(rest + exponents, 4).view("<u4")
-    return ((bits >> 1) | (bits << 31)).view("<f4").astype(np.float32, copy=False)
-
-
 _LOW_BYTES = {
     width: np.dtype({"names": ["low"], "formats": [f"V{width}"], "offsets": [0], "itemsize": 4})
     for width in (1, 2, 3, 4)
@@ -212,17 +253,30 @@ _LOW_BYTES = {
 """Of a 4-byte number, its `width` lowest bytes as one item: copied as such, not byte by byte."""
 
 
-def _whole(ids: TokenIds, width: int) -> bytes:
+def low_bytes(ids: TokenIds, width: int) -> bytes:
+    """The `width` lowest bytes of each, little-endian."""
     found: bytes = np.ascontiguousarray(ids, dtype="<i4").view(_LOW_BYTES[width])["low"].tobytes()
     return found
 
 
-def _from_whole(body: bytes, width: int) -> npt.NDArray[np.uint8]:
-    if len(body) % width:
-        raise StoreError("A stored array is cut short: the database is damaged")
-    numbers = np.zeros((len(body) // width, 4), dtype=np.uint8)
-    numbers[:, :width] = np.frombuffer(body, dtype=np.uint8).reshape(-1, width)
-    return numbers.reshape(-1)
+def ids_of(bodies: Sequence[bytes | bytearray], width: int) -> list[TokenIds]:
+    """The ids of many bodies of one width, which are put together at once: parts of one array."""
+    ends = list(accumulate(len(body) // width for body in bodies))
+    joined = b"".join((*bodies, bytes(4 - width)))
+    # Every `width` bytes four are read, and those that belong to the next number are masked: no copy byte by byte.
+    numbers: npt.NDArray[np.uint32] = np.ndarray((ends[-1],), "<u4", joined, strides=(width,))
+    ids = (numbers & np.uint32((1 << 8 * width) - 1)).astype(np.uint32, copy=False).view(np.int32)
+    return [ids[start:end] for start, end in pairwise([0, *ends])]
+
+
+def in_width(body: bytes | bytearray, width: int, wanted: int) -> bytes | bytearray:
+    """Ids of `width` bytes each in `wanted` bytes each: zeros are added, or the highest bytes left out."""
+    if width == wanted:
+        return body
+    found = bytearray(len(body) // width * wanted)
+    for place in range(min(width, wanted)):
+        found[place::wanted] = body[place::width]
+    return found
 
 
 def _planes(numbers: npt.NDArray[np.int32] | npt.NDArray[np.float32], dtype: str, width: int) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import CTE, ColumnElement, CompoundSelect, Select, select, union
@@ -11,48 +12,53 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import jsontext
-from polar_proxy.store.buffers import Tokens
-from polar_proxy.store.codec import NO_IDS, Codec, bytes_before
+from polar_proxy.store.buffers import Text, Tokens
+from polar_proxy.store.codec import Codec, ids_of
 from polar_proxy.store.schema import calls, completions, engines, nodes, settings
-from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, TokenIds
+from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Logprobs, TokenIds
 
-_params = settings.alias("params")
-_sampling = settings.alias("sampling")
+_c = calls.c
+_AS_THEY_ARE = (
+    *("call_id", "session_id", "dialect", "path", "stream", "model", "weight_version", "logprob_mode", "status"),
+    *("http_status", "error", "edge", "parent_call_id", "rule", "ambiguous", "thread", "prompt_mode", "prompt_reason"),
+    *("base_call_id", "base_choice", "started_at", "first_token_at", "ended_at", "cached_tokens"),
+)
+"""Fields of a record that are columns of `calls` under the same names."""
+_TO_UNPACK = ("engine_hash", "params_hash", "sampling_hash", "prompt_node", "prompt_tail", "prompt_tokens")
+_WITH_TEXT = ("marks", "message_count", "messages_node", "tools_node", "completion_tokens")
 
 
 async def fetch(connection: AsyncConnection, where: ColumnElement[bool], *, text: bool = True) -> Fetched:
-    """All rows behind the calls that fulfil `where` (a condition on `calls`): four statements, each node once.
+    """All rows behind the calls that fulfil `where` (a condition on `calls`): five statements, each node once.
 
-    Without `text` the records have tokens, but no messages and tools, and their answers are empty messages.
+    Without `text` the records have tokens, but no messages, tools and marks, and their answers are empty messages.
     """
-    rows = (
-        await connection.execute(
-            select(
-                calls,
-                engines.c.info.label("engine_info"),
-                _params.c.value.label("params"),
-                _sampling.c.value.label("sampling"),
-            )
-            .join(_params, _params.c.settings_hash == calls.c.params_hash)
-            .join(_sampling, _sampling.c.settings_hash == calls.c.sampling_hash)
-            .outerjoin(engines, engines.c.engine_hash == calls.c.engine_hash)
-            .where(where)
-            .order_by(calls.c.started_at, calls.c.call_id)
-        )
-    ).all()
+    names = (*_AS_THEY_ARE, *_TO_UNPACK, *(_WITH_TEXT if text else ()))
+    query = select(*(_c[name] for name in names)).where(where).order_by(_c.started_at, _c.call_id)
+    rows = (await connection.execute(query)).all()
     if not rows:
         return Fetched((), (), ())
+    answers = [column for column in completions.c if text or column.name != "message"]
     chosen = (
         await connection.execute(
-            select(completions)
-            .join(calls, calls.c.call_id == completions.c.call_id)
+            select(*answers)
+            .join(calls, _c.call_id == completions.c.call_id)
             .where(where)
             .order_by(completions.c.call_id, completions.c.choice_index)
         )
     ).all()
-    columns = (calls.c.prompt_node, *((calls.c.messages_node, calls.c.tools_node) if text else ()))
+    used = union(*(select(column).where(where) for column in (_c.params_hash, _c.sampling_hash))).subquery()
+    asked = select(settings).join(used, used.c[0] == settings.c.settings_hash)
+    told = select(engines.c.engine_hash, engines.c.info).where(
+        engines.c.engine_hash.in_(select(_c.engine_hash).where(where))
+    )
+    common = Common(
+        {bytes(row.settings_hash): row.value for row in await connection.execute(asked)},
+        {bytes(row.engine_hash): row.info for row in await connection.execute(told)},
+    )
+    columns = (_c.prompt_node, *((_c.messages_node, _c.tools_node) if text else ()))
     heads = union(*(select(column.label("node_id")).where(where, column.is_not(None)) for column in columns))
-    return Fetched(rows, chosen, await fetch_links(connection, heads), text=text)
+    return Fetched(rows, chosen, await fetch_links(connection, heads), common, text=text)
 
 
 async def fetch_links(connection: AsyncConnection, heads: Select[Any] | CompoundSelect[Any]) -> Sequence[Any]:
@@ -71,82 +77,113 @@ def chains_of(heads: Select[Any] | CompoundSelect[Any]) -> CTE:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What many calls have in common, by its hash. Their records share it: nobody writes into it."""
+
+    settings: Mapping[bytes, Json] = field(default_factory=dict)
+    engines: Mapping[bytes, Json] = field(default_factory=dict)
+
+
 class Fetched:
     """What `fetch` found. Unpacking is CPU work without the database: do it in a thread when there is much."""
 
-    def __init__(self, rows: Sequence[Any], chosen: Sequence[Any], links: Sequence[Any], *, text: bool = True) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Any],
+        chosen: Sequence[Any],
+        links: Sequence[Any],
+        common: Common = Common(),
+        *,
+        text: bool = True,
+    ) -> None:
         self._text = text
+        self._common = common
         self._rows = rows
         self._chosen = chosen
         self._codec = Codec()
         self._links = {bytes(link.node_id): link for link in links}
         self._bytes: dict[bytes, bytes] = {}
+        self._texts: dict[bytes | None, Text] = {None: Text.none()}
         self._conversations: dict[bytes | None, tuple[bytes, ...]] = {None: ()}
         self._prompts: dict[bytes | None, Tokens] = {None: Tokens.none()}
+        self._infos: dict[bytes, EngineInfo] = {}
+        self._tails: dict[bytes, tuple[bytes, int]] = {}
 
     def records(self) -> list[CallRecord]:
         chosen: dict[str, list[Any]] = defaultdict(list)
         for row in self._chosen:
             chosen[row.call_id].append(row)
-        infos: dict[bytes, EngineInfo] = {}
-        return [self._record(row, chosen[row.call_id], infos) for row in self._rows]
+        return self._records([(row, chosen[row.call_id]) for row in self._rows])
 
-    def _record(self, row: Any, chosen: Sequence[Any], infos: dict[bytes, EngineInfo]) -> CallRecord:
-        engine = None
-        if row.engine_hash is not None:
-            if row.engine_hash not in infos:
-                infos[row.engine_hash] = engine_info(row.engine_info)
-            engine = infos[row.engine_hash]
-        messages = self._messages(row.messages_node, row.message_count) if self._text else ()
-        prompt = None if row.prompt_tokens is None else self.prompt(row.prompt_node, row.prompt_tail)
-        return CallRecord(
-            call_id=row.call_id,
-            session_id=row.session_id,
-            dialect=row.dialect,
-            path=row.path,
-            stream=row.stream,
-            model=row.model,
-            engine=engine,
-            weight_version=row.weight_version,
-            logprob_mode=row.logprob_mode,
-            status=row.status,
-            http_status=row.http_status,
-            error=row.error,
-            edge=row.edge,
-            parent_call_id=row.parent_call_id,
-            rule=row.rule,
-            ambiguous=row.ambiguous,
-            thread=row.thread,
-            marks=row.marks,
-            prompt_mode=row.prompt_mode,
-            prompt_reason=row.prompt_reason,
-            base_call_id=row.base_call_id,
-            base_choice=row.base_choice,
-            messages=messages,
-            tools=None if row.tools_node is None or not self._text else self._content(row.tools_node, ()),
-            params=row.params,
-            sampling=row.sampling,
-            prompt_ids=prompt,
-            choices=self._choices(chosen, messages, prompt),
-            started_at=row.started_at,
-            first_token_at=row.first_token_at,
-            ended_at=row.ended_at,
-            cached_tokens=row.cached_tokens,
-        )
+    def _records(self, rows: Sequence[tuple[Any, Sequence[Any]]]) -> list[CallRecord]:
+        """Of calls with their answers. All tokens are read before the first array is made: so there are few arrays."""
+        prompts = [
+            None if row.prompt_tokens is None else self._prompt(row.prompt_node, row.prompt_tail) for row, _ in rows
+        ]
+        answers = [
+            (answer, prompt or Tokens.none())
+            for (_, chosen), prompt in zip(rows, prompts, strict=True)
+            for answer in chosen
+        ]
+        said = zip(self._token_ids(answers), self._logprobs([answer for answer, _ in answers]), strict=True)
+        return [self._record(row, chosen, prompt, said) for (row, chosen), prompt in zip(rows, prompts, strict=True)]
 
-    def _choices(self, chosen: Sequence[Any], messages: Sequence[bytes], prompt: TokenIds | None) -> tuple[Choice, ...]:
-        before = bytes_before(messages) if chosen and self._text else b""
-        return tuple(
+    def _token_ids(self, answers: Sequence[tuple[Any, Tokens]]) -> Iterator[TokenIds]:
+        """Of answers behind their prompts, in the same order."""
+        bodies: dict[int, list[bytes]] = defaultdict(list)
+        widths = []
+        for answer, prompt in answers:
+            body, width = self._codec.unpack_ids_bytes(answer.token_ids, prompt)
+            bodies[width].append(body)
+            widths.append(width)
+        arrays = {width: iter(ids_of(found, width)) for width, found in bodies.items()}
+        return (next(arrays[width]) for width in widths)
+
+    def _logprobs(self, answers: Sequence[Any]) -> Sequence[Logprobs]:
+        return self._codec.unpack_all_logprobs([answer.logprobs for answer in answers])
+
+    def _record(
+        self,
+        row: Any,
+        chosen: Sequence[Any],
+        prompt: Tokens | None,
+        said: Iterator[tuple[TokenIds, Logprobs]],
+    ) -> CallRecord:
+        """`said`: of what is sampled, what comes next."""
+        if self._text:
+            messages = self._messages(row.messages_node, row.message_count)
+            tools = None if row.tools_node is None else self._content(row.tools_node, Text.none())
+            before, marks = self._texts[row.messages_node], row.marks
+        else:
+            messages, tools, before, marks = (), None, Text.none(), None
+        choices = tuple(
             Choice(
-                index=row.choice_index,
-                message=jsontext.loads(self._codec.unpack_bytes(row.message, before)) if self._text else {},
-                finish_reason=row.finish_reason,
-                token_ids=self._codec.unpack_ids(row.token_ids, NO_IDS if prompt is None else prompt),
-                logprobs=self._codec.unpack_logprobs(row.logprobs),
-                versions=tuple((start, version) for start, version in row.versions or ()),
+                index=answer.choice_index,
+                message=jsontext.loads(self._codec.unpack_bytes(answer.message, before.end)) if self._text else {},
+                finish_reason=answer.finish_reason,
+                token_ids=token_ids,
+                logprobs=logprobs,
+                versions=tuple((start, version) for start, version in answer.versions or ()),
             )
-            for row in chosen
+            for answer, (token_ids, logprobs) in zip(chosen, said, strict=False)
         )
+        return CallRecord(
+            **dict(zip(_AS_THEY_ARE, row, strict=False)),
+            engine=None if row.engine_hash is None else self._engine(row.engine_hash),
+            marks=marks,
+            messages=messages,
+            tools=tools,
+            params=_known(self._common.settings, row.params_hash),
+            sampling=_known(self._common.settings, row.sampling_hash),
+            prompt_ids=None if prompt is None else prompt.ids,
+            choices=choices,
+        )
+
+    def _engine(self, key: bytes) -> EngineInfo:
+        if key not in self._infos:
+            self._infos[key] = engine_info(_known(self._common.engines, key))
+        return self._infos[key]
 
     def _messages(self, head: bytes | None, count: int) -> tuple[bytes, ...]:
         new: list[bytes] = []
@@ -154,9 +191,12 @@ class Fetched:
         while node is not None and node not in self._conversations:
             new.append(node)
             node = self._link(node).parent_id
-        found = list(self._conversations[node])
+        found, text = list(self._conversations[node]), self._texts[node]
         for node in reversed(new):
-            found.append(self._content(node, found))
+            content = self._content(node, text)
+            found.append(content)
+            text = text.and_then(content)
+        self._texts[head] = text
         if len(found) != count:
             raise StoreError(f"A conversation of {count} messages has {len(found)} stored: the database is damaged")
         messages = self._conversations[head] = tuple(found)
@@ -167,14 +207,17 @@ class Fetched:
             raise StoreError(f"The node {node.hex()} of a stored chain is missing: the database is damaged")
         return self._links[node]
 
-    def _content(self, node: bytes, above: Sequence[bytes]) -> bytes:
+    def _content(self, node: bytes, above: Text) -> bytes:
         if node not in self._bytes:
-            self._bytes[node] = self._codec.unpack_bytes(self._link(node).data, bytes_before(above))
+            self._bytes[node] = self._codec.unpack_bytes(self._link(node).data, above.end)
         return self._bytes[node]
 
-    def prompt(self, head: bytes | None, tail: bytes | None = None) -> TokenIds:
-        """The prompt whose chain ends at `head`, with the packed tokens that come behind it. Read-only; prompts that
-        begin alike share their memory."""
+    def prompt(self, head: bytes | None) -> TokenIds:
+        """The prompt whose chain ends at `head`. Read-only; prompts that begin alike share their memory."""
+        return self._prompt(head, None).ids
+
+    def _prompt(self, head: bytes | None, tail: bytes | None) -> Tokens:
+        """With the packed tokens that come behind it."""
         new: list[bytes] = []
         node = head
         while node is not None and node not in self._prompts:
@@ -183,11 +226,21 @@ class Fetched:
         prompt = self._prompts[node]
         for node in reversed(new):
             link = self._link(node)
-            prompt = prompt.and_then(self._codec.unpack_ids(link.data, prompt.ids))
+            prompt = prompt.and_then(*self._codec.unpack_ids_bytes(link.data, prompt))
             if prompt.size != link.total:
                 raise StoreError("A prompt has not as many tokens as its chain counts: the database is damaged")
             self._prompts[node] = prompt
-        return prompt.ids if tail is None else prompt.and_then(self._codec.unpack_ids(tail)).ids
+        if tail is None:
+            return prompt
+        if tail not in self._tails:  # the same opening of an answer, as a rule
+            self._tails[tail] = self._codec.unpack_ids_bytes(tail)
+        return prompt.and_then(*self._tails[tail])
+
+
+def _known(common: Mapping[bytes, Json], key: bytes) -> Json:
+    if key not in common:
+        raise StoreError(f"The row {bytes(key).hex()} that a call refers to is missing: the database is damaged")
+    return common[key]
 
 
 def engine_info(info: Json) -> EngineInfo:

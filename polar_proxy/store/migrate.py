@@ -5,7 +5,11 @@ Revisions are four digits that count up, so that a newer one is told from a dama
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from alembic import command
 from alembic.config import Config
@@ -21,6 +25,9 @@ HEAD = "0006"
 """The newest revision. Stands here too so that opening a database need not load the migrations."""
 
 _POSTGRES_LOCK = 0x706F6C6172  # any number that only Polar uses
+_LOOK_AGAIN = 0.02
+_migrating = threading.Lock()
+"""Alembic's `op` and `context` are of the whole process, so one database is migrated at a time."""
 
 
 async def upgrade(url: str) -> str:
@@ -39,11 +46,23 @@ async def ensure_newest(database: Database) -> None:
     async with database.reading() as connection:
         if await revision(connection) == HEAD:
             return
-    async with database.writing() as connection:  # on SQLite this alone shuts out other writers
+    # On SQLite the transaction alone shuts out the writers of other processes.
+    async with _one_at_a_time(), database.writing() as connection:
         if database.dialect == "postgresql":
             await connection.execute(text(f"SELECT pg_advisory_xact_lock({_POSTGRES_LOCK})"))
         if await revision(connection) != HEAD:
             await connection.run_sync(_run_migrations)
+
+
+@asynccontextmanager
+async def _one_at_a_time() -> AsyncIterator[None]:
+    # Looked at again and again, because who holds it may be another task of this loop or run in another thread's.
+    while not _migrating.acquire(blocking=False):  # noqa: ASYNC110 (an event is of one loop)
+        await asyncio.sleep(_LOOK_AGAIN)
+    try:
+        yield
+    finally:
+        _migrating.release()
 
 
 async def require_newest(database: Database) -> None:

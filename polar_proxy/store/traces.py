@@ -19,7 +19,7 @@ from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.base import Part
 from polar_proxy.store.codec import Codec
-from polar_proxy.store.rescores import Records, fetch_for
+from polar_proxy.store.rescores import fetch_for
 from polar_proxy.types import CallRecord, Json, Logprobs, Span, TokenIds, Trace
 
 _t = schema.traces.c
@@ -35,12 +35,15 @@ class Traces(Part):
         session_id: str,
         rollout_id: str | None = None,
         certificates: Mapping[str, Json] | None = None,
+        *,
+        calls: Sequence[CallRecord] | None = None,
     ) -> None:
         """Replace what this builder made of this session before.
 
         `excluded` maps the call ids that went into no trace to the reason. Raises StoreError, and changes nothing,
         when a trace is not what its spans say (its tokens would come back as something else) or branches from one that
-        is not among `traces`. `certificates` are by trace id.
+        is not among `traces`. `certificates` are by trace id. `calls`: those of the session as the store gave
+        them, for who has just read them; without, they are read here.
         """
         ids = {trace.trace_id for trace in traces}
         for trace in traces:
@@ -48,9 +51,11 @@ class Traces(Part):
                 raise StoreError(f"The trace {trace.trace_id} is of another session, rollout or builder")
             if trace.parent_trace_id is not None and trace.parent_trace_id not in ids:
                 raise StoreError(f"The trace {trace.trace_id} branches from one that is not put with it")
-        async with self._database.reading() as connection:
-            records = await fetch_for(connection, schema.calls.c.session_id == session_id, builder)
-        await asyncio.to_thread(_check, traces, records)
+        if calls is None:
+            async with self._database.reading() as connection:
+                records = await fetch_for(connection, schema.calls.c.session_id == session_id, builder)
+            calls = await asyncio.to_thread(records)
+        await asyncio.to_thread(_check, traces, calls)
         now = time.time()
         codec = Codec()
         rows = [_trace_row(trace, (certificates or {}).get(trace.trace_id), now, codec) for trace in traces]
@@ -206,8 +211,8 @@ def _rebuild(
     return found
 
 
-def _check(traces: Sequence[Trace], records: Records) -> None:
-    calls = {call.call_id: call for call in records()}
+def _check(traces: Sequence[Trace], records: Sequence[CallRecord]) -> None:
+    calls = {call.call_id: call for call in records}
     for trace in traces:
         token_ids, loss_mask, logprobs = _sequence(trace.trace_id, trace.spans, calls)
         if trace.rescored and len(trace.logprobs) == len(loss_mask):

@@ -128,7 +128,7 @@ class _Audit(Fetched):
             name = f"calls {row.call_id}"
             own = chosen.get(row.call_id, [])
             try:
-                record = self._record(row, own, {})
+                (record,) = self._records([(row, own)])
             except (StoreError, ValueError, KeyError, TypeError) as error:
                 yield Fault(name, str(error) or type(error).__name__)
                 continue

@@ -6,8 +6,10 @@ made.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -17,7 +19,10 @@ from polar_proxy.trajectories.grade import CANONICAL, RESCORED, grade_of
 from polar_proxy.trajectories.line import Built
 from polar_proxy.trajectories.paths import path
 from polar_proxy.trajectories.tokens import begins_with, shared
-from polar_proxy.types import CallRecord, Json, Span, TokenIds, Trace
+from polar_proxy.types import CallRecord, Json, Logprobs, Span, TokenIds, Trace
+
+_NO_IDS: TokenIds = np.empty(0, np.int32)
+_NO_LOGPROBS: Logprobs = np.empty(0, np.float32)
 
 
 class AccountingError(AssertionError):
@@ -76,30 +81,36 @@ def _check_trace(trace: Trace, calls: Mapping[str, CallRecord], built: Built) ->
     n = len(trace.token_ids)
     if not n == len(trace.loss_mask) == len(trace.logprobs) == sum(span.end - span.start for span in trace.spans):
         raise AccountingError(f"{builder}: the spans of {trace.trace_id} do not tile its {n} tokens")
-    position = 0
     heard: dict[str, None] = {}
+    pieces: list[TokenIds] = []
+    told: list[Logprobs] = [_NO_LOGPROBS]
     for span in trace.spans:
         call = calls.get(span.call_id)
         if call is None:
             raise AccountingError(f"{builder}: {trace.trace_id} has the call {span.call_id}, which was never recorded")
-        here = slice(position, position + span.end - span.start)
-        position = here.stop
-        if span.kind == "context":
-            source = call.prompt_ids
-            right = not trace.loss_mask[here].any() and bool(np.isnan(trace.logprobs[here]).all())
-        else:
+        source = call.prompt_ids
+        if span.kind == "sampled":
             heard[span.call_id] = None
             choice = next((choice for choice in call.choices if choice.index == span.choice), None)
             if choice is None or (span.start, span.end) != (0, len(choice.token_ids)):
                 raise AccountingError(f"{builder}: call {call.call_id} is not trained whole in {trace.trace_id}")
             source = choice.token_ids
-            told = trace.logprobs[here]
-            same = np.isfinite(told).all() if trace.rescored else np.array_equal(told, choice.logprobs)
-            right = bool((trace.loss_mask[here] == 1).all() and same)
-        if not right:
-            raise AccountingError(f"{builder}: mask or log-probabilities of {trace.trace_id} are not those sampled")
-        if source is None or not np.array_equal(trace.token_ids[here], source[span.start : span.end]):
-            raise AccountingError(f"{builder}: tokens of {trace.trace_id} are not those of call {span.call_id}")
+            told.append(choice.logprobs)
+        pieces.append(_NO_IDS if source is None else source[span.start : span.end])
+    # All of a trace is compared at once: position by position it is the same, and a turn costs no array of its own.
+    sizes = [span.end - span.start for span in trace.spans]
+    mask = np.repeat(np.array([span.kind == "sampled" for span in trace.spans], np.uint8), sizes)
+    sampled = trace.logprobs[mask == 1]
+    same = np.isfinite(sampled).all() if trace.rescored else np.array_equal(sampled, np.concatenate(told))
+    if not (same and np.array_equal(trace.loss_mask, mask) and np.isnan(trace.logprobs[mask == 0]).all()):
+        raise AccountingError(f"{builder}: mask or log-probabilities of {trace.trace_id} are not those sampled")
+    for span, piece, size in zip(trace.spans, pieces, sizes, strict=True):
+        if len(piece) != size:
+            raise AccountingError(f"{builder}: a span of {trace.trace_id} lies outside of the call {span.call_id}")
+    differs = np.flatnonzero(trace.token_ids != np.concatenate([_NO_IDS, *pieces]))
+    if differs.size:
+        span = trace.spans[bisect_right(list(accumulate(sizes)), int(differs[0]))]
+        raise AccountingError(f"{builder}: tokens of {trace.trace_id} are not those of call {span.call_id}")
     if tuple(heard) != trace.call_ids:
         raise AccountingError(f"{builder}: {trace.trace_id} does not name the calls that it trains")
     why = built.why.get(trace.trace_id, ())

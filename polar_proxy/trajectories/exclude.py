@@ -62,7 +62,8 @@ def _superseded(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> lis
 
 
 def _reported(logprobs: Logprobs) -> bool:
-    return bool(np.all(np.isfinite(logprobs) & (logprobs > MISSING_LOGPROB)))
+    """All are numbers that an engine means. float32 [n], n > 0."""
+    return bool(logprobs.min() > MISSING_LOGPROB and logprobs.max() < np.inf)  # a NaN is in both, and passes neither
 
 
 def _constrained(call: CallRecord) -> bool:

@@ -19,7 +19,7 @@ _STEP = 256
 def common(one: TokenIds, other: TokenIds) -> int:
     """How many tokens both begin with alike."""
     size = min(len(one), len(other))
-    if size == 0 or shared(one, other):
+    if size == 0 or _same(one[:size], other[:size]) or shared(one, other):
         return size
     start, step = 0, _STEP
     while start < size:  # in growing steps: what differs mostly differs early
@@ -30,6 +30,12 @@ def common(one: TokenIds, other: TokenIds) -> int:
             return start + place
         start, step = end, step * 8
     return size
+
+
+def _same(one: TokenIds, other: TokenIds) -> bool:
+    """Whether two short runs of equal length are the same tokens; False of long ones. For few tokens several times as
+    fast as comparing arrays."""
+    return len(one) <= _STEP and one.tobytes() == other.tobytes()
 
 
 def shared(one: TokenIds, other: TokenIds) -> bool:
@@ -47,6 +53,8 @@ def begins_with(whole: TokenIds, start: TokenIds) -> bool:
         return True
     if size > len(whole) or whole[size - 1] != start[-1]:
         return False
+    if size <= _STEP:
+        return _same(whole[:size], start)
     if shared(whole, start):
         return True
     # The end is compared first: it is where histories that only look alike differ.

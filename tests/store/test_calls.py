@@ -50,6 +50,15 @@ async def test_round_trip(store: Store, variant: str) -> None:
     assert_same(await store.calls(call.session_id), [call])
 
 
+@pytest.mark.parametrize("variant", _variants)
+async def test_without_text_all_else_is_there(store: Store, variant: str) -> None:
+    call = record(await new_session(store), **_variants[variant])
+    await store.commit_call(call)
+    choices = tuple(replace(said, message={}) for said in call.choices)
+    expected = replace(call, messages=(), tools=None, marks=None, choices=choices)
+    assert_same(await store.calls(call.session_id, text=False), [expected])
+
+
 async def test_unknown_ids_are_none_or_empty(store: Store) -> None:
     assert await store.call("call_unknown") is None
     assert await store.calls("sess_unknown") == []

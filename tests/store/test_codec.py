@@ -42,6 +42,16 @@ def test_logprobs_bit_for_bit(bits: np.ndarray) -> None:
     assert found.tobytes() == logprobs.tobytes()
 
 
+@given(st.lists(arrays.arrays(np.uint32, st.integers(0, 60), elements=st.integers(0, 2**32 - 1)), max_size=8))
+def test_logprobs_of_many_cells_at_once(many: list[np.ndarray]) -> None:
+    """Noise is kept as it is, what has few exponents rotated: both in one array again."""
+    usual = [-np.random.default_rng(bits.size).exponential(1, bits.size).astype(np.float32) for bits in many]
+    values = [*usual, *(bits.view(np.float32) for bits in many)]
+    found = codec.unpack_all_logprobs([codec.pack_logprobs(one) for one in values])
+    assert [one.tobytes() for one in found] == [one.tobytes() for one in values]
+    assert all(one.dtype == np.float32 for one in found)
+
+
 def test_strided_arrays() -> None:
     ids = np.arange(100, dtype=np.int32)[::3]
     assert np.array_equal(codec.unpack_ids(codec.pack_ids(ids)), ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,34 @@ async def test_two_that_create_at_once(url: str) -> None:
             return await store.schema_revision()
 
     assert await asyncio.gather(*(create() for _ in range(4))) == [migrate.HEAD] * 4
+
+
+async def _create(file: Path) -> str:
+    async with open_store(str(file)) as store:
+        return await store.schema_revision()
+
+
+async def test_new_databases_of_one_process_at_once(tmp_path: Path) -> None:
+    found = await asyncio.gather(*(_create(tmp_path / f"{number}.db") for number in range(4)))
+    assert found == [migrate.HEAD] * 4
+
+
+async def test_new_databases_of_two_threads_at_once(tmp_path: Path) -> None:
+    """Each with an event loop of its own."""
+    runs = (asyncio.to_thread(asyncio.run, _create(tmp_path / f"{number}.db")) for number in range(3))
+    assert await asyncio.gather(*runs) == [migrate.HEAD] * 3
+
+
+async def test_one_new_database_of_several_processes_at_once(tmp_path: Path) -> None:
+    script = (
+        "import asyncio, sys\nfrom polar_proxy.store import upgrade\nsys.stdin.read(1)\n"
+        "print(asyncio.run(upgrade(sys.argv[1])))"
+    )
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, "-c", script, str(tmp_path / "polar.db"))
+    started = [await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe) for _ in range(3)]
+    told = await asyncio.gather(*(process.communicate(b"x") for process in started))
+    assert [out.decode().strip() for out, _ in told] == [migrate.HEAD] * 3, [error.decode() for _, error in told]
 
 
 @pytest.mark.parametrize("reader", [True, False])

@@ -44,6 +44,19 @@ async def test_round_trip(store: Store) -> None:
     assert (other.traces, other.trained_tokens) == (0, 0)
 
 
+async def test_calls_that_were_just_read_are_not_read_again(store: Store) -> None:
+    session_id, calls = await _two_turns(store)
+    trace = trace_of(calls)
+    known = await store.calls(session_id, text=False)
+    await store.put_traces([trace], {}, "merged", session_id, calls=known)
+    assert_same(await store.traces(session_id=session_id), [trace])
+    wrong = replace(trace, token_ids=trace.token_ids[::-1].copy())
+    with pytest.raises(StoreError, match="not what its spans say"):
+        await store.put_traces([wrong], {}, "merged", session_id, calls=known)
+    with pytest.raises(StoreError, match="which its session does not have"):
+        await store.put_traces([trace], {}, "merged", session_id, calls=known[:1])
+
+
 async def test_putting_again_replaces_only_the_same_builder(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     merged = trace_of(calls)
