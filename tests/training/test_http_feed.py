@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +28,10 @@ from polar_proxy.training import metrics
 from polar_proxy.training.config import make_config
 from polar_proxy.training.reading import HttpFeed, StoreReader
 from polar_proxy.training.sync import LocalSync
-from tests.engines.conftest import make_random_model
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 from tests.training.test_resume import weights
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("policy"), vocab_size=300)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @contextlib.asynccontextmanager

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from polar_proxy.training import metrics
 from polar_proxy.training.failures import TrainingError
-from tests.engines.conftest import make_random_model
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LEARN = CONFIG.model_copy(update={"groups": 2, "steps": 10, "learning_rate": 2e-3})
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("policy"), vocab_size=300)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 async def rewards(folder: Path, model: Path, *, shuffled: bool) -> tuple[list[float], list[metrics.Json]]:

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 
 from polar_proxy.errors import UsageError
 from polar_proxy.training import checkpoint, metrics
-from tests.engines.conftest import make_random_model
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SMALL = CONFIG.model_copy(update={"samples": 4})
 POINTS = ("leased", "trained", "saved", "acknowledged one", "acknowledged", "synced")
@@ -29,19 +30,6 @@ POINTS = ("leased", "trained", "saved", "acknowledged one", "acknowledged", "syn
 
 class Killed(BaseException):
     pass
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_random_model(tmp_path_factory.mktemp("policy"), vocab_size=300)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def killer(point: str, time_of: int) -> Callable[[str], None]:
