@@ -15,10 +15,10 @@ from polar_proxy.cli import common
 from polar_proxy.cli.common import DbOption, JsonOption, OlderReasoningOption, PromptModeOption
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
-from polar_proxy.gateway import Gateway, hash_key, new_key
 
 if TYPE_CHECKING:
     from polar_proxy.api import Api
+    from polar_proxy.gateway import Gateway
 
 session_app = typer.Typer(help="Make session keys.", no_args_is_help=True)
 
@@ -61,6 +61,7 @@ def serve(
 async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: str | None) -> None:
     from polar_proxy.api import Api, create_router
     from polar_proxy.engines.factory import make_engine
+    from polar_proxy.gateway import Gateway
     from polar_proxy.rollout import RolloutService, ServiceLimits, recover
 
     async with common.writer(settings) as store:
@@ -146,6 +147,8 @@ def session_new(
     policy = {key: value for key, value in given.items() if value is not None}
 
     async def make() -> tuple[str, str]:
+        from polar_proxy.gateway import hash_key, new_key
+
         key = new_key()
         async with common.writer(settings) as store:
             session = await store.create_session(

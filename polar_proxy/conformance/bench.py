@@ -16,7 +16,6 @@ from polar_proxy.conformance.director import Director
 from polar_proxy.conformance.front import Exchange, Front
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.scripted import Script, ScriptedEngine
-from polar_proxy.gateway import Gateway, hash_key, new_key
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, PromptMode
 from sandboxes import Limits, Mount, Sandbox, SandboxSpec, open_sandbox
@@ -87,6 +86,8 @@ class Bench:
         self._committed: set[str] = set()
 
     async def __aenter__(self) -> Self:
+        from polar_proxy.gateway import Gateway  # here: a web framework, which `polar --help` should not load
+
         self._stack = contextlib.AsyncExitStack()
         await self._stack.enter_async_context(self.engine)
         settings = GatewaySettings(host="127.0.0.1", port=0, closed=True, prompt_mode=self._prompt_mode)
@@ -109,6 +110,8 @@ class Bench:
         self._front.cut_due = director.cut_due
         if isinstance(self.engine, Scripted):
             self.engine.script = director
+        from polar_proxy.gateway import hash_key, new_key
+
         key = new_key()
         session = await self._store.create_session(key_hash=hash_key(key), label=None, policy=None, origin="key")
         run.session_id = session.session_id

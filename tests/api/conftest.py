@@ -86,18 +86,13 @@ def serve_api(store: Store, tmp_path: Path) -> ServeApi:
             gateway.include(create_router(parts))
             counts = service.counts if service is not None else lambda: None
             gateway.metrics.registry.register(ServiceCollector(counts, lambda: keeping.feed_depth))
-            clients = [
-                await stack.enter_async_context(
-                    httpx.AsyncClient(
-                        base_url=gateway.url + API,
-                        headers={"authorization": f"Bearer {await make_key(store, role)}"},
-                        timeout=60,
-                        trust_env=False,
-                    )
-                )
-                for role in ("admin", "trainer")
-            ]
-            yield Running(gateway, service, *clients, store)
+
+            async def client(role: Role) -> httpx.AsyncClient:
+                headers = {"authorization": f"Bearer {await make_key(store, role)}"}
+                http = httpx.AsyncClient(base_url=gateway.url + API, headers=headers, timeout=60, trust_env=False)
+                return await stack.enter_async_context(http)
+
+            yield Running(gateway, service, await client("admin"), await client("trainer"), store)
 
     return serve
 
