@@ -99,11 +99,7 @@ def docker_socket() -> Got:
 
 def past_its_recorder() -> Got:
     """Answers under a key that is not its rollout's, which nobody would find in the rollout."""
-    keys = [f"sk-polar-{secrets.token_urlsafe(24)}" for _ in range(20)] + [
-        "",
-        "anything",
-        KNOWN["neighbour"]["session_id"],
-    ]
+    keys = [*(f"sk-polar-{secrets.token_urlsafe(24)}" for _ in range(20)), "", "anything"]
     got = [asked(f"{ROOT_URL}/v1/chat/completions", key, CHAT)[0] for key in keys]
     return 200 in got, f"{got.count(200)} of {len(got)} keys that were never made are answered"
 
@@ -123,8 +119,8 @@ def other_key() -> Got:
     return bool(works), f"{len(found)} keys of others seen, {len(works)} of them work"
 
 
-def _keys(text: bytes) -> Iterator[str]:
-    for found in re.finditer(rb"sk-polar-[A-Za-z0-9_-]{32}", text):
+def _keys(text: bytes, form: bytes = rb"sk-polar-[A-Za-z0-9_-]{32}") -> Iterator[str]:
+    for found in re.finditer(form, text):
         yield found[0].decode()
 
 
@@ -175,6 +171,14 @@ def admin_api() -> Got:
                 seen[status] = seen.get(status, 0) + 1
     told = ", ".join(f"{count} x {status or 'no answer'}" for status, count in sorted(seen.items()))
     return any(200 <= status < 300 for status in seen), told
+
+
+def admin_key() -> Got:
+    """Search all files that can be read for a key of the API, and use it."""
+    found = {key for _, text in texts() for key in _keys(text, rb"polar-(?:admin|trainer)-[A-Za-z0-9_-]{20,}")}
+    gates = (ROOT_URL, KNOWN["gateway_url"])
+    works = {key for key in found for url in gates if asked(url + "/api/v1/jobs", key, seconds=5)[0] == 200}
+    return bool(works), f"{len(found)} keys seen, {len(works)} of them work"
 
 
 def metrics() -> Got:
@@ -229,7 +233,7 @@ def write_outside() -> Got:
 EXPLORER: list[Callable[[], Got]] = [
     *(internet, host_loopback, names, engine, docker_socket),
     *(past_its_recorder, other_session, other_key, other_files, other_processes, database),
-    *(admin_api, metrics, hidden_tests, later_commits, reward_api, write_outside),
+    *(admin_api, admin_key, metrics, hidden_tests, later_commits, reward_api, write_outside),
 ]
 
 
