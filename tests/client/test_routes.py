@@ -1,0 +1,64 @@
+"""Client and server know the same routes, by the server's own OpenAPI document; each has its section in docs/api.md."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from polar_proxy.api import create_api
+from polar_proxy.client import models as m
+from polar_proxy.client.core import Call, Stream, route, streamed
+from polar_proxy.client.routes import Routes
+from polar_proxy.config import Settings
+from polar_proxy.store import open_store
+from tests.client.test_docs import PAGE
+
+BODIES: dict[str, Any] = {
+    "submit": m.JobRequest(task="swe-task"),
+    "reward": m.RewardRequest(rollout_id="roll_1", value=1.0, source="me"),
+    "new_session": m.SessionRequest(),
+    "lease": m.LeaseRequest(consumer="me"),
+}
+
+
+class Told(Routes):
+    """What would be asked."""
+
+    def send(self, call: Call[Any]) -> Any:
+        return call
+
+    def stream(self, stream: Stream[Any]) -> Any:
+        return stream
+
+
+def asked() -> set[tuple[str, str]]:
+    found = set()
+    for name in dir(Routes):
+        if not isinstance(getattr(Routes, name), route | streamed):
+            continue
+        # Ids by the names that the server's paths give them; `cancel` takes three kinds.
+        kinds = ("job_id", "group_id", "rollout_id") if name == "cancel" else (None,)
+        method = getattr(Told(), name)
+        for kind in kinds:
+            given: list[Any] = []
+            for parameter in inspect.signature(method).parameters.values():
+                if parameter.default is inspect.Parameter.empty:
+                    of_name = {"request": BODIES.get(name), "seconds": 1.0, "what": f"{str(kind)[:-2]}1"}
+                    given.append(of_name.get(parameter.name, f"<{parameter.name}>"))
+            made = method(*given)
+            path = made.path.replace("%3C", "{").replace("%3E", "}")
+            path = path.replace(f"{str(kind)[:-2]}1", "{" + str(kind) + "}")
+            found.add((getattr(made, "method", "GET"), m.API + path))
+    return found
+
+
+async def test_client_and_server_have_the_same_routes(tmp_path: Path) -> None:
+    async with open_store(f"sqlite:///{tmp_path}/polar.db") as store:
+        document = create_api(store, settings=Settings(home=tmp_path)).openapi()
+    served = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert asked() == served
+    assert len(served) > 25
+    # Each path stands in an example for the shell, its ids as variables of any name.
+    words = [part for _, path in served for part in path.removeprefix(m.API).split("/") if part and part[0] != "{"]
+    assert {word for word in words if f"/{word}" not in PAGE} == set()
