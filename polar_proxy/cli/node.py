@@ -23,6 +23,10 @@ class NodeEndedError(PolarError):
 
 
 def node(
+    ray_options: Annotated[
+        list[str] | None, typer.Argument(help="After --, for `ray start`: its ports, object store, ...")
+    ] = None,
+    *,
     ray_address: Annotated[str, typer.Option(help="HOST:PORT of the cluster (what `ray start --head` says).")],
     sandboxes: Annotated[
         int | None, typer.Option(min=1, help="Agents at a time; default by processors and free memory.")
@@ -35,10 +39,10 @@ def node(
 
     `polar serve --executor ray` then works here too: a gateway, agents, evaluators. What the engine is on this machine
     may be said by POLAR_ENGINE__URL or polar.toml here."""
-    common.run_async(_join(ray_address, sandboxes, scoring))
+    common.run_async(_join(ray_address, sandboxes, scoring, ray_options or []))
 
 
-async def _join(address: str, sandboxes: int | None, scoring: int | None) -> None:
+async def _join(address: str, sandboxes: int | None, scoring: int | None, options: list[str]) -> None:
     from polar_proxy.rollout.cluster import SANDBOXES, TESTS, offered
     from polar_proxy.rollout.room import free_memory_mb
     from sandboxes import orphans
@@ -53,6 +57,7 @@ async def _join(address: str, sandboxes: int | None, scoring: int | None) -> Non
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
         *("--address", address, "--resources", json.dumps({SANDBOXES: room, TESTS: scoring or cpus})),
+        *options,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=sys.stderr,
         start_new_session=True,

@@ -14,6 +14,8 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import signal
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -70,6 +72,9 @@ class Cluster:
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._connect)
+        # Ray's handler would abort the process three seconds after SIGTERM, before the nodes are stopped in order.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
         self._looking = asyncio.create_task(self._look_forever(), name="polar-cluster")
         return self
 
@@ -92,7 +97,7 @@ class Cluster:
                 # Of the database: two services on one cluster do not meet, a head's successor finds its nodes.
                 namespace="polar-" + hashlib.sha256(self._store.display_url.encode()).hexdigest()[:16],
                 log_to_driver=False,
-                logging_level=logging.WARNING,
+                logging_level=logging.ERROR,
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(
@@ -132,7 +137,12 @@ class Cluster:
     async def _look_forever(self) -> None:
         told = None
         while True:
-            alive = await self._alive()
+            try:
+                alive = await self._alive()
+            except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as refusal:
+                log.error("the cluster cannot be asked for its nodes (%s); trying again", refusal)
+                await asyncio.sleep(_AGAIN_SECONDS)
+                continue
             self._needs = to_score(alive)
             self._places = {place.node_id: place for place in places(alive)}
             for node_id, task in list(self._keepers.items()):

@@ -98,13 +98,12 @@ async def working(config: NodeConfig, elsewhere: Elsewhere | None = None) -> Asy
 
 
 def here(given: Settings) -> Settings:
-    """The head's settings, with what this node's own environment and polar.toml say in their place: where its engine
-    is, and its folders."""
+    """The head's settings with this node's own folders, and with what its environment and polar.toml say of the engine:
+    each node may have one of its own."""
     own, plain = Settings(), EngineSettings()
     engine = {name: value for name, value in own.engine if value != getattr(plain, name)}
     changes: dict[str, Any] = {"engine": given.engine.model_copy(update=engine)}
-    changes |= {name: getattr(own, name) for name in ("home", "harnesses") if name in own.model_fields_set}
-    return given.model_copy(update=changes)
+    return given.model_copy(update={**changes, "home": own.home, "harnesses": own.harnesses})
 
 
 def _limits(config: NodeConfig, settings: Settings) -> ServiceLimits:

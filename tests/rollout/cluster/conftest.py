@@ -1,0 +1,80 @@
+"""A real PostgreSQL server and a real Ray cluster, both started for this folder's tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rollout.cluster.machines import Node, RayHead, Serving, environment
+from tests.store.conftest import PostgresServer, postgres
+
+__all__ = ["postgres"]
+
+
+class Machines:
+    """A Ray head; nodes are added by tests, and what is left of them is killed at the end."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder = folder
+        self.home = folder / "home"
+        self.env = {
+            **environment(self.home, folder / "tmp"),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(24),
+        }
+        (folder / "tmp").mkdir()
+        self.head = RayHead(self.env, folder, port)
+        self.nodes: list[Node] = []
+        self.services: list[Serving] = []
+
+    def start(self) -> None:
+        self.head.until("Ray runtime started")
+
+    def add(self, sandboxes: int) -> Node:
+        """A node of its own with so many places. One after the other: they would take each other's sockets."""
+        node = Node(self.env, self.folder, f"node-{len(self.nodes)}", self.head.address, sandboxes)
+        self.nodes.append(node)
+        node.until("Ray runtime started")
+        return node
+
+    def serve(self, url: str) -> Serving:
+        """A head of Polar's on this cluster and database, ready."""
+        served = Serving(self.env, self.folder, f"serve-{len(self.services)}", self.head.address, url)
+        self.services.append(served)
+        served.ready()
+        return served
+
+    def end(self) -> None:
+        for program in (*self.services, *self.nodes, self.head):
+            program.end()
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed (pip install 'polar-proxy[ray]')")
+    # Ray's sockets have long names of their own, and a socket's name may have 107 characters in all.
+    folder = Path(tempfile.mkdtemp(prefix="pr-"))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    made = Machines(folder, port)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def url(postgres: PostgresServer) -> str:
+    return postgres.new_database(f"t{os.urandom(6).hex()}")
