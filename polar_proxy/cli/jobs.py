@@ -19,7 +19,7 @@ from polar_proxy.store.jobs import JobStatus
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
-    from polar_proxy.client.models import Group, Job
+    from polar_proxy.client.models import Group, Job, Refused
 
 JobArgument = Annotated[str, typer.Argument(help="A job's id, as `polar submit` prints it.")]
 
@@ -62,7 +62,8 @@ def submit(
     as_json: JsonOption = False,
 ) -> None:
     """Queue rollouts, and print the job's id. `polar serve --work` on the same database runs them."""
-    from polar_proxy.client.models import JobRequest
+    from polar_proxy.client import BadRequestError
+    from polar_proxy.client.models import JobRequest, Refused
 
     given: Json = {"seed": seed, "instances": instances, "samples": samples, "wanted": wanted, "harness": harness}
     given |= {"sandbox": sandbox, "temperature": temperature, "timeout": timeout, "label": label}
@@ -77,14 +78,16 @@ def submit(
         priority=priority,
         **{name: value for name, value in given.items() if value is not None},
     )
-    job = connect.call(settings, lambda client: client.submit(request, idempotency_key=key), create=True)
+    try:
+        job = connect.call(settings, lambda client: client.submit(request, idempotency_key=key), create=True)
+    except BadRequestError as error:
+        if error.code == "bad_request" and isinstance(error.detail, list):  # none of the tasks is one
+            _refused([Refused.model_validate(one) for one in error.detail])
+        raise
     if as_json:
         common.print_json(job.model_dump())
         return
-    for refusal in job.refused:
-        named = f" ({refusal.name})" if refusal.name else ""
-        told = f"[yellow]refused[/] {escape(f'{refusal.where}{named}: {refusal.reason}')}"
-        common.err.print(told, highlight=False, soft_wrap=True)
+    _refused(job.refused)
     known = "" if job.new else " (known already)"
     common.err.print(f"[dim]{job.groups} groups, {sum(job.rollouts.values())} rollouts{known}[/]", highlight=False)
     typer.echo(job.job_id)
@@ -212,6 +215,13 @@ def _request(kind: type[Any], **fields: Any) -> Any:
         where = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         raise UsageError(f"{where}: {message}" if where else f"{message[:1].upper()}{message[1:]}.") from error
+
+
+def _refused(refused: list[Refused]) -> None:
+    for refusal in refused:
+        named = f" ({refusal.name})" if refusal.name else ""
+        told = f"[yellow]refused[/] {escape(f'{refusal.where}{named}: {refusal.reason}')}"
+        common.err.print(told, highlight=False, soft_wrap=True)
 
 
 def _absolute(task: str, url: str | None) -> str:

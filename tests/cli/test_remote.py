@@ -15,7 +15,7 @@ from polar_proxy.cli import connect
 from polar_proxy.cli.app import app
 from polar_proxy.client import UnauthorisedError, UnreachableError
 from polar_proxy.errors import UsageError
-from tests.cli.command import POLAR, environment
+from tests.cli.command import POLAR, ROOT, environment
 from tests.cli.test_jobs import polar
 from tests.client.server import Server, polar_serve
 
@@ -65,6 +65,26 @@ def test_a_job_from_submission_to_its_rows(server: Server, monkeypatch: pytest.M
     assert [orjson.loads(line) for line in lines("events", job["job_id"])] == events
     assert polar("results", job["job_id"], "--url", server.url) == near
     assert polar("status", job["job_id"], "--url", server.url) == polar("status", job["job_id"])
+
+
+def test_a_file_of_tasks_is_found_from_where_the_server_runs(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It runs in another folder. What cannot be a task is named by its line; the others are queued."""
+    lines_of = (ROOT / "examples" / "tasks" / "jsonl" / "tasks.jsonl").read_text().splitlines()
+    (tmp_path / "mine.jsonl").write_text(f'{lines_of[1]}\n{{"id": "broken"}}\n')
+    monkeypatch.chdir(tmp_path)
+    job = polar("submit", "mine.jsonl", "--url", server.url, "--harness", "shell:true")
+    assert (job["groups"], len(job["refused"])) == (1, 1)
+    assert job["refused"][0]["where"].endswith("mine.jsonl:2")
+    polar("cancel", job["job_id"], "--url", server.url)
+    (tmp_path / "bad.jsonl").write_text('{"id": "broken"}\n')
+    told = CliRunner().invoke(app, ["submit", "bad.jsonl", "--url", server.url])
+    assert isinstance(told.exception, UsageError)
+    assert "(1 refused)" in str(told.exception)
+    assert "bad.jsonl:1" in told.stderr
+    with pytest.raises(UsageError, match=r"nothing\.jsonl"):
+        polar("submit", "nothing.jsonl", "--url", server.url)
 
 
 def test_who_may_not_and_what_is_not_there(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
