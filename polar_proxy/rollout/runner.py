@@ -145,7 +145,7 @@ class RolloutRunner:
         one = _One(held, gates, ticket)
         try:
             end = await self._agent(one)
-            async with gates.scoring.enter(one.ticket):
+            async with self._place_to_score(one):
                 stage = {"done": "ok"}.get(end.status, end.status)
                 await self._enter(one, "scoring", outcome=stage, exit_code=end.exit_code)
                 score = await self._score(one, end)

@@ -1,0 +1,85 @@
+"""Scoring that finds no place here is done elsewhere: the runner's side of it, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from polar_proxy.config import AdmissionSettings, Settings
+from polar_proxy.rewards import Attempt, Score
+from polar_proxy.rollout import Recipe, RolloutService, ServiceLimits, Submission, serving
+from polar_proxy.rollout.environment import Environments
+from polar_proxy.rollout.runner import judged
+from polar_proxy.rollout.scheduler import InfrastructureError, Limits
+from polar_proxy.store import Store
+from polar_proxy.tasks import get_source
+from polar_proxy.tasks.evaluation import Command
+from sandboxes.base import Kind
+from tests.fakes.player import PlayerEngine
+
+LIMITS = ServiceLimits(
+    Limits(in_hand=8, preparing=3, running=3, scoring=1, pause_seconds=0.01, poll_seconds=0.05),
+    shelf=0,
+    refill=False,
+    admission=AdmissionSettings(memory_mb=0),  # whatever else this machine does: all three run at the same time
+)
+
+
+@pytest.fixture(autouse=True)
+def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+class Other:
+    """Another machine: it scores as the real one does; `broken` of its first scorings fail."""
+
+    def __init__(self, broken: int = 0) -> None:
+        self.broken = broken
+        self.asked: list[str] = []
+        self.open = asyncio.Event()
+
+    async def __call__(self, attempt: Attempt, kind: Kind, labels: Mapping[str, str]) -> Score:
+        self.asked.append(labels["polar.rollout"])
+        if len(self.asked) <= self.broken:
+            raise InfrastructureError("evaluator", "its judge was lost")
+        environments = Environments(kind)
+        score = await judged(attempt, lambda: environments.fresh(attempt.task, labels))
+        self.open.set()
+        return score
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+async def test_only_what_would_wait(store: Store, tmp_path: Path, broken: int) -> None:
+    """One of three is scored here, which takes until the others are done; a judge that is lost is asked once more."""
+    other, engine = Other(broken), PlayerEngine()
+    # The one that is scored here ends when the file is there: after the others.
+    held = tmp_path / "go"
+    script = f"test -e {tmp_path}/first && exit 0; touch {tmp_path}/first; until test -e {held}; do sleep 0.1; done"
+    task = replace(get_source("swe-task").task(3), timeout_seconds=200.0, evaluators=(Command(("sh", "-c", script)),))
+    async with (
+        engine,
+        serving(Settings(), engine, store) as gateway,
+        RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=LIMITS, elsewhere=other) as running,
+    ):
+        recipe = Recipe("tests.fakes.tiny_agent:TinyAgent", "process", timeout=120.0)
+        job, _ = await running.submit(Submission([task], recipe, 3))
+        async with asyncio.timeout(120):
+            while sum(row.status == "done" for row in await store.rollouts()) < 2:
+                await asyncio.sleep(0.05)
+        (here,) = [row for row in await store.rollouts() if row.status != "done"]
+        assert here.status == "scoring"
+        assert here.rollout_id not in other.asked
+        held.touch()
+        await asyncio.wait_for(running.until_done(job.job_id), 60)
+    assert len(set(other.asked)) == 2
+    assert len(other.asked) == 2 + broken
+    assert [(row.status, row.reward) for row in await store.rollouts()] == [("done", 1.0)] * 3
+    for row in await store.rollouts():
+        assert [stage.stage for stage in await store.stages(row.rollout_id)][-1] == "scoring"
+        assert {stage.attempt for stage in await store.stages(row.rollout_id)} == {1}
