@@ -114,7 +114,7 @@ _TURN = CallRecord(
 
 
 async def _from_store(calls: Sequence[CallRecord]) -> tuple[list[CallRecord], float]:
-    """The calls as the store gives them back, and the milliseconds that it takes (the faster of two)."""
+    """The calls as the store gives them back without text, and the milliseconds that it takes (the faster of two)."""
     with tempfile.TemporaryDirectory() as folder:
         async with open_store(str(Path(folder) / "polar.db")) as store:
             row = await store.create_session(key_hash=None, label=None, origin="open")
@@ -123,7 +123,7 @@ async def _from_store(calls: Sequence[CallRecord]) -> tuple[list[CallRecord], fl
             taken = []
             for _ in range(2):
                 started = time.perf_counter()
-                found = await store.calls(row.session_id)
+                found = await store.calls(row.session_id, text=False)
                 taken.append(time.perf_counter() - started)
             return found, min(taken) * 1000
 

@@ -100,7 +100,8 @@ def peer(folder: Path, turns: list[Turn]) -> dict[str, Any]:
 
 
 async def joining(folder: Path, turns: list[Turn]) -> dict[str, Any]:
-    """The best of five: reading the session, and building `merged` from what was read."""
+    """The best of five: reading the session's tokens, and building `merged` from them, as a rollout's end does."""
+    whole: list[float] = []
     load: list[float] = []
     build_: list[float] = []
     async with open_store(str(folder / "long.db")) as store:
@@ -109,7 +110,10 @@ async def joining(folder: Path, turns: list[Turn]) -> dict[str, Any]:
             await store.commit_call(record)
         for _ in range(5):
             begun = time.perf_counter()
-            calls = await store.calls(session.session_id)
+            await store.calls(session.session_id)
+            whole.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            calls = await store.calls(session.session_id, text=False)
             load.append(time.perf_counter() - begun)
             begun = time.perf_counter()
             built = build(calls, "merged")
@@ -119,6 +123,7 @@ async def joining(folder: Path, turns: list[Turn]) -> dict[str, Any]:
     return {
         "join_ms": round((min(load) + min(build_)) * 1000, 1),
         "load_ms": round(min(load) * 1000, 1),
+        "load_with_text_ms": round(min(whole) * 1000, 1),
         "build_ms": round(min(build_) * 1000, 1),
         "join_tokens": int(trace.token_ids.size),
         "join_calls": len(turns),

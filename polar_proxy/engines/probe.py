@@ -53,6 +53,8 @@ class Probe:
         self._model = model or ""
         self._require = require_tokens
         self._who = f"The engine at {http.url}"
+        self._any_token = 0
+        """Of the vocabulary, and surely no special one: the first that was sampled is good enough."""
 
     async def run(self) -> Found:
         """Raises EngineError with the remedy when the server cannot be recorded from."""
@@ -191,6 +193,7 @@ class Probe:
         entries = (choice.get("logprobs") or {}).get("content")
         if not entries:
             return "does not return log-probabilities for `logprobs: true`. Start vLLM without --max-logprobs 0."
+        self._any_token = int(ids[0])
         named = [str(entry["token"]).removeprefix("token_id:") for entry in entries]
         if named != [str(token) for token in ids]:
             return f"returned {len(ids)} token ids that are not those of its {len(entries)} log-probabilities."
@@ -231,7 +234,7 @@ class Probe:
             raise EngineError(f"{self._who} {error} {REFUSED}") from error
 
     async def _token_prompt(self) -> bool:
-        prompt = [await self._any_token()] * 3
+        prompt = [self._any_token] * 3
         body = {"model": self._model, "prompt": prompt, "max_tokens": 1, "logprobs": 0, "return_token_ids": True}
         try:
             answer = await self._http.json("POST", "/v1/completions", body)
@@ -241,13 +244,8 @@ class Probe:
         reported = (choice.get("logprobs") or {}).get("token_logprobs") or []
         return choice.get("prompt_token_ids") == prompt and len(choice.get("token_ids") or []) == len(reported) == 1
 
-    async def _any_token(self) -> int:
-        """Some token of the vocabulary that is surely no special one: the first that was sampled is good enough."""
-        answer = await self._chat(logprobs=True, return_token_ids=True)
-        return int(answer["choices"][0]["token_ids"][0])
-
     async def _score(self) -> bool:
-        ids = [await self._any_token()] * 3
+        ids = [self._any_token] * 3
         try:
             answer = await self._http.json("POST", "/v1/completions", score_body(self._model, ids))
             return len(scores(ids, answer, self._who)) == 2

@@ -87,14 +87,16 @@ class ParserProof:
             texts = (THINK, END_THINK, CALL, END_CALL, LETTER)
             self._tags = dict(zip(texts, await asyncio.gather(*map(self._encode, texts)), strict=True))
         frame = options | ({"tools": [TOOL]} if self._tools else {})
-        opened, bare, own = await asyncio.gather(
-            self._render(USER, True, frame), self._render(USER, False, frame), self._own_form(frame)
-        )
+        opened, bare = await asyncio.gather(self._render(USER, True, frame), self._render(USER, False, frame))
         if opened[: len(bare)] != bare:
             raise cannot_continue("its template does not open an answer behind the rest of the prompt.")
-        reasons, plain, tooled = await asyncio.gather(
-            self._begins_in_reasoning(frame), self._shows_special(options), self._shows_special(frame)
+        settings = [options, frame] if self._tools else [options]
+        own, reasons, shown = await asyncio.gather(
+            self._own_form(bare, frame),
+            self._begins_in_reasoning(frame),
+            asyncio.gather(*map(self._shows_special, settings)),
         )
+        plain, tooled = shown[0], shown[-1]
         seen, tags_show = await self._read_back(await self._forced(frame, reasons), opened)
         # A parser needs to see the tags; apart from that, what a chat hides is hidden.
         plain, tooled = plain or not tags_show, tooled or not tags_show
@@ -215,16 +217,15 @@ class ParserProof:
         read = [replace(answer, text=text) for answer, text in zip(seen, texts[2:], strict=True)]
         return read, texts[1] == "".join(event.text for event in plain)
 
-    async def _own_form(self, frame: Json) -> str | None:
-        """What is wrong with the template's own form of calls, which is the model's; None where it is Hermes'."""
+    async def _own_form(self, bare: list[int], frame: Json) -> str | None:
+        """What is wrong with the template's own form of calls, which is the model's; None where it is Hermes'. `bare`:
+        the rendering up to the turn that calls."""
         if not self._tools:
             return None
         call = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"path": "a"}'}}
         turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-        before, whole = await asyncio.gather(
-            self._render(USER, False, frame), self._render([*USER, turn], False, frame)
-        )
-        parsed = HermesParser(tools=True).feed(await self._decode(whole[len(before) :]))
+        whole = await self._render([*USER, turn], False, frame)
+        parsed = HermesParser(tools=True).feed(await self._decode(whole[len(bare) :]))
         found = [(call.name, _json(call.arguments)) for call in parsed.tool_calls]
         if found == [("look", {"path": "a"})]:
             return None
