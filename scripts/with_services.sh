@@ -50,6 +50,12 @@ install_vllm() {
     fi
 }
 
+install_ray() {
+    "$BIN/python" -c 'import ray' 2>/dev/null && return 0
+    say "installing Ray"
+    "$BIN/python" -m pip install -q -c constraints.txt ray >&2 || say "Ray could not be installed; its tests will skip"
+}
+
 stop() {
     [ "$(id -u)" -eq 0 ] && scripts/docker_engine.sh stop >&2
 }
@@ -58,4 +64,5 @@ trap stop EXIT
 install_packages
 start_docker
 install_vllm
+install_ray
 "$@"
