@@ -218,3 +218,21 @@ async def test_scored_where_there_is_room(machines: Machines) -> None:
         "left": 0,
     }
     assert left_behind(machines) == []
+
+
+async def test_a_node_that_leaves(machines: Machines, url: str) -> None:
+    """`polar node` stopped while agents run: nothing is left on its machine, its rollouts wait for another node."""
+    node = machines.add(2)
+    async with open_store(url, artifacts=machines.home / "artifacts") as store:
+        served = machines.serve(url)
+        nodes_work(served, 1)
+        ids = await submitted(store, 2, "SleepyAgent")
+        await until(store, ids, lambda rows: all(row.calls for row in rows), 60)
+        began = time.monotonic()
+        assert await asyncio.to_thread(node.stop, signal.SIGTERM, 90) == 130
+        print(f"left after {time.monotonic() - began:.1f} s")
+        assert left_behind(machines) == []
+        await until(store, ids, lambda rows: all((row.status, row.attempt) == ("queued", 2) for row in rows), 60)
+        assert len(await recorded(store, ids)) == 2
+        wait_for(lambda: "no node of the cluster takes work" in served.log.read_text(), 30, served.log.read_text)
+        assert served.stop() == 130
