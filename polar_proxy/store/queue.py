@@ -9,15 +9,16 @@ Promises:
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.evidence import insert_event
+from polar_proxy.store.pace import in_time
 from polar_proxy.store.rows import FINAL_STATUSES
 from polar_proxy.store.stages import Held, Stages, close_sessions, end_stages
 
@@ -38,38 +39,17 @@ class Queue(Stages):
         """Take up to `limit` queued rollouts for `worker`, to be kept by `hold` before `seconds` have passed.
 
         Of one job, or of all that no process owns. Jobs of higher priority come first, then jobs take turns, the one
-        with least in work first; within a job groups go in order and siblings together.
+        with least in work first; within a job groups go in order and siblings together. A group that could only be
+        delivered too stale waits (`pace`).
         """
         now = time.time()
-        busy = (
-            select(_r.job_id, func.count().label("n"))
-            .where(_r.held_by.is_not(None), ~_final)
-            .group_by(_r.job_id)
-            .subquery()
-        )
-        place = func.row_number().over(
-            partition_by=func.coalesce(_r.job_id, _r.group_id), order_by=(_r.group_id, _r.group_index)
-        )
-        queue = (
-            select(
-                _r.rollout_id,
-                func.coalesce(_j.priority, 0).label("priority"),
-                (place + func.coalesce(busy.c.n, 0)).label("turn"),
-                _r.group_id,
-                _r.group_index,
-            )
-            .outerjoin(schema.jobs, _j.job_id == _r.job_id)
-            .outerjoin(busy, busy.c.job_id == _r.job_id)
-            .where(_r.status == "queued", _r.held_by.is_(None), _may_begin(now))
-            .where(_within(job_id))
-            .subquery()
-        )
-        c = queue.c
-        first = select(c.rollout_id).order_by(c.priority.desc(), c.turn, c.group_id, c.group_index).limit(limit)
         columns = (_r.rollout_id, _r.group_id, _r.job_id, _r.task_id, _r.group_index, _r.attempt)
         more = (_r.harness, _r.sandbox, _r.seed, _r.config, _r.held_by)
         async with self._database.writing() as connection:
-            ids = list((await connection.execute(first)).scalars())
+            may_begin = [_may_begin(now), _within(job_id)]
+            if (timely := await in_time(connection)) is not None:
+                may_begin.append(timely)
+            ids = list((await connection.execute(_queued(may_begin).limit(limit))).scalars())
             # Another worker may have taken some between the two statements (PostgreSQL): those are skipped.
             lock = select(_r.rollout_id).where(_r.rollout_id.in_(ids), _r.status == "queued", _r.held_by.is_(None))
             mine = list((await connection.execute(lock.with_for_update(skip_locked=True))).scalars())
@@ -152,6 +132,34 @@ class Queue(Stages):
             )
             again = await _requeue(connection, silent, "worker_lost", now)
         return {**again, **dict.fromkeys(gone, 0)}
+
+
+def _queued(which: Sequence[ColumnElement[bool]]) -> Select[Any]:
+    """Ids of what nobody has in hand, whoever is next first."""
+    busy = (
+        select(_r.job_id, func.count().label("n"))
+        .where(_r.held_by.is_not(None), ~_final)
+        .group_by(_r.job_id)
+        .subquery()
+    )
+    place = func.row_number().over(
+        partition_by=func.coalesce(_r.job_id, _r.group_id), order_by=(_r.group_id, _r.group_index)
+    )
+    queue = (
+        select(
+            _r.rollout_id,
+            func.coalesce(_j.priority, 0).label("priority"),
+            (place + func.coalesce(busy.c.n, 0)).label("turn"),
+            _r.group_id,
+            _r.group_index,
+        )
+        .outerjoin(schema.jobs, _j.job_id == _r.job_id)
+        .outerjoin(busy, busy.c.job_id == _r.job_id)
+        .where(_r.status == "queued", _r.held_by.is_(None), *which)
+        .subquery()
+    )
+    c = queue.c
+    return select(c.rollout_id).order_by(c.priority.desc(), c.turn, c.group_id, c.group_index)
 
 
 def _within(job_id: str | None) -> ColumnElement[bool]:

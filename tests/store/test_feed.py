@@ -111,3 +111,32 @@ async def test_the_own_bound_of_a_group(store: Store) -> None:
     )
     assert await store.dropped_reasons() == {"staler than 1 policy versions": 2}
     assert {held.group_id for held in await store.claim("w", 9, 60)} == {second.group_id, third.group_id}
+
+
+async def test_nothing_is_begun_that_could_only_be_delivered_too_late(store: Store) -> None:
+    """The trainer takes two groups a version. With one version of staleness allowed, a group may have three others
+    before it."""
+    bounded = await submit(store, groups=9, size=2, max_staleness=1)
+    assert await store.claim("w", 2, 60, policy_version="0") != []  # its pace is not known yet: nothing waits
+    for version in ("1", "1", "2", "2", "3"):
+        await finished(store, 1, version=version)
+        (lease,) = (await store.lease_groups("t", 1, 60, policy_version=version)).leases
+        await store.acknowledge(lease.lease_id)
+    first, *others = [group.group_id for group in await store.groups(bounded)]
+    held = await store.claim("w", 99, 60, policy_version="3")
+    assert [one.group_id for one in held] == [group for group in others[:3] for _ in range(2)]
+    assert await store.claim("w", 99, 60, policy_version="3") == []
+    free = await submit(store, groups=1, size=1)
+    assert [one.job_id for one in await store.claim("w", 99, 60, policy_version="3")] == [free]
+    (unbounded,) = await store.groups(free)
+    for group_id in (first, unbounded.group_id):
+        for one in await store.rollouts(group_id=group_id):
+            await store.set_rollout(one.rollout_id, status="done")
+        await store.settle_group(group_id)
+    assert await store.any_waiting()
+    assert await store.claim("w", 99, 60, policy_version="3") == []  # it waits, as much ahead as before
+    await store.lease_groups("t", 2, 60, policy_version="3")
+    assert not await store.any_waiting()
+    assert {one.group_id for one in await store.claim("w", 99, 60, policy_version="3")} == {others[3]}
+    await store.release(held[0].rollout_id, cause="sandbox")  # of a group that was begun: it goes on
+    assert [one.rollout_id for one in await store.claim("w", 99, 60)] == [held[0].rollout_id]

@@ -46,6 +46,7 @@ async def test_a_job_from_its_start(store: Store) -> None:
         *("feed leased", "feed delivered"),
     ]
     assert {row.data["job_id"] for row in rows} == {job_id}
+    assert await store.progress_over(job_id)
     last, end = rows[-1].cursor, await store.progress_end(job_id)
     assert (last.stage >= end.stage, last.job) == (True, end.job)
     for place, row in enumerate(rows):
@@ -59,7 +60,9 @@ async def test_of_all_jobs_from_now(store: Store) -> None:
     assert await read(store, now) == []
     job_id = await submit(store, size=1)
     await store.set_job(job_id, "paused")
+    assert not await store.progress_over(job_id)
     await store.set_job(job_id, "cancelled")
+    assert await store.progress_over(job_id)
     assert words(await read(store, now)) == [
         *("job open", "stage queued", "job paused", "stage cancelled", "group cancelled", "job cancelled")
     ]
