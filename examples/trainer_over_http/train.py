@@ -60,12 +60,13 @@ def train(polar: Client, folder: Path, steps: int, groups: int, wait: float = 60
         while not (leases := polar.lease(request).leases):
             print("no finished groups yet", flush=True)
         optimiser.zero_grad()
-        found = 0.0
+        sequences = 0
         for lease in leases:
             values = advantages(polar, lease.group_id)
             for loss in losses(model, polar.group_trajectories(lease.group_id), values):
                 loss.backward()
-                found += loss.item()
+                sequences += 1
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # 0 where the rewards of each group are alike
         optimiser.step()
         # A checkpoint belongs here: what is acknowledged never comes again, what is not comes when its lease ends.
         for lease in leases:
@@ -73,7 +74,7 @@ def train(polar: Client, folder: Path, steps: int, groups: int, wait: float = 60
                 polar.acknowledge(lease.lease_id)
             except LeaseLostError as error:
                 print(f"{error}: it will be trained on again")
-        print(f"step {step}: {len(leases)} groups, loss {found:.4f}, feed {polar.feed().depth}", flush=True)
+        print(f"step {step}: {len(leases)} groups, {sequences} sequences, gradient {norm:.3g}", flush=True)
     return model
 
 
