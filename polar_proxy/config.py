@@ -75,6 +75,8 @@ class RunSettings(_Section):
     """Seconds the agent may run; preparing and scoring have their own limits."""
     max_tokens: int = Field(2048, ge=1)
     """Limit of one answer where the agent asks for none."""
+    backlog: int | None = Field(None, ge=1)
+    """`polar serve --work` begins nothing new while so many finished groups wait for a trainer; None: no bound."""
 
 
 class ApiSettings(_Section):

@@ -181,6 +181,7 @@ def _submission(api: Api, body: m.JobRequest, key: str | None) -> tuple[Submissi
         run.samples if body.samples is None else body.samples,
         wanted=body.wanted,
         decided_by=body.decided_by,
+        surplus=body.surplus,
         offered=body.offered,
         priority=body.priority,
         label=body.label,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +36,9 @@ def serve(
     db: DbOption = None,
     work: Annotated[bool, typer.Option("--work", help="Also run the rollouts that `polar submit` queues.")] = False,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Agents at a time, with --work.")] = None,
+    backlog: Annotated[
+        int | None, typer.Option(min=1, help="With --work: finished groups that may wait for a trainer.")
+    ] = None,
     executor: Annotated[str, typer.Option(help="With ray, the nodes of a Ray cluster do the work.")] = "local",
     ray_address: Annotated[str, typer.Option(help="HOST:PORT of that cluster, or this machine's own.")] = "auto",
     as_json: JsonOption = False,
@@ -51,7 +55,7 @@ def serve(
             "shared": True if executor == "ray" else None,
         },
         engine={"kind": engine, "url": engine_url, "model": model},
-        run={"concurrency": concurrency},
+        run={"concurrency": concurrency, "backlog": backlog},
     )
     if executor not in ("local", "ray"):
         raise UsageError(f"There is no executor {executor!r}: local or ray.")
@@ -72,6 +76,7 @@ async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: 
             service: RolloutService | None = None
             if work:
                 limits = ServiceLimits.of(settings.run.concurrency, settings.admission)
+                limits = replace(limits, scheduler=replace(limits.scheduler, backlog=settings.run.backlog))
                 service = RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=_note)
             # Before the gateway listens: a client that waits for this server would be told that it has no API.
             api = Api(store, settings, service, engine)

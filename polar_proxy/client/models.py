@@ -58,6 +58,9 @@ class JobRequest(_Request):
     wanted: int | None = Field(None, ge=1)
     """How many of the samples decide a group, with `decided_by`. None: all."""
     decided_by: str = "wait_for_all"
+    """When a group needs no more: the name of a policy (docs/rollouts.md)."""
+    surplus: Literal["cancel", "keep"] = "cancel"
+    """What becomes of a group's rollouts that are under way when it is decided."""
     harness: str | None = None
     sandbox: Literal["auto", "docker", "bubblewrap", "process"] | None = None
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)

@@ -162,7 +162,11 @@ async def test_cancelled_while_the_agent_runs(serve_api: ServeApi, what: str) ->
 
 async def test_cancelled_before_it_began(serve_api: ServeApi) -> None:
     async with serve_api() as running:
-        job = await running.post("/jobs", a_job(samples=3), status=201)
+        given = {"samples": 3, "wanted": 2, "decided_by": "first_n", "surplus": "keep", "max_staleness": 4}
+        job = await running.post("/jobs", a_job(offered=True, **given), status=201)
+        row = await running.store.job(job["job_id"])
+        assert row is not None
+        assert row.spec.items() >= given.items()
         first, *_ = (await running.get(f"/jobs/{job['job_id']}/rollouts"))["rollouts"]
         assert (await running.post(f"/rollouts/{first['rollout_id']}/cancel"))["in_hand"] == []
         assert (await running.get(f"/jobs/{job['job_id']}"))["rollouts"] == {"cancelled": 1, "queued": 2}
