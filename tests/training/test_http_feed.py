@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -123,11 +124,12 @@ async def test_a_trainer_of_groups_that_others_submit(tmp_path: Path, model: Pat
         await engine.load_weights(weights_of(model), "0")
 
         async def others() -> None:
-            """One group at a time, whatever the trainer does."""
-            for number in range(50):
+            """A few groups ahead of the trainer, which are stale by the time it comes to the last of them."""
+            for number in itertools.count():
+                while (await store.feed_depth()).get("waiting", 0) >= 4:
+                    await asyncio.sleep(0.05)
                 await bandit.start(number)
                 await bandit.under_way()
-                await asyncio.sleep(0.1)
 
         settings = Settings(api_key=key)
         settings.engine.model = str(model)
