@@ -14,6 +14,7 @@ import asyncio
 import json
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -256,6 +257,7 @@ def main() -> int:
     def tell(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is stopped then, too
     folder = Path(tempfile.mkdtemp(prefix="polar-chaos-"))
     alone = [name for name in given.victims if name != "node"]
     found = []

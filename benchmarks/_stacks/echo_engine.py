@@ -29,7 +29,8 @@ class EchoEngine(FakeVllm):
 async def serve(port: int, delay: float) -> None:
     # Eight chunks of an answer, so that a kill finds it half given.
     answer = Answer("Hello.", first_delay=4 * delay, delay=delay, per_chunk=6)
-    engine = EchoEngine(model="echo", default=answer, context_length=65536)
+    # It says its weights' version, as vLLM does in development mode: each claim of a rollout asks for it.
+    engine = EchoEngine(model="echo", default=answer, context_length=65536, weight_version="1")
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", engine._serve)
     runner = web.AppRunner(app, handler_cancellation=True)

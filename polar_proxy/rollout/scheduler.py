@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from polar_proxy.errors import PolarError, StoreError, UsageError
+from polar_proxy.errors import EngineError, PolarError, StoreError, UsageError
 from polar_proxy.rollout.decided import Policy, policy_of, wait_for_all
 from polar_proxy.rollout.gates import Admission, Crowded, Gate, Ticket
 from polar_proxy.rollout.traces import close_books
@@ -211,7 +211,10 @@ class Scheduler:
             self._claiming = True
             try:
                 taken = await self._claim()
-            except StoreError:
+            except EngineError as error:  # killed, or restarting: nothing is begun that it could not serve
+                log.warning("nothing is taken from the queue, as the engine does not say its policy version: %s", error)
+                taken = 0
+            except Exception:  # who would take anything from the queue if this loop ended?
                 log.exception("the queue cannot be read; trying again")
                 taken = 0
             finally:
@@ -255,7 +258,7 @@ class Scheduler:
                 cancelled, others = await self._store.hold(self.worker, list(self._held), self._limits.hold_seconds)
                 lost = await self._store.lost(attempts=self._limits.attempts, job_id=self._job_id)
                 await self._taken(lost)
-            except StoreError:
+            except Exception:  # without this loop every hold would run out
                 log.exception("the queue cannot be written; trying again")
                 continue
             for rollout_id in (cancelled | others) & self._held:

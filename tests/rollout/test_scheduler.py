@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+from polar_proxy.errors import EngineError
 from polar_proxy.rollout.gates import Ticket
 from polar_proxy.rollout.scheduler import Gates, InfrastructureError, Limits, Scheduler
 from polar_proxy.store import Store
@@ -57,6 +58,26 @@ async def stands(store: Store, job_id: str) -> dict[str, int]:
     job = await store.job(job_id)
     assert job is not None
     return job.rollouts
+
+
+async def test_what_cannot_be_asked_stops_nobody_for_good(store: Store) -> None:
+    """An engine that was killed says no version; something unforeseen is wrong: the queue is taken from afterwards."""
+    faults: list[Exception] = [EngineError("the engine is gone"), RuntimeError("unforeseen"), EngineError("still gone")]
+
+    async def version() -> str | None:
+        if faults:
+            raise faults.pop()
+        return "7"
+
+    async def body(held: Held) -> float | None:
+        return 1.0
+
+    job_id = await submit(store, 1, 2)
+    async with Scheduler(store, Scripted(store, body), QUICK, policy_version=version):
+        async with asyncio.timeout(20):
+            while (await stands(store, job_id)) != {"done": 2}:
+                await asyncio.sleep(0.05)
+    assert faults == []
 
 
 async def test_all_to_their_end_within_the_limits(store: Store) -> None:
