@@ -77,6 +77,9 @@ class RunSettings(_Section):
     """Limit of one answer where the agent asks for none."""
     backlog: int | None = Field(None, ge=1)
     """`polar serve --work` begins nothing new while so many finished groups wait for a trainer; None: no bound."""
+    bake: bool = False
+    """Docker sandboxes: agents are made part of the image, once for each (`polar harness bake`), and not mounted from
+    this machine's disk: for a Docker engine that does not see it."""
 
 
 class ApiSettings(_Section):

@@ -144,6 +144,44 @@ def check(
         raise typer.Exit(1)
 
 
+@app.command("bake")
+def bake(
+    name: NameArgument,
+    version: VersionOption = None,
+    base: Annotated[
+        str | None, typer.Option(help="The image to lay it upon; default: that of docker sandboxes.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the docker image that holds a harness, where it is not there yet, and print its name.
+
+    With `run.bake` on, rollouts in docker sandboxes do this by themselves.
+    """
+    from sandboxes import docker_engine
+    from sandboxes.images.baked import Baked
+    from sandboxes.images.baked import bake as bake_image
+
+    adapter, wanted = _adapter(name, version)
+    installed = _install(adapter, wanted, common.load_settings().harness_cache, quiet=as_json)
+
+    async def work() -> Baked:
+        async with docker_engine.client() as engine:
+            return await bake_image(engine, base, installed.mounts)
+
+    try:
+        with _progress(f"baking {adapter.name} {installed.version} into an image", quiet=as_json):
+            baked = common.run_async(work())
+    except SandboxError as error:
+        raise CheckFailed(str(error)) from error
+    if as_json:
+        told = {"name": installed.name, "version": installed.version, "image": baked.image, "base": baked.base}
+        common.print_json({**told, "already_there": not baked.made, "seconds": round(baked.seconds, 1)})
+        return
+    did = f"made in {baked.seconds:.0f} s" if baked.made else "was there already"
+    common.err.print(f"[dim]{installed.name} {escape(installed.version)} on {escape(baked.base)}: {did}[/]")
+    typer.echo(baked.image)
+
+
 async def _look(adapter: HarnessAdapter, installed: Installed, kind: Kind | Literal["auto"]) -> list[Finding]:
     """What can be seen from inside a sandbox."""
     try:

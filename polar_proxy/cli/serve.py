@@ -75,7 +75,7 @@ async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: 
             gateway = Gateway(engine, store, settings.gateway)
             service: RolloutService | None = None
             if work:
-                limits = ServiceLimits.of(settings.run.concurrency, settings.admission)
+                limits = ServiceLimits.of(settings.run.concurrency, settings.admission, bake=settings.run.bake)
                 limits = replace(limits, scheduler=replace(limits.scheduler, backlog=settings.run.backlog))
                 service = RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=_note)
             # Before the gateway listens: a client that waits for this server would be told that it has no API.

@@ -35,7 +35,11 @@ async def run_job(
     choice = await asyncio.to_thread(choose, settings.run.sandbox)
     note(f"sandbox: {choice.reason}")
     submission = replace(submission, recipe=replace(submission.recipe, sandbox=choice.kind))
-    limits = replace(ServiceLimits.of(settings.run.concurrency, settings.admission), refill=False, engine_patience=60.0)
+    limits = replace(
+        ServiceLimits.of(settings.run.concurrency, settings.admission, bake=settings.run.bake),
+        refill=False,
+        engine_patience=60.0,
+    )
     async with RolloutService(
         store, gateway, engine, settings.harness_cache, limits=limits, listener=listener, note=note, job_id=""
     ) as service:

@@ -25,6 +25,7 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, PolarError, StoreError
 from polar_proxy.gateway import Gateway, hash_key, new_key
 from polar_proxy.rewards import Attempt, Fresh, Score, budget, evaluate, source_of
+from polar_proxy.rollout.baked import BakedImages
 from polar_proxy.rollout.early import CAUSE as LOST
 from polar_proxy.rollout.early import check_of, ended_early
 from polar_proxy.rollout.environment import Environments
@@ -129,8 +130,10 @@ class RolloutRunner:
         pool: Pool,
         listener: Listener,
         elsewhere: Elsewhere | None = None,
+        baked: BakedImages | None = None,
     ) -> None:
-        """`elsewhere`: who judges what finds no place to be scored in here."""
+        """`elsewhere`: who judges what finds no place to be scored in here. `baked`: images that hold the agent, for
+        docker sandboxes; None: it is mounted."""
         self._store = store
         self._gateway = gateway
         self._engine = engine
@@ -138,6 +141,7 @@ class RolloutRunner:
         self._pool = pool
         self._listener = listener
         self._elsewhere = elsewhere
+        self._baked = baked
         self._environments: dict[Kind, Environments] = {}
 
     async def __call__(self, held: Held, gates: Gates, ticket: Ticket) -> None:
@@ -200,6 +204,8 @@ class RolloutRunner:
                 labels={"polar.rollout": one.rollout_id},
                 mounts=_mounts(harness.installed.mounts),
             )
+            if kind == "docker" and self._baked is not None:
+                spec = await self._baked.spec(spec, harness.installed.mounts)
             async with asyncio.timeout(_PREPARE_SECONDS):
                 sandbox = await stack.enter_async_context(await self._pool.take(kind, spec))
                 base = await lay_out(task, sandbox, await environments.bundle(task))

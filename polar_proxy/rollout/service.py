@@ -20,6 +20,7 @@ from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import Gateway
+from polar_proxy.rollout.baked import BakedImages
 from polar_proxy.rollout.decided import SurplusPolicy, policy_of
 from polar_proxy.rollout.harnesses import Harnesses, label_of
 from polar_proxy.rollout.pool import Open, Pool
@@ -172,12 +173,14 @@ class ServiceLimits:
     """Seconds for which rollouts wait for an engine that does not answer."""
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     """When no further agent joins those that run."""
+    bake: bool = False
+    """Docker sandboxes: agents are part of their image, not mounted from this machine's disk (`baked`)."""
 
     @classmethod
-    def of(cls, agents: int, admission: AdmissionSettings | None = None) -> Self:
+    def of(cls, agents: int, admission: AdmissionSettings | None = None, *, bake: bool = False) -> Self:
         """For so many agents at a time: as many again are prepared, or scored, while they run."""
         scheduler = Limits(in_hand=2 * agents, preparing=min(agents, 4), running=agents, scoring=agents)
-        return cls(scheduler, shelf=agents, admission=admission or AdmissionSettings())
+        return cls(scheduler, shelf=agents, admission=admission or AdmissionSettings(), bake=bake)
 
 
 class RolloutService:
@@ -207,6 +210,7 @@ class RolloutService:
         self.harnesses = Harnesses(harnesses, note)
         self.pool = Pool(limits.shelf, refill=limits.refill, opener=opener)
         self._watch = EngineWatch(engine, limits.engine_patience, limits.admission)
+        self._baked = BakedImages() if limits.bake else None
         room = Room(limits.admission.memory_mb, limits.admission.memory_reserve_mb)
         self._settled = asyncio.Event()
         self._checked_version: str | None = None
@@ -216,7 +220,7 @@ class RolloutService:
         """When a pause of the service ends by itself (seconds since the epoch); None: when somebody says so."""
         self.scheduler = Scheduler(
             store,
-            RolloutRunner(store, gateway, engine, self.harnesses, self.pool, self._listener, elsewhere),
+            RolloutRunner(store, gateway, engine, self.harnesses, self.pool, self._listener, elsewhere, self._baked),
             limits.scheduler,
             policy_version=self._version,
             admission=self._watch.refusal,
@@ -249,6 +253,7 @@ class RolloutService:
             **self.scheduler.counts(),
             "pool": self.pool.counts(),
             "engine": None if load is None else asdict(load),
+            "baked": None if self._baked is None else asdict(self._baked.count),
         }
 
     async def submit(self, submission: Submission) -> tuple[JobRow, bool]:

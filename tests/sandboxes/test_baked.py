@@ -1,0 +1,91 @@
+"""Images with programs baked in: named by what is in them, made once, and the same inside as on this machine."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import uuid
+from pathlib import Path
+
+import pytest
+
+from sandboxes import SandboxSpec, SandboxUnavailable, docker_engine, open_sandbox
+from sandboxes.images.baked import bake, tag, write_context
+
+
+def program(folder: Path, text: str = "hello") -> Path:
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "run").write_text(f"#!/bin/sh\necho {text}\n")
+    (folder / "bin" / "run").chmod(0o700)
+    (folder / "data").write_text(text)
+    (folder / "data").chmod(0o600)
+    (folder / "bin" / "link").symlink_to("../data")
+    os.mkfifo(folder / "pipe")
+    return folder
+
+
+def test_the_name_says_what_is_in_it(tmp_path: Path) -> None:
+    one = program(tmp_path / "one")
+    name = tag("sha256:base", [one])
+    assert tag("sha256:base", [one, one]) == name
+    assert tag("sha256:other", [one]) != name
+    os.utime(one / "data", (1, 1))
+    assert tag("sha256:base", [one]) == name  # of no particular time
+    assert len({tag("sha256:base", [one]), tag("sha256:base", [one / "data"]), tag("sha256:base", [])}) == 3
+
+
+def test_every_change_changes_the_name(tmp_path: Path) -> None:
+    one = program(tmp_path / "one")
+    names = [tag("sha256:base", [one])]
+    (one / "data").write_text("other")
+    names.append(tag("sha256:base", [one]))
+    (one / "data").chmod(0o644)
+    names.append(tag("sha256:base", [one]))
+    (one / "new").touch()
+    names.append(tag("sha256:base", [one]))
+    (one / "new").rename(one / "newer")
+    names.append(tag("sha256:base", [one]))
+    (one / "bin" / "link").unlink()
+    (one / "bin" / "link").symlink_to("../newer")
+    names.append(tag("sha256:base", [one]))
+    assert len(set(names)) == len(names)
+
+
+def test_what_the_engine_gets(tmp_path: Path) -> None:
+    one = program(tmp_path / "one")
+    file = io.BytesIO()
+    write_context(file, "sha256:base", [one])
+    with tarfile.open(fileobj=file) as context:
+        dockerfile, root = context.getmembers()
+        assert context.extractfile(dockerfile).read() == b"FROM sha256:base\nADD root.tar /\n"  # type: ignore[union-attr]
+        with tarfile.open(fileobj=context.extractfile(root)) as inner:
+            found = {entry.name: entry for entry in inner.getmembers()}
+    at = str(one).lstrip("/")
+    assert set(found) == {at, f"{at}/bin", f"{at}/bin/run", f"{at}/bin/link", f"{at}/data"}
+    assert (found[f"{at}/bin/run"].mode, found[f"{at}/data"].mode) == (0o755, 0o644)
+    assert found[f"{at}/bin/link"].linkname == "../data"
+    assert {(entry.uid, entry.gid, entry.mtime) for entry in found.values()} == {(0, 0, 0)}
+
+
+@pytest.mark.full
+async def test_made_once_and_there_inside(tmp_path: Path, reasons: dict[str, str]) -> None:
+    if "docker" in reasons:
+        pytest.skip(reasons["docker"])
+    text = uuid.uuid4().hex
+    one = program(tmp_path / "one", text)
+    async with docker_engine.client() as engine:
+        first = await bake(engine, None, [one])
+        try:
+            again = await bake(engine, None, [one])
+            assert (first.made, again.made, first.image) == (True, False, again.image)
+            spec = SandboxSpec(image=first.image)
+            async with await open_sandbox("docker", spec, state_dir=tmp_path / "state") as sandbox:
+                ran = await sandbox.exec([str(one / "bin" / "run")])
+                assert (ran.exit_code, ran.stdout.decode().strip()) == (0, text)
+                assert (await sandbox.read(str(one / "bin" / "link"))).decode() == text
+                assert (await sandbox.exec(["ls", "-A"])).stdout == b""
+        finally:
+            await engine.images.delete(first.image, force=True)
+        with pytest.raises(SandboxUnavailable, match="docker pull"):
+            await bake(engine, "no-such-image:ever", [one])
