@@ -1,0 +1,95 @@
+"""An event loop whose clock jumps: a second in which nothing happens takes no time.
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner: runner.run(main())
+
+`loop.time()`, and with it `asyncio.sleep`, `call_later` and `timeout`, are virtual. What happens outside of the loop (a
+database in its thread) takes no virtual time: it is waited for inside `real_time(loop)`, while which the clock stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import selectors
+import time
+from collections.abc import Iterator
+from typing import Any
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._virtual = 0.0
+        self.outside = 0
+        """How many wait for something outside of the loop."""
+        super().__init__(_Selector(self))
+
+    def time(self) -> float:
+        return self._virtual
+
+    def advance(self, seconds: float) -> None:
+        self._virtual += seconds
+
+    async def shutdown_default_executor(self) -> None:
+        with real_time(self):
+            await super().shutdown_default_executor()
+
+
+class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
+    """Where the loop would wait for its next timer, it goes there at once."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is not None and timeout <= 0:
+            return super().select(0)
+        if self._loop.outside:
+            return super().select(None)  # whatever ends outside wakes the loop
+        if timeout is None:
+            raise RuntimeError("nothing will ever happen: all that is left waits for something that nobody will do")
+        self._loop.advance(timeout)
+        return super().select(0)
+
+
+@contextlib.contextmanager
+def real_time(loop: VirtualLoop) -> Iterator[None]:
+    """The clock stands while this is open."""
+    loop.outside += 1
+    try:
+        yield
+    finally:
+        loop.outside -= 1
+
+
+class Outside:
+    """An object whose coroutine methods take no virtual time; `seconds` and `calls` say what they took of ours."""
+
+    def __init__(self, inner: Any, loop: VirtualLoop) -> None:
+        self._inner = inner
+        self._loop = loop
+        self.seconds = 0.0
+        self.calls = 0
+        self._since = 0.0
+        self._open = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if not inspect.iscoroutinefunction(found):
+            return found
+
+        async def method(*args: Any, **given: Any) -> Any:
+            self.calls += 1
+            if not self._open:
+                self._since = time.perf_counter()
+            self._open += 1
+            try:
+                with real_time(self._loop):
+                    return await found(*args, **given)
+            finally:
+                self._open -= 1
+                if not self._open:
+                    self.seconds += time.perf_counter() - self._since
+
+        return method

@@ -1,0 +1,150 @@
+"""The fleet simulator: the real scheduler on a clock that jumps, and the same figures whichever queue it has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import fleet
+from benchmarks._fleet.clock import Outside, VirtualLoop
+from benchmarks._fleet.engine import Engine, EngineModel
+
+ROOT = Path(__file__).parents[2]
+MODEL = EngineModel(kv_tokens=10_000, batch=4, prefill=1000.0, step=0.01, per_request=0.0, per_token=0.0)
+
+
+def in_virtual_time(main: Any) -> Any:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(main)
+
+
+def test_a_clock_that_jumps_and_stands_for_what_is_outside() -> None:
+    class Slow:
+        async def work(self) -> float:
+            await asyncio.to_thread(time.sleep, 0.05)
+            return asyncio.get_running_loop().time()
+
+    async def main() -> tuple[float, float, int]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        await asyncio.sleep(3600)
+        outside = Outside(Slow(), loop)
+        sleeping = asyncio.create_task(asyncio.sleep(10))
+        there = await outside.work()
+        await sleeping
+        assert outside.seconds >= 0.05
+        return there, loop.time(), outside.calls
+
+    began = time.monotonic()
+    assert in_virtual_time(main()) == (3600.0, 3610.0, 1)
+    assert time.monotonic() - began < 30
+
+
+def test_nothing_will_ever_happen() -> None:
+    async def main() -> None:
+        await asyncio.Event().wait()
+
+    loop = VirtualLoop()
+    task = loop.create_task(main())
+    with pytest.raises(RuntimeError, match="nothing will ever happen"):
+        loop.run_until_complete(task)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(task)
+    loop.close()
+
+
+def test_what_the_engine_model_takes() -> None:
+    """By hand: 1000 tokens at 1000/s, 100 tokens at 100/s; the next turn finds its prefix, a sibling its group's."""
+
+    async def main() -> tuple[list[float], int, int]:
+        loop = asyncio.get_running_loop()
+        engine = Engine(MODEL, loop)
+        times = []
+        for rollout, own in (("a", 0), ("a", 500), ("b", 0)):
+            began = loop.time()
+            await engine.generate(rollout, "g", 0, 1000, own, 100)
+            times.append(round(loop.time() - began, 3))
+        assert engine.kv_usage == 0
+        assert engine.in_batch == 0
+        return times, engine.count.prompt_tokens, engine.count.computed_tokens
+
+    times, prompt, computed = in_virtual_time(main())
+    assert times == [2.0, 1.4, 1.001]  # of the second turn 400 are new; of the sibling's first, one (there must be one)
+    assert (prompt, computed) == (1000 + 1500 + 1000, 1000 + 400 + 1)
+
+
+def test_the_engine_model_shares_waits_and_lets_go() -> None:
+    async def main() -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        engine = Engine(MODEL, loop)
+        # Two decode at once as fast as one (no cost of the batch here); a third does not fit beside them.
+        first = asyncio.create_task(engine.generate("a", "a", 0, 0, 4000, 900))
+        second = asyncio.create_task(engine.generate("b", "b", 0, 0, 4000, 900))
+        third = asyncio.create_task(engine.generate("c", "c", 0, 0, 4000, 100))
+        await asyncio.sleep(1)
+        seen = {"waiting": engine.waiting, "in_batch": engine.in_batch, "kv": engine.kv_usage}
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        seen["after"] = (engine.waiting, engine.in_batch)
+        await asyncio.gather(second, third)
+        seen["left"] = (engine.in_batch, engine.kv_usage, engine.count.output_tokens)
+        return seen
+
+    assert in_virtual_time(main()) == {
+        "waiting": 1,
+        "in_batch": 2,
+        "kv": 0.98,
+        "after": (0, 2),
+        "left": (0, 0.0, 1000),
+    }
+
+
+@pytest.mark.parametrize("name", ["cold", "warm-over-keep"])
+def test_the_thin_queue_gives_the_figures_of_the_real_one(name: str) -> None:
+    rows = []
+    for store in ("thin", "sqlite"):
+        row = fleet.run_one(fleet.Case(name, 8, 4, 3, store, fleet.SETTINGS[name]))
+        for measured in ("wall_seconds", "cpu_seconds", "store_seconds", "store_calls", "rss_mb"):
+            assert row.pop(measured) >= 0
+        row["case"].pop("store")
+        rows.append(row)
+    assert rows[0] == rows[1]
+    assert rows[0]["done"] >= 4 * fleet.GROUP
+    assert (rows[0]["pool"]["hits"] > 0) == (name != "cold")
+
+
+def test_what_is_kept_is_not_in_vain() -> None:
+    found = {}
+    for name in ("warm", "warm-over", "warm-over-keep"):
+        row = fleet.run_one(fleet.Case(name, 16, 16, 3, "thin", fleet.SETTINGS[name]))
+        found[name] = row["sampled_in_vain"]
+        assert row["done"] >= 16 * fleet.GROUP
+    assert found["warm"] == 0
+    assert 0 < found["warm-over-keep"] < found["warm-over"]
+
+
+def test_the_command(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "fleet.py"),
+        "--json",
+        "--sizes",
+        "8",
+        "--settings",
+        "cold,warm",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=200)
+    said = json.loads(done.stdout)
+    assert [row["case"]["name"] for row in said["rows"]] == ["cold", "warm"]
+    assert {row["case"]["store"] for row in said["rows"]} == {"sqlite"}
+    cold, warm = said["rows"]
+    assert warm["preparing_seconds"]["p50"] < cold["preparing_seconds"]["p50"]
+    assert said["models"]["engine"]["kv_tokens"] == 680_000
