@@ -37,6 +37,9 @@ def submit(
     decided_by: Annotated[
         str, typer.Option(help="When a group needs no more: wait_for_all, first_n, no_spread_left, ...")
     ] = "wait_for_all",
+    surplus: Annotated[
+        str | None, typer.Option(help="What becomes of the others under way then: cancel, or keep for a later group.")
+    ] = None,
     harness: Annotated[
         str | None, typer.Option(help="The agent: NAME[@VERSION], module:Class, or shell:COMMAND.")
     ] = None,
@@ -68,6 +71,7 @@ def submit(
     given: Json = {"seed": seed, "instances": instances, "samples": samples, "wanted": wanted, "harness": harness}
     given |= {"sandbox": sandbox, "temperature": temperature, "timeout": timeout, "label": label}
     given |= {"max_tokens": max_tokens, "max_staleness": max_staleness, "callback_url": callback_url}
+    given |= {"surplus": surplus}
     settings = connect.load_settings(url, db)
     request = _request(
         JobRequest,

@@ -50,6 +50,8 @@ def test_what_cannot_be(polar_home: Path) -> None:
     for arguments, words in (
         (("submit", "swe-task", "--samples", "2", "--wanted", "3"), "cannot decide a group"),
         (("submit", "swe-task", "--decided-by", "luck"), "no policy 'luck'"),
+        (("submit", "swe-task", "--surplus", "sell"), "surplus: "),
+        (("submit", "swe-task", "--seed", "1", "--instances", "2"), "not both"),
         (("submit", "swe-task", "--harness", "no-such"), "no-such"),
         (("cancel", "roll_none"), "no job, group or rollout"),
         (("results", "job_none"), "no job job_none"),
