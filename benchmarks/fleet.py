@@ -44,6 +44,7 @@ from polar_proxy.store.surplus import KEEP  # noqa: E402
 from polar_proxy.types import Json  # noqa: E402
 
 GROUP = 8
+RAMP_SECONDS = 300.0
 REAL_STORE_UP_TO = 100
 """Agents; beyond that the database in one thread would take longer than all the rest."""
 
@@ -196,8 +197,8 @@ class _Loads:
 
 
 class _Watch:
-    """Looks every few virtual seconds. The steady part begins when all places were first taken and ends when
-    places stay empty because nothing is left to begin."""
+    """Looks every few virtual seconds. The steady part begins when all places were first taken, after `RAMP_SECONDS` at
+    the latest, and ends when nothing is left to begin."""
 
     def __init__(self, fleet: Fleet, agents: int) -> None:
         self._fleet = fleet
@@ -209,12 +210,10 @@ class _Watch:
     async def run(self, scheduler: Scheduler) -> None:
         loop = asyncio.get_running_loop()
         gate = scheduler.gates.running
-        most = 0
         while True:
             await asyncio.sleep(5.0)
-            most = max(most, gate.inside)
             full = gate.inside >= self._agents
-            if self._first is None and (full or loop.time() > 900):
+            if self._first is None and (full or loop.time() > RAMP_SECONDS):
                 self._first = loop.time(), self._sum()
             if self._first is None:
                 continue
