@@ -65,7 +65,7 @@ PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = (
 )
 """(what it is, how it looks, what is put in its place)."""
 _SIGNS = re.compile(
-    r"[spr]k-|polar-|whsec_|AIza|gh[pousr]_|github_pat_|glpat-|hf_|xox|A[KS]IA|eyJ|earer|asic|BEGIN|://|[?&;]|^/s/",
+    r"[spr]k-|polar-(?:adm|tra)|whsec_|AIza|gh[pousr]_|github_pat_|glpat-|hf_|xox|A[KS]IA|eyJ|earer|asic|BEGIN|://|[?&;]|^/s/",
     re.I,
 )
 """Where none of these is, none of the patterns is."""
