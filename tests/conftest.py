@@ -8,11 +8,16 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.base import Engine
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store, open_store
+
+# How long one example takes says how busy the machine is.
+settings.register_profile("polar", deadline=None)
+settings.load_profile("polar")
 
 
 @pytest.fixture
