@@ -165,7 +165,7 @@ class Cluster:
         try:
             while place.node_id in self._places:
                 try:
-                    actor = self._actor(place)
+                    actor = await asyncio.to_thread(self._actor, place)
                     state: NodeState = await _of(actor.state.remote())
                     if worker is not None and worker != state.worker:
                         await self._dead(worker)
@@ -208,7 +208,8 @@ class Cluster:
         for place in list(self._places.values()):
             if place.node_id in self._states:
                 with contextlib.suppress(self._ray.exceptions.RayError):  # its own keeper sees what became of it
-                    await _of(self._actor(place).sweep.remote())
+                    actor = await asyncio.to_thread(self._actor, place)
+                    await _of(actor.sweep.remote())
 
     async def _stop(self, place: Place) -> None:
         """Stop its actor, if it has one; what it has in hand goes back into the queue."""

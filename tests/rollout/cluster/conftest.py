@@ -38,9 +38,10 @@ class Machines:
     def start(self) -> None:
         self.head.until("Ray runtime started")
 
-    def add(self, sandboxes: int) -> Node:
-        """A node of its own with so many places. One after the other: they would take each other's sockets."""
-        node = Node(self.env, self.folder, f"node-{len(self.nodes)}", self.head.address, sandboxes)
+    def add(self, sandboxes: int, **environment: str) -> Node:
+        """One more, with so many places and more in its environment. They start one after the other: two at the same
+        time would take each other's sockets."""
+        node = Node({**self.env, **environment}, self.folder, f"node-{len(self.nodes)}", self.head.address, sandboxes)
         self.nodes.append(node)
         node.until("Ray runtime started")
         return node

@@ -236,3 +236,14 @@ async def test_a_node_that_leaves(machines: Machines, url: str) -> None:
         assert len(await recorded(store, ids)) == 2
         wait_for(lambda: "no node of the cluster takes work" in served.log.read_text(), 30, served.log.read_text)
         assert served.stop() == 130
+
+
+async def test_a_node_that_cannot_work(machines: Machines, url: str) -> None:
+    """Its own environment names another engine, which is not there: the head says why, and tries again."""
+    machines.add(1, POLAR_ENGINE__KIND="nowhere:Engine")
+    async with open_store(url):
+        served = machines.serve(url)
+        words = "cannot work: Cannot load engine 'nowhere:Engine'"
+        wait_for(lambda: served.log.read_text().count(words) >= 2, 120, served.log.read_text)
+        assert "Traceback" not in served.log.read_text()
+        assert served.stop() == 130
