@@ -60,11 +60,18 @@ class Cluster:
         until(lambda: log.read_text().count("agents at a time, gateway") >= self._wanted, log, "the nodes do not work")
 
     def start(self) -> None:
-        """One more node; the service finds it by itself."""
-        self._count += 1
+        """One more node; the service finds it by itself. On a busy machine Ray's own patience with a start may be too
+        short: it is started up to three times."""
         program = [sys.executable, "-c", "import sys; from polar_proxy.cli import main; sys.exit(main())", "node"]
         room = ["--ray-address", self.address, "--sandboxes", str(self._places), "--scoring", "2", "--", *SMALL]
-        self.nodes.append(self._spawn(f"node-{self._count}", [*program, *room], "Ray runtime started"))
+        for left in (2, 1, 0):
+            self._count += 1
+            try:
+                self.nodes.append(self._spawn(f"node-{self._count}", [*program, *room], "Ray runtime started"))
+                return
+            except Unavailable:
+                if not left:
+                    raise
 
     def kill(self) -> bool:
         """All Ray processes of one node; its sandboxes are left, as those of a killed service are."""
