@@ -41,7 +41,7 @@ class StoreReader:
         found = await self._store.traces(rollout_id=row.rollout_id, builder=builder)
         if found or builder == _STORED or row.session_id is None:
             return found
-        calls = await self._store.calls(row.session_id)
+        calls = await self._store.calls(row.session_id, text=False)
         return (await asyncio.to_thread(build, calls, builder, rollout_id=row.rollout_id, reward=row.reward)).traces
 
 
