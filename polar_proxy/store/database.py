@@ -62,15 +62,17 @@ class Database:
         common: dict[str, Any] = {"json_serializer": jsontext.dumps_text, "json_deserializer": jsontext.loads}
         try:
             if self.path is not None:
-                self._writer = create_async_engine(url, pool_size=1, max_overflow=0, pool_timeout=120, **common)
-                self._reader = create_async_engine(url, pool_size=4, max_overflow=4, **common)
+                own = {"connect_args": {"factory": _Connection}}
+                self._writer = create_async_engine(url, pool_size=1, max_overflow=0, pool_timeout=120, **own, **common)
+                self._reader = create_async_engine(url, pool_size=4, max_overflow=4, **own, **common)
                 # aiosqlite crosses threads three times for every statement, so the hot path has a connection of its
                 # own in the thread that packs the rows, where a whole transaction is one crossing.
                 self._worker_engine = create_engine(
                     make_url(url).set(drivername="sqlite"),
                     pool_size=1,
                     max_overflow=0,
-                    connect_args={"check_same_thread": False},  # closed from another thread, used in one
+                    # Closed from another thread, used in one.
+                    connect_args={"check_same_thread": False, "factory": _Connection},
                     **common,
                 )
                 _sqlite_events(self._writer.sync_engine, durability, writes=True)
@@ -224,6 +226,19 @@ def make_file(database: Database) -> None:
             # Only before anything is in it: `polar db vacuum` can then give space back piece by piece.
             connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
             connection.execute("PRAGMA journal_mode=WAL")
+
+
+class _Connection(sqlite3.Connection):
+    """A connection whose transaction ends when it is closed.
+
+    SQLite keeps a closed connection, with its transaction and its locks, for as long as a statement of it is known to
+    anybody, and the traceback of a cancelled task knows one until the garbage collector comes.
+    """
+
+    def close(self) -> None:
+        if self.in_transaction:
+            self.rollback()
+        super().close()
 
 
 def _sqlite_events(engine: Engine, durability: Durability, *, writes: bool) -> None:
