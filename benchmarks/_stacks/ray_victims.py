@@ -16,8 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks._stacks.stacks import ROOT, Unavailable, free_port, tail
-from benchmarks._stacks.victims import START_SECONDS, Service, alive, descendants
+from benchmarks._stacks.stacks import Unavailable, free_port, tail
+from benchmarks._stacks.victims import START_SECONDS, Service, alive, descendants, spawn
 
 # Nodes of one machine must not choose the same ports.
 SMALL = ["--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", str(80 << 20)]
@@ -104,16 +104,8 @@ class Cluster:
 
     def _spawn(self, name: str, words: list[str], ready: str) -> subprocess.Popen[bytes]:
         log = self._folder / f"{name}.log"
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=self._environment,
-                cwd=ROOT,
-                start_new_session=True,
-            )
+        log.unlink(missing_ok=True)  # what a start before this one said must not count
+        process = spawn(words, log, self._environment)
         until(lambda: ready in log.read_text() or process.poll() is not None, log, f"{name} is not ready")
         if process.poll() is not None:
             raise Unavailable(f"{name} ended at its start: {tail(log)}")

@@ -50,16 +50,7 @@ class Process:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        with self.log.open("ab") as out:
-            self.process = subprocess.Popen(
-                self.command,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=self.environment,
-                cwd=ROOT,
-                start_new_session=True,
-            )
+        self.process = spawn(self.command, self.log, self.environment)
         deadline = time.monotonic() + START_SECONDS
         while not answers(self._ready):
             if self.process.poll() is not None:
@@ -232,6 +223,20 @@ class SomeSandbox:
                     os.kill(pid, signal.SIGKILL)
             return True
         return False
+
+
+def spawn(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A process that leads a session of its own and writes into `log`, behind what stands there."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
 
 
 def answers(url: str) -> bool:

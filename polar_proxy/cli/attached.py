@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # torch and the rest take seconds, which `polar --help` shoul
     from polar_proxy.store import Store
     from polar_proxy.training.checkpoint import State
     from polar_proxy.training.config import GrpoConfig
+    from polar_proxy.training.step import Learner
     from polar_proxy.training.sync import WeightSync
 
 
@@ -109,10 +111,8 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
     """Begin the run in the folder `run`, or take it up. `note` gets lines for people."""
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.rollout.recovery import recover
-    from polar_proxy.rollout.scheduler import Limits
     from polar_proxy.rollout.service import RolloutService, ServiceLimits, serving
     from polar_proxy.training.reading import StoreReader
-    from polar_proxy.training.step import Learner, load_model
     from polar_proxy.training.trainer import Trainer
     from sandboxes import choose
 
@@ -120,20 +120,14 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
     weights = weights_folder(settings, config)
     choice = choose(settings.run.sandbox)
     note(f"sandbox: {choice.reason}")
-    recipe = Recipe(
-        settings.run.harness,
-        choice.kind,
-        config.temperature,
-        settings.run.timeout,
-        settings.run.max_tokens,
-        config.train_timed_out,
+    recipe = replace(
+        Recipe.of(settings.run),
+        sandbox=choice.kind,
+        temperature=config.temperature,
+        train_timed_out=config.train_timed_out,
     )
-    count = settings.run.concurrency
-    limits = ServiceLimits(
-        Limits(in_hand=2 * count, preparing=min(count, 4), running=count, scoring=count), shelf=count
-    )
-    reference = load_model(config.reference or weights, config.device) if config.kl else None
-    learner = Learner(load_model(weights, config.device), config, reference)
+    limits = ServiceLimits.of(settings.run.concurrency, settings.admission, bake=settings.run.bake)
+    learner = load_learner(weights, config)
     async with common.writer(settings) as store:
         for line in await recover(store):
             note(line)
@@ -167,6 +161,14 @@ def weights_folder(settings: Settings, config: GrpoConfig) -> Path:
         raise UsageError(f"--weights must name the folder of the weights that {settings.engine.kind} serves.")
     model = settings.engine.model
     return POLAR_TINY if model in (None, "polar-tiny") else Path(str(model)).expanduser()
+
+
+def load_learner(weights: Path, config: GrpoConfig) -> Learner:
+    """The policy in training, with its reference where there is a KL term."""
+    from polar_proxy.training.step import Learner, load_model
+
+    reference = load_model(config.reference or weights, config.device) if config.kl else None
+    return Learner(load_model(weights, config.device), config, reference)
 
 
 def _sync(settings: Settings, config: GrpoConfig, engine: Engine, run: Path) -> WeightSync:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polar_proxy.cli.attached import Instances, run_id, weights_folder
+from polar_proxy.cli.attached import Instances, load_learner, run_id, weights_folder
 from polar_proxy.cli.connect import PATIENT, key_for
 from polar_proxy.client import AsyncClient, UnreachableError
 from polar_proxy.client.models import JobRequest, SubmittedJob
@@ -116,13 +116,11 @@ async def train_with(
 ) -> State:
     """The same, of an engine at hand."""
     from polar_proxy.training.reading import HttpFeed
-    from polar_proxy.training.step import Learner, load_model
     from polar_proxy.training.trainer import Trainer
 
     assert config.feed is not None
     weights = weights_folder(settings, config)
-    reference = load_model(config.reference or weights, config.device) if config.kl else None
-    learner = Learner(load_model(weights, config.device), config, reference)
+    learner = load_learner(weights, config)
     key = key_for(settings.model_copy(update={"url": config.feed}))
     async with AsyncClient(config.feed, key, tries=PATIENT) as client:
         served = await client.service()
