@@ -109,14 +109,16 @@ class Pool:
             self.count.hits += 1
         self.count.waited += loop.time() - began
         if self._refill:
-            self.expect(kind, spec)
+            self._fill(key, kind, spec, began)
         return sandbox
 
     def expect(self, kind: Kind, spec: SandboxSpec) -> None:
         """One more of this sort will be taken soon: open as many as are missing from the shelf. Where that is full, the
         sandbox of another sort that has been there longest makes room."""
-        key = _key(kind, spec)
-        for _ in range(self._wanted(key) - sum(other == key for other, _ in self._shelf)):
+        self._fill(_key(kind, spec), kind, spec, asyncio.get_running_loop().time())
+
+    def _fill(self, key: Hashable, kind: Kind, spec: SandboxSpec, asked: float) -> None:
+        for _ in range(self._wanted(key, asked) - sum(other == key for other, _ in self._shelf)):
             while len(self._shelf) >= self._size:
                 longest = next(number for number, (other, _) in enumerate(self._shelf) if other != key)
                 closing = asyncio.create_task(_close([self._shelf.pop(longest)[1]]))
@@ -124,10 +126,11 @@ class Pool:
                 closing.add_done_callback(self._closing.discard)
             self._shelf.append((key, asyncio.create_task(self._opened(key, kind, spec))))
 
-    def _wanted(self, key: Hashable) -> int:
-        """How many of this sort should wait: one, and as many as are taken while one is opened (Little's law)."""
+    def _wanted(self, key: Hashable, asked: float) -> int:
+        """How many of this sort should wait: one, and as many as are taken while one is opened (Little's law), up to
+        the moment when it was asked for: what the asker waited since then says nothing of the need."""
         sort = self._sort(key)
-        since = asyncio.get_running_loop().time() - sort.opening
+        since = asked - sort.opening
         return min(self._size, 1 + sum(taken > since for taken in sort.taken))
 
     def _sort(self, key: Hashable) -> _Sort:

@@ -174,6 +174,8 @@ def test_sigkill(tmp_path: Path, model: Path) -> None:
             # The rollouts of the dead process: its worker's hold runs out in a minute; here it is taken at once.
             await store.hold("bandit", [row.rollout_id for row in await store.interrupted_rollouts()], -1)
             await store.lost(attempts=3)
+            for group_id in await store.unsettled_groups():  # killed between its last rollout's end and its own
+                await store.settle_group(group_id)
             config_now = config.model_copy(update={"steps": done + 2})
             state = await trainer(tmp_path, model, store, engine, config_now).train()
             assert state.step == done + 2
