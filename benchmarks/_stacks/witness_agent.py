@@ -31,6 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--witness", type=Path, required=True)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds after the last turn")
     given = parser.parse_args()
     me = uuid.uuid4().hex
     messages: list[dict[str, str]] = [{"role": "system", "content": "You repeat the word that you are told."}]
@@ -43,6 +44,7 @@ def main() -> int:
             book.flush()
             os.fsync(book.fileno())
             messages.append({"role": "assistant", "content": told["text"]})
+    time.sleep(given.rest)
     Path("done.txt").write_text("done\n")
     return 0
 

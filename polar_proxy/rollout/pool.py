@@ -127,11 +127,11 @@ class Pool:
             self._shelf.append((key, asyncio.create_task(self._opened(key, kind, spec))))
 
     def _wanted(self, key: Hashable, asked: float) -> int:
-        """How many of this sort should wait: one, and as many as are taken while one is opened (Little's law), up to
-        the moment when it was asked for: what the asker waited since then says nothing of the need."""
+        """How many of this sort should wait: as many as are taken while one is opened (Little's law), up to the
+        moment when it was asked for: what the asker waited since then says nothing of the need. At least one."""
         sort = self._sort(key)
         since = asked - sort.opening
-        return min(self._size, 1 + sum(taken > since for taken in sort.taken))
+        return min(self._size, max(1, sum(taken > since for taken in sort.taken)))
 
     def _sort(self, key: Hashable) -> _Sort:
         if key not in self._sorts:

@@ -178,9 +178,10 @@ class ServiceLimits:
 
     @classmethod
     def of(cls, agents: int, admission: AdmissionSettings | None = None, *, bake: bool = False) -> Self:
-        """For so many agents at a time: as many again are prepared, or scored, while they run."""
+        """For so many agents at a time: as many again are prepared, or scored, while they run. On the shelf is room for
+        the evaluator of each and for the agent that comes after it."""
         scheduler = Limits(in_hand=2 * agents, preparing=min(agents, 4), running=agents, scoring=agents)
-        return cls(scheduler, shelf=agents, admission=admission or AdmissionSettings(), bake=bake)
+        return cls(scheduler, shelf=2 * agents, admission=admission or AdmissionSettings(), bake=bake)
 
 
 class RolloutService:
