@@ -173,12 +173,13 @@ def load_learner(weights: Path, config: GrpoConfig) -> Learner:
 
 def _sync(settings: Settings, config: GrpoConfig, engine: Engine, run: Path) -> WeightSync:
     from polar_proxy.engines.local import LocalEngine
+    from polar_proxy.engines.vllm import VllmEngine
     from polar_proxy.training.sync import LocalSync, vllm_sync
 
     if isinstance(engine, LocalEngine):
         return LocalSync(engine)
-    if settings.engine.kind == "vllm" and settings.engine.url is not None:
-        return vllm_sync(settings.engine.url, (run / "weights").absolute(), config.lora)
+    if isinstance(engine, VllmEngine) and settings.engine.url is not None:
+        return vllm_sync(settings.engine.url, (run / "weights").absolute(), config.lora, engine)
     raise UsageError(f"Weights cannot be sent to the engine {settings.engine.kind}: train with local or vllm.")
 
 

@@ -63,7 +63,7 @@ class VllmEngine(Engine):
         self._readings: Readings | RequestError | None = None
         self._asks: Json = {}
         self._weight_version: str | None = None
-        self._weight_version_at = 0.0
+        self._weight_version_at = self._weights_changed_at = 0.0
         self._who = f"The engine at {self._http.url}"
 
     @property
@@ -232,15 +232,21 @@ class VllmEngine(Engine):
         """What `/weight_info` said within the last second; None where the server has no such route.
 
         (vLLM has it in development mode.) Each call that is recorded asks; a request for each would cost as much as
-        the rest of the recording. Whoever updates weights pauses the engine first, for longer than this.
+        the rest of the recording. Whoever updates weights pauses the engine for longer than this, or calls
+        `weights_changed` while it is paused.
         """
         if self._weight_version is None:
             return None
-        if time.monotonic() - self._weight_version_at > WEIGHT_VERSION_SECONDS:
+        now, known_since = time.monotonic(), self._weight_version_at
+        if known_since <= self._weights_changed_at or now - known_since > WEIGHT_VERSION_SECONDS:
             answer = await self._http.json("GET", "/weight_info")
             self._weight_version = str(self._field(answer, "weight_version"))
-            self._weight_version_at = time.monotonic()
+            self._weight_version_at = now
         return self._weight_version
+
+    def weights_changed(self) -> None:
+        """The server has other weights: their version is asked for when it is wanted next."""
+        self._weights_changed_at = time.monotonic()
 
     def _field(self, answer: Any, name: str) -> Any:
         value = answer.get(name) if isinstance(answer, dict) else None

@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from polar_proxy.engines.base import Engine
+from polar_proxy.engines.vllm import WEIGHT_VERSION_SECONDS, VllmEngine
 from polar_proxy.errors import EngineError
 from polar_proxy.training.config import Lora
 from polar_proxy.training.failures import TrainingError
@@ -57,33 +58,48 @@ class LocalSync:
 
 
 class VllmDiskSync:
-    """vLLM reloads weights that the trainer wrote as safetensors: pause, `/collective_rpc reload_weights`, resume.
+    """vLLM reloads weights that the trainer wrote as safetensors: pause, `/collective_rpc reload_weights`,
+    `/update_weight_version`, resume. What is sampled from then on is stamped with the version.
 
     Needs a server in development mode (VLLM_SERVER_DEV_MODE=1) that sees `folder`. `mode` says what becomes of calls in
     flight: `keep` freezes them and they go on with the new weights, `wait` lets them end first, `abort` ends them.
     """
 
     def __init__(
-        self, url: str, folder: Path, *, mode: str = "keep", transport: httpx.AsyncBaseTransport | None = None
+        self,
+        url: str,
+        folder: Path,
+        *,
+        mode: str = "keep",
+        engine: VllmEngine | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """`engine`: through which this process, and nobody else, samples from the server. Without it the pause is held
+        until whoever samples has forgotten the version of before (WEIGHT_VERSION_SECONDS)."""
         self._url = url.rstrip("/")
         self._folder = folder
         self._mode = mode
+        self._engine = engine
         self._transport = transport
 
     async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
         target = self._folder / f"version-{version}"
         await asyncio.to_thread(_write, weights, target)
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
-        await self._while_paused("/collective_rpc", call)
+        await self._while_paused("/collective_rpc", call, version)
         await asyncio.to_thread(shutil.rmtree, target)
 
-    async def _while_paused(self, path: str, call: Json) -> None:
+    async def _while_paused(self, path: str, call: Json, version: str) -> None:
         """A pause also empties the prefix cache, which the weights of before have filled."""
         async with httpx.AsyncClient(base_url=self._url, timeout=600, transport=self._transport) as http:
             await _post(http, f"/pause?mode={self._mode}", None)
             try:
                 await _post(http, path, call)
+                await _post(http, "/update_weight_version", {"new_version": version})
+                if self._engine is None:
+                    await asyncio.sleep(WEIGHT_VERSION_SECONDS)
+                else:
+                    self._engine.weights_changed()
             finally:
                 await _post(http, "/resume", None)
 
@@ -105,14 +121,14 @@ class VllmAdapterSync(VllmDiskSync):
         target = self._folder / self._name
         await asyncio.to_thread(save_adapter, weights.adapter, weights.settings, target)
         call = {"lora_name": self._name, "lora_path": str(target), "load_inplace": True}
-        await self._while_paused("/v1/load_lora_adapter", call)
+        await self._while_paused("/v1/load_lora_adapter", call, version)
 
 
-def vllm_sync(url: str, folder: Path, lora: Lora | None) -> VllmDiskSync:
+def vllm_sync(url: str, folder: Path, lora: Lora | None, engine: VllmEngine | None = None) -> VllmDiskSync:
     """As the configuration says: the weights, or the adapter alone."""
     if lora is None or lora.reload is None:
-        return VllmDiskSync(url, folder)
-    return VllmAdapterSync(url, folder, lora.reload)
+        return VllmDiskSync(url, folder, engine=engine)
+    return VllmAdapterSync(url, folder, lora.reload, engine=engine)
 
 
 async def _post(http: httpx.AsyncClient, path: str, body: Json | None) -> None:
@@ -121,8 +137,12 @@ async def _post(http: httpx.AsyncClient, path: str, body: Json | None) -> None:
     except httpx.HTTPError as error:
         raise TrainingError(f"vLLM did not answer to POST {path}: {error}") from error
     if response.status_code != 200:
-        needed = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True" if "lora" in path else "VLLM_SERVER_DEV_MODE=1"
-        hint = f" Start it with {needed}." if response.status_code == 404 else ""
+        needed = "Start it with VLLM_SERVER_DEV_MODE=1"
+        if "lora" in path:
+            needed = "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+        elif "version" in path:
+            needed = "This vLLM cannot be told the policy version that its tokens are stamped with: 0.32 can"
+        hint = f" {needed}." if response.status_code == 404 else ""
         raise TrainingError(f"vLLM answers {response.status_code} to POST {path}: {response.text[:300]}{hint}")
 
 

@@ -244,8 +244,14 @@ class Trainer:
         await self._sync.push(self._learner.weights(), version)
         found = await probe(self._engine, ids, now, self._probed, self._config.probe_tolerance)
         self._probed = now
+        told = await self._engine.weight_version()
+        if told not in (None, version):
+            raise TrainingError(
+                f"after the sync to version {version} the engine says that its weights are version {told}: another "
+                "program gives it weights, too. Its samples would be of neither policy; let only this run update it"
+            )
         seconds = time.perf_counter() - began
-        values = {"version": version, "engine": await self._engine.weight_version(), "seconds": seconds}
+        values = {"version": version, "engine": told, "seconds": seconds}
         self._metrics.write("sync", self.state.step, {**values, **found.to_json()})
 
     async def _evaluate(self) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from polar_proxy.training import metrics
 from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.sync import LocalSync
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,3 +63,13 @@ async def test_groups_of_an_unknown_version_are_not_trained_ahead(tmp_path: Path
         with pytest.raises(TrainingError, match="unknown policy version"):
             await trainer(tmp_path, model, store, engine, config, rollouts=blind).train()
         assert (await store.feed_depth()).keys() == {"dropped"}
+
+
+async def test_an_engine_that_others_update_too_stops_the_run(tmp_path: Path, model: Path) -> None:
+    class Meddled(LocalSync):
+        async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
+            await super().push(weights, version if version == "0" else "another run's 7")
+
+    async with opened(tmp_path, model) as (store, engine):
+        with pytest.raises(TrainingError, match="to version 1 the engine says .* version another run's 7"):
+            await trainer(tmp_path, model, store, engine, CONFIG, sync=Meddled(engine)).train()

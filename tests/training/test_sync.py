@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import orjson
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from polar_proxy.engines.vllm import WEIGHT_VERSION_SECONDS, VllmEngine
 from polar_proxy.errors import EngineError
 from polar_proxy.training.config import Lora
 from polar_proxy.training.failures import TrainingError
@@ -78,6 +81,7 @@ class Vllm:
 
     def __init__(self, failing: str | None = None) -> None:
         self.asked: list[str] = []
+        self.version = ""
         self.read: dict[str, torch.Tensor] = {}
         self.failing = failing
 
@@ -90,6 +94,8 @@ class Vllm:
             body = orjson.loads(request.content)
             assert body["method"] == "reload_weights"
             self.read = load_file(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
+        if path == "/update_weight_version":
+            self.version = orjson.loads(request.content)["new_version"]
         return httpx.Response(200, json={})
 
 
@@ -97,9 +103,37 @@ async def test_vllm_reloads_from_disk_while_it_is_paused(tmp_path: Path) -> None
     server = Vllm()
     weights = {"w": torch.arange(3.0)}
     await VllmDiskSync("http://engine", tmp_path, transport=httpx.MockTransport(server)).push(weights, "4")
-    assert server.asked == ["/pause?mode=keep", "/collective_rpc", "/resume"]
+    assert server.asked == ["/pause?mode=keep", "/collective_rpc", "/update_weight_version", "/resume"]
+    assert server.version == "4"
     assert server.read["w"].tolist() == [0.0, 1.0, 2.0]
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_pause_outlasts_what_another_process_remembers_of_the_version(tmp_path: Path) -> None:
+    """With an engine at hand that is told to forget, there is nothing to wait for."""
+    times: dict[str, float] = {}
+    engine = VllmEngine("http://engine")
+
+    def server(request: httpx.Request) -> httpx.Response:
+        times[request.url.path] = time.monotonic()
+        return httpx.Response(200, json={})
+
+    async def held(**more: Any) -> float:
+        await VllmDiskSync("http://engine", tmp_path, transport=httpx.MockTransport(server), **more).push({}, "4")
+        return times["/resume"] - times["/update_weight_version"]
+
+    assert await held() >= WEIGHT_VERSION_SECONDS
+    with patch.object(engine, "weights_changed") as told:
+        await held(engine=engine)
+    told.assert_called_once_with()
+
+
+async def test_a_vllm_that_cannot_be_told_a_version_stops_the_run(tmp_path: Path) -> None:
+    """Tokens stamped with no version, or the one of before, would be taken for what they are not."""
+    server = Vllm(failing="/update_weight_version")
+    with pytest.raises(TrainingError, match=r"404 to POST /update_weight_version.*0\.32 can"):
+        await VllmDiskSync("http://engine", tmp_path, transport=httpx.MockTransport(server)).push({}, "4")
+    assert server.asked[-1] == "/resume"
 
 
 async def test_a_vllm_that_cannot_reload_is_resumed_and_the_reason_told(tmp_path: Path) -> None:
@@ -124,7 +158,8 @@ async def test_vllm_loads_an_adapter_anew_while_it_is_paused(tmp_path: Path) -> 
     name = "model.layers.0.self_attn.q_proj"
     adapter = {f"{name}.lora_A.default.weight": torch.ones(2, 8), f"{name}.lora_B.default.weight": torch.ones(8, 2)}
     await sync.push(Merged({}, adapter, Lora(rank=2)), "4")
-    assert [path for path, _ in told] == ["/pause?mode=keep", "/v1/load_lora_adapter", "/resume"]
+    routes = ["/pause?mode=keep", "/v1/load_lora_adapter", "/update_weight_version", "/resume"]
+    assert [path for path, _ in told] == routes
     body = orjson.loads(told[1][1])
     assert body == {"lora_name": "polar", "lora_path": str(tmp_path / "polar"), "load_inplace": True}
     written = load_file(tmp_path / "polar" / "adapter_model.safetensors")
