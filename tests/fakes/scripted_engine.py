@@ -72,6 +72,7 @@ class ScriptedEngine(Engine):
         self._fail_after = fail_after
         self.requests: list[EngineRequest] = []
         self.aborted = 0
+        self.finished = 0
         self.sampled = 0
 
     @property
@@ -105,8 +106,8 @@ class ScriptedEngine(Engine):
                     yield event
             finished = True
         finally:
-            if not finished:
-                self.aborted += 1
+            self.finished += finished
+            self.aborted += not finished
 
     async def _choice(self, request: EngineRequest, index: int) -> AsyncGenerator[SampleEvent, None]:
         reply = self._script(request)

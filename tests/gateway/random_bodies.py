@@ -401,7 +401,7 @@ async def storm(gateway: Gateway, store: Store, count: int, seed: int) -> Report
     responses: list[str] = []
     called: set[str] = set()
     limits = httpx.Limits(max_connections=8)
-    async with httpx.AsyncClient(base_url=gateway.url, limits=limits, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, limits=limits, timeout=120) as http:
 
         async def ask(name: str, body: bytes, session: int) -> httpx.Response:
             answer = await http.post(ROUTES[name].path, content=body, headers={"authorization": f"Bearer k{session}"})

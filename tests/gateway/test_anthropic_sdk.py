@@ -60,7 +60,7 @@ class EventsEngine(ScriptedEngine):
 async def connected(serve: Serve, engine: ScriptedEngine, **settings: Any) -> AsyncIterator[AsyncAnthropic]:
     async with (
         serve(engine, **settings) as gateway,
-        AsyncAnthropic(base_url=gateway.url, api_key="sk-test", max_retries=0, timeout=20) as client,
+        AsyncAnthropic(base_url=gateway.url, api_key="sk-test", max_retries=0, timeout=120) as client,
     ):
         yield client
 
@@ -126,7 +126,7 @@ async def test_the_events_of_a_stream(serve: Serve) -> None:
 
 async def test_the_bytes_of_a_stream(serve: Serve) -> None:
     """Each event says its name twice, and a ping follows the start; nothing says `[DONE]`."""
-    async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient() as http:
+    async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(timeout=120) as http:
         body = {"model": "m", "messages": USER, "max_tokens": 9, "stream": True}
         answer = await http.post(gateway.url + "/v1/messages?beta=true", json=body, headers={"x-api-key": "k"})
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -302,7 +302,7 @@ async def test_beta_routes_and_flags(serve: Serve) -> None:
 
 
 async def test_hello_and_models(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine()) as client, httpx.AsyncClient() as http:
+    async with connected(serve, ScriptedEngine()) as client, httpx.AsyncClient(timeout=120) as http:
         url = str(client.base_url).rstrip("/")
         head = await http.head(url + "/api/hello")
         assert head.status_code == 200

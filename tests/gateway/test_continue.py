@@ -67,7 +67,7 @@ def user(text: str) -> Any:
 
 
 def http_of(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url + "/v1", headers={"authorization": "Bearer k1"}, timeout=20)
+    return httpx.AsyncClient(base_url=url + "/v1", headers={"authorization": "Bearer k1"}, timeout=120)
 
 
 async def calls_of(store: Store) -> list[CallRecord]:

@@ -64,7 +64,7 @@ async def connected(serve: Serve, engine: ScriptedEngine, **settings: Any) -> As
     """The async client; `client._sync` would block the loop that the gateway runs in."""
     async with serve(engine, **settings) as gateway:
         options = types.HttpOptions(
-            base_url=gateway.url, timeout=20_000, retry_options=types.HttpRetryOptions(attempts=1)
+            base_url=gateway.url, timeout=120_000, retry_options=types.HttpRetryOptions(attempts=1)
         )
         async with genai.Client(api_key="sk-test", http_options=options).aio as client:
             yield client
@@ -381,7 +381,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(serve: Serve) -> Non
 async def test_a_stream_as_a_json_array(serve: Serve) -> None:
     """Without `alt=sse`; here with the key in the URL, as Google allows it."""
     body = {"contents": [{"parts": [{"text": "hi"}]}]}
-    async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(base_url=gateway.url) as http:
+    async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
         answer = await http.post("/v1beta/models/m:streamGenerateContent?key=k", json=body)
         assert answer.headers["content-type"].startswith("application/json")
         elements = answer.json()
@@ -398,7 +398,7 @@ async def test_no_bytes_but_the_answers_while_the_engine_is_slow(serve: Serve, a
     body = {"contents": [{"parts": [{"text": "hi"}]}]}
     async with (
         serve(ScriptedEngine(delay=0.05), headers_after_seconds=0.01, heartbeat_seconds=0.01) as gateway,
-        httpx.AsyncClient(base_url=gateway.url) as http,
+        httpx.AsyncClient(base_url=gateway.url, timeout=120) as http,
     ):
         answer = await http.post(f"/v1beta/models/m:streamGenerateContent?alt={alt}", json=body)
     if alt == "json":

@@ -30,7 +30,7 @@ CALLS = (
 async def connected(serve: Serve, engine: ScriptedEngine, **settings: Any) -> AsyncIterator[AsyncOpenAI]:
     async with (
         serve(engine, **settings) as gateway,
-        AsyncOpenAI(base_url=gateway.url + "/v1", api_key="sk-test", max_retries=0, timeout=20) as client,
+        AsyncOpenAI(base_url=gateway.url + "/v1", api_key="sk-test", max_retries=0, timeout=120) as client,
     ):
         yield client
 

@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import httpx
 import pytest
 
 from polar_proxy.errors import EngineError
+from polar_proxy.gateway import Gateway
+from polar_proxy.gateway.replay import Tape
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import ScriptedEngine
+from tests.until import until
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 RETRY = {"x-stainless-retry-count": "1"}
+KEPT: dict[str, Any] = {"retry_window_seconds": 600}
 
 
 def client(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url + "/v1", headers={"authorization": "Bearer k1"}, timeout=60)
+    return httpx.AsyncClient(base_url=url + "/v1", headers={"authorization": "Bearer k1"}, timeout=120)
 
 
 def slow() -> ScriptedEngine:
@@ -33,35 +38,37 @@ async def recorded(store: Store) -> list[CallRecord]:
 
 
 async def settled(store: Store, calls: int) -> list[CallRecord]:
-    for _ in range(400):
-        if sum(row.calls for row in await store.sessions()) >= calls:
-            break
-        await asyncio.sleep(0.05)
+    async with asyncio.timeout(120):
+        while sum(row.calls for row in await store.sessions()) < calls:
+            await asyncio.sleep(0.02)
     return await recorded(store)
 
 
-async def lost_request(port: int, body: Mapping[str, object], engine: ScriptedEngine) -> None:
-    """A client that hangs up once the first token is sampled."""
+def tapes(gateway: Gateway) -> list[Tape]:
+    return [tape for tapes in gateway._pipeline._replays._tapes.values() for tape in tapes]
+
+
+async def lost_request(gateway: Gateway, body: Mapping[str, object], engine: ScriptedEngine) -> None:
+    """A client that hangs up once the first token is sampled. Returns when the gateway has noticed."""
     data = json.dumps(body).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k1\r\n"
         f"content-length: {len(data)}\r\n\r\n"
     )
-    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
     writer.write(head.encode() + data)
-    while not engine.sampled:
-        await asyncio.sleep(0.01)
+    await until(lambda: engine.sampled)
     writer.close()
     await writer.wait_closed()
-    await asyncio.sleep(0.1)
+    await until(lambda: any(tape.lost for tape in tapes(gateway)))
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_retry_takes_over_from_a_lost_client(serve: Serve, store: Store, stream: bool) -> None:
     engine = slow()
-    async with serve(engine, retry_grace_seconds=30) as gateway, client(gateway.url) as http:
+    async with serve(engine, retry_grace_seconds=600) as gateway, client(gateway.url) as http:
         body = {**CHAT, "stream": stream, "metadata": {"attempt": "1"}}
-        await lost_request(gateway.port, body, engine)
+        await lost_request(gateway, body, engine)
         answer = await http.post("/chat/completions", json={**body, "metadata": {"attempt": "2"}})
     assert answer.text.count("x") >= 20
     (call,) = await recorded(store)
@@ -70,9 +77,9 @@ async def test_a_retry_takes_over_from_a_lost_client(serve: Serve, store: Store,
 
 
 async def test_nobody_comes_within_the_grace(serve: Serve, store: Store) -> None:
-    engine = slow()
-    async with serve(engine, retry_grace_seconds=0.1) as gateway, client(gateway.url) as http:
-        await lost_request(gateway.port, CHAT, engine)
+    engine = ScriptedEngine(lambda request: "x" * (10_000 if len(engine.requests) == 1 else 3), delay=0.01)
+    async with serve(engine, retry_grace_seconds=0.1, **KEPT) as gateway, client(gateway.url) as http:
+        await lost_request(gateway, CHAT, engine)
         (first,) = await settled(store, 1)
         assert (first.status, engine.aborted) == ("client_gone", 1)
         await http.post("/chat/completions", json=CHAT)
@@ -83,8 +90,13 @@ async def test_nobody_comes_within_the_grace(serve: Serve, store: Store) -> None
 
 async def test_an_answer_that_is_complete_but_not_heard_is_client_gone(serve: Serve, store: Store) -> None:
     engine = ScriptedEngine(lambda request: "xxxx", delay=0.1)
-    async with serve(engine, retry_grace_seconds=2) as gateway:
-        await lost_request(gateway.port, CHAT, engine)
+    async with serve(engine, retry_grace_seconds=600) as gateway:
+        await lost_request(gateway, CHAT, engine)
+        await until(lambda: engine.finished)
+        assert (await store.sessions())[0].calls == 0  # its retry may still come
+        for tape in tapes(gateway):  # and now the grace is over
+            tape._deadline = 0.0
+            tape._notify()
         (call,) = await settled(store, 1)
     assert (call.status, call.choices[0].finish_reason) == ("client_gone", "stop")
 
@@ -93,9 +105,9 @@ async def test_an_answer_that_is_complete_but_not_heard_is_client_gone(serve: Se
 async def test_the_retry_header_joins_what_is_in_flight(serve: Serve, store: Store, stream: bool) -> None:
     engine = slow()
     body = {**CHAT, "stream": stream}
-    async with serve(engine) as gateway, client(gateway.url) as http:
+    async with serve(engine, **KEPT) as gateway, client(gateway.url) as http:
         first = asyncio.create_task(http.post("/chat/completions", json=body))
-        await asyncio.sleep(0.3)
+        await until(lambda: engine.sampled)
         second = await http.post("/chat/completions", json=body, headers=RETRY)
         assert (await first).content == second.content
         late = await http.post("/chat/completions", json=body, headers=RETRY)
@@ -107,7 +119,7 @@ async def test_the_retry_header_joins_what_is_in_flight(serve: Serve, store: Sto
 async def test_equal_requests_without_evidence_are_two_calls(serve: Serve, store: Store) -> None:
     """Two runs of one task under one key begin with the same bytes; so does best-of-n by a client."""
     engine = slow()
-    async with serve(engine) as gateway, client(gateway.url) as http:
+    async with serve(engine, **KEPT) as gateway, client(gateway.url) as http:
         await asyncio.gather(*(http.post("/chat/completions", json=CHAT) for _ in range(2)))
         await http.post("/chat/completions", json=CHAT)
     calls = await recorded(store)
@@ -119,7 +131,7 @@ async def test_equal_requests_without_evidence_are_two_calls(serve: Serve, store
 async def test_an_error_is_not_replayed(serve: Serve, store: Store) -> None:
     replies: list[str | Exception] = [EngineError("busy", status=503), "hello"]
     engine = ScriptedEngine(lambda request: replies.pop(0))
-    async with serve(engine) as gateway, client(gateway.url) as http:
+    async with serve(engine, **KEPT) as gateway, client(gateway.url) as http:
         assert (await http.post("/chat/completions", json=CHAT)).status_code == 503
         assert (await http.post("/chat/completions", json=CHAT, headers=RETRY)).status_code == 200
     first, second = await recorded(store)
@@ -137,9 +149,9 @@ async def test_another_request_is_not_joined(serve: Serve, store: Store) -> None
 @pytest.mark.parametrize(("policy", "generations"), [("always", 1), ("never", 2)])
 async def test_policies(serve: Serve, store: Store, policy: str, generations: int) -> None:
     engine = slow()
-    async with serve(engine, join_retries=policy) as gateway, client(gateway.url) as http:
+    async with serve(engine, join_retries=policy, **KEPT) as gateway, client(gateway.url) as http:
         first = asyncio.create_task(http.post("/chat/completions", json=CHAT))
-        await asyncio.sleep(0.3)
+        await until(lambda: engine.sampled)
         headers = RETRY if policy == "never" else {}
         second = await http.post("/chat/completions", json=CHAT, headers=headers)
         assert (second.content == (await first).content) == (policy == "always")

@@ -22,7 +22,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 async def ask(url: str, path: str = "/v1", **headers: str) -> httpx.Response:
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=120) as http:
         return await http.post(f"{url}{path}/chat/completions", json=CHAT, headers=headers)
 
 
@@ -39,7 +39,7 @@ async def test_key_headers(serve: Serve, store: Store, header: str) -> None:
     async with serve(ScriptedEngine(), closed=True) as gateway:
         answer = await ask(gateway.url, **{header: value})
         assert answer.headers["x-polar-session-id"] == session_id
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=120) as http:
             by_query = await http.post(f"{gateway.url}/v1/chat/completions?key={key}", json=CHAT)
         assert by_query.headers["x-polar-session-id"] == session_id
         by_path = await ask(gateway.url, f"/s/{key}/v1")
@@ -135,7 +135,7 @@ def test_is_loopback(host: str, expected: bool) -> None:
 
 
 async def test_side_routes(serve: Serve, store: Store) -> None:
-    async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(base_url=gateway.url) as http:
+    async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
         models = (await http.get("/v1/models")).json()
         assert [model["id"] for model in models["data"]] == ["scripted-model"]
         assert (await http.get("/s/abc/v1/models/any/name")).json()["id"] == "any/name"
@@ -165,7 +165,7 @@ async def test_sessions_are_opened_side_by_side(store: Store) -> None:
     sessions = Sessions(Slow(), open_to_all=True)
     first, second = (asyncio.create_task(sessions.find("slow", None)) for _ in range(2))
     await asyncio.sleep(0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         other = await sessions.find("other", None)
     assert not first.done()
     held.set()

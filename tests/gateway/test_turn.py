@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import AsyncGenerator
 
 import httpx
 import numpy as np
@@ -13,9 +14,10 @@ import pytest
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import hash_key
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, ToolCall
+from polar_proxy.types import CallRecord, EngineRequest, SampleEvent, TokenIds, ToolCall
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import END, ScriptedEngine, encode, logprob
+from tests.until import until
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -30,15 +32,14 @@ async def only_call(store: Store) -> CallRecord:
 
 async def eventually(store: Store) -> CallRecord:
     """The call of an answer that no client waited for."""
-    for _ in range(200):
-        if any(row.calls for row in await store.sessions()):
-            return await only_call(store)
-        await asyncio.sleep(0.02)
-    raise AssertionError("no call was recorded within 4 s")
+    async with asyncio.timeout(120):
+        while not any(row.calls for row in await store.sessions()):
+            await asyncio.sleep(0.02)
+    return await only_call(store)
 
 
 def client(url: str, key: str = "k1") -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url + "/v1", headers={"authorization": f"Bearer {key}"}, timeout=20)
+    return httpx.AsyncClient(base_url=url + "/v1", headers={"authorization": f"Bearer {key}"}, timeout=120)
 
 
 def events_of(body: str) -> list[str]:
@@ -87,7 +88,7 @@ async def test_recorded_before_told(serve: Serve, store: Store, stream: bool) ->
     store.commit_call = slow_commit  # type: ignore[method-assign]
     async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
         request = asyncio.create_task(http.post("/chat/completions", json={**CHAT, "stream": stream}))
-        await asyncio.wait_for(reached.wait(), 5)
+        await asyncio.wait_for(reached.wait(), 120)
         await asyncio.sleep(0.1)
         assert not request.done()
         release.set()
@@ -117,7 +118,7 @@ async def test_client_gone_aborts_and_is_recorded(serve: Serve, store: Store, st
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
         writer.write(head + body)
-        await asyncio.sleep(0.4)
+        await until(lambda: engine.sampled)
         writer.close()
         await writer.wait_closed()
         call = await eventually(store)
@@ -137,9 +138,7 @@ async def test_stopping_the_gateway_records_what_was_in_flight(serve: Serve, sto
     async with serve(engine) as gateway:
         gateway._config.timeout_graceful_shutdown = 0
         task = asyncio.create_task(client(gateway.url).post("/chat/completions", json=CHAT))
-        async with asyncio.timeout(20):
-            while not engine.sampled:
-                await asyncio.sleep(0.01)
+        await until(lambda: engine.sampled)
     assert (await task).status_code == 503
     call = await eventually(store)
     assert call.status == "client_gone"
@@ -179,7 +178,18 @@ async def test_engine_error_status(serve: Serve, status: int, retry: str | None)
 
 
 async def test_slow_first_token_gets_headers_and_heartbeats(serve: Serve) -> None:
-    engine = ScriptedEngine(lambda request: "ab", delay=0.5)
+    heard_enough = asyncio.Event()
+
+    class Prefilling(ScriptedEngine):
+        async def sample(
+            self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+        ) -> AsyncGenerator[SampleEvent, None]:
+            await heard_enough.wait()
+            async for event in super().sample(request, stream=stream, prompt=prompt):
+                yield event
+
+    engine = Prefilling(lambda request: "ab")
+    body = ""
     settings = {"headers_after_seconds": 0.05, "heartbeat_seconds": 0.1}
     async with (
         serve(engine, **settings) as gateway,
@@ -187,10 +197,13 @@ async def test_slow_first_token_gets_headers_and_heartbeats(serve: Serve) -> Non
         http.stream("POST", "/chat/completions", json={**CHAT, "stream": True}) as answer,
     ):
         assert answer.status_code == 200
-        assert engine.sampled == 0
-        body = "".join([chunk async for chunk in answer.aiter_text()])
-    assert body.count(": keepalive\n\n") >= 2
+        async for chunk in answer.aiter_text():
+            body += chunk
+            if body.count(": keepalive\n\n") >= 2 and not heard_enough.is_set():
+                assert engine.sampled == 0
+                heard_enough.set()
     assert events_of(body)[-1] == "[DONE]"
+    assert engine.sampled == 3
 
 
 async def test_a_fault_of_ours_loses_no_call(serve: Serve, store: Store) -> None:

@@ -56,7 +56,7 @@ async def opened(store: Store, key: str) -> str:
 
 async def ask(gateway: Gateway, key: str, messages: Sequence[Any]) -> httpx.Response:
     body = {"model": "m", "messages": messages, "tools": [TOOL]}
-    async with httpx.AsyncClient(timeout=30) as http:
+    async with httpx.AsyncClient(timeout=120) as http:
         return await http.post(
             f"{gateway.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}
         )

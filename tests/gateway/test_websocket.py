@@ -17,7 +17,7 @@ UPGRADE = (
 async def ask(port: int, path: str) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(UPGRADE.format(path=path).encode())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(120):
         answer = await reader.read()  # to the end: the connection is closed
     writer.close()
     return answer
