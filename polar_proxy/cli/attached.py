@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,8 +128,7 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
         train_timed_out=config.train_timed_out,
     )
     limits = ServiceLimits.of(settings.run.concurrency, settings.admission, bake=settings.run.bake)
-    learner = load_learner(weights, config)
-    async with common.writer(settings) as store:
+    async with load_learner(weights, config) as learner, common.writer(settings) as store:
         for line in await recover(store):
             note(line)
         note(f"database: {store.display_url}")
@@ -147,6 +147,7 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
                     feed=store,
                     reader=StoreReader(store),
                     rollouts=rollouts,
+                    busy=gateway.metrics.busy.seconds,
                     note=note,
                 ).train()
 
@@ -163,12 +164,20 @@ def weights_folder(settings: Settings, config: GrpoConfig) -> Path:
     return POLAR_TINY if model in (None, "polar-tiny") else Path(str(model)).expanduser()
 
 
-def load_learner(weights: Path, config: GrpoConfig) -> Learner:
-    """The policy in training, with its reference where there is a KL term."""
+@contextlib.asynccontextmanager
+async def load_learner(weights: Path, config: GrpoConfig) -> AsyncIterator[Learner]:
+    """The policy in training, with its reference where there is a KL term; over several processes if so told."""
     from polar_proxy.training.step import Learner, load_model
 
-    reference = load_model(config.reference or weights, config.device) if config.kl else None
-    return Learner(load_model(weights, config.device), config, reference)
+    reference = Path(config.reference or weights) if config.kl else None
+    if config.processes > 1:
+        from polar_proxy.training.parallel import conducting
+
+        with conducting(weights, reference, config) as conductor:
+            yield conductor
+    else:
+        held = load_model(reference, config.device) if reference else None
+        yield Learner(load_model(weights, config.device), config, held)
 
 
 def _sync(settings: Settings, config: GrpoConfig, engine: Engine, run: Path) -> WeightSync:

@@ -146,9 +146,6 @@ def summary(folder: Path) -> Json:
         raise UsageError(f"There is no run in {folder}.")
     steps = [line for line in lines if line["kind"] == "step"]
     last = checkpoint.latest(folder)
-    phases = {name: sum(step.get(f"{name}_seconds") or 0.0 for step in steps) for name in ("waiting", "training")} | {
-        kind: sum(line["seconds"] for line in lines if line["kind"] == kind) for kind in ("sync", "checkpoint", "eval")
-    }
     left_out: dict[str, int] = {}
     for step in steps:
         for reason, left in step["left_out"].items():
@@ -164,7 +161,7 @@ def summary(folder: Path) -> Json:
         "left_out": left_out,
         "dropped_stale": sum(step["dropped_stale"] for step in steps),
         "mismatch_max": max((step["mismatch_max"] for step in steps if step["updated"]), default=None),
-        "seconds": {name: round(value, 3) for name, value in phases.items()},
+        **metrics.phases(lines),
         "checkpoint": None if last is None else str(last),
         "series": curves.series(lines),
     }
@@ -199,7 +196,11 @@ def _show(folder: Path, *, as_json: bool) -> None:
     for held in told["heldout"]:
         common.out.print(f"held out, after {held['step']} steps: {_number(held['reward'])}", highlight=False)
     spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in told["seconds"].items())
-    common.out.print(f"time: {spent}", highlight=False)
+    common.out.print(f"time: {spent}", highlight=False, soft_wrap=True)
+    mean = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in told["seconds_per_step"].items())
+    share = told["engine_busy_share"]
+    busy = "" if share is None else f"; engine busy {share:.0%} of the time"
+    common.out.print(f"a step: {mean}{busy}", highlight=False, soft_wrap=True)
     if told["left_out"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in told["left_out"].items())
         common.out.print(f"rollouts left out: {reasons}", highlight=False)

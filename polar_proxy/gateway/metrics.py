@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from polar_proxy.types import CallRecord
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class Busy:
+    """The time in which at least one call was with the engine, however many there were."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._calls = 0
+        self._since = self._before = 0.0
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """A call is with the engine for as long as the block lasts."""
+        if self._calls == 0:
+            self._since = self._clock()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if self._calls == 0:
+                self._before += self._clock() - self._since
+
+    def seconds(self) -> float:
+        """Until now, calls that have not ended included."""
+        return self._before + (self._clock() - self._since if self._calls else 0.0)
 
 
 class Metrics:
@@ -40,6 +70,13 @@ class Metrics:
         )
         self.completion_tokens = Counter("polar_completion_tokens", "Sampled tokens.", registry=self.registry)
         self.in_flight = Gauge("polar_calls_in_flight", "Calls being answered now.", registry=self.registry)
+        self.busy = Busy()
+        busy = Gauge(
+            "polar_engine_busy_seconds",
+            "Seconds in which at least one call was with the engine, since the start.",
+            registry=self.registry,
+        )
+        busy.set_function(self.busy.seconds)
         self.first_token = Histogram(
             "polar_first_token_seconds", "Request to first event.", registry=self.registry, buckets=_SECONDS
         )

@@ -170,12 +170,13 @@ class Turn:
         stream = self._asked.parsed.stream
         sampled = self._engine.sample(part.request, stream=stream, prompt=part.plan.prompt)
         async with contextlib.aclosing(sampled) as events:
-            async for event in events:
-                if part.first_at is None:
-                    part.first_at = time.time()
-                part.answer.add(event)
-                if writer is not None:
-                    await writer.write(encoder.feed(index, event))
+            with self._services.metrics.busy.call():
+                async for event in events:
+                    if part.first_at is None:
+                        part.first_at = time.time()
+                    part.answer.add(event)
+                    if writer is not None:
+                        await writer.write(encoder.feed(index, event))
         if not part.answer.finished:
             raise EngineError("The engine's answer ended before it was finished.")
 

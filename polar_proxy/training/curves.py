@@ -40,8 +40,11 @@ STEP = (
     "flat_tokens",
     "tokens_per_second",
     "rollouts_per_second",
+    "rollouts_seconds",
     "waiting_seconds",
     "training_seconds",
+    "step_seconds",
+    "engine_busy_seconds",
 )
 """What a step's line is asked for (docs/training.md, "What is measured")."""
 _EVAL = ("reward", "reward_interval", "solved_share", "scored", "seconds")

@@ -6,10 +6,11 @@ resumed run first drops the lines of steps that its checkpoint does not hold: th
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,58 @@ class Metrics:
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
+
+
+class Window:
+    """How long a step took, from the line of the step before it to its own, and for how much of that the engine had
+    work: what each costs is then told by the sums. Evaluations are left out of both."""
+
+    def __init__(self, busy: Callable[[], float] | None) -> None:
+        """`busy`: seconds so far in which at least one call was with the engine; None where nobody counts them."""
+        self._busy = busy
+        self._began = self._now()
+
+    def _now(self) -> tuple[float, float]:
+        return time.monotonic(), self._busy() if self._busy else 0.0
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        before = self._now()
+        yield
+        after = self._now()
+        self._began = (self._began[0] + after[0] - before[0], self._began[1] + after[1] - before[1])
+
+    def close(self) -> Json:
+        """Seconds of this window; the next one begins."""
+        now, began = self._now(), self._began
+        self._began = now
+        return {"step_seconds": now[0] - began[0], "engine_busy_seconds": now[1] - began[1] if self._busy else None}
+
+
+def phases(lines: Sequence[Json]) -> Json:
+    """Where the time of a run went: seconds in all and in the mean of its steps, and the engine's busy share.
+
+    `rollouts` runs from the begin of a step's first rollout to the end of its last, beside the others where rollouts
+    run ahead; `waiting` is for them. `lines`: of metrics.jsonl.
+    """
+    steps = [line for line in lines if line["kind"] == "step"]
+    spent = {
+        name: sum(step.get(f"{name}_seconds") or 0.0 for step in steps) for name in ("rollouts", "waiting", "training")
+    }
+    spent |= {kind: sum(line["seconds"] for line in lines if line["kind"] == kind) for kind in _BESIDE}
+    # Lines of an older Polar have neither.
+    known = [step for step in steps if step.get("engine_busy_seconds") is not None]
+    wall = sum(step["step_seconds"] for step in known)
+    return {
+        "seconds": {name: round(value, 3) for name, value in spent.items()},
+        "seconds_per_step": {
+            name: round(value / len(steps), 3) for name, value in spent.items() if steps and name != "eval"
+        },
+        "engine_busy_share": sum(step["engine_busy_seconds"] for step in known) / wall if wall else None,
+    }
+
+
+_BESIDE = ("sync", "checkpoint", "eval")
 
 
 def forget_after(run: Path, step: int) -> int:

@@ -37,7 +37,7 @@ from polar_proxy.training.checkpoint import State
 from polar_proxy.training.config import GrpoConfig, differences
 from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.leases import GroupFeed, Leases
-from polar_proxy.training.metrics import Metrics, forget_after, mean_with_interval
+from polar_proxy.training.metrics import Metrics, Window, forget_after, mean_with_interval
 from polar_proxy.training.reading import GroupReader
 from polar_proxy.training.step import Learner, StepStats
 from polar_proxy.training.sync import WeightSync, probe, probe_ids
@@ -85,15 +85,18 @@ class Trainer:
         feed: GroupFeed,
         reader: GroupReader,
         rollouts: Rollouts,
+        busy: Callable[[], float] | None = None,
         at: Callable[[str], None] = _nothing,
         note: Callable[[str], None] = log.info,
     ) -> None:
-        """`model`: the folder that the learner was loaded from. `note` gets lines for people."""
+        """`model`: the folder that the learner was loaded from. `busy`: seconds so far in which a call was with the
+        engine. `note` gets lines for people."""
         self._run, self._config, self._learner, self._model = run, config, learner, model
         self._engine, self._sync, self._reader, self._rollouts = engine, sync, reader, rollouts
         self._at, self._note = at, note
         self._leases = Leases(feed, run, config.lease_seconds, note)
         self._metrics = Metrics(run)
+        self._busy = busy
         self.state = State(0, 0, "0", ())
         self._unsaved: list[str] = []
         """Groups trained since the last checkpoint."""
@@ -109,6 +112,7 @@ class Trainer:
                 async with self._leases.kept():
                     self._metrics.write("start", self.state.step, {"steps_lost": lost})
                     await self._send_weights()
+                    self._window = Window(self._busy)
                     if self.state.step == 0:
                         await self._evaluate()
                     while self.state.step < self._config.steps:
@@ -125,8 +129,8 @@ class Trainer:
         self._at("trained")
         self._unsaved += batch.group_ids
         self._advance(updated=stats is not None)
-        waited, trained = leased - began, time.perf_counter() - leased
-        self._write(batch, stats, dropped, {"waiting_seconds": waited, "training_seconds": trained})
+        times = {"waiting_seconds": leased - began, "training_seconds": time.perf_counter() - leased}
+        self._write(batch, stats, dropped, {"rollouts_seconds": _seconds_between(groups), **times})
         last = self.state.step == config.steps
         if last or self.state.step % config.checkpoint_every == 0:
             await self._save()
@@ -258,7 +262,9 @@ class Trainer:
         if not self._config.eval_every:
             return
         began = time.perf_counter()
-        rewards = [reward for reward in await self._rollouts.evaluate(self.state.step) if reward is not None]
+        with self._window.left_out():
+            found = await self._rollouts.evaluate(self.state.step)
+        rewards = [reward for reward in found if reward is not None]
         values = mean_with_interval(rewards) | {"solved_share": _solved(rewards)}
         self._metrics.write("eval", self.state.step, {**values, "seconds": time.perf_counter() - began})
         self._note(f"held out, after {self.state.step} steps: reward {values['reward']}")
@@ -266,7 +272,7 @@ class Trainer:
     def _write(self, batch: Batch, stats: StepStats | None, dropped: int, times: Json) -> None:
         """The line of a step. It stands before the checkpoint does; if that never comes, a resumed run drops it."""
         lengths = [int(sequence.trained.sum()) for sequence in batch.sequences]
-        seconds = sum(times.values())
+        seconds = times["waiting_seconds"] + times["training_seconds"]
         values: Json = {
             **mean_with_interval(batch.rewards),
             "solved_share": _solved(batch.rewards),
@@ -285,6 +291,7 @@ class Trainer:
             "updated": stats is not None,
             **({} if stats is None else stats.to_json()),
             **times,
+            **self._window.close(),
         }
         self._metrics.write("step", self.state.step, values)
         self._note(f"step {self.state.step}: reward {values['reward']}, {batch.trained_tokens} tokens trained")
@@ -299,6 +306,14 @@ class Trainer:
             except BlockingIOError:
                 raise UsageError(f"Another process is training in {self._run}.") from None
             yield
+
+
+def _seconds_between(groups: Sequence[Group]) -> float | None:
+    """From the begin of the first rollout of these groups to the end of the last."""
+    rollouts = [member.rollout for group in groups for member in group.members]
+    began = [rollout.started_at for rollout in rollouts if rollout.started_at is not None]
+    ended = [rollout.ended_at for rollout in rollouts if rollout.ended_at is not None]
+    return max(ended) - min(began) if began and ended else None
 
 
 def _solved(rewards: Sequence[float]) -> float | None:

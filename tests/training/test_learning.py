@@ -71,5 +71,5 @@ async def test_an_engine_that_others_update_too_stops_the_run(tmp_path: Path, mo
             await super().push(weights, version if version == "0" else "another run's 7")
 
     async with opened(tmp_path, model) as (store, engine):
-        with pytest.raises(TrainingError, match="to version 1 the engine says .* version another run's 7"):
+        with pytest.raises(TrainingError, match=r"to version 1 the engine says .* version another run's 7"):
             await trainer(tmp_path, model, store, engine, CONFIG, sync=Meddled(engine)).train()
