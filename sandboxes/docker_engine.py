@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 0.1
+"""A command is over, and its output is believed to have come when nothing more did for so long."""
 
 
 def module() -> Any:
@@ -84,6 +85,7 @@ class Run:
         self.out, self.err = Tail(limit), Tail(limit)
         self._stdin = stdin
         self._callback = callback
+        self._messages = 0
 
     async def follow(self, execution: Any) -> int:
         """Start the command, collect its output, return its exit status.
@@ -98,7 +100,7 @@ class Run:
                 pause = 0.25
                 while not (await asyncio.wait({reader}, timeout=pause))[0]:
                     if not (await execution.inspect())["Running"]:
-                        await asyncio.wait({reader}, timeout=DRAIN_SECONDS)
+                        await self._drained(reader)
                         break
                     pause = min(2.0, pause * 1.5)
                 if reader.done():
@@ -110,6 +112,14 @@ class Run:
                         await asyncio.wait({task})
         return await self._exit_code(execution)
 
+    async def _drained(self, reader: asyncio.Future[None]) -> None:
+        """Until the stream ends or falls silent, twice over: what came while this process stood still is read first."""
+        silent = 0
+        while silent < 2 and not reader.done():
+            before = self._messages
+            await asyncio.wait({reader}, timeout=DRAIN_SECONDS / 2)
+            silent = silent + 1 if self._messages == before else 0
+
     async def _exit_code(self, execution: Any) -> int:
         # The stream may end a moment before the engine knows the exit status.
         pause = 0.002
@@ -120,6 +130,7 @@ class Run:
 
     async def _read(self, stream: Any) -> None:
         while (message := await stream.read_out()) is not None:
+            self._messages += 1
             (self.out if message.stream == 1 else self.err).add(message.data)
             if self._callback is not None:
                 self._callback(message.data)

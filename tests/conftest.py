@@ -8,15 +8,15 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.base import Engine
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store, open_store
 
-# How long one example takes says how busy the machine is.
-settings.register_profile("polar", deadline=None)
+# How long an example takes, or takes to be made up, says how busy the machine is.
+settings.register_profile("polar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("polar")
 
 

@@ -83,24 +83,24 @@ def test_the_image_serves(image: str) -> None:
     try:
         port = run("docker", "port", name, "8399").stdout.strip().rpartition(":")[2]
         base = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 240
         while True:
             try:
-                with urllib.request.urlopen(base + "/healthz", timeout=5) as answer:
+                with urllib.request.urlopen(base + "/healthz", timeout=30) as answer:
                     assert json.load(answer)["engine"]["model"] == "polar-tiny"
                 break
-            except (urllib.error.URLError, ConnectionError):
+            except OSError:  # it is not there yet
                 assert time.monotonic() < deadline, run("docker", "logs", name).stderr
                 time.sleep(0.5)
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 16}).encode()
         request = urllib.request.Request(base + "/v1/chat/completions", body, {"authorization": "Bearer unknown"})
         with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request, timeout=10)
+            urllib.request.urlopen(request, timeout=60)
         assert refused.value.code == 401
         made = run("docker", "exec", name, "polar", "session", "new", "--json").stdout
         key = json.loads(made)["key"]
         request.add_header("authorization", f"Bearer {key}")
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=240) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] > 0
     finally:
         subprocess.run(["docker", "rm", "-f", name], capture_output=True, check=False)

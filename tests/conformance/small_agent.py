@@ -98,7 +98,7 @@ def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
         again = {"x-stainless-retry-count": str(attempt)}
         request = urllib.request.Request(os.environ["BASE_URL"] + "/chat/completions", body, headers | again)
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=120) as answer:
                 return dict(json.load(answer)["choices"][0]["message"])
         except urllib.error.HTTPError as error:
             if error.code < 429:

@@ -122,6 +122,7 @@ def forced_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 async def test_vllm_samples_what_it_is_told_with_the_models_own_logprobs(forced_url: str) -> None:
     said = Reply('Well. {"a": "é"}  ', "Hm.\n")
     async with ForcedVllmEngine(forced_url, script=lambda request: said, cut_every=4) as engine:
@@ -140,6 +141,7 @@ async def test_vllm_samples_what_it_is_told_with_the_models_own_logprobs(forced_
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 async def test_a_server_without_the_plugin_is_refused(tmp_path: Path) -> None:
     for url in real.serve(real.POLAR_TINY):
         with pytest.raises(EngineError, match="--logits-processors polar_forced_tokens"):

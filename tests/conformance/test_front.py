@@ -46,7 +46,7 @@ async def fronted(committed: bool = True) -> AsyncIterator[tuple[Front, httpx.As
     port = server.sockets[0].getsockname()[1]
     async with (
         Front("127.0.0.1", port, lambda call_id: committed) as front,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", trust_env=False) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", trust_env=False, timeout=60) as client,
     ):
         yield front, client
     server.close()
@@ -86,7 +86,9 @@ async def test_a_client_that_goes_leaves_an_incomplete_exchange() -> None:
         async with client.stream("POST", "/v1/messages", json={}) as response:
             async for _ in response.aiter_raw():
                 break
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            while not front.exchanges or front.exchanges[0].ended_at is None:
+                await asyncio.sleep(0.01)
     (exchange,) = front.exchanges
     assert not exchange.complete
     assert exchange.ended_at is not None

@@ -51,7 +51,7 @@ def own_places(polar_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_command_writes_both_files(own_places: None, tmp_path: Path) -> None:
     out = tmp_path / "docs"
     command = [POLAR, "conformance", *AGENT, "--sandbox", "process", "--slow", "0.2", "--out-dir", str(out), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed == json.loads((out / "conformance.json").read_text())
@@ -63,7 +63,7 @@ def test_a_failed_check_is_an_exit_code_and_a_part_is_not_written(own_places: No
     out = tmp_path / "docs"
     agent = ["--harness", "tests.conformance.small_agent:ForgetfulAgent"]
     command = [POLAR, "conformance", *agent, "--sandbox", "process", "--check", "tool_round_trip"]
-    done = subprocess.run([*command, "--out-dir", str(out)], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*command, "--out-dir", str(out)], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 1, done.stderr
     assert "failed" in done.stdout
     assert not out.exists()
@@ -72,12 +72,12 @@ def test_a_failed_check_is_an_exit_code_and_a_part_is_not_written(own_places: No
 def test_stopped_in_the_middle_nothing_is_left(own_places: None, polar_home: Path) -> None:
     command = [POLAR, "conformance", *AGENT, "--sandbox", "process", "--check", "slow_first_byte", "--slow", "100"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not [line for line in strays(polar_home) if "small_agent.py" in line] and time.monotonic() < deadline:
         time.sleep(0.1)
     assert [line for line in strays(polar_home) if "small_agent.py" in line]
     process.send_signal(signal.SIGINT)
-    _, words = process.communicate(timeout=60)
+    _, words = process.communicate(timeout=120)
     assert process.returncode == 130, words
     assert strays(polar_home) == []
     assert list(Path(os.environ["TMPDIR"]).glob("polar-conformance-*")) == []
@@ -86,7 +86,7 @@ def test_stopped_in_the_middle_nothing_is_left(own_places: None, polar_home: Pat
 def test_usage_errors_are_one_line(own_places: None) -> None:
     for arguments in (["--check", "nothing"], ["--harness", "nothing"], ["--sandbox", "nothing"]):
         done = subprocess.run(
-            [POLAR, "conformance", *arguments], capture_output=True, text=True, timeout=60, check=False
+            [POLAR, "conformance", *arguments], capture_output=True, text=True, timeout=120, check=False
         )
         assert done.returncode == 2, (arguments, done.stderr)
         assert "error:" in done.stderr

@@ -63,9 +63,15 @@ class TinyAgent:
 
 
 class SleepyAgent(TinyAgent):
-    """Does its first command, starts a background process, then sleeps."""
+    """Does its first command, starts a background process, makes a file `asleep` in its home, then sleeps."""
 
     manner = "sleepy"
+
+
+class HeldAgent(TinyAgent):
+    """Does its first command, then waits until there is a file `go` in the home of the test that it belongs to."""
+
+    manner = "held"
 
 
 class CrashingAgent(TinyAgent):
@@ -111,7 +117,10 @@ def main() -> int:
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
         if env["MANNER"] == "sleepy":
             subprocess.Popen(["sleep", "1234.5"])
+            Path(env["HOME"], "asleep").touch()
             time.sleep(600)
+        while env["MANNER"] == "held" and not Path(env["OF_TEST"], "go").exists():
+            time.sleep(0.05)
         if env["MANNER"] == "crashing":
             return 3
     return 4

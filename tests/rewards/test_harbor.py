@@ -70,7 +70,7 @@ async def test_files_that_git_ignores_and_other_repositories_are_work(attempt: T
         # a link out of the workspace, through which the patch would write
         "ln -s /logs/verifier out; echo 1 >out/reward.txt 2>/dev/null; true",
         # the program under test stays behind and waits for the script's end
-        "printf 'import os, time\\nif os.fork() == 0:\\n    os.setsid()\\n    time.sleep(3)\\n"
+        "printf 'import os, time\\nif os.fork() == 0:\\n    os.setsid()\\n    time.sleep(20)\\n"
         '    open("/logs/verifier/reward.json", "w").write("1")\\n\' >mean.py',
     ],
 )

@@ -21,7 +21,7 @@ CONTROLS = {
 }
 """What a process sandbox does not keep from the agent: so the attempts are real ones."""
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1000)]
 
 
 @pytest.mark.parametrize("kind", [needs("bubblewrap"), needs("docker"), needs("process")])

@@ -59,6 +59,7 @@ async def test_one_image_for_each_base_and_agent(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1000)
 async def test_a_rollout_with_its_agent_in_the_image(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +82,7 @@ async def test_a_rollout_with_its_agent_in_the_image(
         RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=limits, opener=opener) as service,
     ):
         job, _ = await service.submit(Submission([get_source("swe-task").task(3)], recipe, 2))
-        await asyncio.wait_for(service.until_done(job.job_id), 200)
+        await asyncio.wait_for(service.until_done(job.job_id), 600)
         counts = service.counts()
     rows = await store.rollouts()
     assert [(row.status, row.reward) for row in rows] == [("done", 0.0)] * 2

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     ("db", "victims"),
     [("sqlite", "service,sandbox,engine"), ("postgresql", "service,sandbox,engine,postgresql")],

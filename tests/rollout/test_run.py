@@ -106,7 +106,7 @@ async def test_agents_that_end_badly(polar_home: Path) -> None:
 
 
 def test_a_run_out_of_time_keeps_its_calls(polar_home: Path) -> None:
-    (row,) = rollouts_of(polar("--seed", "4", "--timeout", "8", "--sandbox", "process", agent="SleepyAgent"))
+    (row,) = rollouts_of(polar("--seed", "4", "--timeout", "20", "--sandbox", "process", agent="SleepyAgent"))
     assert (row["status"], row["calls"], row["exit_code"]) == ("timed_out", 1, None)
     assert row["trained_tokens"] > 0
     assert not strays(polar_home)
@@ -172,7 +172,7 @@ def test_usage_errors_are_one_line(polar_home: Path) -> None:
         ["run", "swe-task", "--harness", "no-such-harness", *PLAYER],
         ["run", "swe-task", "--seed", "1", "--instances", "2"],
     ):
-        done = subprocess.run([POLAR[0], *arguments], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([POLAR[0], *arguments], capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 2, (arguments, done.stderr)
         assert "error:" in done.stderr
         assert "Traceback" not in done.stderr

@@ -74,7 +74,7 @@ async def test_what_cannot_be_asked_stops_nobody_for_good(store: Store) -> None:
 
     job_id = await submit(store, 1, 2)
     async with Scheduler(store, Scripted(store, body), QUICK, policy_version=version):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await stands(store, job_id)) != {"done": 2}:
                 await asyncio.sleep(0.05)
     assert faults == []
@@ -82,8 +82,12 @@ async def test_what_cannot_be_asked_stops_nobody_for_good(store: Store) -> None:
 
 async def test_all_to_their_end_within_the_limits(store: Store) -> None:
     chance = random.Random(3)
+    together = asyncio.Event()
 
     async def body(held: Held) -> float | None:
+        if attempt.running > 1:
+            together.set()
+        await together.wait()  # the first for a second
         await asyncio.sleep(chance.random() / 100)
         return chance.choice([0.0, 1.0, None])
 
@@ -91,7 +95,7 @@ async def test_all_to_their_end_within_the_limits(store: Store) -> None:
     attempt = Scripted(store, body)
     settled: list[str] = []
     async with Scheduler(store, attempt, QUICK, on_settled=settled.append) as scheduler:
-        await asyncio.wait_for(scheduler.until_idle(), 30)
+        await asyncio.wait_for(scheduler.until_idle(), 60)
     assert await stands(store, job_id) == {"done": 20}
     assert 1 < attempt.most <= 3
     assert sorted(settled) == [group.group_id for group in await store.groups(job_id)]
@@ -112,7 +116,7 @@ async def test_infrastructure_is_tried_again_and_agents_are_results(store: Store
     job_id = await submit(store, 1, 3)
     attempt = Scripted(store, body)
     async with Scheduler(store, attempt, QUICK) as scheduler:
-        await asyncio.wait_for(scheduler.until_idle(), 30)
+        await asyncio.wait_for(scheduler.until_idle(), 60)
     rows = sorted(await store.rollouts(), key=lambda row: row.group_index)
     assert [(row.status, row.error) for row in rows] == [
         ("done", None),
@@ -126,12 +130,12 @@ async def test_infrastructure_is_tried_again_and_agents_are_results(store: Store
 
 async def test_more_are_started_than_are_waited_for(store: Store) -> None:
     async def body(held: Held) -> float | None:
-        await asyncio.sleep(0.01 if held.group_index in (1, 2) else 60)
+        await asyncio.sleep(0.01 if held.group_index in (1, 2) else 600)
         return 1.0
 
     job_id = await submit(store, 1, 3, wanted=2, decided_by="first_n")
     async with Scheduler(store, Scripted(store, body), QUICK) as scheduler:
-        await asyncio.wait_for(scheduler.until_idle(), 10)
+        await asyncio.wait_for(scheduler.until_idle(), 60)
     assert await stands(store, job_id) == {"done": 2, "cancelled": 1}
     (group,) = await store.groups(job_id)
     assert (group.status, group.reason, group.delivery) == ("finished", "the first 2 have ended", "waiting")
@@ -140,11 +144,9 @@ async def test_more_are_started_than_are_waited_for(store: Store) -> None:
 async def test_what_is_under_way_is_kept_for_the_next_group(store: Store) -> None:
     """Two groups of three, of which two decide; the slowest of the first is the first of the second."""
     slow = asyncio.Event()
-    begun: list[str] = []
 
     async def body(held: Held) -> float | None:
-        begun.append(held.rollout_id)
-        if len(begun) == 1:
+        if held.rollout_id == kept:
             await slow.wait()
         return 1.0
 
@@ -154,14 +156,12 @@ async def test_what_is_under_way_is_kept_for_the_next_group(store: Store) -> Non
     attempt = Scripted(store, body)
     limits = Limits(in_hand=3, preparing=3, running=3, scoring=3, poll_seconds=0.05)
     async with Scheduler(store, attempt, limits) as scheduler:
-        for _ in range(500):
-            group = await store.group(first.group_id)
-            if group is not None and group.ended_at is not None:
-                break
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60):
+            while (group := await store.group(first.group_id)) is None or group.ended_at is None:
+                await asyncio.sleep(0.02)
         assert await store.group_of(kept) == second.group_id
         slow.set()
-        await asyncio.wait_for(scheduler.until_idle(), 10)
+        await asyncio.wait_for(scheduler.until_idle(), 60)
         job = await store.job(job_id)
     assert group is not None
     assert (group.status, group.reason) == ("finished", "the first 2 have ended")
@@ -181,7 +181,7 @@ async def test_a_policy_of_another_version_waits_for_all(store: Store) -> None:
 
     job_id = await submit(store, 1, 3, wanted=1, decided_by="of_tomorrow")
     async with Scheduler(store, Scripted(store, body), QUICK) as scheduler:
-        await asyncio.wait_for(scheduler.until_idle(), 10)
+        await asyncio.wait_for(scheduler.until_idle(), 60)
     assert await stands(store, job_id) == {"done": 3}
 
 
@@ -191,7 +191,7 @@ async def stands_in(store: Store, group_id: str) -> dict[str, int]:
 
 async def test_cancelled_from_another_process(store: Store) -> None:
     async def body(held: Held) -> float | None:
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
         return None
 
     job_id = await submit(store, 2, 3)
@@ -200,7 +200,7 @@ async def test_cancelled_from_another_process(store: Store) -> None:
         while attempt.running < 3:
             await asyncio.sleep(0.01)
         await store.set_job(job_id, "cancelled")
-        await asyncio.wait_for(scheduler.until_idle(), 10)
+        await asyncio.wait_for(scheduler.until_idle(), 60)
     assert await stands(store, job_id) == {"cancelled": 6}
     assert {group.status for group in await store.groups(job_id)} == {"cancelled"}
 
@@ -209,7 +209,7 @@ async def test_a_stopped_service_leaves_its_work_in_the_queue(store: Store) -> N
     slow = True
 
     async def body(held: Held) -> float | None:
-        await asyncio.sleep(60 if slow else 0)
+        await asyncio.sleep(600 if slow else 0)
         return 1.0
 
     job_id = await submit(store, 1, 4)
@@ -220,7 +220,7 @@ async def test_a_stopped_service_leaves_its_work_in_the_queue(store: Store) -> N
     assert await stands(store, job_id) == {"queued": 4}
     slow = False
     async with Scheduler(store, attempt, QUICK) as scheduler:
-        await asyncio.wait_for(scheduler.until_idle(), 10)
+        await asyncio.wait_for(scheduler.until_idle(), 60)
     assert await stands(store, job_id) == {"done": 4}
 
 
@@ -231,10 +231,8 @@ async def test_what_a_dead_scheduler_held_is_taken_up(store: Store) -> None:
     job_id = await submit(store, 1, 3)
     assert len(await store.claim("dead", 2, 0.2)) == 2
     attempt = Scripted(store, body)
-    async with Scheduler(store, attempt, QUICK):
-        for _ in range(200):
-            if await stands(store, job_id) == {"done": 3}:
-                break
+    async with Scheduler(store, attempt, QUICK), asyncio.timeout(60):
+        while await stands(store, job_id) != {"done": 3}:
             await asyncio.sleep(0.05)
     assert await stands(store, job_id) == {"done": 3}
     assert set(attempt.begun.values()) == {1}
@@ -255,9 +253,8 @@ async def test_nothing_is_begun_while_the_trainer_is_behind(store: Store) -> Non
 
 async def reaches(store: Store, depth: dict[str, int]) -> None:
     """The feed comes to stand so, and stays."""
-    for _ in range(400):
-        if await store.feed_depth() == depth:
-            break
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(60):
+        while await store.feed_depth() != depth:
+            await asyncio.sleep(0.02)
     await asyncio.sleep(0.3)
     assert await store.feed_depth() == depth

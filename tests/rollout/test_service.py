@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,12 @@ from typing import Any
 import pytest
 
 from polar_proxy.config import Settings
-from polar_proxy.rollout import Recipe, RolloutService, ServiceLimits, Submission, serving
+from polar_proxy.rollout import Recipe, RolloutService, ServiceLimits, Submission, runner, serving
 from polar_proxy.rollout.scheduler import Limits
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.stages import StageRow
 from polar_proxy.tasks import get_source
-from sandboxes import Sandbox, SandboxEnded, SandboxError, SandboxSpec, default_state_dir, open_sandbox
+from sandboxes import ExecResult, Sandbox, SandboxEnded, SandboxError, SandboxSpec, default_state_dir, open_sandbox
 from sandboxes.base import Kind
 from tests.fakes.player import PlayerEngine
 
@@ -156,33 +155,52 @@ async def test_no_sandbox_at_all(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["job", "group", "rollout"])
-async def test_cancelled_while_the_agent_runs(store: Store, tmp_path: Path, what: str) -> None:
+async def test_cancelled_while_the_agent_runs(
+    store: Store, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_IDLE_SECONDS", 600.0)  # which is not waited for
     async with service(store, tmp_path) as running:
         made, _ = await running.submit(job("SleepyAgent"))
         (group,) = await store.groups(made.job_id)
         (row,) = await store.rollouts()
         await asyncio.wait_for(until_calls(store, 1), 60)
-        began = time.monotonic()
-        await running.cancel({"job": made.job_id, "group": group.group_id, "rollout": row.rollout_id}[what])
-        seconds = time.monotonic() - began
+        whole = {"job": made.job_id, "group": group.group_id, "rollout": row.rollout_id}[what]
+        await asyncio.wait_for(running.cancel(whole), 120)
         # What was opened ahead for a judge is nobody's, and waits for the next.
+        await asyncio.gather(*(opened for _, opened in running.pool._shelf))
         assert len(left_behind()) == running.pool.waiting <= 1
-        await asyncio.wait_for(running.until_done(made.job_id), 10)
+        await asyncio.wait_for(running.until_done(made.job_id), 60)
     assert left_behind() == []
     (row,) = await store.rollouts()
     assert (row.status, row.calls, row.reward) == ("cancelled", 1, None)
     assert told(await store.stages(row.rollout_id))[-1] == (1, "running", "cancelled", "cancelled")
     assert await books(store, row) == {"trained": 1}
-    assert seconds < 20  # under a heavy load of other work; it waits for no time limit of its own (30 s)
 
 
 async def test_a_stopped_service_is_followed_by_another(store: Store, tmp_path: Path) -> None:
+    async def opener(kind: Kind, spec: SandboxSpec) -> Sandbox:
+        sandbox = await open_sandbox(kind, spec)
+        whole = sandbox.exec
+
+        async def brief(argv: Any, **given: Any) -> Any:
+            """The agent's time runs out as soon as it sleeps."""
+            if "on_output" not in given:
+                return await whole(argv, **given)
+            program = asyncio.create_task(whole(argv, **given))
+            await asyncio.wait_for(until_asleep(sandbox), 60)
+            program.cancel()
+            await asyncio.wait({program})
+            return ExecResult(137, b"", b"", timed_out=True, seconds=given["timeout"])
+
+        sandbox.exec = brief  # type: ignore[method-assign]
+        return sandbox
+
     async with service(store, tmp_path) as first:
-        made, _ = await first.submit(job("SleepyAgent", timeout=6.0, samples=2))
+        made, _ = await first.submit(job("SleepyAgent", timeout=600.0, samples=2))
         await asyncio.wait_for(until_calls(store, 1), 60)
     assert [row.status for row in await store.rollouts()] == ["queued", "queued"]
     assert left_behind() == []
-    async with service(store, tmp_path) as second:
+    async with service(store, tmp_path, opener) as second:
         await asyncio.wait_for(second.until_done(made.job_id), 120)
     for row in await store.rollouts():
         assert (row.status, row.calls, row.exit_code) == ("timed_out", 1, None)
@@ -196,7 +214,7 @@ async def test_a_stopped_service_is_followed_by_another(store: Store, tmp_path: 
 async def test_a_rollout_that_is_lost_is_ended_early_and_scored(store: Store, tmp_path: Path) -> None:
     """The agent would sleep for ten minutes. Its work is judged as ever: what it had done until then is not enough."""
     task = get_source("swe-task").task(3)
-    said = {"lost_when": {"command": ["sh", "-c", "test -d .git"], "every": 0.5}}
+    said = {"lost_when": {"command": ["sh", "-c", 'test -e "$HOME/asleep"'], "every": 0.2}}
     task = replace(task, metadata={**task.metadata, **said})
     recipe = Recipe("tests.fakes.tiny_agent:SleepyAgent", "process", timeout=300.0)
     async with service(store, tmp_path) as running:
@@ -236,21 +254,40 @@ async def until_calls(store: Store, count: int) -> None:
         await asyncio.sleep(0.05)
 
 
+async def first_of(opened: list[Sandbox]) -> Sandbox:
+    while not opened:
+        await asyncio.sleep(0.02)
+    return opened[0]
+
+
+async def until_asleep(sandbox: Sandbox) -> None:
+    while not await asyncio.to_thread(Path(sandbox.home, "asleep").exists):
+        await asyncio.sleep(0.02)
+
+
 async def test_a_drain_that_is_not_done_in_time_takes_work_again(store: Store, tmp_path: Path) -> None:
-    async with service(store, tmp_path) as running:
-        made, _ = await running.submit(job("SleepyAgent", timeout=4.0))
-        await asyncio.wait_for(until_calls(store, 1), 60)
+    opened: list[Sandbox] = []
+
+    async def opener(kind: Kind, spec: SandboxSpec) -> Sandbox:
+        opened.append(await open_sandbox(kind, spec))
+        return opened[-1]
+
+    async with service(store, tmp_path, opener) as running:
+        made, _ = await running.submit(job("SleepyAgent", timeout=600.0))
+        await asyncio.wait_for(until_asleep(await first_of(opened)), 60)
         (row,) = await store.rollouts()
         assert await running.drain(0.05) == [row.rollout_id]
         assert running.taking
-        assert await asyncio.wait_for(running.drain(60), 60) == []
+        draining = asyncio.create_task(running.drain(120))
+        await opened[0].kill_all()
+        assert await asyncio.wait_for(draining, 150) == []
         assert not running.taking
         await running.until_done(made.job_id)
         later, _ = await running.submit(job())
         await asyncio.sleep(0.3)
         assert await store.in_hand(later.job_id) == 0
         running.pause_all(0.1)
-        await asyncio.wait_for(running.until_done(later.job_id), 60)
+        await asyncio.wait_for(running.until_done(later.job_id), 120)
         assert (running.taking, running.paused_until) == (True, None)
 
 
@@ -266,7 +303,7 @@ async def test_a_group_that_has_fallen_too_far_behind_is_given_up(store: Store, 
     engine = Trained()
     async with service(store, tmp_path, engine=engine) as running:
         made, _ = await running.submit(job("SleepyAgent", samples=2, offered=True, max_staleness=1))
-        await asyncio.wait_for(until_calls(store, 1), 60)
+        await asyncio.wait_for(until_calls(store, 2), 60)
         engine.version = "2"
         await asyncio.sleep(0.3)
         assert await store.feed_depth() == {"open": 1}

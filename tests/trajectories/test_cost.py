@@ -32,15 +32,19 @@ async def test_prompts_are_read_into_shared_memory(store: Store) -> None:
 
 @pytest.mark.parametrize("builder", ["merged", "tree"])
 def test_a_long_session_is_joined_fast(builder: str) -> None:
-    """The target is 50 ms; CPU time, and twice of it, because a test may run beside others."""
+    """The target is 50 ms where a million turns of a small loop take 80; CPU time, and twice of it, because a test may
+    run beside others."""
     calls = long_session(200, 100_000)
-    taken = []
+    taken, loop = [], []
     for _ in range(5):
         started = time.thread_time()
         built = build(calls, builder)
-        taken.append(time.thread_time() - started)
+        built_at = time.thread_time()
+        assert sum(number * number for number in range(1_000_000)) > 0
+        taken.append(built_at - started)
+        loop.append(time.thread_time() - built_at)
     assert [len(trace.token_ids) for trace in built.traces] == [100_000]
-    assert min(taken) < 0.1
+    assert min(taken) / min(loop) < 100 / 80
 
 
 def test_the_benchmark_measures_what_it_says() -> None:

@@ -6,13 +6,13 @@ import importlib.util
 import os
 import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.rollout.cluster.machines import Node, RayHead, Serving, environment
 from tests.store.conftest import PostgresServer, postgres
 
@@ -53,6 +53,11 @@ class Machines:
         served.ready()
         return served
 
+    def release(self) -> None:
+        """Let held agents go on."""
+        self.home.mkdir(exist_ok=True)
+        (self.home / "go").touch()
+
     def end(self) -> None:
         for program in (*self.services, *self.nodes, self.head):
             program.end()
@@ -64,10 +69,7 @@ def machines() -> Iterator[Machines]:
         pytest.skip("Ray is not installed (pip install 'polar-proxy[ray]')")
     # Ray's sockets have long names of their own, and a socket's name may have 107 characters in all.
     folder = Path(tempfile.mkdtemp(prefix="pr-"))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    made = Machines(folder, port)
+    made = Machines(folder, free_port())
     try:
         made.start()
         yield made

@@ -91,11 +91,11 @@ class Program:
             text += line
         return orjson.loads(text)
 
-    def until(self, words: str, seconds: float = 60) -> None:
+    def until(self, words: str, seconds: float = 180) -> None:
         """Wait until its log has these words."""
         wait_for(lambda: words in self.log.read_text(), seconds, self.log.read_text)
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 120) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
         return self.process.wait(seconds)

@@ -27,16 +27,16 @@ from polar_proxy.tasks import get_source
 from tests.rollout.cluster.conftest import Machines
 from tests.rollout.cluster.machines import Serving, command, wait_for
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1200)]
 
 
 def nodes_work(served: Serving, count: int) -> list[str]:
-    wait_for(lambda: len(served.gateways()) >= count, 120, served.log.read_text)
+    wait_for(lambda: len(served.gateways()) >= count, 240, served.log.read_text)
     return served.gateways()
 
 
 async def submitted(store: Store, samples: int, agent: str = "TinyAgent") -> list[str]:
-    recipe = Recipe(f"tests.fakes.tiny_agent:{agent}", "process", timeout=200.0)
+    recipe = Recipe(f"tests.fakes.tiny_agent:{agent}", "process", timeout=900.0)
     job, _ = await submit(store, Submission([get_source("swe-task").task(3)], recipe, samples, offered=True))
     return await rollouts_of(store, job.job_id)
 
@@ -111,8 +111,8 @@ async def test_a_node_that_is_killed(machines: Machines, url: str) -> None:
         served = machines.serve(url)
         gateways = nodes_work(served, 2)
         await one_session_everywhere(store, gateways)
-        ids = await submitted(store, 6)
-        await until(store, ids, lambda rows: sum(row.calls > 0 for row in rows) >= 3, 90)
+        ids = await submitted(store, 6, "HeldAgent")
+        await until(store, ids, lambda rows: sum(row.calls > 0 for row in rows) == 4, 180)
         (dying,) = first.workers()
         before = await recorded(store, ids)
         rows = [row for row in await store.rollouts(rollout_ids=ids) if row.status not in FINAL_STATUSES]
@@ -120,9 +120,10 @@ async def test_a_node_that_is_killed(machines: Machines, url: str) -> None:
         first.kill()
         killed = time.monotonic()
         assert had, "the node that was killed worked on nothing"
-        await until(store, had, lambda rows: all(row.attempt > 1 for row in rows), 120)
+        await until(store, had, lambda rows: all(row.attempt > 1 for row in rows), 240)
         seconds = time.monotonic() - killed
-        await until(store, ids, ended, 200)
+        machines.release()
+        await until(store, ids, ended, 400)
         (living,) = second.workers()
         for row in await store.rollouts(rollout_ids=ids):
             assert (row.status, row.reward, row.error) == ("done", 1.0, None)
@@ -134,7 +135,7 @@ async def test_a_node_that_is_killed(machines: Machines, url: str) -> None:
                 assert [stage.cause for stage in stages if stage.cause] == ["worker_lost"]
         assert before <= await recorded(store, ids)
         assert await store.feed_depth() == {"waiting": 1}
-        wait_for(lambda: "is gone" in served.log.read_text(), 30, served.log.read_text)
+        wait_for(lambda: "is gone" in served.log.read_text(), 120, served.log.read_text)
         assert served.stop() == 130, served.log.read_text()
     assert left_behind(machines) == []
     assert second.workers() == []
@@ -168,10 +169,10 @@ async def test_the_head_is_killed_and_then_a_node_actor(machines: Machines, url:
         first = machines.serve(url)
         nodes_work(first, 1)
         ids = await submitted(store, 2)
-        await until(store, ids, lambda rows: any(row.calls for row in rows), 60)
+        await until(store, ids, lambda rows: any(row.calls for row in rows), 180)
         first.process.kill()
         first.process.wait()
-        await until(store, ids, ended, 120)
+        await until(store, ids, ended, 240)
         (working,) = node.workers()
         for row in await store.rollouts(rollout_ids=ids):
             assert (row.status, row.reward, row.error) == ("done", 1.0, None)
@@ -180,17 +181,18 @@ async def test_the_head_is_killed_and_then_a_node_actor(machines: Machines, url:
         second = machines.serve(url)
         nodes_work(second, 1)
         assert node.workers() == [working], "the same actor"
-        ids = await submitted(store, 2)
-        await until(store, ids, lambda rows: all(row.calls for row in rows), 60)
+        ids = await submitted(store, 2, "HeldAgent")
+        await until(store, ids, lambda rows: all(row.calls for row in rows), 180)
         before = await recorded(store, ids)
         os.kill(working, signal.SIGKILL)
-        await until(store, ids, ended, 150)
+        machines.release()
+        await until(store, ids, ended, 300)
         for row in await store.rollouts(rollout_ids=ids):
             assert (row.status, row.reward, row.attempt) == ("done", 1.0, 2)
             await books(store, row, machines.home)
         assert before <= await recorded(store, ids)
         ids = await submitted(store, 2, "SleepyAgent")
-        await until(store, ids, lambda rows: all(row.calls for row in rows), 60)
+        await until(store, ids, lambda rows: all(row.calls for row in rows), 180)
         assert second.stop() == 130
         rows = await store.rollouts(rollout_ids=ids)
         assert [(row.status, row.attempt) for row in rows] == [("queued", 2)] * 2, "handed back"
@@ -203,11 +205,11 @@ async def test_scored_where_there_is_room(machines: Machines) -> None:
     machines.add(1)
     script = [sys.executable, "-m", "tests.rollout.cluster.score_away", machines.head.address]
     done = await asyncio.to_thread(
-        subprocess.run, script, env=machines.env, cwd=machines.folder, capture_output=True, text=True, timeout=200
+        subprocess.run, script, env=machines.env, cwd=machines.folder, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stderr
     found = orjson.loads(done.stdout.splitlines()[-1])
-    assert found.pop("seconds") < 10
+    assert found.pop("seconds") < 120  # the command sleeps for twenty minutes
     assert found.pop("failure").startswith("evaluator: the task's repository cannot be read")
     assert found == {
         "solved": 1.0,
@@ -227,14 +229,14 @@ async def test_a_node_that_leaves(machines: Machines, url: str) -> None:
         served = machines.serve(url)
         nodes_work(served, 1)
         ids = await submitted(store, 2, "SleepyAgent")
-        await until(store, ids, lambda rows: all(row.calls for row in rows), 60)
+        await until(store, ids, lambda rows: all(row.calls for row in rows), 180)
         began = time.monotonic()
-        assert await asyncio.to_thread(node.stop, signal.SIGTERM, 90) == 130
+        assert await asyncio.to_thread(node.stop, signal.SIGTERM, 180) == 130
         print(f"left after {time.monotonic() - began:.1f} s")
         assert left_behind(machines) == []
-        await until(store, ids, lambda rows: all((row.status, row.attempt) == ("queued", 2) for row in rows), 60)
+        await until(store, ids, lambda rows: all((row.status, row.attempt) == ("queued", 2) for row in rows), 120)
         assert len(await recorded(store, ids)) == 2
-        wait_for(lambda: "no node of the cluster takes work" in served.log.read_text(), 30, served.log.read_text)
+        wait_for(lambda: "no node of the cluster takes work" in served.log.read_text(), 120, served.log.read_text)
         assert served.stop() == 130
 
 
@@ -244,6 +246,6 @@ async def test_a_node_that_cannot_work(machines: Machines, url: str) -> None:
     async with open_store(url):
         served = machines.serve(url)
         words = "cannot work: Cannot load engine 'nowhere:Engine'"
-        wait_for(lambda: served.log.read_text().count(words) >= 2, 120, served.log.read_text)
+        wait_for(lambda: served.log.read_text().count(words) >= 2, 240, served.log.read_text)
         assert "Traceback" not in served.log.read_text()
         assert served.stop() == 130

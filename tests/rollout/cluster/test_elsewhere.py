@@ -61,22 +61,22 @@ async def test_only_what_would_wait(store: Store, tmp_path: Path, broken: int) -
     # The one that is scored here ends when the file is there: after the others.
     held = tmp_path / "go"
     script = f"test -e {tmp_path}/first && exit 0; touch {tmp_path}/first; until test -e {held}; do sleep 0.1; done"
-    task = replace(get_source("swe-task").task(3), timeout_seconds=200.0, evaluators=(Command(("sh", "-c", script)),))
+    task = replace(get_source("swe-task").task(3), timeout_seconds=280.0, evaluators=(Command(("sh", "-c", script)),))
     async with (
         engine,
         serving(Settings(), engine, store) as gateway,
         RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=LIMITS, elsewhere=other) as running,
     ):
-        recipe = Recipe("tests.fakes.tiny_agent:TinyAgent", "process", timeout=120.0)
+        recipe = Recipe("tests.fakes.tiny_agent:TinyAgent", "process", timeout=600.0)
         job, _ = await running.submit(Submission([task], recipe, 3))
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             while sum(row.status == "done" for row in await store.rollouts()) < 2:
                 await asyncio.sleep(0.05)
         (here,) = [row for row in await store.rollouts() if row.status != "done"]
         assert here.status == "scoring"
         assert here.rollout_id not in other.asked
         held.touch()
-        await asyncio.wait_for(running.until_done(job.job_id), 60)
+        await asyncio.wait_for(running.until_done(job.job_id), 120)
     assert len(set(other.asked)) == 2
     assert len(other.asked) == 2 + broken
     assert [(row.status, row.reward) for row in await store.rollouts()] == [("done", 1.0)] * 3

@@ -1,0 +1,63 @@
+"""The output of a command in docker is whole, however slowly the engine hands it on; scripted, as no engine is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from sandboxes.docker_engine import DRAIN_SECONDS, Run
+
+
+@dataclass
+class Message:
+    data: bytes
+    stream: int = 1
+
+
+@dataclass
+class Execution:
+    """A command that is over at once, and leaves something running that holds its output open. `pauses`: before each
+    piece of its output, in seconds."""
+
+    pauses: list[float]
+    stalls: bool = False
+    asked: int = 0
+    never: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @contextlib.asynccontextmanager
+    async def start(self, *, detach: bool) -> AsyncIterator[Any]:
+        yield self
+
+    async def read_out(self) -> Message | None:
+        if not self.pauses:
+            await self.never.wait()
+        await asyncio.sleep(self.pauses.pop(0))
+        return Message(b"x")
+
+    async def inspect(self) -> dict[str, Any]:
+        self.asked += 1
+        if self.stalls and self.asked == 1:
+            asyncio.get_running_loop().call_later(DRAIN_SECONDS / 4, time.sleep, 3 * DRAIN_SECONDS)
+        return {"Running": False, "ExitCode": 0}
+
+
+async def test_what_comes_slowly_behind_the_end_is_read() -> None:
+    run = Run(b"", None, 100)
+    assert await run.follow(Execution([0.0, 0.3, *[DRAIN_SECONDS / 5] * 20])) == 0
+    assert run.out.value() == b"x" * 22
+
+
+async def test_what_came_while_this_process_stood_still_is_read() -> None:
+    run = Run(b"", None, 100)
+    assert await run.follow(Execution([0.25 + DRAIN_SECONDS / 3, *[0.0] * 5], stalls=True)) == 0
+    assert run.out.value() == b"x" * 6
+
+
+async def test_nobody_waits_for_who_is_left_running() -> None:
+    run = Run(b"", None, 100)
+    assert await asyncio.wait_for(run.follow(Execution([0.0])), 60) == 0
+    assert run.out.value() == b"x"
