@@ -50,11 +50,14 @@ class Bandit:
     groups: int
     samples: int
     tells_versions: bool = True
+    seed: int = 0
+    """Of the run: the first of its rollouts' seeds."""
+    worker: str = "bandit"
 
     async def start(self, round_number: int) -> None:
         await self.store.put_task("bandit", "bandit", 0, "sample", {})
         rollouts = tuple(
-            NewRollout("none", "none", "local", "tiny", 1000 * round_number + index, {})
+            NewRollout("none", "none", "local", "tiny", self.seed + 1000 * round_number + index, {})
             for index in range(self.samples)
         )
         new = [NewGroup("bandit", self.samples, {}, rollouts, offered=True)] * self.groups
@@ -63,7 +66,7 @@ class Bandit:
     async def under_way(self) -> int:
         """Works the queue off; so nothing is under way when it returns."""
         version = await self.engine.weight_version() if self.tells_versions else None
-        held = await self.store.claim("bandit", 1000, 60, policy_version=version)
+        held = await self.store.claim(self.worker, 1000, 60, policy_version=version)
         by_group: dict[str, list[Held]] = {}
         for one in held:
             by_group.setdefault(one.group_id, []).append(one)
