@@ -30,13 +30,50 @@ install() {
     "$dir/bin/python" -c 'import vllm; print("vLLM", vllm.__version__, "is ready")'
 }
 
+# Where the head is the embedding, too, a folder with a head of its own, else the model's. vLLM's processor kernels keep
+# a packed copy of the head, which a reload of the weights replaces only where the head is loaded by its own name.
+untie() {
+    "$1/bin/python" - "$2" "$3" <<'PY'
+import json, sys
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+model, untied = (Path(name).absolute() for name in sys.argv[1:])
+config = json.loads((model / "config.json").read_text())
+places, embedding = {}, None
+for file in sorted(model.glob("*.safetensors")):
+    with safe_open(file, "pt") as tensors:
+        places |= dict.fromkeys(tensors.keys(), f"body-{file.name}")
+        if "model.embed_tokens.weight" in tensors.keys():
+            embedding = tensors.get_tensor("model.embed_tokens.weight")
+if not config.get("tie_word_embeddings") or embedding is None:
+    print(model)
+    sys.exit()
+for file in model.iterdir():
+    (untied / f"{'body-' if file.suffix == '.safetensors' else ''}{file.name}").symlink_to(file)
+save_file({"lm_head.weight": embedding}, untied / "head.safetensors", {"format": "pt"})
+places["lm_head.weight"] = "head.safetensors"
+for name, written in (
+    ("config.json", {**config, "tie_word_embeddings": False}),
+    ("model.safetensors.index.json", {"metadata": {}, "weight_map": places}),
+):
+    (untied / name).unlink(missing_ok=True)
+    (untied / name).write_text(json.dumps(written))
+print(untied)
+PY
+}
+
 serve() {
     local dir=$1 model=$2 name=$3 port=$4
     shift 4
     [ -x "$dir/bin/python" ] || { echo "No vLLM in $dir: run $0 install $dir" >&2; exit 2; }
     [ -f "$model/config.json" ] || { echo "No model in $model: config.json is missing" >&2; exit 2; }
-    local log
+    local log untied
     log=$(mktemp -t "vllm-$port-XXXXXX.log")
+    untied=$(mktemp -d -t "vllm-$port-XXXXXX")
+    model=$(untie "$dir" "$model" "$untied")
     # Eager, uncompiled, float32: exact and quick to start. Development mode adds the weight-update routes.
     # How to sample is said by each request: a generation_config.json would also bound the length of every answer.
     env VLLM_CPU_CI_ENV=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SERVER_DEV_MODE=1 \
@@ -49,7 +86,7 @@ serve() {
         --enable-auto-tool-choice --tool-call-parser hermes "$@" >"$log" 2>&1 &
     local server=$!
     # shellcheck disable=SC2064
-    trap "kill $server 2>/dev/null; wait $server 2>/dev/null; rm -f $log; exit 143" TERM INT HUP
+    trap "kill $server 2>/dev/null; wait $server 2>/dev/null; rm -rf $log $untied; exit 143" TERM INT HUP
     until "$dir/bin/python" - "$port" 2>/dev/null <<'PY'; do
 import sys, urllib.request
 urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/health", timeout=2)

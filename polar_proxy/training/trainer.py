@@ -101,6 +101,7 @@ class Trainer:
         self._unsaved: list[str] = []
         """Groups trained since the last checkpoint."""
         self._probed: list[float] | None = None
+        self._noise: float | None = None
         self._since = time.monotonic()
 
     async def train(self) -> State:
@@ -246,8 +247,8 @@ class Trainer:
         now = await asyncio.to_thread(self._learner.logprobs, ids)
         version = str(self.state.step)
         await self._sync.push(self._learner.weights(), version)
-        found = await probe(self._engine, ids, now, self._probed, self._config.probe_tolerance)
-        self._probed = now
+        found = await probe(self._engine, ids, now, self._probed, self._config.probe_tolerance, self._noise)
+        self._probed, self._noise = now, found.mean if self._noise is None else self._noise
         told = await self._engine.weight_version()
         if told not in (None, version):
             raise TrainingError(

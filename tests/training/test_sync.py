@@ -61,6 +61,36 @@ async def test_a_step_smaller_than_the_noise_proves_nothing_and_stops_nothing() 
     assert (await check(Scores(-1.001, -2.001), [-1.00001, -2.0], [-1.0, -2.0])).moved < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("moved", "off", "noise", "stops"),
+    [
+        (0.010, 0.0020, 1e-6, True),  # a fifth of the way is missing
+        (0.010, 0.0020, 1e-3, False),  # the engine computes in bfloat16: twice what it always differs
+        (0.010, 0.0005, 1e-6, False),  # a twentieth: the noise has grown
+        (0.010, 0.0020, None, False),  # the first sync
+    ],
+)
+async def test_a_part_that_was_not_taken_is_found_within_the_tolerance(
+    moved: float, off: float, noise: float | None, stops: bool
+) -> None:
+    probing = probe(Scores(-1.0 - off, -2.0 - off), IDS, [-1.0, -2.0], [-1.0 + moved, -2.0 + moved], 0.02, noise)  # type: ignore[arg-type]
+    if stops:
+        with pytest.raises(TrainingError, match="only a part of them"):
+            await probing
+    else:
+        assert (await probing).mean == pytest.approx(off)
+
+
+async def test_a_head_that_is_the_embedding_is_written_under_both_names(tmp_path: Path) -> None:
+    server = Vllm()
+    sync = VllmDiskSync("http://engine", tmp_path, transport=httpx.MockTransport(server))
+    await sync.push({"model.embed_tokens.weight": torch.arange(6.0).reshape(3, 2)}, "1")
+    assert torch.equal(server.read["lm_head.weight"], server.read["model.embed_tokens.weight"])
+    own = torch.zeros(3, 2)
+    await sync.push({"model.embed_tokens.weight": torch.ones(3, 2), "lm_head.weight": own}, "2")
+    assert torch.equal(server.read["lm_head.weight"], own)
+
+
 def test_the_probe_is_the_same_for_every_run() -> None:
     assert probe_ids(300) == probe_ids(300)
     assert len(set(probe_ids(300))) > 30
