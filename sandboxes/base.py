@@ -8,7 +8,8 @@ Promises that every kind keeps, and that `tests/sandboxes/test_sandbox_contract.
 * The exit status is the program's own: `128 + n` after signal n, 127 if the program was not found, 126 if it could not
   be started, with the reason on stderr.
 * A command that runs out of time, or whose task is cancelled, is ended at once together with everything that it
-  started. What a command leaves running after a normal end stays until `kill_all` or `close`, as with `docker exec`.
+  started; before that is done the sandbox runs no other. What a command leaves running after a normal end stays until
+  `kill_all` or `close`, as with `docker exec`.
 * Output is bounded: the tail is kept, and `truncated` says so.
 * After `close` nothing is left. After `kill -9` of the owner nothing is left once `orphans.sweep` has run.
 """

@@ -67,6 +67,8 @@ class DockerSandbox(Sandbox):
         self._container: Any = None
         self._main = "1"
         self._closing: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        """The ends of commands whose tasks were cancelled; one that failed stays, and whoever comes next is told."""
 
     # ------------------------------------------------------------ life
 
@@ -162,6 +164,8 @@ class DockerSandbox(Sandbox):
             if self._record.container is not None and self._engine is not None:
                 await remove_container(self._engine, self.id)
         finally:
+            for ending in self._ending:
+                ending.cancel()
             await self._stack.aclose()
         await asyncio.to_thread(self._remove)
 
@@ -180,6 +184,20 @@ class DockerSandbox(Sandbox):
         self,
         argv: Sequence[str],
         *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        timeout: float | None = None,
+        stdin: bytes = b"",
+        on_output: OutputCallback | None = None,
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> ExecResult:
+        for ending in tuple(self._ending):
+            await asyncio.shield(ending)
+        return await self._exec(argv, env, cwd, timeout, stdin, on_output, output_limit)
+
+    async def _exec(
+        self,
+        argv: Sequence[str],
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         timeout: float | None = None,
@@ -209,6 +227,10 @@ class DockerSandbox(Sandbox):
                 if timed_out:
                     await settle(self._kill(ident, task))
                 exit_code = task.result()
+        except asyncio.CancelledError:
+            if task is not None and self._closing is None:
+                self._end(ident, task)
+            raise
         except BaseException as error:
             if task is not None and self._closing is None:
                 # Also when the reader failed (an error of the callback): the program may still be running.
@@ -223,11 +245,26 @@ class DockerSandbox(Sandbox):
         seconds = time.monotonic() - start
         return ExecResult(exit_code, run.out.value(), run.err.value(), timed_out, seconds, truncated)
 
+    def _end(self, ident: str, task: asyncio.Task[int]) -> None:
+        """End a cancelled command. It is not waited for: as a rule the sandbox is closed next, which ends everything by
+        one call of the engine where this takes three."""
+
+        def ended(ending: asyncio.Task[None]) -> None:
+            if ending.cancelled():
+                task.cancel()
+            if ending.cancelled() or ending.exception() is None:
+                self._ending.discard(ending)
+
+        ending = asyncio.ensure_future(self._kill(ident, task))
+        ending.add_done_callback(ended)
+        self._ending.add(ending)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: nobody asks for it any more
+
     async def _kill(self, ident: str, task: asyncio.Task[int]) -> None:
         """End a command's tree and wait for its end; whatever resists takes the sandbox with it."""
         deadline = time.monotonic() + END_SECONDS
         while True:
-            await self._script(scripts.KILL, self._main, f"{EXEC_MARKER}={ident}")
+            await self._exec(["sh", "-c", scripts.KILL, "sh", self._main, f"{EXEC_MARKER}={ident}"], cwd="/")
             # Again if need be: the engine may have been about to start the program.
             await asyncio.wait({task}, timeout=0.5)
             if task.done():

@@ -19,18 +19,29 @@ NONCE = re.compile(r"nonce-[0-9a-f]{12}-[0-9]+")
 
 @dataclass
 class EchoEngine(FakeVllm):
+    """Only what an agent asks takes time: a service proves at its start with many answers what the engine can do."""
+
+    pause: float = 0.0
+
+    def unplanned(self, body: Json) -> Answer:
+        return replace(self.default, first_delay=4 * self.pause, delay=self.pause) if words(body) else self.default
+
     def held(self, body: Json, answer: Answer) -> Answer:
-        prompt = body.get("prompt")
-        said = str(body["messages"]) if prompt is None else prompt if isinstance(prompt, str) else text_of(prompt)
-        words = NONCE.findall(said)
-        return super().held(body, replace(answer, text=f"My word is {words[-1]}." if words else answer.text))
+        told = words(body)
+        return super().held(body, replace(answer, text=f"My word is {told[-1]}." if told else answer.text))
+
+
+def words(body: Json) -> list[str]:
+    prompt = body.get("prompt")
+    said = str(body["messages"]) if prompt is None else prompt if isinstance(prompt, str) else text_of(prompt)
+    return NONCE.findall(said)
 
 
 async def serve(port: int, delay: float) -> None:
     # Eight chunks of an answer, so that a kill finds it half given.
-    answer = Answer("Hello.", first_delay=4 * delay, delay=delay, per_chunk=6)
+    answer = Answer("Hello.", per_chunk=6)
     # It says its weights' version, as vLLM does in development mode: each claim of a rollout asks for it.
-    engine = EchoEngine(model="echo", default=answer, context_length=65536, weight_version="1")
+    engine = EchoEngine(model="echo", default=answer, context_length=65536, weight_version="1", pause=delay)
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", engine._serve)
     runner = web.AppRunner(app, handler_cancellation=True)

@@ -182,6 +182,43 @@ def bake(
     typer.echo(baked.image)
 
 
+@app.command("prune")
+def prune(
+    base: Annotated[str | None, typer.Option(help="Only those upon this image.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Those of installed agents, too.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove baked docker images that nobody uses any more: no installed agent would be baked into it again (its files,
+    or the image below, have changed), and no container is made of it.
+    """
+    from sandboxes import docker_engine
+    from sandboxes.images.baked import Found
+    from sandboxes.images.baked import prune as prune_images
+
+    cache = common.load_settings().harness_cache
+    adapters = [adapter for name in list_adapters() if (adapter := get_adapter(name)).is_installed(cache)]
+    agents = [] if everything else [adapter.install(cache).mounts for adapter in adapters]
+
+    async def work() -> list[Found]:
+        async with docker_engine.client() as engine:
+            return await prune_images(engine, agents, base=base, everything=everything)
+
+    try:
+        found = common.run_async(work())
+    except SandboxError as error:
+        raise CheckFailed(str(error)) from error
+    freed = sum(one.bytes for one in found if one.removed)
+    if as_json:
+        removed, kept = ([asdict(one) for one in found if one.removed is which] for which in (True, False))
+        common.print_json({"removed": removed, "kept": kept, "bytes": freed})
+        return
+    for one in found:
+        did = "removed" if one.removed else "kept"
+        line = f"{did} {one.image} on {one.base}, {one.bytes / 1e6:.0f} MB: {one.why}"
+        common.out.print(escape(line), highlight=False, soft_wrap=True)
+    common.out.print(f"{sum(one.removed for one in found)} removed, {freed / 1e6:.0f} MB", highlight=False)
+
+
 async def _look(adapter: HarnessAdapter, installed: Installed, kind: Kind | Literal["auto"]) -> list[Finding]:
     """What can be seen from inside a sandbox."""
     try:

@@ -15,7 +15,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -74,6 +74,66 @@ async def bake(engine: aiodocker.Docker, base: str | None, paths: Sequence[Path]
     if not any("Successfully" in line for line in said):
         raise SandboxError(f"the image {image} cannot be made: {''.join(said)[-500:].strip()}")
     return Baked(image, name, True, time.monotonic() - began)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An image that was baked. `removed`: by `prune`; `why`: why, or why not. `bytes`: what it has beyond its base, all
+    of it where the base is gone."""
+
+    image: str
+    base: str
+    bytes: int
+    removed: bool
+    why: str
+
+
+async def prune(
+    engine: aiodocker.Docker, agents: Sequence[Sequence[Path]], *, base: str | None = None, everything: bool = False
+) -> list[Found]:
+    """Remove the images that nobody uses any more: baking one of `agents` (the paths of each) on the image's base, as
+    that is now, would give another one, and no container is made of it. With `everything` the first is not asked; with
+    `base` only images upon that one are looked at.
+
+    A process that goes on with such an image fails to open sandboxes of it until it starts anew. Raises SandboxError.
+    """
+    library = docker_engine.module()
+    found: list[Found] = []
+    current: dict[str, tuple[set[str], int]] = {}
+    label = BASE_LABEL if base is None else f"{BASE_LABEL}={base}"
+    with docker_engine.translated():
+        images = await engine.images.list(filters={"label": [label]})
+    for image in images:
+        name = next((name for name in image["RepoTags"] or [] if name.startswith(f"{REPOSITORY}:")), None)
+        if name is None:
+            continue
+        below = str(image["Labels"][BASE_LABEL])
+        if below not in current:
+            current[below] = await _current(engine, below, [] if everything else agents)
+        names, size = current[below]
+        one = Found(name, below, int(image["Size"]) - size, False, "an installed agent's")
+        if name not in names:
+            try:
+                await engine.images.delete(name)
+                one = replace(one, removed=True, why="asked for" if everything else "no installed agent's any more")
+            except library.DockerError as error:
+                if error.status != 409:
+                    raise SandboxError(f"the image {name} cannot be removed: {error.message}") from error
+                one = replace(one, why="a container is made of it")
+        found.append(one)
+    return found
+
+
+async def _current(engine: aiodocker.Docker, base: str, agents: Sequence[Sequence[Path]]) -> tuple[set[str], int]:
+    """What baking these on `base` would be called, and the bytes of `base`; nothing where there is no such image."""
+    try:
+        parent = await engine.images.inspect(base)
+    except docker_engine.module().DockerError as error:
+        if error.status != 404:
+            raise SandboxError(f"the Docker engine: {error.message}") from error
+        return set(), 0
+    names = {await asyncio.to_thread(tag, str(parent["Id"]), paths) for paths in agents if paths}
+    return names, int(parent["Size"])
 
 
 def tag(parent: str, paths: Sequence[Path]) -> str:

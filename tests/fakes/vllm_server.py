@@ -180,7 +180,7 @@ class FakeVllm:
         problem = self.refusal(request.path, body)
         if problem is not None:
             return web.json_response(problem, status=problem["error"]["code"])
-        answer = planned or self.default
+        answer = planned or self.unplanned(body)
         try:
             await asyncio.sleep(answer.first_delay)
             if not body.get("stream"):
@@ -276,6 +276,10 @@ class FakeVllm:
         tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
         text = text_of([token for token in tokens if token != END])
         return read(text, tools=tools, thinks=self.thinks, other_form="other_form" in self.limits)
+
+    def unplanned(self, body: Json) -> Answer:
+        """Where nothing is scripted."""
+        return self.default
 
     def held(self, body: Json, answer: Answer) -> Answer:
         """The answer under `structured_outputs`: exactly the text that is asked for."""

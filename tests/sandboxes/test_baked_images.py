@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import tarfile
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes import SandboxSpec, SandboxUnavailable, docker_engine, open_sandbox
-from sandboxes.images.baked import bake, tag, write_context
+from sandboxes.images.baked import bake, prune, tag, write_context
 
 
 def program(folder: Path, text: str = "hello") -> Path:
@@ -89,3 +90,33 @@ async def test_made_once_and_there_inside(tmp_path: Path, reasons: dict[str, str
             await engine.images.delete(first.image, force=True)
         with pytest.raises(SandboxUnavailable, match="docker pull"):
             await bake(engine, "no-such-image:ever", [one])
+
+
+@pytest.mark.full
+async def test_what_nobody_uses_is_removed(tmp_path: Path, reasons: dict[str, str]) -> None:
+    if "docker" in reasons:
+        pytest.skip(reasons["docker"])
+    agents = [program(tmp_path / name, uuid.uuid4().hex) for name in ("changed", "installed", "used")]
+    base = f"polar-prune-test:{uuid.uuid4().hex[:12]}"  # of its own: other images on this machine are not looked at
+    async with docker_engine.client() as engine:
+        await engine.images.tag(await docker_engine.find_image(engine, None), base.partition(":")[0], tag=base[17:])
+        changed, installed, used = [(await bake(engine, base, [one])).image for one in agents]
+        container = await engine.containers.create({"Image": used, "Cmd": ["true"]})
+        try:
+            (agents[0] / "data").write_text("a new version")
+            found = {one.image: one for one in await prune(engine, [[agents[0]], [agents[1]]], base=base)}
+            ends = {name: (found[name].removed, found[name].why) for name in (changed, installed, used)}
+            assert ends == {
+                changed: (True, "no installed agent's any more"),
+                installed: (False, "an installed agent's"),
+                used: (False, "a container is made of it"),
+            }
+            assert 0 < found[changed].bytes < 1_000_000  # the base's own are shared
+            here = {name for image in await engine.images.list() for name in image["RepoTags"] or []}
+            assert here & {changed, installed, used} == {installed, used}
+            assert (await bake(engine, base, [agents[1]])).made is False
+        finally:
+            await container.delete(force=True)
+            for name in (changed, installed, used, base):
+                with contextlib.suppress(docker_engine.module().DockerError):  # it is gone
+                    await engine.images.delete(name, force=True)
