@@ -94,6 +94,10 @@ class TurnPipeline:
         finally:
             self._replays.close(tape, failed=not turn.ok)
 
+    def end_session(self, session_id: str) -> None:
+        """Its key is revoked, so no retry can come: generations whose client is gone, or goes, end at once."""
+        self._replays.end_session(session_id)
+
     async def count(
         self, counter: TokenCount, path_key: str | None, scope: wire.Scope, receive: wire.Receive, send: wire.Send
     ) -> None:

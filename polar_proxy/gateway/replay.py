@@ -76,6 +76,11 @@ class Tape:
         while await self.heard():
             await self._next()
 
+    def nobody_asks_again(self) -> None:
+        """No retry can come any more: a lost client's generation is not waited for."""
+        self._grace, self._deadline = 0.0, 0.0
+        self._notify()
+
     async def heard(self) -> bool:
         """Whether anybody gets this answer: its own client, a listener, or one that comes within the grace."""
         while self.lost and not self._listeners:
@@ -165,6 +170,13 @@ class Replays:
         tape = Tape(key, parsed, hints, self._grace)
         self._tapes.setdefault(key, []).append(tape)
         return tape
+
+    def end_session(self, session_id: str) -> None:
+        """Its key is revoked: what nobody hears there is given up at once."""
+        for key, tapes in self._tapes.items():
+            if key[0] == session_id:
+                for tape in tapes:
+                    tape.nobody_asks_again()
 
     def close(self, tape: Tape, *, failed: bool) -> None:
         """The answer is complete, or there is none: it is kept for the window."""

@@ -76,6 +76,11 @@ class Gateway:
         """Call `observer` with every call once it is committed."""
         self._pipeline.observers.append(observer)
 
+    def end_session(self, session_id: str) -> None:
+        """To be told when a session's key was revoked: generations there whose client is gone, or goes, are given up at
+        once, and not after the time in which a retry might have come."""
+        self._pipeline.end_session(session_id)
+
     @property
     def port(self) -> int:
         return int(self._socket.getsockname()[1])

@@ -329,6 +329,7 @@ class RolloutRunner:
             return None
         sessions = self._gateway.sessions
         await self._store.close_session(one.session_id)
+        self._gateway.end_session(one.session_id)
         try:
             await sessions.idle(one.session_id, timeout=_IDLE_SECONDS)
         except TimeoutError:

@@ -88,6 +88,25 @@ async def test_nobody_comes_within_the_grace(serve: Serve, store: Store) -> None
     assert (again.status, again.thread) == ("ok", first.thread)
 
 
+@pytest.mark.parametrize("ended", ["before the client goes", "after the client went"])
+async def test_the_end_of_a_session_ends_the_grace(serve: Serve, store: Store, ended: str) -> None:
+    engine = ScriptedEngine(lambda request: "x" * 10_000, delay=0.01)
+    async with serve(engine, retry_grace_seconds=600) as gateway, client(gateway.url) as http:
+        if ended == "after the client went":
+            await lost_request(gateway, CHAT, engine)
+            gateway.end_session((await store.sessions())[0].session_id)
+        else:
+            asking = asyncio.create_task(http.post("/chat/completions", json={**CHAT, "stream": True}))
+            await until(lambda: engine.sampled)
+            gateway.end_session("session_another")
+            gateway.end_session((await store.sessions())[0].session_id)
+            await asyncio.sleep(0.1)
+            assert engine.aborted == 0  # who still listens is answered
+            asking.cancel()
+        (call,) = await settled(store, 1)
+    assert (call.status, engine.aborted) == ("client_gone", 1)
+
+
 async def test_an_answer_that_is_complete_but_not_heard_is_client_gone(serve: Serve, store: Store) -> None:
     engine = ScriptedEngine(lambda request: "xxxx", delay=0.1)
     async with serve(engine, retry_grace_seconds=600) as gateway:
