@@ -120,9 +120,8 @@ async def train_with(
 
     assert config.feed is not None
     weights = weights_folder(settings, config)
-    learner = load_learner(weights, config)
     key = key_for(settings.model_copy(update={"url": config.feed}))
-    async with AsyncClient(config.feed, key, tries=PATIENT) as client:
+    async with load_learner(weights, config) as learner, AsyncClient(config.feed, key, tries=PATIENT) as client:
         served = await client.service()
         note(f"feed: {config.feed}, Polar {served.version}")
         if not (config.ask or config.ahead):

@@ -20,7 +20,16 @@ from polar_proxy.training.normalise import How
 from polar_proxy.types import Json
 
 MAY_CHANGE = frozenset(
-    {"steps", "checkpoint_every", "keep_checkpoints", "lease_seconds", "wait_seconds", "eval_every", "feed"}
+    {
+        "steps",
+        "checkpoint_every",
+        "keep_checkpoints",
+        "lease_seconds",
+        "wait_seconds",
+        "eval_every",
+        "feed",
+        "processes",
+    }
 )
 """What a resumed run may be told anew; anything else would make it another run under the same name."""
 
@@ -119,6 +128,9 @@ class GrpoConfig(BaseModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward passes; weights and optimiser are always float32."""
     device: str = "cpu"
+    processes: int = Field(1, ge=1)
+    """Over which weights, gradients and optimiser are sharded (FSDP2, training/parallel.py): with `device = "cuda"`
+    one for each GPU of this machine, from the first on."""
 
     # The run
     steps: int = Field(100, ge=1)
@@ -144,6 +156,14 @@ class GrpoConfig(BaseModel):
             raise ValueError("`ask` goes with `feed`: without a server the trainer runs its own rollouts")
         if self.feed is not None and not self.ask and self.eval_every:
             raise ValueError("held-out instances are jobs of the trainer's own: `eval_every` goes with `ask`")
+        if self.processes > 1 and self.lora is not None:
+            raise ValueError("an adapter is trained by one process: leave out `lora`, or `processes`")
+        if self.processes > 1 and self.loss == "bapo":
+            raise ValueError(
+                "bapo chooses its bounds on a whole step, which one process must see: leave out `processes`"
+            )
+        if self.processes > 1 and self.device not in ("cpu", "cuda"):
+            raise ValueError(f'`processes` take the GPUs one by one: device = "cuda", not {self.device!r}')
         if self.normalise == "constant" and self.length is None:
             raise ValueError('normalise = "constant" needs `length`')
         if self.max_sequence > self.tokens_per_pass:

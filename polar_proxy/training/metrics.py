@@ -38,7 +38,9 @@ class Metrics:
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(self._run / "tensorboard"))  # type: ignore[no-untyped-call, unused-ignore]
+            done = max((line["step"] for line in read(self._run)), default=0)
+            # TensorBoard forgets as the file does: what a killed process wrote of steps behind the checkpoint.
+            self._board = SummaryWriter(str(self._run / "tensorboard"), purge_step=done + 1)  # type: ignore[no-untyped-call, unused-ignore]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,6 +57,7 @@ class Metrics:
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
+            self._board.flush()
 
 
 class Window:

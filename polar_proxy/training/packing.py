@@ -64,6 +64,37 @@ def pack_trees(sequences: Sequence[Ids], max_tokens: int) -> list[Pack]:
     return [Pack(pack_sequences([sequences[index] for index in members]), tuple(members)) for members in packs]
 
 
+def pack_shared_out(sequences: Sequence[Ids], max_tokens: int, processes: int) -> list[Pack]:
+    """Packs for several processes (`deal` says which has which) that compute at the same time.
+
+    Smaller packs keep more processes busy, and compute more prefixes again. Of a few sizes up to `max_tokens` the one
+    is taken with which the busiest process computes least. Raises ValueError as `pack_trees` does.
+    """
+    _check(sequences, max_tokens)
+    longest, nodes = max(map(len, sequences)), len(pack_sequences(sequences))
+    sizes = {max_tokens} | {
+        min(max_tokens, max(longest, -(-nodes * quarters // (4 * processes)))) for quarters in range(1, 13)
+    }
+    tried = [pack_trees(sequences, size) for size in sorted(sizes, reverse=True)]
+
+    def busiest(packs: Sequence[Pack]) -> int:
+        lengths = [len(pack.tree) for pack in packs]
+        return max(sum(lengths[index] for index in dealt) for dealt in deal(lengths, processes))
+
+    return min(tried, key=busiest)
+
+
+def deal(costs: Sequence[int], processes: int) -> list[list[int]]:
+    """Which of the costs each process gets: the largest first, always to who has least. All processes find the same."""
+    hands: list[list[int]] = [[] for _ in range(processes)]
+    loads = [0] * processes
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        least = loads.index(min(loads))
+        hands[least].append(index)
+        loads[least] += costs[index]
+    return hands
+
+
 def pack_flat(sequences: Sequence[Ids], max_tokens: int) -> list[Pack]:
     """Packs with nothing shared (the baseline): first fit, longest first. Raises ValueError as `pack_trees` does."""
     _check(sequences, max_tokens)

@@ -31,7 +31,7 @@ from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.normalise import token_weights
 from polar_proxy.training.packing import Pack, pack_trees
 from polar_proxy.training.tokens import LossStats, Tokens
-from polar_proxy.training.tree import Targets, Tree, pack_sequences, targets
+from polar_proxy.training.tree import Ids, Targets, Tree, pack_sequences, targets
 from polar_proxy.types import Json
 
 
@@ -67,7 +67,7 @@ class StepStats:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class Pass:
     """What one forward pass is about: m targets."""
 
     pack: Pack
@@ -77,6 +77,18 @@ class _Pass:
     sequences: Tensor
     weights: Tensor
     """[m] each, on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one process made of its passes in an epoch: sums over tokens."""
+
+    loss: float
+    kls: float
+    computed: int
+    found: list[LossStats]
+    gaps: list[tuple[float, float]]
+    """Of each pass: sum and largest of the mismatch."""
 
 
 def load_model(path: Path | str, device: str = "cpu") -> Any:
@@ -139,36 +151,41 @@ class Learner:
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         references = [self._reference_logprobs(one) for one in passes]
+        self._accompany(self._reference)
         proximal: list[Tensor] = []
         for _ in range(config.epochs):
             self.optimiser.zero_grad(set_to_none=True)
-            loss = 0.0
+            loss = kls = 0.0
             found: list[LossStats] = []
-            kls: list[float] = []
             for one, reference in zip(passes, references, strict=True):
                 new, entropy = self._logprobs_and_entropy(one)
                 if len(proximal) < len(passes):
                     proximal.append(new.detach())
                 value, stats, kl = self._loss(one, new, entropy, proximal[len(found)], reference)
-                value.backward()  # type: ignore[no-untyped-call, unused-ignore]
+                (value * self._processes).backward()  # type: ignore[no-untyped-call, unused-ignore]
                 loss += float(value.detach())
                 found.append(stats)
-                kls.append(kl * stats.tokens)
-            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad))
+                kls += kl * stats.tokens
+            self._accompany(self.model)
+            norm = self._clip()
             if not np.isfinite(norm):
                 raise TrainingError(
                     f"the gradient of step {step} is not finite: nothing was changed. A lower learning rate, or "
                     "float32, helps; the last checkpoint is good"
                 )
             self.optimiser.step()
-        gaps = torch.cat([(old - one.recorded).abs() for old, one in zip(proximal, passes, strict=True)])
+        gaps = [(old - one.recorded).abs() for old, one in zip(proximal, passes, strict=True)]
+        computed = sum(len(one.pack.tree) for one in passes)
+        parts = self._parts(Part(loss, kls, computed, found, [(float(gap.sum()), float(gap.max())) for gap in gaps]))
+        found = [stats for part in parts for stats in part.found]
+        apart = [gap for part in parts for gap in part.gaps]
         tokens = sum(stats.tokens for stats in found)
         return StepStats(
-            loss=loss,
+            loss=sum(part.loss for part in parts),
             tokens=tokens,
-            computed_tokens=sum(len(one.pack.tree) for one in passes),
+            computed_tokens=sum(part.computed for part in parts),
             flat_tokens=sum(len(sequence.token_ids) for sequence in batch.sequences),
-            passes=len(passes),
+            passes=len(found),
             learning_rate=rate,
             grad_norm=norm,
             ratio_mean=_mean(found, "ratio_mean"),
@@ -177,11 +194,27 @@ class Learner:
             dropped_share=_mean(found, "dropped_share"),
             approx_kl=_mean(found, "approx_kl"),
             entropy=_mean(found, "entropy"),
-            mismatch_mean=float(gaps.mean()),
-            mismatch_max=float(gaps.max()),
-            kl_reference=None if config.kl == 0 else sum(kls) / tokens,
+            mismatch_mean=sum(total for total, _ in apart) / tokens,
+            mismatch_max=max(largest for _, largest in apart),
+            kl_reference=None if config.kl == 0 else sum(part.kls for part in parts) / tokens,
             seconds=time.perf_counter() - began,
         )
+
+    # What several processes do otherwise (training/parallel.py)
+
+    _processes = 1
+    """The gradient is the mean over so many."""
+
+    def _accompany(self, model: Any | None) -> None:
+        """Behind one's own passes: take part in those that other processes still make."""
+
+    def _parts(self, own: Part) -> list[Part]:
+        """What all processes made of their passes."""
+        return [own]
+
+    def _clip(self) -> float:
+        """Clip the gradient; its norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_grad))
 
     def state(self) -> dict[str, Any]:
         """The optimiser's, to be saved, with the adapter where one is trained."""
@@ -211,8 +244,12 @@ class Learner:
             raise TrainingError("the checkpoint's adapter was trained on other weights than those loaded now")
         self.optimiser.load_state_dict(state)
 
-    def _passes(self, sequences: Sequence[TrainingSequence]) -> list[_Pass]:
-        packs = pack_trees([sequence.token_ids for sequence in sequences], self._config.tokens_per_pass)
+    def _packs(self, sequences: Sequence[Ids]) -> list[Pack]:
+        """Which sequences go through the model together, and what of them is computed once."""
+        return pack_trees(sequences, self._config.tokens_per_pass)
+
+    def _passes(self, sequences: Sequence[TrainingSequence]) -> list[Pass]:
+        packs = self._packs([sequence.token_ids for sequence in sequences])
         # Each sampled token stands in one sequence only (`make_batch` sees to it): every target weighs 1 before
         # normalisation, on whatever node it is.
         wanted = [targets(pack.tree, [sequences[index].trained for index in pack.members]) for pack in packs]
@@ -226,7 +263,7 @@ class Learner:
         for pack, one, place, weight in zip(packs, wanted, places, weights, strict=True):
             recorded = [sequences[index].recorded[at] for index, at in zip(place, one.offsets, strict=True)]
             made.append(
-                _Pass(
+                Pass(
                     pack,
                     one,
                     torch.tensor(recorded, dtype=torch.float32, device=self._device),
@@ -250,10 +287,10 @@ class Learner:
         logits: Tensor = out.logits[0]
         return logits
 
-    def _target_logits(self, model: Any, one: _Pass) -> Tensor:
+    def _target_logits(self, model: Any, one: Pass) -> Tensor:
         return self._forward(model, one.pack.tree, torch.from_numpy(one.wanted.rows).to(self._device))
 
-    def _logprobs_and_entropy(self, one: _Pass) -> tuple[Tensor, Tensor]:
+    def _logprobs_and_entropy(self, one: Pass) -> tuple[Tensor, Tensor]:
         logits = self._target_logits(self.model, one)
         new = target_logprobs(logits, one.wanted, temperature=self._config.temperature)
         with torch.no_grad():
@@ -261,7 +298,7 @@ class Learner:
             entropy = -(logs.exp() * logs).sum(dim=-1)[torch.from_numpy(one.wanted.row_of).to(self._device)]
         return new, entropy
 
-    def _reference_logprobs(self, one: _Pass) -> Tensor | None:
+    def _reference_logprobs(self, one: Pass) -> Tensor | None:
         if self._reference is None or self._config.kl == 0:
             return None
         with torch.no_grad():
@@ -269,7 +306,7 @@ class Learner:
         return target_logprobs(logits, one.wanted, temperature=self._config.temperature)
 
     def _loss(
-        self, one: _Pass, new: Tensor, entropy: Tensor, proximal: Tensor, reference: Tensor | None
+        self, one: Pass, new: Tensor, entropy: Tensor, proximal: Tensor, reference: Tensor | None
     ) -> tuple[Tensor, LossStats, float]:
         mask = torch.ones(len(new), dtype=torch.bool, device=self._device)
         batch = Tokens(
