@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -18,6 +19,12 @@ from polar_proxy.store import Store, open_store
 # How long an example takes, or takes to be made up, says how busy the machine is.
 settings.register_profile("polar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("polar")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A shell's job in the background ignores Ctrl-C, and so would every program that a test starts and interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

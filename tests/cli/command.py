@@ -21,7 +21,7 @@ def environment() -> dict[str, str]:
 
 def polar(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [POLAR, *arguments], env=environment(), cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        [POLAR, *arguments], env=environment(), cwd=cwd, capture_output=True, text=True, timeout=240, check=False
     )
 
 

@@ -30,7 +30,7 @@ async def record(home: Path, *, wrong: float = 0.0) -> str:
     async with open_store(f"sqlite:///{home}/polar.db") as store, ScriptedEngine() as engine:
         async with (
             Gateway(engine, store, GatewaySettings(port=0)) as gateway,
-            httpx.AsyncClient(base_url=gateway.url, headers={"authorization": "Bearer k"}) as http,
+            httpx.AsyncClient(base_url=gateway.url, headers={"authorization": "Bearer k"}, timeout=60) as http,
         ):
             body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 1}
             (await http.post("/v1/chat/completions", json=body)).raise_for_status()

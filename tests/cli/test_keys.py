@@ -48,13 +48,15 @@ def test_the_server_lets_its_own_user_in(
     assert file == polar_home / "api-key"
     assert file.stat().st_mode & 0o777 == 0o600
     url = f"{ready['url']}/api/v1"
-    assert httpx.get(f"{url}/service", trust_env=False).status_code == 401
+    assert httpx.get(f"{url}/service", trust_env=False, timeout=60).status_code == 401
     headers = {"authorization": f"Bearer {file.read_text().strip()}"}
-    told = httpx.get(f"{url}/service", headers=headers, trust_env=False).json()
+    told = httpx.get(f"{url}/service", headers=headers, trust_env=False, timeout=60).json()
     assert (told["engine"]["model"], told["state"]) == ("scripted-model", None)
     trainer = {"authorization": f"Bearer {polar('key', 'new', '--role', 'trainer')['key']}"}
-    assert httpx.get(f"{url}/feed", headers=trainer, trust_env=False).status_code == 200  # at once, without a restart
-    assert httpx.post(f"{url}/sessions", json={}, headers=trainer, trust_env=False).status_code == 403
+    assert (
+        httpx.get(f"{url}/feed", headers=trainer, trust_env=False, timeout=60).status_code == 200
+    )  # at once, without a restart
+    assert httpx.post(f"{url}/sessions", json={}, headers=trainer, trust_env=False, timeout=60).status_code == 403
 
 
 @pytest.mark.parametrize("module", ["fastapi", "torch", "httpx"])

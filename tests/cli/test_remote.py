@@ -38,7 +38,7 @@ def test_a_job_from_submission_to_its_rows(server: Server, monkeypatch: pytest.M
     monkeypatch.setenv("POLAR_URL", server.url)
     job = polar("submit", "swe-task", "--seed", "3", "--samples", "2", "--label", "far")
     watching = subprocess.run(
-        [POLAR, "watch", job["job_id"]], env=environment(), capture_output=True, text=True, timeout=120, check=False
+        [POLAR, "watch", job["job_id"]], env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
     assert watching.returncode == 0, watching.stderr
     assert watching.stdout == f"{job['job_id']} is done: 2 done\n"

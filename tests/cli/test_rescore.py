@@ -32,7 +32,7 @@ async def serve(home: Path) -> None:
         api.script(Answer("First."), Answer("Second."))
         async with (
             Gateway(engine, store, GatewaySettings(port=0)) as gateway,
-            httpx.AsyncClient(base_url=gateway.url, headers={"authorization": "Bearer k"}) as http,
+            httpx.AsyncClient(base_url=gateway.url, headers={"authorization": "Bearer k"}, timeout=60) as http,
         ):
             messages: list[Json] = [{"role": "user", "content": "hi"}]
             for question in ("and?", ""):

@@ -48,7 +48,7 @@ def test_serve_ask_stop_look(serving: tuple[subprocess.Popen[str], dict[str, Any
     answer = httpx.post(ready["url"] + "/v1/chat/completions", json=CHAT, timeout=60)
     assert answer.json()["choices"][0]["message"]["content"] == "hello"
     process.send_signal(signal.SIGINT)
-    rest, complaint = process.communicate(timeout=60)
+    rest, complaint = process.communicate(timeout=120)
     assert process.returncode == 130
     assert rest == ""
     assert "Traceback" not in complaint

@@ -46,6 +46,6 @@ def polar_serve(home: Path, *arguments: str) -> Iterator[Server]:
         finally:
             process.terminate()
             try:
-                process.wait(30)
+                process.wait(120)
             finally:
                 process.kill()

@@ -17,8 +17,10 @@ from typing import Any
 import orjson
 import pytest
 import torch
+from sqlalchemy import update
 
 from polar_proxy.errors import UsageError
+from polar_proxy.store import schema
 from polar_proxy.training import checkpoint, metrics
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 
@@ -94,16 +96,32 @@ async def test_nothing_is_trained_twice_and_nothing_skipped(
 async def test_a_lost_acknowledgement_is_made_good_and_not_trained_again(tmp_path: Path, model: Path) -> None:
     """The lease ran out behind the checkpoint: the group is offered again, known by its id, and only acknowledged."""
     async with opened(tmp_path, model) as (store, engine):
-        brief = SMALL.model_copy(update={"lease_seconds": 0.4, "steps": 2})
 
-        def late(point: str) -> None:
-            if point == "saved":
-                time.sleep(0.5)
+        class Late:
+            """The feed, to which what a checkpoint holds is acknowledged when the lease is over."""
 
-        state = await trainer(tmp_path, model, store, engine, brief, at=late).train()
+            late = False
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(store, name)
+
+            async def acknowledge(self, lease_id: str) -> None:
+                if self.late:
+                    async with store._database.writing() as connection:
+                        mine = schema.leases.c.lease_id == lease_id
+                        await connection.execute(update(schema.leases).where(mine).values(expires_at=1.0))
+                await store.acknowledge(lease_id)
+
+        feed = Late()
+
+        def at(point: str) -> None:
+            feed.late = point == "saved" or (feed.late and point == "acknowledged one")
+
+        brief = SMALL.model_copy(update={"steps": 2})
+        state = await trainer(tmp_path, model, store, engine, brief, at=at, feed=feed).train()
         assert (state.step, state.trained != ()) == (2, True)
-        longer = SMALL.model_copy(update={"lease_seconds": 60})
-        await trainer(tmp_path, model, store, engine, longer).train()
+        assert await store.feed_depth() == {"delivered": 1, "waiting": 1}
+        await trainer(tmp_path, model, store, engine, SMALL).train()
         assert len({group for groups in groups_by_step(tmp_path) for group in groups}) == 3
         assert await store.feed_depth() == {"delivered": 3}
 
@@ -171,6 +189,11 @@ def test_sigkill(tmp_path: Path, model: Path) -> None:
 
     async def resume() -> dict[str, int]:
         async with opened(tmp_path, model) as (store, engine):
+            # A lease that it took and could not write down any more runs out in a minute; here it is over at once.
+            written = [row["lease_id"] for row in orjson.loads((tmp_path / "run" / "leases.json").read_bytes())]
+            async with store._database.writing() as connection:
+                left = schema.leases.c.ended_at.is_(None) & schema.leases.c.lease_id.not_in(written)
+                await connection.execute(update(schema.leases).where(left).values(expires_at=1.0))
             # The rollouts of the dead process: its worker's hold runs out in a minute; here it is taken at once.
             await store.hold("bandit", [row.rollout_id for row in await store.interrupted_rollouts()], -1)
             await store.lost(attempts=3)
