@@ -73,10 +73,13 @@ serve() {
     local log untied
     log=$(mktemp -t "vllm-$port-XXXXXX.log")
     untied=$(mktemp -d -t "vllm-$port-XXXXXX")
+    # shellcheck disable=SC2064
+    trap "rm -rf $untied" EXIT
     model=$(untie "$dir" "$model" "$untied")
     # Eager, uncompiled, float32: exact and quick to start. Development mode adds the weight-update routes.
     # How to sample is said by each request: a generation_config.json would also bound the length of every answer.
-    env VLLM_CPU_CI_ENV=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SERVER_DEV_MODE=1 \
+    # Its sockets and caches lie in the folder that goes with it.
+    env TMPDIR="$untied" VLLM_CPU_CI_ENV=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SERVER_DEV_MODE=1 \
         VLLM_CPU_KVCACHE_SPACE="${POLAR_VLLM_KV_GB:-1}" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True \
         HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 \
         "$dir/bin/python" -m vllm.entrypoints.openai.api_server \
@@ -86,7 +89,7 @@ serve() {
         --enable-auto-tool-choice --tool-call-parser hermes "$@" >"$log" 2>&1 &
     local server=$!
     # shellcheck disable=SC2064
-    trap "kill $server 2>/dev/null; wait $server 2>/dev/null; rm -rf $log $untied; exit 143" TERM INT HUP
+    trap "kill $server 2>/dev/null; wait $server 2>/dev/null; rm -f $log; exit 143" TERM INT HUP
     until "$dir/bin/python" - "$port" 2>/dev/null <<'PY'; do
 import sys, urllib.request
 urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/health", timeout=2)
