@@ -117,7 +117,9 @@ async def test_the_newer_name_of_the_limit_is_learnt() -> None:
 async def test_overload_is_passed_on_with_its_header(serve: Serve, store: Store, status: int, stream: bool) -> None:
     async with HostedApi(retry_after="17") as api, serve(hosted(api)) as gateway:
         api.script(Fault(status, "slow down"))
-        async with httpx.AsyncClient(base_url=gateway.url + "/v1", headers={"authorization": "Bearer k"}) as http:
+        async with httpx.AsyncClient(
+            base_url=gateway.url + "/v1", headers={"authorization": "Bearer k"}, timeout=120
+        ) as http:
             body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
             answer = await http.post("/chat/completions", json=body)
         assert answer.status_code == (502 if status == 500 else status)
@@ -132,7 +134,9 @@ async def test_overload_is_passed_on_with_its_header(serve: Serve, store: Store,
 async def test_recorded_as_text_and_never_trained(serve: Serve, store: Store, stream: bool) -> None:
     async with HostedApi() as api, serve(hosted(api)) as gateway:
         api.script(CALLING)
-        async with httpx.AsyncClient(base_url=gateway.url + "/v1", headers={"authorization": "Bearer k"}) as http:
+        async with httpx.AsyncClient(
+            base_url=gateway.url + "/v1", headers={"authorization": "Bearer k"}, timeout=120
+        ) as http:
             body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER], "stream": stream}
             answer = await http.post("/chat/completions", json=body)
         assert answer.status_code == 200

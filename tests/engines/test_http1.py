@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from polar_proxy.engines import openai_http
 from polar_proxy.engines.http1 import Client, NoAnswer
 from polar_proxy.engines.openai_http import OpenAIHttp
 from polar_proxy.errors import EngineError, RequestError
@@ -55,14 +56,14 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(*plan: list[bytes], keep: float = 3.0) -> AsyncIterator[tuple[Server, Client]]:
+async def serving(*plan: list[bytes], keep: float = 3600.0) -> AsyncIterator[tuple[Server, Client]]:
     server = Server(list(plan))
     async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listener:
         port = listener.sockets[0].getsockname()[1]
         server.url = f"http://127.0.0.1:{port}"
-        client = Client(server.url + "/base", {"x-key": "k"}, connect_seconds=5, keep_seconds=keep)
+        client = Client(server.url + "/base", {"x-key": "k"}, connect_seconds=60, keep_seconds=keep)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 yield server, client
         finally:
             client.close()
@@ -193,7 +194,11 @@ async def test_a_slow_reader_holds_the_server_back() -> None:
         assert server.connections == 1
 
 
-async def test_a_connection_that_was_closed_under_our_hands_is_asked_once_more() -> None:
+async def test_a_connection_that_was_closed_under_our_hands_is_asked_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openai_http, "KEEPALIVE_SECONDS", 3600.0)
+    monkeypatch.setattr(openai_http, "RETRY_WITHIN_SECONDS", 3600.0)
     async with serving([OK], [CLOSE], [OK]) as (server, _):
         http = OpenAIHttp(server.url)
         await http.open()

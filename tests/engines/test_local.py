@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,8 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Message, Sampling, TextRequest
 from tests.engines.conftest import make_random_model
 from tests.engines.contract import PLAIN, WEATHER, EngineContract, Result, chat, run
+from tests.loop_watch import watched
+from tests.until import GUARD_SECONDS, until
 
 POLAR_TINY = Path(polar_proxy.__file__).parent / "models" / "polar_tiny"
 
@@ -81,11 +85,31 @@ def prefilled(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]
 
 async def until_idle(engine: LocalEngine) -> None:
     worker = engine._now.scheduler
-    for _ in range(500):
-        if not worker._busy and not worker._new:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the worker is still busy")
+    await until(lambda: not worker._busy and not worker._new, "the worker's rest")
+
+
+class Steps:
+    """Counts the engine's decoding steps; `before(number)` is called on the worker before each, to hold it."""
+
+    def __init__(self, engine: LocalEngine, before: Callable[[int], None] = lambda number: None) -> None:
+        self.count = 0
+        runner = engine._now.runner
+        step = runner.step
+
+        def counting(*given: Any) -> torch.Tensor:
+            before(self.count)
+            self.count += 1
+            return step(*given)
+
+        runner.step = counting  # type: ignore[method-assign]
+
+
+def hold(happened: Callable[[], object]) -> None:
+    """On the worker: wait for something that the event loop does."""
+    deadline = time.monotonic() + GUARD_SECONDS
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 # Exactness
@@ -213,16 +237,29 @@ def test_common_prefix() -> None:
 # Scheduling, cancellation, failure
 
 
-async def test_short_calls_pass_a_long_prompt(random_engine: LocalEngine) -> None:
+async def test_short_calls_pass_a_long_prompt(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short one comes when the first piece of the long one is computed, of four."""
     done: list[str] = []
+    worker, runner = random_engine._now.scheduler, random_engine._now.runner
+    begun = threading.Event()
+    extend = runner.extend
 
-    async def call(name: str, length: int) -> None:
-        await run(random_engine, TextRequest("", tuple(range(100, 100 + length % 800)) * (1 + length // 800), PLAIN))
+    def held(*given: Any, **options: Any) -> torch.Tensor:
+        if not begun.is_set():
+            begun.set()
+            hold(lambda: worker._new)
+        return extend(*given, **options)
+
+    monkeypatch.setattr(runner, "extend", held)
+
+    async def call(name: str, length: int, tokens: int) -> None:
+        ids = tuple(range(100, 100 + length % 800)) * (1 + length // 800)
+        await run(random_engine, TextRequest("", ids, replace(endless(random_engine), max_tokens=tokens)))
         done.append(name)
 
-    long = asyncio.create_task(call("long", 799 * 5))
-    await asyncio.sleep(0)
-    await asyncio.gather(call("short", 20), long)
+    long = asyncio.create_task(call("long", 799 * 5, 24))
+    await until(begun.is_set)
+    await asyncio.gather(call("short", 20, 4), long)
     assert done == ["short", "long"]
 
 
@@ -232,30 +269,41 @@ async def test_more_calls_than_slots(random_engine: LocalEngine) -> None:
 
 
 async def test_closing_frees_the_slots(random_engine: LocalEngine) -> None:
+    steps = Steps(random_engine)
     for _ in range(3):
         async with aclosing(random_engine.sample(chat(sampling=replace(endless(random_engine), n=4)))) as events:
             async for event in events:
                 if event.token_ids:
                     break
-    await asyncio.wait_for(until_idle(random_engine), timeout=2)
+        made = steps.count
+        await until_idle(random_engine)
+        assert steps.count <= made + 1, "the step that was being made"
 
 
 async def test_a_call_cancelled_before_it_began_is_dropped(random_engine: LocalEngine) -> None:
+    """Eight calls where four fit, all cancelled before the worker's twelfth step."""
+    cancelled = threading.Event()
+    steps = Steps(random_engine, lambda number: hold(cancelled.is_set) if number == 10 else None)
+    worker = random_engine._now.scheduler
     tasks = [asyncio.create_task(run(random_engine, chat(sampling=endless(random_engine)))) for _ in range(8)]
-    await asyncio.sleep(0.1)
+    await until(lambda: steps.count == 10 and len(worker._new) + len(worker._waiting) + worker._running == 8)
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.wait_for(until_idle(random_engine), timeout=2)
+    cancelled.set()
+    await until_idle(random_engine)
+    assert steps.count <= 11
 
 
 async def test_leaving_the_engine_tells_calls_in_flight(random_model_dir: Path) -> None:
     async with LocalEngine(random_model_dir) as engine:
+        worker = engine._now.scheduler
+        steps = Steps(engine, lambda number: hold(lambda: worker._closing) if number == 10 else None)
         task = asyncio.create_task(run(engine, chat(sampling=endless(engine))))
+        await until(lambda: steps.count == 10)
         scoring = asyncio.create_task(engine.score(list(range(900)) * 4))
-        await asyncio.sleep(0.05)
-        worker = engine._now.scheduler._thread
-    assert not worker.is_alive()
+        await asyncio.sleep(0)
+    assert not worker._thread.is_alive()
     with pytest.raises(EngineError, match="shut down"):
         await task
     outcome = (await asyncio.gather(scoring, return_exceptions=True))[0]
@@ -282,21 +330,34 @@ async def test_a_failing_worker_tells_everyone(
     assert "worker failed" in caplog.text
 
 
-async def test_the_loop_is_free_while_the_model_works(random_engine: LocalEngine) -> None:
-    worst = 0.0
+async def test_the_loop_is_free_while_the_model_works(
+    random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It turns during every use of the model, and no turn of it is long."""
+    loop, runner = asyncio.get_running_loop(), random_engine._now.runner
+    used: list[str] = []
 
-    async def watch() -> None:
-        nonlocal worst
-        loop = asyncio.get_running_loop()
-        while True:
-            before = loop.time()
-            await asyncio.sleep(0.002)
-            worst = max(worst, loop.time() - before)
+    def while_it_turns(name: str) -> Callable[..., torch.Tensor]:
+        use = getattr(runner, name)
 
-    watcher = asyncio.create_task(watch())
-    await run(random_engine, TextRequest("", tuple(range(100, 900)) * 4, replace(PLAIN, n=4, max_tokens=30)))
-    watcher.cancel()
-    assert worst < 0.5
+        def using(*given: Any, **options: Any) -> torch.Tensor:
+            assert threading.current_thread() is not threading.main_thread()
+            turned = threading.Event()
+            loop.call_soon_threadsafe(turned.set)
+            assert turned.wait(GUARD_SECONDS)
+            used.append(name)
+            made: torch.Tensor = use(*given, **options)
+            return made
+
+        return using
+
+    for name in ("extend", "step"):
+        monkeypatch.setattr(runner, name, while_it_turns(name))
+    with watched() as watch:
+        await run(random_engine, TextRequest("", tuple(range(100, 900)) * 4, replace(PLAIN, n=4, max_tokens=30)))
+    assert set(used) == {"extend", "step"}
+    assert watch.turns > 10
+    assert watch.worst < 0.5
 
 
 # Requests
@@ -417,9 +478,11 @@ async def test_new_weights_between_calls(random_engine: LocalEngine, random_mode
 async def test_new_weights_in_mid_answer(random_engine: LocalEngine, random_model_dir: Path) -> None:
     weights = other_weights(random_model_dir)
     ignore_eos(random_engine)
+    worker = random_engine._now.scheduler
+    steps = Steps(random_engine, lambda number: hold(lambda: worker._jobs) if number == 100 else None)
     request = TextRequest("", tuple(range(100, 130)), replace(PLAIN, max_tokens=400))
     task = asyncio.create_task(run(random_engine, request))
-    await asyncio.sleep(0.2)
+    await until(lambda: steps.count == 100)
     await random_engine.load_weights(weights, "1")
     result = await task
     answer = result.choices[0]

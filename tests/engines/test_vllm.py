@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from polar_proxy.engines import openai_http
 from polar_proxy.engines.probe import logprob_mode
 from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.errors import EngineError, PolarError, RequestError
 from polar_proxy.types import SampleEvent, Sampling
 from tests.engines.contract import WEATHER, chat, gather, run
 from tests.fakes.vllm_server import END, Answer, FakeVllm, Fault, ids, text_of
+from tests.until import until
 
 TOOLS = {"tools": (WEATHER,)}
 
@@ -206,7 +208,8 @@ async def test_a_stream_that_breaks_keeps_what_came(answer: Answer, words: str) 
         assert events[0].prompt_ids is not None
 
 
-async def test_a_connection_that_was_closed_while_idle_is_opened_again() -> None:
+async def test_a_connection_that_was_closed_while_idle_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_http, "RETRY_WITHIN_SECONDS", 3600.0)
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.script(Fault(status=None))
         assert (await run(engine, chat())).choices[0].text == "Hello."
@@ -231,27 +234,29 @@ async def test_a_client_that_leaves_aborts_the_generation(how: str) -> None:
             async with aclosing(engine.sample(chat())) as events:
                 await anext(events)
         else:
+            fake.bodies.clear()
             task = asyncio.create_task(run(engine, chat()))
-            await asyncio.sleep(0.2)
+            await until(lambda: fake.bodies)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        for _ in range(100):
-            if fake.aborted:
-                break
-            await asyncio.sleep(0.02)
+        await until(lambda: fake.aborted)
         assert fake.aborted == 1
 
 
 async def test_a_whole_answer_that_is_cancelled_aborts_the_generation() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
-        fake.script(Answer(first_delay=30))
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                _ = [event async for event in engine.sample(chat(), stream=False)]
-        for _ in range(100):
-            if fake.aborted:
-                break
-            await asyncio.sleep(0.02)
+        fake.script(Answer(first_delay=3600))
+        fake.bodies.clear()
+
+        async def ask() -> None:
+            _ = [event async for event in engine.sample(chat(), stream=False)]
+
+        task = asyncio.create_task(ask())
+        await until(lambda: fake.bodies)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: fake.aborted)
         assert fake.aborted == 1
 
 
@@ -288,7 +293,9 @@ async def test_alternatives_have_their_ids_and_texts() -> None:
                     assert [entry.token for entry in row] == [text_of([entry.token_id]) for entry in row]
 
 
-async def test_connections_are_used_again() -> None:
+async def test_connections_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KEEPALIVE_SECONDS", "FINISH_SECONDS"):
+        monkeypatch.setattr(openai_http, name, 3600.0)
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         opened = engine._http.connections
         for stream in (True, False, True):
@@ -306,6 +313,7 @@ async def test_health_says_why_not() -> None:
 
 async def test_the_weight_version_is_asked_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeVllm(weight_version="7") as fake, VllmEngine(fake.url) as engine:
+        monkeypatch.setattr("polar_proxy.engines.vllm.WEIGHT_VERSION_SECONDS", 3600.0)
         fake.weight_version = "8"
         assert await engine.weight_version() == "7"
         monkeypatch.setattr("polar_proxy.engines.vllm.WEIGHT_VERSION_SECONDS", -1.0)

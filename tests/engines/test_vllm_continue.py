@@ -20,6 +20,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Message, SampleEvent, Sampling, TextRequest
 from tests.engines.contract import WEATHER, chat, read, run
 from tests.fakes.vllm_server import CALL, END, Answer, FakeVllm, ids, text_of, tokenized
+from tests.until import until
 
 TOOLS: dict[str, Any] = {"tools": (WEATHER,)}
 PARIS = ("get_weather", '{"city" : "Paris"}')
@@ -234,14 +235,12 @@ async def test_leaving_aborts_the_generation(how: str) -> None:
             async with aclosing(sampled) as events:
                 await anext(events)
         else:
+            fake.bodies.clear()
             task = asyncio.create_task(_all(sampled))
-            await asyncio.sleep(0.2)
+            await until(lambda: fake.bodies)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        for _ in range(100):
-            if fake.aborted:
-                break
-            await asyncio.sleep(0.02)
+        await until(lambda: fake.aborted)
         assert fake.aborted == 1
 
 

@@ -46,7 +46,7 @@ async def run(
     store: Store,
     folder: Path,
     *,
-    timeout: float = 250.0,
+    timeout: float = 400.0,
     **changes: Any,
 ) -> Ran:
     """One run below `folder` (again for a second turn), to its end."""
@@ -55,7 +55,7 @@ async def run(
         home.mkdir()
         workdir.mkdir()
         (workdir / "a.txt").write_text("hello\n")
-        await _program(["git", "init", "-q", "-b", "main"], workdir, {}, 20)
+        await _program(["git", "init", "-q", "-b", "main"], workdir, {}, 120)
     context = LaunchContext(
         base_url=gateway.url + "/v1",
         api_key=KEY,
@@ -72,7 +72,7 @@ async def run(
     sessions = await store.sessions()
     assert len(sessions) == 1, f"{len(sessions)} sessions; exit code {exit_code}\n{output[-3000:]}"
     (session,) = sessions
-    await gateway.sessions.idle(session.session_id, timeout=30)
+    await gateway.sessions.idle(session.session_id, timeout=120)
     return Ran(exit_code, output, workdir, home, await store.calls(session.session_id))
 
 

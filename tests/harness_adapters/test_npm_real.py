@@ -49,7 +49,7 @@ WIRES: list[tuple[str, WireApi]] = [(name, api) for name in HANDS for api in get
 SKILL = Skill("say-hello", "---\nname: say-hello\ndescription: Says hello in a quaint way.\n---\nSay hello.\n")
 # A server with one tool, in the words of the Model Context Protocol.
 SERVER = """
-import json, sys
+import json, pathlib, sys
 for line in sys.stdin:
     message = json.loads(line)
     if "id" not in message:
@@ -63,6 +63,8 @@ for line in sys.stdin:
         schema = {"type": "object", "properties": {}}
         result = {"tools": [{"name": "quaint_tool", "description": "Is quaint.", "inputSchema": schema}]}
     print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}), flush=True)
+    if message["method"] == "tools/list":
+        pathlib.Path(sys.argv[1]).touch()
 """
 
 
@@ -167,10 +169,12 @@ async def test_skills_and_mcp_servers_reach_the_model(
 ) -> None:
     adapter, harness = ready(name, installed, tmp_path_factory)
     hand = HANDS[name]
-    server = McpServer("tester", ("python3", "-c", SERVER))
+    told = tmp_path / "told"
+    server = McpServer("tester", ("python3", "-c", SERVER, str(told)))
     servers = (server,) if "mcp" in adapter.facts.features else ()
     # The tools of a server may come a moment after the first request.
-    async with serve(ScriptedEngine(script(hand, hand.call("sleep 1"), "All done."))) as gateway:
+    wait = f"for i in $(seq 900); do if [ -e {told} ]; then break; fi; sleep 0.1; done; sleep 1" if servers else "true"
+    async with serve(ScriptedEngine(script(hand, hand.call(wait), "All done."))) as gateway:
         ran = await real_run.run(adapter, harness, gateway, store, tmp_path, skills=(SKILL,), mcp_servers=servers)
     assert adapter.interpret(ran.exit_code, ran.output) == ("ok", "finished"), ran.output[-3000:]
     last = main(ran.calls, hand.tool)[-1]

@@ -64,7 +64,7 @@ async def test_three_runs_at_once(
         for file, text in plan.files.items():
             (home / file).parent.mkdir(parents=True, exist_ok=True)
             (home / file).write_text(text)
-        code, output = await real_run._program(plan.argv, workdir, plan.env, 250)
+        code, output = await real_run._program(plan.argv, workdir, plan.env, 600)
         assert code == 0, output[-2000:]
 
     async with serve(script(name)) as gateway:

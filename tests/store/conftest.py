@@ -45,6 +45,12 @@ def _postgres_bin() -> Path | None:
     return next((folder for folder in candidates if (folder / "initdb").exists()), None)
 
 
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
     folder = _postgres_bin()
@@ -56,17 +62,33 @@ def postgres() -> Iterator[PostgresServer]:
             account = pwd.getpwnam("postgres")
             os.chown(data, account.pw_uid, account.pw_gid)
             as_user = ("runuser", "-u", "postgres", "--")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
         cluster = f"{data}/cluster"
 
         def run(*command: str) -> None:
             subprocess.run([*as_user, *command], check=True, cwd="/", stdout=subprocess.DEVNULL)
 
         run(str(folder / "initdb"), "-D", cluster, "-A", "trust", "-U", "postgres", "--no-sync")
-        options = f"-p {port} -k {data} -c listen_addresses=127.0.0.1 -c fsync=off"
-        run(str(folder / "pg_ctl"), "-D", cluster, "-w", "-o", options, "-l", f"{data}/log", "start")
+        for more in (True, True, True, True, False):  # another program may take a free port before the server does
+            port = _free_port()
+            options = f"-p {port} -k {data} -c listen_addresses=127.0.0.1 -c fsync=off"
+            try:
+                run(
+                    str(folder / "pg_ctl"),
+                    "-D",
+                    cluster,
+                    "-w",
+                    "-t",
+                    "240",
+                    "-o",
+                    options,
+                    "-l",
+                    f"{data}/log",
+                    "start",
+                )
+                break
+            except subprocess.CalledProcessError:
+                if not more:
+                    raise
         try:
             yield PostgresServer(folder, port, as_user)
         finally:

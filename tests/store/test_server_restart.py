@@ -37,8 +37,9 @@ async def store(server: Postgres, tmp_path: Path) -> AsyncIterator[Store]:
         yield opened
 
 
-async def test_calls_wait_for_the_server(server: Postgres, store: Store) -> None:
+async def test_calls_wait_for_the_server(server: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those in the middle of a commit and those that come while it is away, with all that reads and writes besides."""
+    monkeypatch.setattr(database_module, "_AWAY_SECONDS", 240.0)
     session_id = await new_session(store)
     calls = [record(session_id, messages=(b"%d" % number,), started_at=float(number)) for number in range(60)]
 
@@ -55,7 +56,7 @@ async def test_calls_wait_for_the_server(server: Postgres, store: Store) -> None
     assert not reading.done()
     assert not opening.done()
     await asyncio.to_thread(server.start)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(240):
         await asyncio.gather(*telling)
         assert await reading is not None
         assert await opening != session_id
@@ -81,7 +82,7 @@ async def test_a_commit_whose_end_was_not_heard(store: Store, monkeypatch: pytes
             raise StoreError("the database refused") from broken
 
     monkeypatch.setattr(store._database, "writing", deaf)
-    await asyncio.wait_for(store.commit_call(call), 30)
+    await asyncio.wait_for(store.commit_call(call), 120)
     assert cut == []
     assert_same(await store.calls(session_id), [call])
 
@@ -89,12 +90,13 @@ async def test_a_commit_whose_end_was_not_heard(store: Store, monkeypatch: pytes
 async def test_a_server_that_stays_away_is_said_to_be(
     server: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database_module, "_AWAY_SECONDS", 0.5)
     session_id = await new_session(store)
     server.kill()
     try:
-        with pytest.raises(StoreError, match="cannot be reached"):
-            await asyncio.wait_for(store.commit_call(record(session_id)), 10)
+        with monkeypatch.context() as patch:
+            patch.setattr(database_module, "_AWAY_SECONDS", 0.5)
+            with pytest.raises(StoreError, match="cannot be reached"):
+                await asyncio.wait_for(store.commit_call(record(session_id)), 120)
     finally:
         await asyncio.to_thread(server.start)
     after = record(session_id)

@@ -1,0 +1,50 @@
+"""What keeps an event loop from turning: its own thread's work and waits, not the machine's pauses.
+
+The loop of a busy machine stands still now and then without anybody's fault, so the time between two turns says
+nothing. Between the end of one `select` and the beginning of the next, this counts the thread's processor time; and
+all of the time where the thread gave the processor away by itself (a blocking call does, being preempted does not).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class LoopWatch:
+    worst = 0.0
+    """Seconds for which one turn held the loop."""
+    turns = 0
+
+
+@contextmanager
+def watched() -> Iterator[LoopWatch]:
+    """Watch the running loop, from its next turn on."""
+    selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+    select, watch = selector.select, LoopWatch()
+    began: tuple[float, float, int] | None = None
+
+    def now() -> tuple[float, float, int]:
+        given_away = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        return time.monotonic(), time.thread_time(), given_away
+
+    def watching(timeout: float | None = None) -> Any:
+        nonlocal began
+        if began is not None:
+            wall, cpu, given_away = (after - before for before, after in zip(began, now(), strict=True))
+            watch.worst = max(watch.worst, wall if given_away else cpu)
+            watch.turns += 1
+        try:
+            return select(timeout)
+        finally:
+            began = now()
+
+    selector.select = watching
+    try:
+        yield watch
+    finally:
+        selector.select = select
