@@ -1,0 +1,55 @@
+"""A cancelled command in a container: ended beside what comes next, by the closing where that comes first."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sandboxes import open_sandbox
+from sandboxes.docker import DockerSandbox
+
+on_docker = pytest.mark.parametrize("kind", [pytest.param("docker", marks=pytest.mark.full)], indirect=True)
+
+
+async def cancelled(sandbox: DockerSandbox) -> asyncio.Task[None]:
+    """The end of a command that was cancelled a moment ago."""
+    started = asyncio.Event()
+    command = ["sh", "-c", "echo started; sleep 427 & sleep 427"]
+    task = asyncio.ensure_future(sandbox.exec(command, on_output=lambda _: started.set()))
+    await asyncio.wait_for(started.wait(), 120)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (ending,) = sandbox._ending
+    assert not ending.done()
+    return ending
+
+
+@on_docker
+async def test_the_next_command_waits_for_its_end(kind: str, state_dir: Path) -> None:
+    sandbox = await open_sandbox("docker", state_dir=state_dir)
+    assert isinstance(sandbox, DockerSandbox)
+    async with sandbox:
+        ending = await cancelled(sandbox)
+        said = await sandbox.exec(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"])
+        assert ending.done()
+        assert b"sleep 427" not in said.stdout.replace(b"sh -c", b"")
+        assert not sandbox._ending
+
+
+@on_docker
+async def test_closing_does_not_wait_for_its_end(kind: str, state_dir: Path) -> None:
+    sandbox = await open_sandbox("docker", state_dir=state_dir)
+    assert isinstance(sandbox, DockerSandbox)
+    ending = await cancelled(sandbox)
+    await sandbox.close()
+    await asyncio.wait({ending}, timeout=5)
+    assert ending.done()
+    listed = await asyncio.to_thread(
+        subprocess.run, ["docker", "ps", "-aq", "--filter", f"name={sandbox.id}"], capture_output=True, check=True
+    )
+    assert listed.stdout == b""
+    assert not list(state_dir.glob("records/*"))
