@@ -33,7 +33,7 @@ class Group:
             remove(folder)
 
 
-def remove(folder: Path, seconds: float = 2.0) -> None:
+def remove(folder: Path, seconds: float = 30.0) -> None:
     """Remove an empty group; the kernel may need a moment after the last process is gone."""
     deadline = time.monotonic() + seconds
     while True:

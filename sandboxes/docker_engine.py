@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DRAIN_SECONDS = 0.1
+DRAIN_SECONDS = 1.0
 """A command is over, and its output is believed to have come when nothing more did for so long."""
 
 

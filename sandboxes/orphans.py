@@ -236,7 +236,7 @@ def _marker(pid: int) -> str:
     return next((v[len(prefix) :].decode(errors="replace") for v in variables if v.startswith(prefix)), "")
 
 
-def kill_marked(idents: set[str], seconds: float = 5.0) -> list[tuple[str, int]]:
+def kill_marked(idents: set[str], seconds: float = 30.0) -> list[tuple[str, int]]:
     """End every process with one of these markers and all below them, repeated until none is left.
 
     Stopped first, killed then: a killed parent would let go of children whose environment shows no marker.

@@ -22,9 +22,11 @@ class Server:
         self.selector = selectors.DefaultSelector()
         self.orders: dict[int, int] = {}  # command id -> pipe to its shim
         self.shims: dict[int, tuple[int, int, bytearray]] = {}  # status fd -> command id, shim pid, text
+        self.reported: set[int] = set()  # commands whose exit status is told, and whose shim still is
         self.cgroups: list[int] = []
         self.init = 0
         self.init_fds: tuple[int, int] | None = None
+        self.killed: list[int] = []  # commands whose shim ended without a report, until it is known if init lives
 
     def start(self, config: dict[str, Any]) -> None:
         """Open the limits, start bwrap if asked to and move into its namespaces."""
@@ -78,7 +80,10 @@ class Server:
                     while (request := self.control.next()) is not None:
                         self.answer(*request)
                 elif self.init_fds and key.fd == self.init_fds[1]:
-                    return  # init is gone, and all other processes inside with it
+                    if not os.read(key.fd, 4096):
+                        return  # init is gone, and all other processes inside with it
+                    while self.killed:  # init answers: only their shims were killed
+                        self.control.send({"id": self.killed.pop(0), "gone": True})
                 else:
                     self.shim_says(key.fd)
 
@@ -140,6 +145,7 @@ class Server:
         if b"\n" in text:
             line, _, rest = bytes(text).partition(b"\n")
             text[:] = rest
+            self.reported.add(ident)
             self.control.send({"id": ident, **json.loads(line)})
         if not data:
             self.selector.unregister(fd)
@@ -147,8 +153,16 @@ class Server:
             os.close(self.orders.pop(ident))
             del self.shims[fd]
             os.waitpid(pid, 0)
-            # The owner ignores this if it already knows the exit status.
-            self.control.send({"id": ident, "gone": True})
+            if ident not in self.reported and self.init_fds:
+                # Killed from inside, as a rule together with init: its echo, or its end, tells which.
+                self.killed.append(ident)
+                try:
+                    os.write(self.init_fds[0], b"\n")
+                except BrokenPipeError:
+                    return  # the end of its output comes
+            else:  # the owner ignores this if it already knows the exit status
+                self.reported.discard(ident)
+                self.control.send({"id": ident, "gone": True})
 
     def end(self) -> None:
         """End bwrap (its process namespace dies with it), or tell every shim to kill its tree; wait for both."""

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 async def look(state_dir: Path, script: str) -> str:
     async with await open_sandbox("bubblewrap", state_dir=state_dir) as sandbox:
-        done = await sandbox.exec(["sh", "-c", script], timeout=30)
+        done = await sandbox.exec(["sh", "-c", script], timeout=120)
         return (done.stdout + done.stderr).decode()
 
 
@@ -60,16 +60,16 @@ async def test_killing_every_python_inside_ends_no_command(kind: str, state_dir:
     script = "pkill -9 python; pkill -9 -f python; pkill -9 -f supervisor; sleep 0.2; echo survived\n"
     async with await open_sandbox("bubblewrap", state_dir=state_dir) as sandbox:
         await sandbox.write("script", script.encode())  # a file: given by -c, pkill would find its own shell
-        done = await sandbox.exec(["sh", "script"], timeout=30)
+        done = await sandbox.exec(["sh", "script"], timeout=120)
         assert (done.exit_code, done.stdout) == (0, b"survived\n")
 
 
 async def test_killing_everything_inside_is_told(kind: str, state_dir: Path) -> None:
     async with await open_sandbox("bubblewrap", state_dir=state_dir) as sandbox:
         with pytest.raises(SandboxEnded):
-            await sandbox.exec(["sh", "-c", "sleep 20 & kill -9 -1; sleep 20"], timeout=30)
+            await sandbox.exec(["sh", "-c", "sleep 1000 & kill -9 -1; sleep 1000"], timeout=120)
         with pytest.raises(SandboxEnded):
-            await sandbox.exec(["true"], timeout=30)
+            await sandbox.exec(["true"], timeout=120)
     assert orphans.Registry(state_dir).all() == []
 
 
@@ -95,9 +95,12 @@ async def test_memory_is_limited_for_all_processes_together(kind: str, state_dir
         if sandbox.unenforced:
             assert any(line.startswith("memory_mb") for line in sandbox.unenforced)
             pytest.skip(f"this user may not make control groups (run as root to test them): {sandbox.unenforced}")
-        # Each takes some 40 MB, four do not fit.
-        one = "head -c 40000000 /dev/zero | tail -c 40000000 | { sleep 1; wc -c; }"
-        done = await sandbox.exec(["sh", "-c", f"for i in 1 2 3 4; do ({one}) & done; wait"], timeout=60)
+        # Each takes some 40 MB until all have taken theirs or were killed for it; four do not fit.
+        taken = "(head -c 40000000 /dev/zero; touch end$i) | tail -c 40000000"
+        one = f"{taken} | {{ until [ -e go ]; do sleep 0.1; done; wc -c; }}"
+        every = "until [ -e end1 ] && [ -e end2 ] && [ -e end3 ] && [ -e end4 ]; do sleep 0.1; done; touch go; wait"
+        done = await sandbox.exec(["sh", "-c", f"for i in 1 2 3 4; do ({one}) & done; {every}"], timeout=120)
+        assert not done.timed_out
         assert done.stdout.count(b"40000000") < 4
         assert (await sandbox.exec(["true"])).exit_code == 0
 
@@ -114,7 +117,7 @@ async def main():
         print((await sandbox.exec(["sh", "-c", "sleep 60 & sleep 60"], timeout=0.2)).timed_out)
         with await sandbox.listen() as listening:
             print(listening.getsockname()[0])
-        many = await sandbox.exec(["sh", "-c", "for i in $(seq 60); do sleep 5 & done; echo all"], timeout=20)
+        many = await sandbox.exec(["sh", "-c", "for i in $(seq 60); do sleep 1000 & done; echo all"], timeout=120)
         print(many.exit_code != 0)
         await sandbox.write("a/b", b"data")
         print(await sandbox.read("a/b"))
@@ -149,7 +152,7 @@ def test_it_works_without_root(kind: str, tmp_path: Path) -> None:
             extra_groups=[],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
     finally:

@@ -41,7 +41,7 @@ async def test_no_privilege_and_no_way_to_one(kind: str, state_dir: Path) -> Non
 async def test_an_out_of_memory_kill_is_137_and_the_sandbox_lives_on(kind: str, state_dir: Path) -> None:
     spec = SandboxSpec(limits=Limits(memory_mb=64))
     async with await open_sandbox("docker", spec, state_dir=state_dir) as sandbox:
-        done = await sandbox.exec(["python3", "-c", "x = bytearray(200 << 20)"], timeout=60)
+        done = await sandbox.exec(["python3", "-c", "x = bytearray(200 << 20)"], timeout=120)
         assert (done.exit_code, done.timed_out) == (137, False)
         assert (await sandbox.exec(["echo", "alive"])).stdout == b"alive\n"
 
@@ -49,8 +49,10 @@ async def test_an_out_of_memory_kill_is_137_and_the_sandbox_lives_on(kind: str, 
 @on_docker
 async def test_a_container_killed_from_outside_is_told(kind: str, state_dir: Path) -> None:
     async with await open_sandbox("docker", state_dir=state_dir) as sandbox:
-        task = asyncio.ensure_future(sandbox.exec(["sleep", "60"]))
-        await asyncio.sleep(0.5)
+        started = asyncio.Event()
+        command = ["sh", "-c", "echo started; sleep 1000"]
+        task = asyncio.ensure_future(sandbox.exec(command, on_output=lambda _: started.set()))
+        await asyncio.wait_for(started.wait(), 120)
         process = await asyncio.create_subprocess_exec("docker", "kill", sandbox.id, stdout=subprocess.DEVNULL)
         await process.wait()
         with pytest.raises(SandboxEnded):
@@ -94,7 +96,7 @@ async def test_the_listening_socket_without_root(kind: str, state_dir: Path, mon
             writer.close()
 
         async with await asyncio.start_server(answer, sock=listening):
-            done = await sandbox.exec(["bash", "-c", "cat </dev/tcp/127.0.0.1/8123"], timeout=30)
+            done = await sandbox.exec(["bash", "-c", "cat </dev/tcp/127.0.0.1/8123"], timeout=120)
         assert done.stdout == b"hello\n"
         with pytest.raises(SandboxError, match="helper"):
             await sandbox.listen(80_000)
@@ -111,9 +113,9 @@ def unprivileged_image(kind: str, tmp_path: Path) -> Iterator[str]:
         f"FROM {images.tag()}\nRUN mkdir -p /workspace && touch /workspace/old && useradd -u 1234 -m other\n"
         'USER other\nENTRYPOINT ["false"]\n'
     )
-    subprocess.run(["docker", "build", "--network=none", "-q", "-t", name, str(tmp_path)], check=True, timeout=120)
+    subprocess.run(["docker", "build", "--network=none", "-q", "-t", name, str(tmp_path)], check=True, timeout=240)
     yield name
-    subprocess.run(["docker", "rmi", "-f", name], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run(["docker", "rmi", "-f", name], check=True, stdout=subprocess.DEVNULL, timeout=240)
 
 
 @on_docker

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes import Sandbox, SandboxError, docker_engine, orphans, sweep
+from tests.until import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +31,6 @@ async def main(kind, state_dir):
     span = f"9{os.getpid()}"
     await sandbox.exec(["sh", "-c", f"(setsid sleep {span} & env -i sleep {span} &) >/dev/null 2>&1"])
     running = asyncio.ensure_future(sandbox.exec(["sh", "-c", f"sleep {span}; true"]))
-    await asyncio.sleep(0.3)
     print(sandbox.id, flush=True)
     await running
 
@@ -44,8 +44,9 @@ async def owner(kind: str, state_dir: Path) -> AsyncIterator[tuple[asyncio.subpr
         sys.executable, "-c", OWNER, kind, str(state_dir), cwd=ROOT, stdout=subprocess.PIPE
     )
     assert process.stdout is not None
-    ident = (await asyncio.wait_for(process.stdout.readline(), 60)).decode().strip()
+    ident = (await asyncio.wait_for(process.stdout.readline(), 120)).decode().strip()
     assert ident
+    await until(lambda: alive(process) == 3, "the start of the three programs")
     yield process, ident
     if process.returncode is None:
         process.kill()
@@ -84,9 +85,7 @@ async def test_the_sweep_removes_what_a_killed_owner_left(
     await process.wait()
     if kind != "docker":
         # The supervisor's lifeline is cut: everything ends without any sweep, in a moment.
-        async with asyncio.timeout(10):
-            while list(orphans.marked({ident})) or alive(process):
-                await asyncio.sleep(0.02)
+        await until(lambda: not list(orphans.marked({ident})) and not alive(process))
     removed = await sweep(state_dir)
     assert not list(orphans.marked({ident}))
     assert alive(process) == 0
@@ -151,7 +150,7 @@ def test_an_owner_is_dead_only_if_that_is_certain() -> None:
 
 
 def test_a_zombie_owner_is_dead() -> None:
-    process = subprocess.Popen(["sleep", "30"])
+    process = subprocess.Popen(["sleep", "1000"])
     owner = replace(orphans.Owner.me(), pid=process.pid, started=orphans.started(process.pid) or "")
     assert not owner.dead()
     os.kill(process.pid, signal.SIGKILL)
@@ -161,7 +160,7 @@ def test_a_zombie_owner_is_dead() -> None:
 
 
 def test_a_process_with_a_reused_pid_is_not_killed(tmp_path: Path) -> None:
-    process = subprocess.Popen(["sleep", "30"])
+    process = subprocess.Popen(["sleep", "1000"])
     dead = replace(orphans.Owner.me(), started="1")
     record = orphans.Record("polar-x", "process", dead, processes=[(process.pid, "1")])
     registry = orphans.Registry(tmp_path)

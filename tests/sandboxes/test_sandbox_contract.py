@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 import venv
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from sandboxes import ExecResult, FileTooLarge, Limits, Mount, Sandbox, SandboxEnded, SandboxError, SandboxSpec
+from tests.loop_watch import watched
 
 Opener = Callable[..., Awaitable[Sandbox]]
 
 
-async def sh(sandbox: Sandbox, script: str, timeout: float | None = 60, **more: object) -> ExecResult:
+async def sh(sandbox: Sandbox, script: str, timeout: float | None = 120, **more: object) -> ExecResult:
     return await sandbox.exec(["sh", "-c", script], timeout=timeout, **more)  # type: ignore[arg-type]
 
 
@@ -36,7 +36,7 @@ async def test_output_and_status_are_the_programs_own(sandbox: Sandbox) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (3, b"out\n", b"err\n")
     assert not result.timed_out
     assert not result.truncated
-    assert 0 < result.seconds < 60
+    assert 0 < result.seconds < 120
 
 
 async def test_arguments_are_not_read_by_a_shell(sandbox: Sandbox) -> None:
@@ -63,10 +63,10 @@ async def test_what_cannot_be_started_says_so(sandbox: Sandbox) -> None:
 
 
 async def test_stdin_and_its_end(sandbox: Sandbox) -> None:
-    assert (await sandbox.exec(["cat"], timeout=30)).stdout == b""
+    assert (await sandbox.exec(["cat"], timeout=120)).stdout == b""
     data = bytes(range(256)) * 4096
-    assert (await sandbox.exec(["cat"], stdin=data, timeout=30)).stdout == data
-    unread = await sandbox.exec(["true"], stdin=data, timeout=30)
+    assert (await sandbox.exec(["cat"], stdin=data, timeout=120)).stdout == data
+    unread = await sandbox.exec(["true"], stdin=data, timeout=120)
     assert unread.exit_code == 0
 
 
@@ -109,10 +109,9 @@ async def test_commands_share_files_and_background_processes(sandbox: Sandbox) -
 
 
 async def test_a_background_process_does_not_hold_a_command(sandbox: Sandbox) -> None:
-    result = await sh(sandbox, "echo done; sleep 30 &", timeout=20)
+    result = await sh(sandbox, "echo done; sleep 1000 &")
     assert result.stdout == b"done\n"
     assert not result.timed_out
-    assert result.seconds < 10
 
 
 async def test_output_comes_while_the_command_runs(sandbox: Sandbox) -> None:
@@ -126,10 +125,10 @@ async def test_output_comes_while_the_command_runs(sandbox: Sandbox) -> None:
     task = asyncio.ensure_future(
         sandbox.exec(["sh", "-c", "echo one; while [ ! -e go ]; do sleep 0.05; done; echo two"], on_output=on_output)
     )
-    await asyncio.wait_for(seen.wait(), 20)
+    await asyncio.wait_for(seen.wait(), 120)
     assert b"".join(pieces) == b"one\n"
     await sandbox.write("go", b"")
-    assert (await asyncio.wait_for(task, 20)).stdout == b"one\ntwo\n"
+    assert (await asyncio.wait_for(task, 120)).stdout == b"one\ntwo\n"
     assert b"".join(pieces) == b"one\ntwo\n"
 
 
@@ -138,7 +137,7 @@ async def test_an_error_of_the_callback_ends_the_command_and_comes_out(sandbox: 
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        await sandbox.exec(["sh", "-c", "echo x; sleep 418"], on_output=on_output, timeout=30)
+        await sandbox.exec(["sh", "-c", "echo x; sleep 418"], on_output=on_output, timeout=120)
     assert not await running(sandbox, "418")
 
 
@@ -160,19 +159,28 @@ async def assert_gone(sandbox: Sandbox) -> None:
     assert [n for n in ("421", "422", "423", "424", "425") if await running(sandbox, n)] == []
 
 
-async def test_timeout_ends_the_whole_tree(sandbox: Sandbox) -> None:
-    result = await sh(sandbox, f"echo started; {TREE}", timeout=1)
+async def test_timeout_ends_the_whole_tree(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four minutes pass on the loop's clock as soon as the program is known to run."""
+    loop = asyncio.get_running_loop()
+    real, passed = loop.time, 0.0
+    monkeypatch.setattr(loop, "time", lambda: real() + passed)
+
+    def on_output(data: bytes) -> None:
+        nonlocal passed
+        passed = 240.0
+
+    result = await sh(sandbox, f"echo started; {TREE}", timeout=240, on_output=on_output)
     assert result.timed_out
     assert result.exit_code == 137
     assert result.stdout == b"started\n"
-    assert result.seconds < 15
+    assert result.seconds < 240
     await assert_gone(sandbox)
 
 
 async def test_cancellation_ends_the_whole_tree(sandbox: Sandbox) -> None:
     started = asyncio.Event()
     task = asyncio.ensure_future(sandbox.exec(["sh", "-c", f"echo started; {TREE}"], on_output=lambda _: started.set()))
-    await asyncio.wait_for(started.wait(), 20)
+    await asyncio.wait_for(started.wait(), 120)
     await asyncio.sleep(0.2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -264,7 +272,7 @@ async def test_reading_refuses_what_is_no_file_or_too_large(sandbox: Sandbox) ->
         await sandbox.read("big", limit=1000)
     await sandbox.exec(["mkfifo", "fifo"])
     with pytest.raises(OSError):
-        await asyncio.wait_for(sandbox.read("fifo"), 20)
+        await asyncio.wait_for(sandbox.read("fifo"), 120)
 
 
 async def test_trees_are_written_below_their_root_only(sandbox: Sandbox) -> None:
@@ -331,7 +339,7 @@ async def test_a_python_of_the_host_runs_from_a_mounted_environment(opener: Open
         mounts.append(Mount(base, str(base)))
     sandbox = await opener(SandboxSpec(mounts=tuple(mounts)))
     script = "import sys, ssl, sqlite3, ctypes, zlib, bz2, lzma, asyncio; print(sys.prefix, sys.version_info[:2])"
-    result = await sandbox.exec([f"{home}/bin/python", "-c", script], timeout=60)
+    result = await sandbox.exec([f"{home}/bin/python", "-c", script], timeout=240)
     assert result.stderr == b""
     assert result.stdout.decode().strip() == f"{home} {sys.version_info[:2]}"
 
@@ -349,7 +357,7 @@ async def test_git_works(sandbox: Sandbox) -> None:
 async def test_memory_limit(opener: Opener) -> None:
     sandbox = await opener(SandboxSpec(limits=Limits(memory_mb=64)))
     hog = 'x="0123456789abcdef"; while :; do x="$x$x"; done'  # doubles until it is refused or killed
-    result = await sh(sandbox, hog, timeout=60)
+    result = await sh(sandbox, hog, timeout=240)
     assert result.exit_code != 0
     assert not result.timed_out
     assert (await sh(sandbox, "echo alive")).stdout == b"alive\n"
@@ -366,9 +374,10 @@ async def test_process_limit_or_the_word_that_there_is_none(opener: Opener) -> N
     if any(line.startswith("pids") for line in sandbox.unenforced):
         return
     # Forks 100 sleeps and counts those that live; a refused fork ends the shell.
-    await sh(sandbox, "i=0; while [ $i -lt 100 ]; do sleep 427 & i=$((i+1)); done", timeout=30)
+    await sh(sandbox, "i=0; while [ $i -lt 100 ]; do sleep 427 & i=$((i+1)); done", timeout=120)
     await sandbox.kill_all()
-    result = await sh(sandbox, "i=0; while [ $i -lt 100 ]; do sleep 20 & i=$((i+1)); done; echo all", timeout=10)
+    result = await sh(sandbox, "i=0; while [ $i -lt 100 ]; do sleep 1000 & i=$((i+1)); done; echo all")
+    assert not result.timed_out
     assert b"all" not in result.stdout
     await sandbox.kill_all()
 
@@ -392,13 +401,13 @@ async def test_the_network_is_the_listening_socket_and_nothing_else(opener: Open
     ask = f"exec 3<>/dev/tcp/127.0.0.1/{port} && echo you >&3 && cat <&3"
     server = await asyncio.start_server(answer, sock=listening)
     async with server:
-        assert (await sandbox.exec(["bash", "-c", ask], timeout=20)).stdout == b"hello you\n"
-        assert (await other.exec(["bash", "-c", ask], timeout=20)).exit_code != 0
+        assert (await sandbox.exec(["bash", "-c", ask], timeout=120)).stdout == b"hello you\n"
+        assert (await other.exec(["bash", "-c", ask], timeout=120)).exit_code != 0
         # A server of the host's own network on the same port number would be another one.
         host = await asyncio.start_server(answer, "127.0.0.1", 0)
         async with host:
             elsewhere = host.sockets[0].getsockname()[1]
-            denied = await sandbox.exec(["bash", "-c", ask.replace(str(port), str(elsewhere))], timeout=20)
+            denied = await sandbox.exec(["bash", "-c", ask.replace(str(port), str(elsewhere))], timeout=120)
             assert denied.exit_code != 0
     assert (await sh(sandbox, "cat /proc/net/route | wc -l")).stdout.strip() in (b"0", b"1")
     again = await sandbox.listen(port)
@@ -411,25 +420,15 @@ async def test_the_network_is_the_listening_socket_and_nothing_else(opener: Open
 
 
 async def test_nothing_blocks_the_event_loop(opener: Opener) -> None:
-    """The largest pause of a ticker while a sandbox is opened, used and closed stays far below a second."""
-    worst = 0.0
-
-    async def ticker() -> None:
-        nonlocal worst
-        last = time.monotonic()
-        while True:
-            await asyncio.sleep(0.001)
-            now = time.monotonic()
-            worst, last = max(worst, now - last), now
-
-    task = asyncio.ensure_future(ticker())
-    async with await opener() as sandbox:
-        await sandbox.write("x", b"x" * 5_000_000)
-        await sandbox.read("x")
-        await sh(sandbox, "seq 1 100000")
-        await sh(sandbox, "sleep 10", timeout=0.1)
-    task.cancel()
-    assert worst < 0.5
+    """The longest turn of the loop while a sandbox is opened, used and closed stays far below a second."""
+    with watched() as watch:
+        async with await opener() as sandbox:
+            await sandbox.write("x", b"x" * 5_000_000)
+            await sandbox.read("x")
+            await sh(sandbox, "seq 1 100000")
+            await sh(sandbox, "sleep 1000", timeout=0.1)
+    assert watch.turns > 10
+    assert watch.worst < 0.5
 
 
 async def test_it_says_what_it_is(sandbox: Sandbox, kind: str) -> None:
