@@ -15,7 +15,7 @@ import pytest
 from polar_proxy.api import Api, Housekeeping, create_router, new_api_key
 from polar_proxy.api.metrics import ServiceCollector
 from polar_proxy.client.models import API, Role
-from polar_proxy.config import Settings
+from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.gateway import Gateway, hash_key
 from polar_proxy.rollout import RolloutService, ServiceLimits
@@ -23,7 +23,12 @@ from polar_proxy.rollout.scheduler import Limits
 from polar_proxy.store import Store
 from tests.fakes.player import PlayerEngine
 
-LIMITS = ServiceLimits(Limits(in_hand=4, running=4, pause_seconds=0.01, poll_seconds=0.05), shelf=1, refill=False)
+LIMITS = ServiceLimits(
+    Limits(in_hand=4, running=4, pause_seconds=0.01, poll_seconds=0.05),
+    shelf=1,
+    refill=False,
+    admission=AdmissionSettings(memory_mb=0),  # whatever else this machine does
+)
 
 
 @dataclass(frozen=True)
@@ -71,12 +76,17 @@ def serve_api(store: Store, tmp_path: Path) -> ServeApi:
 
     @contextlib.asynccontextmanager
     async def serve(
-        *, work: bool = False, engine: Engine | None = None, limits: ServiceLimits = LIMITS, **api: Any
+        *,
+        work: bool = False,
+        engine: Engine | None = None,
+        limits: ServiceLimits = LIMITS,
+        grace: float = 5.0,
+        **api: Any,
     ) -> AsyncIterator[Running]:
         settings = Settings(home=tmp_path / "home", api=api, gateway={"port": 0})
         async with contextlib.AsyncExitStack() as stack:
             opened = await stack.enter_async_context(engine or PlayerEngine())
-            gateway = await stack.enter_async_context(Gateway(opened, store, settings.gateway))
+            gateway = await stack.enter_async_context(Gateway(opened, store, settings.gateway, grace=grace))
             service = None
             if work:
                 made = RolloutService(store, gateway, opened, tmp_path / "harnesses", limits=limits)
@@ -89,7 +99,7 @@ def serve_api(store: Store, tmp_path: Path) -> ServeApi:
 
             async def client(role: Role) -> httpx.AsyncClient:
                 headers = {"authorization": f"Bearer {await make_key(store, role)}"}
-                http = httpx.AsyncClient(base_url=gateway.url + API, headers=headers, timeout=60, trust_env=False)
+                http = httpx.AsyncClient(base_url=gateway.url + API, headers=headers, timeout=300, trust_env=False)
                 return await stack.enter_async_context(http)
 
             yield Running(gateway, service, await client("admin"), await client("trainer"), store)
@@ -105,6 +115,6 @@ def a_job(agent: str = "TinyAgent", samples: int = 1, **given: Any) -> dict[str,
         "samples": samples,
         "harness": f"tests.fakes.tiny_agent:{agent}",
         "sandbox": "process",
-        "timeout": 120.0,
+        "timeout": 600.0,
         **given,
     }

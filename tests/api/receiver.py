@@ -15,7 +15,7 @@ class Receiver:
     """Of the next answers, in order; then 204."""
     got: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
 
-    async def until(self, count: int, seconds: float = 60) -> None:
+    async def until(self, count: int, seconds: float = 120) -> None:
         async with asyncio.timeout(seconds):
             while len(self.got) < count:
                 await asyncio.sleep(0.02)

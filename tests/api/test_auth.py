@@ -100,7 +100,10 @@ async def test_every_route_under_every_key(store: Store) -> None:
 
 async def test_there_is_no_anonymous_access_on_loopback(serve_api: ServeApi) -> None:
     """An agent in a process sandbox reaches the gateway as its user does."""
-    async with serve_api() as running, httpx.AsyncClient(base_url=running.gateway.url, trust_env=False) as http:
+    async with (
+        serve_api() as running,
+        httpx.AsyncClient(base_url=running.gateway.url, trust_env=False, timeout=60) as http,
+    ):
         assert running.gateway.sessions.open  # to agents
         assert (await http.get("/api/v1/jobs")).status_code == 401
         assert (await http.get("/s/any-key/api/v1/jobs")).status_code == 401
@@ -120,7 +123,7 @@ async def test_a_socket_inside_a_sandbox_serves_agents_alone(serve_api: ServeApi
         inside = f"http://127.0.0.1:{listener.getsockname()[1]}"
         await running.gateway.serve_on(listener)
         headers = running.admin.headers  # even with an admin's key, which no agent has
-        async with httpx.AsyncClient(base_url=inside, headers=headers, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=inside, headers=headers, trust_env=False, timeout=60) as http:
             for path in (
                 *("/api/v1/jobs", "/api/v1/service", "/s/x/api/v1/jobs", "/metrics", "/docs", "/openapi.json"),
                 *("/v1/models/../../api/v1/jobs", "//api/v1/jobs", "/API/v1/jobs"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -40,7 +39,7 @@ def words(events: list[Event]) -> list[str]:
 async def test_a_job_from_its_start_to_its_end(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
         job = await running.post("/jobs", a_job(offered=True), status=201)
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(150):
             events = [event async for event in listen(running.trainer, {"job": job["job_id"]})]
         assert words(events) == [
             *("job open", "stage queued", "stage preparing", "stage ready", "stage running", "stage scoring"),
@@ -70,7 +69,7 @@ async def test_over_lost_connections_and_two_servers(serve_api: ServeApi) -> Non
 
     async with serve_api(work=True) as one, serve_api() as other:
         job = await one.post("/jobs", a_job(samples=2), status=201)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(200):
             events = await followed([one, other], job["job_id"])
         assert events == [event async for event in listen(other.admin, {"job": job["job_id"]})]
         assert words(events).count("stage done") == 2
@@ -92,30 +91,33 @@ async def test_of_all_jobs_from_now_on(serve_api: ServeApi) -> None:
                             return
 
         task = asyncio.create_task(follow())
-        await asyncio.wait_for(listening.wait(), 30)
-        await asyncio.sleep(0.2)  # the first look at the database follows the first line
+        await asyncio.wait_for(listening.wait(), 60)
         job = await running.post("/jobs", a_job(), status=201)
         await running.post(f"/jobs/{job['job_id']}/cancel")
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, 60)
         assert {data["job_id"] for _, _, data in seen} == {job["job_id"]}
 
 
 async def test_a_server_that_stops_ends_its_streams(serve_api: ServeApi) -> None:
-    async with httpx.AsyncClient(trust_env=False) as http:
-        async with serve_api() as running:
+    seen: list[Event] = []
+    async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
+        async with serve_api(grace=600) as running:
             job = await running.post("/jobs", a_job(), status=201)
             http.base_url, http.headers = running.trainer.base_url, running.trainer.headers
 
-            async def follow() -> list[str]:
-                return words([event async for event in listen(http, {"job": job["job_id"]})])
+            async def follow() -> None:
+                async for event in listen(http, {"job": job["job_id"]}):
+                    seen.append(event)
 
             task = asyncio.create_task(follow())
-            await asyncio.sleep(1)
+            async with asyncio.timeout(60):
+                while len(seen) < 2:
+                    await asyncio.sleep(0.02)
+            await asyncio.sleep(0.2)
             assert not task.done()
-            began = time.monotonic()
-        # Not the end of the job: the client asks again, elsewhere. And no five seconds of grace go by.
-        assert await asyncio.wait_for(task, 5) == ["job open", "stage queued"]
-        assert time.monotonic() - began < 4
+        # Not the end of the job: the client asks again, elsewhere. And no ten minutes of grace go by.
+        await asyncio.wait_for(task, 60)
+        assert words(seen) == ["job open", "stage queued"]
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from polar_proxy.rollout import runner
 from tests.api.conftest import Running, ServeApi, a_job
 
 
-async def until_ended(running: Running, job_id: str, seconds: float = 90) -> Any:
+async def until_ended(running: Running, job_id: str, seconds: float = 150) -> Any:
     async with asyncio.timeout(seconds):
         while True:
             job = await running.get(f"/jobs/{job_id}")
@@ -23,7 +23,7 @@ async def until_ended(running: Running, job_id: str, seconds: float = 90) -> Any
 
 
 async def until_calls(running: Running, count: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while sum(row.calls for row in await running.store.sessions()) < count:
             await asyncio.sleep(0.05)
 
@@ -138,7 +138,8 @@ async def test_ids_that_are_none(serve_api: ServeApi) -> None:
 
 
 @pytest.mark.parametrize("what", ["job", "group", "rollout"])
-async def test_cancelled_while_the_agent_runs(serve_api: ServeApi, what: str) -> None:
+async def test_cancelled_while_the_agent_runs(serve_api: ServeApi, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_IDLE_SECONDS", 600.0)  # which is not waited for
     async with serve_api(work=True) as running:
         job = await running.post("/jobs", a_job("SleepyAgent"), status=201)
         await until_calls(running, 1)
@@ -149,15 +150,12 @@ async def test_cancelled_while_the_agent_runs(serve_api: ServeApi, what: str) ->
             "group": f"/groups/{detail['group_list'][0]['group_id']}",
             "rollout": f"/rollouts/{row['rollout_id']}",
         }[what]
-        began = time.monotonic()
-        told = await running.post(f"{target}/cancel")
-        seconds = time.monotonic() - began
+        told = await asyncio.wait_for(running.post(f"{target}/cancel"), 120)
         assert told["in_hand"] == [row["rollout_id"]]
-        ended = await until_ended(running, job["job_id"], 10)
+        ended = await until_ended(running, job["job_id"])
         assert ended["rollouts"] == {"cancelled": 1}
         assert (await running.post(f"{target}/cancel"))["in_hand"] in ([], [row["rollout_id"]])
         assert (await running.get(f"/rollouts/{row['rollout_id']}"))["stages"][-1]["outcome"] == "cancelled"
-        assert seconds < 20  # under a heavy load of other work; it waits for no time limit of its own
 
 
 async def test_cancelled_before_it_began(serve_api: ServeApi) -> None:

@@ -61,6 +61,7 @@ def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Sandboxes are registered below the temporary directory: one of the test's own sweeps nobody else's."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("POLAR_ADMISSION__MEMORY_MB", "0")  # whatever else this machine does: two run at a time
 
 
 async def opened(home: Path) -> Store:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.config import Settings
+from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.rollout import Recipe, RolloutService, ServiceLimits, Submission, runner, serving
 from polar_proxy.rollout.scheduler import Limits
 from polar_proxy.store import RolloutRow, Store
@@ -24,7 +24,12 @@ from sandboxes import ExecResult, Sandbox, SandboxEnded, SandboxError, SandboxSp
 from sandboxes.base import Kind
 from tests.fakes.player import PlayerEngine
 
-LIMITS = ServiceLimits(Limits(in_hand=8, running=4, pause_seconds=0.01, poll_seconds=0.05), shelf=2, refill=False)
+LIMITS = ServiceLimits(
+    Limits(in_hand=8, running=4, pause_seconds=0.01, poll_seconds=0.05),
+    shelf=2,
+    refill=False,
+    admission=AdmissionSettings(memory_mb=0),  # whatever else this machine does
+)
 Opener = Callable[[Kind, SandboxSpec], Any]
 
 

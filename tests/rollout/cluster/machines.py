@@ -53,6 +53,7 @@ def environment(home: Path, scratch: Path) -> dict[str, str]:
         "NO_COLOR": "1",
         "COLUMNS": "200",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "POLAR_ADMISSION__MEMORY_MB": "0",  # whatever else this machine does: nodes fill their places
     }
 
 
