@@ -76,6 +76,8 @@ class Chaos:
         self.witness.mkdir()
         self.kills: list[Kill] = []
         self.rollout_ids: list[str] = []
+        self.stopped: str | None = None
+        """Why it ended before all rounds were done: a victim could not be started again."""
 
     def start(self, stack: ExitStack) -> None:
         given = self.given
@@ -106,14 +108,18 @@ class Chaos:
         async with open_store(self.db) as store:
             self.store = store
             self.length = await self.untouched()
-            for number in range(self.given.rounds):
-                for name in self.names:
-                    await self.kill_one(name, number)
+            try:
+                for number in range(self.given.rounds):
+                    for name in self.names:
+                        await self.kill_one(name, number)
+            except Unavailable as error:  # what came before it is counted all the same
+                self.stopped = str(error)
+                self.tell(self.stopped)
             await self.settle()
 
     async def queue(self) -> str:
         row = {
-            "task_id": f"chaos-{len(self.kills)}",
+            "task_id": f"chaos-{len(self.rollout_ids)}",
             "instruction": "Say the words that you are asked for.",
             "files": {"readme.txt": "Nothing to see.\n"},
             "evaluator": {"kind": "command", "argv": ["test", "-f", "done.txt"]},
@@ -149,9 +155,9 @@ class Chaos:
             await asyncio.sleep(0.01)
         moment, down = time.monotonic() - began, self.random.uniform(1, 2)
         kill = Kill(name, number, round(moment, 2), round(down, 2), job_id, row.rollouts)
-        self.kills.append(kill)
         await asyncio.sleep(down)
         await asyncio.to_thread(victim.start)
+        self.kills.append(kill)
         restarted = time.monotonic()
         kill.unfinished = await self.until_final(job_id, FINAL_SECONDS)
         kill.final_after = None if kill.unfinished else round(time.monotonic() - restarted, 2)
@@ -229,6 +235,7 @@ def document(found: list[Chaos], given: argparse.Namespace) -> dict[str, Any]:
         },
         "killed": killed,
         "not_killed": [name for name in VICTIMS if name not in given.victims],
+        "stopped": [chaos.stopped for chaos in found if chaos.stopped is not None],
         "engine": given.engine,
         "db": given.db,
         "seed": given.seed,
@@ -286,7 +293,9 @@ def main() -> int:
     for line in told["cases"]:
         tell(line)
     bad = ("lost", "doubled", "unfinished", "left_behind", "wrong", "unaccounted")
-    return 1 if any(told[name] for name in bad) else 0
+    if any(told[name] for name in bad):
+        return 1
+    return 2 if told["stopped"] else 0
 
 
 if __name__ == "__main__":
