@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 from polar_proxy import __version__
+from polar_proxy.api import fleet
 from polar_proxy.api.context import Api, Rooms
+from polar_proxy.api.fleet import pause_timed_out
 from polar_proxy.api.jobs import until
 from polar_proxy.client import models as m
 from polar_proxy.client.errors import ApiError
@@ -23,9 +25,12 @@ def add(rooms: Rooms, api: Api) -> None:
         return await _state(api)
 
     @trainer.post("/service/pause", tags=["service"])
-    async def pause(body: m.PauseRequest = m.PauseRequest()) -> m.ServiceState:
-        """Take nothing new of any job, on this server; what is in hand goes on. As for a job, a pause that times out
-        leaves nothing paused (409 `pause_timed_out`)."""
+    async def pause(body: m.ServicePauseRequest = m.ServicePauseRequest()) -> m.ServiceState:
+        """Take nothing new of any job, on this server or, with `scope` all, on every server of its database; what is in
+        hand goes on. As for a job, a pause that times out leaves nothing paused (409 `pause_timed_out`)."""
+        if body.scope == "all":
+            await fleet.pause(api.store, body.seconds, body.wait_idle)
+            return await _state(api)
         service = _service(api)
         taking, until_then = service.taking, service.paused_until
         service.pause_all(body.seconds)
@@ -43,22 +48,29 @@ def add(rooms: Rooms, api: Api) -> None:
                 elif not done:
                     service.pause_all(None if until_then is None else max(0.0, until_then - time.time()))
             if not done:
-                left = service.scheduler.in_hand
-                message = f"After {body.wait_idle:g} s {left} rollouts are still in hand: nothing stays paused."
-                raise ApiError(message, status=409, code="pause_timed_out", detail={"in_hand": left})
+                raise pause_timed_out(body.wait_idle, service.scheduler.in_hand)
         return await _state(api)
 
     @trainer.post("/service/resume", tags=["service"])
-    async def resume() -> m.ServiceState:
-        """Take work again, after a pause or a drain."""
-        _service(api).resume_all()
+    async def resume(body: m.ServiceResumeRequest = m.ServiceResumeRequest()) -> m.ServiceState:
+        """Take work again, after a pause or a drain of the same `scope`. A server that was paused for itself stays so
+        when all are resumed."""
+        if body.scope == "all":
+            await fleet.resume(api.store)
+            api.wake()
+        else:
+            _service(api).resume_all()
         return await _state(api)
 
     @admin.post("/service/drain", tags=["service"])
     async def drain(body: m.DrainRequest = m.DrainRequest()) -> m.ServiceState:
-        """Take nothing new, and answer when nothing is in hand any more. Where that takes longer than `timeout`, 409
-        `drain_timed_out` with what is left, and the server takes work again."""
-        left = await _service(api).drain(body.timeout)
+        """Take nothing new, and answer when nothing is in hand any more: on this server or, with `scope` all, on every
+        server of its database. Where that takes longer than `timeout`, 409 `drain_timed_out` with what is left, and
+        work is taken again."""
+        if body.scope == "all":
+            left = await fleet.drain(api.store, body.timeout)
+        else:
+            left = await _service(api).drain(body.timeout)
         if left:
             message = f"After {body.timeout:g} s {len(left)} rollouts are still in hand: work is taken again."
             raise ApiError(message, status=409, code="drain_timed_out", detail={"left": left})
@@ -76,13 +88,19 @@ def _service(api: Api) -> RolloutService:
 async def _state(api: Api) -> m.ServiceState:
     version, engine = await _engine(api)
     feed = await api.store.feed_depth()
+    row = await api.store.fleet()
+    all_of_it: Json = {
+        "state": "paused" if row.paused else "working",
+        "paused_until": row.paused_until if row.paused else None,
+        "in_hand": len(await api.store.fleet_in_hand()),
+    }
     own: Json = {}
     if (service := api.service) is not None:
         counts = service.counts()
         gates = {name: {**gate, "refusals": counts["refusals"][name]} for name, gate in counts["gates"].items()}
         own = {
             "worker": service.scheduler.worker,
-            "state": "working" if service.taking else "paused",
+            "state": "working" if service.taking and not row.paused else "paused",
             "paused_until": service.paused_until,
             "in_hand": counts["in_hand"],
             "gates": gates,
@@ -90,7 +108,14 @@ async def _state(api: Api) -> m.ServiceState:
         }
         if engine is not None:
             engine = {**engine, "load": counts["engine"]}
-    told = {"version": __version__, "engine": engine, "policy_version": version, "feed": feed, **own}
+    told = {
+        "version": __version__,
+        "engine": engine,
+        "policy_version": version,
+        "feed": feed,
+        "fleet": all_of_it,
+        **own,
+    }
     return m.ServiceState.model_validate(told)
 
 

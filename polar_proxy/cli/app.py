@@ -22,6 +22,7 @@ from polar_proxy.cli import (
     rescore,
     run,
     serve,
+    service,
     show,
     train,
     watch,
@@ -57,6 +58,7 @@ app.command("rescore")(rescore.rescore)
 app.command("conformance")(conformance.conformance)
 app.add_typer(serve.session_app, name="session")
 app.add_typer(keys.app, name="key")
+app.add_typer(service.app, name="service")
 app.add_typer(harness.app, name="harness")
 app.add_typer(db.app, name="db")
 app.add_typer(doctor.app, name="doctor")

@@ -89,6 +89,10 @@ class JobRequest(_Request):
         return self
 
 
+Scope = Literal["server", "all"]
+"""The server that is asked, or all on its database."""
+
+
 class PauseRequest(_Request):
     """Begin nothing new."""
 
@@ -98,7 +102,18 @@ class PauseRequest(_Request):
     """Wait so long until nothing runs; where that does not suffice, nothing stays paused and the answer is 409."""
 
 
+class ServicePauseRequest(PauseRequest):
+    """Of no job, on one server or on all."""
+
+    scope: Scope = "server"
+
+
+class ServiceResumeRequest(_Request):
+    scope: Scope = "server"
+
+
 class DrainRequest(_Request):
+    scope: Scope = "server"
     timeout: Waiting | None = 600.0
     """How long to wait for what is in hand; None: for ever."""
 
@@ -372,6 +387,16 @@ class EngineState(_Answer):
     """How busy it says it is; None where it does not say."""
 
 
+class FleetState(_Answer):
+    """All servers on the database."""
+
+    state: Literal["working", "paused"]
+    """Paused: none of them takes anything new."""
+    paused_until: float | None
+    in_hand: int
+    """Rollouts that their services have."""
+
+
 class ServiceState(_Answer):
     """The server, and the rollout service in it (`polar serve --work`), whose fields are None where it has none."""
 
@@ -379,10 +404,12 @@ class ServiceState(_Answer):
     engine: EngineState | None
     policy_version: str | None
     feed: dict[str, int]
+    fleet: FleetState
     worker: str | None = None
     state: Literal["working", "paused"] | None = None
-    """Paused: it takes nothing new."""
+    """Paused: it takes nothing new, because it or all servers are paused."""
     paused_until: float | None = None
+    """Of the pause of this server alone."""
     in_hand: int | None = None
     gates: dict[str, GateState] | None = None
     pool: PoolState | None = None

@@ -161,20 +161,23 @@ class Routes:
         return _get("/service", m.ServiceState)
 
     @route
-    def pause_service(self, *, seconds: float | None = None, wait_idle: float | None = None) -> Call[m.ServiceState]:
-        """As `pause`, of all jobs in this server."""
-        request = m.PauseRequest(seconds=seconds, wait_idle=wait_idle)
+    def pause_service(
+        self, *, seconds: float | None = None, wait_idle: float | None = None, scope: m.Scope = "server"
+    ) -> Call[m.ServiceState]:
+        """As `pause`, of all jobs in this server, or in all servers on its database."""
+        request = m.ServicePauseRequest(seconds=seconds, wait_idle=wait_idle, scope=scope)
         answer = m.ServiceState
         return _post("/service/pause", answer, request, repeatable=True, waits=wait_idle or 0.0)
 
     @route
-    def resume_service(self) -> Call[m.ServiceState]:
-        return _post("/service/resume", m.ServiceState, repeatable=True)
+    def resume_service(self, *, scope: m.Scope = "server") -> Call[m.ServiceState]:
+        """End a pause or a drain of the same scope."""
+        return _post("/service/resume", m.ServiceState, m.ServiceResumeRequest(scope=scope), repeatable=True)
 
     @route
-    def drain(self, *, timeout: float = 600.0) -> Call[m.ServiceState]:
-        """Take nothing new and wait for what is in hand. Raises ConflictError (code `drain_timed_out`, with what is
-        left in `detail`) after `timeout` seconds; the server then takes work again."""
-        request = m.DrainRequest(timeout=timeout)
+    def drain(self, *, timeout: float = 600.0, scope: m.Scope = "server") -> Call[m.ServiceState]:
+        """Take nothing new and wait for what is in hand, in this server or in all on its database. Raises ConflictError
+        (code `drain_timed_out`, with what is left in `detail`) after `timeout` seconds; work is then taken again."""
+        request = m.DrainRequest(timeout=timeout, scope=scope)
         answer = m.ServiceState
         return _post("/service/drain", answer, request, repeatable=True, waits=timeout)

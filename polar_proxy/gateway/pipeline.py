@@ -22,6 +22,7 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import wire
 from polar_proxy.gateway.continuing import BaseStore, Continuer
+from polar_proxy.gateway.in_flight import InFlight
 from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.recent import Recent, Recently
 from polar_proxy.gateway.replay import Replays, tape_key
@@ -44,8 +45,15 @@ class TurnPipeline:
     """Serves the model routes of one gateway."""
 
     def __init__(
-        self, engine: Engine, store: CallStore, sessions: Sessions, settings: GatewaySettings, metrics: Metrics
+        self,
+        engine: Engine,
+        store: CallStore,
+        sessions: Sessions,
+        settings: GatewaySettings,
+        metrics: Metrics,
+        in_flight: InFlight | None = None,
     ) -> None:
+        """`in_flight`: tells other gateways of the store what this one answers; None: there are none."""
         self.engine = engine
         self.store = store
         self.sessions = sessions
@@ -55,7 +63,7 @@ class TurnPipeline:
         self._replays = Replays(settings)
         self._recent = Recent()
         continuer = Continuer(engine, store, settings)
-        self._services = Services(engine, store, settings, metrics, self.observers, continuer, self._recent)
+        self._services = Services(engine, store, settings, metrics, self.observers, continuer, self._recent, in_flight)
 
     async def serve(
         self,

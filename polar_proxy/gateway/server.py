@@ -20,6 +20,7 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import wire
 from polar_proxy.gateway.app import create_app
+from polar_proxy.gateway.in_flight import InFlight
 from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.pipeline import TurnPipeline
 from polar_proxy.gateway.sessions import Sessions
@@ -63,7 +64,8 @@ class Gateway:
             window=settings.retry_window_seconds,
             shared=settings.shared,
         )
-        self._pipeline = TurnPipeline(engine, store, self.sessions, settings, self.metrics)
+        self._in_flight = InFlight(store) if settings.shared else None
+        self._pipeline = TurnPipeline(engine, store, self.sessions, settings, self.metrics, self._in_flight)
         self.app = create_app(engine, self._pipeline, self.metrics)
         self._grace = grace
         self._extra: dict[socket.socket, asyncio.Server] = {}
@@ -119,6 +121,8 @@ class Gateway:
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 50, 100)
+        if self._in_flight is not None:
+            await self._in_flight.__aenter__()
         return self
 
     async def __aexit__(
@@ -128,6 +132,32 @@ class Gateway:
             await self.stop_serving_on(listener)
         self._server.should_exit = True
         await self._task
+        if self._in_flight is not None:
+            await self._in_flight.__aexit__(kind, error, trace)
+
+    async def idle(self, session_id: str, patience: float) -> None:
+        """Wait until no gateway is answering a call of this session, for so many seconds on each side: here, and on the
+        others of the database. TimeoutError where one still is."""
+        await self.sessions.idle(session_id, patience)
+        if self._in_flight is not None and await self._in_flight.wait(session_id, patience):
+            raise TimeoutError
+
+    async def ended(self, session_id: str, patience: float, *, elsewhere: float | None = None) -> str | None:
+        """Wait, `patience` seconds, for what is in flight of a session that has been closed, here and on the other
+        gateways (there, `elsewhere` seconds where given), and forget it. Returns what was lost of it, if anything."""
+        lost: list[str | None] = []
+        try:
+            await self.sessions.idle(session_id, patience)
+        except TimeoutError:
+            lost.append("a call was still being answered when its rollout ended")
+        else:
+            count = self.sessions.lost(session_id)
+            self.sessions.forget(session_id)
+            lost.append(f"{count} call(s) were answered but not recorded" if count else None)
+        if self._in_flight is not None:
+            elsewhere = patience if elsewhere is None else elsewhere
+            lost.append(await self._in_flight.ended(session_id, elsewhere, own=bool(lost[0])))
+        return "; ".join(filter(None, lost)) or None
 
     async def serve_on(self, listener: socket.socket) -> None:
         """Serve agents on one more listening socket, such as one inside a sandbox's network: the model routes, and

@@ -135,7 +135,7 @@ class Sessions:
                 key_hash=digest, label=None, rollout_id=None, policy=None, origin="open"
             )
         if record.closed_at is not None:
-            raise _closed()
+            raise closed()
         session = self._by_id.get(record.session_id)  # known already by another name (its id in the path)
         if session is None:
             history = SessionHistory(self._off, window=self._window)
@@ -160,7 +160,7 @@ class Sessions:
         if row is None or row.closed_at is not None:
             if session.in_flight == 0 and session.lost == 0:
                 self.forget(session.session_id)
-            raise _closed()
+            raise closed()
         quiet = quiet and session.in_flight == 0 and session.ended == ended
         ours = session.ended - session.lost
         if quiet and row.calls == session.elsewhere + ours:
@@ -194,7 +194,8 @@ class Sessions:
                 self._by_id.pop(session.session_id, None)
 
 
-def _closed() -> RequestError:
+def closed() -> RequestError:
+    """What a request under the key of a closed session is told."""
     return RequestError("This session is closed.", status=401, code="session_closed")
 
 

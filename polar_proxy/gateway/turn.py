@@ -1,10 +1,11 @@
 """One turn: the pipeline that every call of every dialect passes, streamed or not.
 
-    place -> policy -> plan of the prompt -> engine.sample -> encoder -> commit -> last byte to the agent
+    place -> policy -> (announced) -> plan of the prompt -> engine.sample -> encoder -> commit -> last byte to the agent
 
 Invariants: the last byte of an answer leaves only after the call is committed (recorded before told). Whatever ends a
 call (finished, failed, client gone, gateway stopped) it is committed with what was sampled until then. If the commit
-itself fails the agent still gets its answer, and the session is marked as having lost a call.
+itself fails the agent still gets its answer, and the session is marked as having lost a call. Where the gateway is one
+of several the call is announced to the others first.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import wire
 from polar_proxy.gateway.continuing import Continuer
+from polar_proxy.gateway.in_flight import InFlight
 from polar_proxy.gateway.metrics import Metrics
 from polar_proxy.gateway.recent import Recent, Recently
 from polar_proxy.gateway.record import Asked, Ending, Part, make_record, version_of
 from polar_proxy.gateway.replay import Tape
-from polar_proxy.gateway.sessions import Session, apply_policy
+from polar_proxy.gateway.sessions import Session, apply_policy, closed
 from polar_proxy.history import Hints
 from polar_proxy.types import CallRecord, CallStatus, new_id
 
@@ -64,6 +66,8 @@ class Services:
     observers: list[Observer]
     continuer: Continuer
     recent: Recent
+    in_flight: InFlight | None
+    """To tell the other gateways of the database, if there are any."""
 
 
 class Turn:
@@ -73,6 +77,7 @@ class Turn:
         self._engine = services.engine
         self._services = services
         self._settled: asyncio.Task[None] | None = None
+        self._announced: asyncio.Task[bool] | None = None
         self.ok = False
         """The answer is complete, committed, and somebody gets it."""
 
@@ -124,6 +129,10 @@ class Turn:
         self._session.begin(len(self._parts))
         self._services.metrics.in_flight.inc(len(self._parts))
         try:
+            if not await self._announce():
+                self._services.metrics.refused.labels(401).inc()
+                await self._tell(closed(), encoder, writer, send)
+                return
             async with wire.ClientWatch(receive, tape.abandoned) as watch:
                 await self._generate(encoder, writer)
             if watch.gone or not await tape.heard():
@@ -151,6 +160,15 @@ class Turn:
                 writer.close()
             self._session.end(len(self._parts))
             self._services.metrics.in_flight.dec(len(self._parts))
+
+    async def _announce(self) -> bool:
+        """Let the other gateways know, if there are any. False: one of them has closed the session meanwhile."""
+        in_flight = self._services.in_flight
+        if in_flight is None:
+            return True
+        ids = [part.call_id for part in self._parts]
+        self._announced = asyncio.create_task(in_flight.announce(self._session.session_id, ids))
+        return await asyncio.shield(self._announced)
 
     async def _generate(self, encoder: Encoder, writer: wire.StreamWriter | None) -> None:
         if len(self._parts) == 1:
@@ -221,6 +239,8 @@ class Turn:
 
     async def _commit(self, status: CallStatus, http_status: int, error: str | None) -> None:
         ending = Ending(status, http_status, error, time.time())
+        if self._announced is not None:
+            await asyncio.wait([self._announced])  # its row must not come after the commit that removes it
         version = await self._version_now()
         for part in self._parts:
             said = [assistant_message(state) for _, state in sorted(part.answer.choices.items())]
@@ -241,3 +261,5 @@ class Turn:
                 for observer in self._services.observers:
                     observer(record)
             self._services.metrics.commit.observe(time.perf_counter() - waited)
+            if self._services.in_flight is not None:
+                self._services.in_flight.over([part.call_id])

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from polar_proxy.rollout.traces import build_traces, close_books
+from polar_proxy.rollout.traces import build_traces, close_books, lost_in_flight
 from polar_proxy.store import RolloutRow, Store
 from sandboxes import orphans
 
@@ -30,7 +30,8 @@ async def recover(store: Store, *, attempts: int = 3) -> list[str]:
         if rollout.session_id is not None:
             await store.close_session(rollout.session_id)
             # What was answered is kept and can be trained on; the reward stays null, which is not 0.
-            await build_traces(store, rollout.session_id, rollout.rollout_id, reward=None, incomplete=False)
+            lost = await lost_in_flight(store, rollout.session_id, rollout.rollout_id)
+            await build_traces(store, rollout.session_id, rollout.rollout_id, reward=None, incomplete=lost)
         await store.end_open_stage(rollout.rollout_id, "failed", "interrupted")
         await store.set_rollout(
             rollout.rollout_id, status="failed", error="interrupted: the process that ran it was killed"
@@ -47,7 +48,14 @@ async def recover(store: Store, *, attempts: int = 3) -> list[str]:
     groups.update(await store.unsettled_groups())
     for group_id in groups:
         await store.settle_group(group_id)
-    return lines
+    return [*lines, *await _lost_calls(store)]
+
+
+async def _lost_calls(store: Store) -> list[str]:
+    """Sweep what dead gateways of this database had in flight, but for rollouts that go on: their end tells of it."""
+    dead = [gateway for gateway in await store.open_gateways() if _worker_is_dead(gateway)]
+    swept = Counter(call.gateway for call in await store.sweep_open(dead))
+    return [f"{count} calls were in flight on the gateway {name} when it died" for name, count in sorted(swept.items())]
 
 
 def leftovers(removed: Sequence[orphans.Removed]) -> list[str]:
@@ -61,7 +69,8 @@ def leftovers(removed: Sequence[orphans.Removed]) -> list[str]:
 
 
 def _worker_is_dead(worker: str) -> bool:
-    """Whether the process of this name (see `Scheduler.worker`) is gone; if it cannot be told, its hold runs out."""
+    """Whether the process of this name (see `Scheduler.worker`, `InFlight.name`) is gone; if that cannot be told, its
+    hold runs out."""
     host, pid, _ = worker.rsplit(":", 2)
     if host != socket.gethostname():
         return False

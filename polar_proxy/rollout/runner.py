@@ -52,6 +52,8 @@ _SCORE_SECONDS = 300.0
 """For sandboxes and patches; the evaluators' own commands have the task's limit each."""
 _IDLE_SECONDS = 30.0
 """A call that was in flight when the agent died is committed a moment later."""
+_LEAVE_SECONDS = 5.0
+"""The same, on other gateways, where nobody waits for the traces: a cancellation shall not take long."""
 # OpenHands prints its whole first prompt after the event that tells why it failed.
 _TAIL = 200_000
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
@@ -253,7 +255,7 @@ class RolloutRunner:
         assert one.session_id is not None
         if any(evaluation.kind == "python" for evaluation in task.evaluators):
             with contextlib.suppress(TimeoutError):  # what is still in flight will make the rollout incomplete
-                await self._gateway.sessions.idle(one.session_id, timeout=_IDLE_SECONDS)
+                await self._gateway.idle(one.session_id, _IDLE_SECONDS)
             calls = await self._store.calls(one.session_id)
         attempt = Attempt(task, end.patch, end.exit_code, calls)
         try:
@@ -318,25 +320,19 @@ class RolloutRunner:
     async def _leave(self, one: _One) -> None:
         """Revoke the key and wait for what is in flight; the scheduler decides what becomes of the calls."""
         try:
-            if await self._close_session(one) is not None:
+            if await self._close_session(one, elsewhere=_LEAVE_SECONDS) is not None:
                 await self._store.set_rollout(one.rollout_id, incomplete=True)
         except StoreError:
             log.exception("rollout %s: its session cannot be closed", one.rollout_id)
 
-    async def _close_session(self, one: _One) -> str | None:
-        """Returns what was lost of it, if anything was."""
+    async def _close_session(self, one: _One, *, elsewhere: float = _IDLE_SECONDS) -> str | None:
+        """Returns what was lost of it, if anything was. For calls in flight on other gateways it waits as long as
+        `elsewhere` says, in seconds."""
         if one.session_id is None:
             return None
-        sessions = self._gateway.sessions
         await self._store.close_session(one.session_id)
         self._gateway.end_session(one.session_id)
-        try:
-            await sessions.idle(one.session_id, timeout=_IDLE_SECONDS)
-        except TimeoutError:
-            return "a call was still being answered when its rollout ended"
-        lost = sessions.lost(one.session_id)
-        sessions.forget(one.session_id)
-        return f"{lost} call(s) were answered but not recorded" if lost else None
+        return await self._gateway.ended(one.session_id, _IDLE_SECONDS, elsewhere=elsewhere)
 
     async def _write_traces(self, one: _One, reward: float | None, *, incomplete: bool) -> None:
         if one.session_id is not None:

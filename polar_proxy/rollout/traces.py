@@ -45,7 +45,17 @@ async def close_books(store: Store, rollout_id: str) -> None:
         if row is None or session_id != row.session_id:
             await _supersede(store, session_id, rollout_id)
         elif row.final and not row.traces:
-            await build_traces(store, session_id, rollout_id, reward=row.reward, incomplete=row.incomplete)
+            incomplete = row.incomplete or await lost_in_flight(store, session_id, rollout_id)
+            await build_traces(store, session_id, rollout_id, reward=row.reward, incomplete=incomplete)
+
+
+async def lost_in_flight(store: Store, session_id: str, rollout_id: str) -> bool:
+    """Whether calls of a session that has ended are still in flight on any gateway, or died with one. Nobody waits for
+    them any more: the rollout is incomplete, and what is recorded later is excluded by its commit."""
+    left = await store.take_open(session_id)
+    if left:
+        await store.set_rollout(rollout_id, incomplete=True)
+    return bool(left)
 
 
 async def supersede_earlier(store: Store, rollout_id: str, session_id: str) -> None:

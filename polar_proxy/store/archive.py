@@ -40,8 +40,8 @@ _DATABASE = "polar.db"
 _ARTIFACT = re.compile(r"artifacts/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 _PAGE = 500
 
-_LEFT_OUT = frozenset({"jobs", "leases", "callbacks", "job_events", "api_keys"})
-"""What holds for one database only: its queue, its deliveries and its keys."""
+_LEFT_OUT = frozenset({"jobs", "leases", "callbacks", "job_events", "api_keys", "open_calls", "fleet"})
+"""What holds for one database only: its queue, its deliveries, its keys and what goes on now."""
 _BLANKED: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from polar_proxy.store.announce import Announcer
 from polar_proxy.store.commit import GroupCommit
 from polar_proxy.store.database import Database
 
@@ -13,4 +14,5 @@ class Part:
 
     _database: Database
     _commits: GroupCommit
+    _announcer: Announcer
     _artifacts: Path

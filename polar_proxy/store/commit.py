@@ -18,6 +18,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
+from polar_proxy.store.announce import committed
 from polar_proxy.store.database import Database, is_away
 from polar_proxy.store.pack import Packed, Packer
 from polar_proxy.types import CallRecord
@@ -57,6 +58,9 @@ class GroupCommit:
         self._wake = asyncio.Event()
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
+        self.shared = False
+        """Calls are announced first, to other gateways (`open_calls`): their rows go with the commit."""
+        self._insert_exclusions = database.insert_new(schema.exclusions)
         self._insert_nodes = database.insert_new(schema.nodes)
         self._insert_engines = database.insert_new(schema.engines)
         self._insert_settings = database.insert_new(schema.settings)
@@ -141,6 +145,8 @@ class GroupCommit:
         ):
             if values:
                 connection.execute(statement, values)
+        if self.shared and rows.calls:
+            committed(connection, [str(row["call_id"]) for row in rows.calls], self._insert_exclusions)
 
 
 def _is_about_the_database(error: Exception) -> bool:

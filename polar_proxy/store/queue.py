@@ -3,7 +3,8 @@
 Promises:
 
 * a rollout is held by one worker at a time; a worker that says nothing until `held_until` has lost it;
-* what was cancelled is never begun afterwards, and of a paused job nothing is begun until it goes on.
+* what was cancelled is never begun afterwards, and of a paused job nothing is begun until it goes on;
+* while all servers are paused (`fleet`) nothing is begun but what a process runs for itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.evidence import insert_event
+from polar_proxy.store.fleet import fleet_paused
 from polar_proxy.store.pace import in_time
 from polar_proxy.store.rows import FINAL_STATUSES
 from polar_proxy.store.stages import Held, Stages, close_sessions, end_stages
@@ -50,6 +52,8 @@ class Queue(Stages):
             if (timely := await in_time(connection)) is not None:
                 may_begin.append(timely)
             ids = list((await connection.execute(_queued(may_begin).limit(limit))).scalars())
+            if ids and job_id is None and await _fleet_paused(connection, now):
+                return []
             # Another worker may have taken some between the two statements (PostgreSQL): those are skipped.
             lock = select(_r.rollout_id).where(_r.rollout_id.in_(ids), _r.status == "queued", _r.held_by.is_(None))
             mine = list((await connection.execute(lock.with_for_update(skip_locked=True))).scalars())
@@ -160,6 +164,12 @@ def _queued(which: Sequence[ColumnElement[bool]]) -> Select[Any]:
     )
     c = queue.c
     return select(c.rollout_id).order_by(c.priority.desc(), c.turn, c.group_id, c.group_index)
+
+
+async def _fleet_paused(connection: AsyncConnection, now: float) -> bool:
+    """Locked, but not against other claims: who pauses waits for the claims that are under way, and counts them."""
+    query = select(fleet_paused(now)).select_from(schema.fleet).with_for_update(read=True)
+    return bool((await connection.execute(query)).scalar_one())
 
 
 def _within(job_id: str | None) -> ColumnElement[bool]:

@@ -231,6 +231,25 @@ api_keys = Table(
     Column("revoked_at", Double),
 )
 
+open_calls = Table(
+    "open_calls",  # being answered, where several gateways share the database: gone in the commit of the call
+    metadata,
+    Column("call_id", Text, primary_key=True),
+    # No foreign key: a row may outlive its session for a moment, and must never keep one from being pruned.
+    Column("session_id", Text, nullable=False, index=True),
+    Column("gateway", Text, nullable=False, index=True),  # HOST:PID:..., which renews `held_until` while it lives
+    Column("began_at", Double, nullable=False),
+    Column("held_until", Double, nullable=False),  # over: the call is lost
+)
+
+fleet = Table(
+    "fleet",  # of all servers on this database: one row, which every claim of work reads
+    metadata,
+    Column("fleet_id", Integer, primary_key=True, autoincrement=False),  # 1
+    Column("paused_at", Double),  # null: it takes work
+    Column("paused_until", Double),  # when a pause ends by itself; null: when somebody says so
+)
+
 nodes = Table(
     "nodes",
     metadata,

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from polar_proxy.store import migrate
+from polar_proxy.store.announce import Announcer
 from polar_proxy.store.archive import Archive
 from polar_proxy.store.callbacks import Callbacks
 from polar_proxy.store.calls import Calls
@@ -14,8 +15,10 @@ from polar_proxy.store.commit import GroupCommit
 from polar_proxy.store.database import Database, Durability, make_file
 from polar_proxy.store.evidence import Evidence
 from polar_proxy.store.feed import Feed
+from polar_proxy.store.fleet import Fleet
 from polar_proxy.store.jobs import Jobs
 from polar_proxy.store.keys import Keys
+from polar_proxy.store.open_calls import OpenCalls
 from polar_proxy.store.progress import Progress
 from polar_proxy.store.prune import Prune
 from polar_proxy.store.rescores import Rescores
@@ -32,8 +35,10 @@ class Store(
     Sessions,
     Keys,
     Calls,
+    OpenCalls,
     Rollouts,
     Jobs,
+    Fleet,
     Surplus,
     Feed,
     Callbacks,
@@ -72,12 +77,14 @@ class Store(
         self._artifacts = (self._artifacts_given or here / "artifacts").absolute()
         self._commits = GroupCommit(self._database)
         self._commits.start()
+        self._announcer = Announcer(self._database)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            await self._announcer.stop()
             await self._commits.stop()
         finally:
             await self._database.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
+from polar_proxy.store.fleet import FleetRow
 from tests.store.test_jobs import submit
 
 
@@ -50,3 +52,43 @@ async def test_only_the_own_pause_is_undone(store: Store) -> None:
     assert job.status == "open"
     with pytest.raises(UsageError, match="no job job_none"):
         await store.set_job("job_none", "paused")
+
+
+async def test_while_all_servers_are_paused_nothing_is_claimed(store: Store) -> None:
+    await submit(store, groups=2, size=2)
+    (begun,) = await store.claim("w", 1, 60)
+    now = time.time()
+    assert await store.set_fleet(FleetRow(now, None))
+    assert (await store.fleet()).paused
+    assert await store.claim("w", 9, 60) == []
+    # What is in hand stays so, also what waits for a place.
+    assert await store.hold("w", [begun.rollout_id], 60) == (set(), set())
+    assert await store.fleet_in_hand() == [begun.rollout_id]
+    await store.set_fleet(FleetRow(now, now - 1))
+    assert not (await store.fleet()).paused
+    assert len(await store.claim("w", 1, 60)) == 1  # it has ended by itself
+    assert not await store.set_fleet(FleetRow(None, None), only_if=FleetRow(now, None))
+    assert await store.set_fleet(FleetRow(None, None), only_if=FleetRow(now, now - 1))
+    assert await store.fleet() == FleetRow(None, None)
+    assert len(await store.claim("w", 9, 60)) == 2
+    assert len(await store.fleet_in_hand()) == 4
+
+
+async def test_a_processs_own_job_is_not_paused_with_the_servers(store: Store) -> None:
+    job_id = await submit(store, size=1, owned=True)
+    await store.set_fleet(FleetRow(time.time(), None))
+    assert len(await store.claim("w", 1, 60, job_id=job_id)) == 1
+    assert await store.fleet_in_hand() == []
+
+
+async def test_who_pauses_waits_for_the_claims_that_are_under_way(store: Store) -> None:
+    """So that nothing is begun behind the back of somebody who was told that nothing is in hand."""
+    await submit(store, size=4)
+    for number in range(4):
+        await store.set_fleet(FleetRow(None, None))
+        claiming = asyncio.create_task(store.claim(f"w{number}", 1, 60))
+        await asyncio.sleep(0.002 * number)
+        await store.set_fleet(FleetRow(time.time(), None))
+        seen = len(await store.fleet_in_hand())
+        await claiming
+        assert len(await store.fleet_in_hand()) == seen
