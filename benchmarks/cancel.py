@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -248,6 +249,7 @@ def main() -> int:
         kinds, missing = chosen(given.sandboxes)
     except ValueError as error:
         parser.error(str(error))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is stopped then, too
     try:
         with own_folder("cancel") as folder:
             cells, left = measure(kinds, folder, given)
