@@ -137,7 +137,7 @@ async def test_a_run_with_an_agent(
     """Two steps: rollouts of an agent program, steps, syncs. The calls of each step have its version."""
     if sabotaged:
         monkeypatch.setattr("polar_proxy.training.sync.VllmDiskSync", Sabotaged)
-    run = {"harness": "tests.fakes.tiny_agent:TinyAgent", "sandbox": "process", "max_tokens": 256, "timeout": 600.0}
+    run = {"harness": "tests.fakes.tiny_agent:TinyAgent", "sandbox": "process", "max_tokens": 64, "timeout": 600.0}
     settings = load_settings(
         f"sqlite:///{tmp_path}/polar.db", engine={"kind": "vllm", "url": url, "model": "polar-tiny"}, run=run
     )
