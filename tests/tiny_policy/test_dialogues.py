@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,20 +18,20 @@ SOURCE = get_source("swe-task")
 
 
 def without_times(messages: list[dict[str, Any]]) -> str:
-    return re.sub(r"in 0\.\d+s", "in time", repr(messages))
+    return re.sub(r"in \d+\.\d+s", "in time", repr(messages))
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_offline_play_is_the_real_one(seed: int) -> None:
     task = SOURCE.task(seed)
     real = opening(task.instruction, "Linux")
-    with Workspace(task) as workspace:
+    with Workspace(replace(task, timeout_seconds=120)) as workspace:
         for step in range(10):
             action = next_action(real)
             real.append(assistant(action.thought, action.command, f"call_{step}"))
             if action.command == SUBMIT:
                 break
-            output, code, exception = workspace.run(action.command)
+            output, code, exception = workspace.run(action.command, timeout=120)
             real.append(observation(output, code, f"call_{step}", exception))
         assert workspace.solved()
     assert without_times(real) == without_times(play_expert(task, "Linux", random.Random(0)))
