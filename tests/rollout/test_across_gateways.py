@@ -25,6 +25,8 @@ from tests.rollout.test_service import LIMITS, books, job, own_sandbox_register
 
 __all__ = ["own_sandbox_register"]
 
+pytestmark = pytest.mark.usefixtures("polar_home")
+
 KEY = "sk-polar-known-to-the-test"
 
 
