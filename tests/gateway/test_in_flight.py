@@ -203,6 +203,8 @@ async def test_the_dead_are_swept_and_told(file: str) -> None:
         alone, running = await opened(store, "alone"), await opened(store, "running")
         rollout_id = await new_rollout(store, running)
         await store.set_rollout(rollout_id, status="running")
+        async with store._database.writing() as connection:  # a service's, and not this process's own
+            await connection.exec_driver_sql("UPDATE rollouts SET owner_pid = NULL, owner_host = NULL")
         asking = [asyncio.create_task(call_at(port, key)) for key in ("alone", "running")]
         for session_id in (alone, running):
             await until_open(store, session_id)
