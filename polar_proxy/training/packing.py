@@ -72,9 +72,9 @@ def pack_shared_out(sequences: Sequence[Ids], max_tokens: int, processes: int) -
     """
     _check(sequences, max_tokens)
     longest, nodes = max(map(len, sequences)), len(pack_sequences(sequences))
-    sizes = {max_tokens} | {
-        min(max_tokens, max(longest, -(-nodes * quarters // (4 * processes)))) for quarters in range(1, 13)
-    }
+    # The longest is in some pack whole; of what is left each process has a quarter of its share up to three times it.
+    shares = (-(-(nodes - longest) * quarters // (4 * processes)) for quarters in range(1, 13))
+    sizes = {max_tokens} | {min(max_tokens, longest + share) for share in shares}
     tried = [pack_trees(sequences, size) for size in sorted(sizes, reverse=True)]
 
     def busiest(packs: Sequence[Pack]) -> int:

@@ -18,6 +18,7 @@ Source: `torch.distributed.fsdp.fully_shard`, https://docs.pytorch.org/docs/stab
 from __future__ import annotations
 
 import contextlib
+import copy
 import multiprocessing
 import signal
 import tempfile
@@ -181,7 +182,7 @@ class Conductor(ShardedLearner):
         if own != {name: tensor.shape for name, tensor in weights.items()}:
             raise TrainingError("the checkpoint holds the weights of another model")
         self._all(
-            lambda: self.take(weights, _outline(optimiser, with_tensors=True)),
+            lambda: self.take(weights, copy.deepcopy(_outline(optimiser, with_tensors=True))),
             "take",
             None,
             _outline(optimiser, with_tensors=False),
@@ -297,7 +298,10 @@ def _sharded(model: Any, mesh: Any) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    return value.full_tensor().cpu() if hasattr(value, "full_tensor") else value
+    """A copy: what stays here goes on changing."""
+    if hasattr(value, "full_tensor"):
+        return value.full_tensor().cpu()
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _outline(optimiser: Mapping[str, Any], *, with_tensors: bool) -> Json:

@@ -11,6 +11,7 @@ Promises:
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -232,7 +233,7 @@ class Learner:
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
-        self.optimiser.load_state_dict(optimiser)
+        self.optimiser.load_state_dict(copy.deepcopy(optimiser))  # it would go on counting in tensors of the giver's
 
     def _restore_adapter(self, weights: Mapping[str, Tensor], state: dict[str, Any]) -> None:
         """The base was loaded afresh: with the adapter it must come to what was saved, or it is another base."""

@@ -87,7 +87,7 @@ class Bandit:
         session = await self.store.create_session(
             key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout"
         )
-        await self.store.set_rollout(held.rollout_id, session_id=session.session_id)
+        await self.store.set_rollout(held.rollout_id, status="running", session_id=session.session_id)
         ids: list[int] = []
         logprobs: list[float] = []
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=LENGTH, seed=held.seed)
