@@ -210,7 +210,9 @@ class Trainer:
         """Checkpoint first; then the groups that it holds may be told to be done with."""
         began = time.perf_counter()
         self.state = replace(self.state, trained=(*self.state.trained, *self._unsaved))
-        weights, optimiser = self._learner.weights(), self._learner.state()
+        # Of several processes they are gathered first, and the gateway answers agents meanwhile.
+        weights = await asyncio.to_thread(self._learner.weights)
+        optimiser = await asyncio.to_thread(self._learner.state)
         keep = self._config.keep_checkpoints
         await asyncio.to_thread(
             checkpoint.save, self._run, self.state, weights, optimiser, model=self._model, keep=keep
@@ -246,7 +248,7 @@ class Trainer:
         ids = probe_ids(self._learner.vocabulary)
         now = await asyncio.to_thread(self._learner.logprobs, ids)
         version = str(self.state.step)
-        await self._sync.push(self._learner.weights(), version)
+        await self._sync.push(await asyncio.to_thread(self._learner.weights), version)
         found = await probe(self._engine, ids, now, self._probed, self._config.probe_tolerance, self._noise)
         self._probed, self._noise = now, found.mean if self._noise is None else self._noise
         told = await self._engine.weight_version()
