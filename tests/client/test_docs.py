@@ -52,7 +52,7 @@ def test_the_examples_for_the_shell(server: Server, tmp_path: Path) -> None:
     said = run(["bash", "-seuo", "pipefail"], "\n".join(rest), server, tmp_path)
     assert re.search(r"^event: end$", said, re.M)
     assert "acknowledged" in said.split("returned")[1]
-    assert said.count("working") == 2
+    assert said.count("working") == 3  # of the job, the server, and all servers
     rows = [orjson.loads(line) for line in (tmp_path / "rows.jsonl").read_bytes().splitlines()]
     assert len({row["rollout_id"] for row in rows}) == 2
 

@@ -22,9 +22,9 @@ async def sh(sandbox: Sandbox, script: str, timeout: float | None = 120, **more:
 
 async def running(sandbox: Sandbox, name: str) -> bool:
     """Whether a process of this sandbox with this argument is alive inside (zombies have no command line)."""
-    script = (
-        f"for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline; done 2>/dev/null | grep -c 'sleep {name[0]}[{name[1:]}]'"
-    )
+    # The brackets keep the pattern from finding itself; elsewhere on the machine others may sleep as well.
+    pattern = f"sleep [{name[0]}]{name[1:]} "
+    script = f"for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline; done 2>/dev/null | grep -c '{pattern}'"
     return (await sh(sandbox, script)).stdout.strip() != b"0"
 
 
