@@ -70,16 +70,19 @@ serve() {
     shift 4
     [ -x "$dir/bin/python" ] || { echo "No vLLM in $dir: run $0 install $dir" >&2; exit 2; }
     [ -f "$model/config.json" ] || { echo "No model in $model: config.json is missing" >&2; exit 2; }
-    local log untied
+    local log untied sockets
     log=$(mktemp -t "vllm-$port-XXXXXX.log")
     untied=$(mktemp -d -t "vllm-$port-XXXXXX")
+    sockets=$untied
+    # A socket's path has at most 107 characters, and its name takes 37 of them.
+    [ ${#untied} -le 70 ] || sockets=$(mktemp -d "/tmp/vllm-$port-XXXXXX")
     # shellcheck disable=SC2064
-    trap "rm -rf $untied" EXIT
+    trap "rm -rf '$untied' '$sockets'" EXIT
     model=$(untie "$dir" "$model" "$untied")
     # Eager, uncompiled, float32: exact and quick to start. Development mode adds the weight-update routes.
     # How to sample is said by each request: a generation_config.json would also bound the length of every answer.
     # Its sockets and caches lie in the folder that goes with it.
-    env TMPDIR="$untied" VLLM_CPU_CI_ENV=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SERVER_DEV_MODE=1 \
+    env TMPDIR="$untied" VLLM_RPC_BASE_PATH="$sockets" VLLM_CPU_CI_ENV=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SERVER_DEV_MODE=1 \
         VLLM_CPU_KVCACHE_SPACE="${POLAR_VLLM_KV_GB:-1}" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True \
         HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 \
         "$dir/bin/python" -m vllm.entrypoints.openai.api_server \
