@@ -196,7 +196,9 @@ def prune(
     from sandboxes.images.baked import prune as prune_images
 
     cache = common.load_settings().harness_cache
-    adapters = [adapter for name in list_adapters() if (adapter := get_adapter(name)).is_installed(cache)]
+    # A command line is no installed agent: what it mounts is said by each run, and baked again for the next.
+    known = [adapter for name in list_adapters() if (adapter := get_adapter(name)).facts.package != "none"]
+    adapters = [adapter for adapter in known if adapter.is_installed(cache)]
     agents = [] if everything else [adapter.install(cache).mounts for adapter in adapters]
 
     async def work() -> list[Found]:

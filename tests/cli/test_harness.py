@@ -95,6 +95,22 @@ def test_info_tells_all_facts(ask: Any) -> None:
     assert found["validated"] == ["1.16.0", "1.16.0"]
 
 
+def test_prune_without_an_engine(ask: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every adapter is asked what it would be baked as before the engine is; a command line has no such thing."""
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody-listens")
+    code, found, told = ask("prune")
+    assert (code, found) == (1, None)
+    assert "the Docker engine does not answer" in told
+
+
+@pytest.mark.full
+def test_prune_finds_nothing_on_an_image_that_nothing_was_baked_on(ask: Any) -> None:
+    code, found, told = ask("prune", "--base", "polar-no-such-base:1")
+    if "Docker engine" in told:
+        pytest.skip(f"no Docker engine ({told.strip()}): scripts/docker_engine.sh start")
+    assert (code, found) == (0, {"removed": [], "kept": [], "bytes": 0})
+
+
 def test_install_says_where(ask: Any) -> None:
     code, found, _ = ask("install", "shell:my-agent {instruction}")
     assert code == 0

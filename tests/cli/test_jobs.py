@@ -59,3 +59,15 @@ def test_what_cannot_be(polar_home: Path) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             polar(*arguments)
+
+
+def test_all_servers_of_a_database(polar_home: Path) -> None:
+    polar("submit", "swe-task")
+    assert polar("service", "status")["fleet"] == {"state": "working", "in_hand": 0, "paused_until": None}
+    paused = polar("service", "pause", "--all", "--for", "600")["fleet"]
+    assert (paused["state"], paused["paused_until"] is not None) == ("paused", True)
+    polar("submit", "swe-task")
+    assert polar("service", "status")["fleet"] == paused
+    assert polar("service", "resume", "--all")["fleet"]["state"] == "working"
+    assert polar("service", "drain", "--all", "--timeout", "5")["fleet"]["state"] == "paused"
+    assert polar("service", "resume", "--all")["fleet"]["state"] == "working"
