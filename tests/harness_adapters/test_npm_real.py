@@ -119,7 +119,8 @@ async def test_a_run_and_a_second_turn(
 ) -> None:
     adapter, harness = ready(name, installed, tmp_path_factory)
     hand = HANDS[name]
-    replies = [hand.call("pwd > where.txt; rev a.txt"), "All done.", "Still done."]
+    # Seen once on a busy machine: qwen-code had read nothing of a command that ended as soon as it had printed.
+    replies = [hand.call("pwd > where.txt; rev a.txt; sleep 1"), "All done.", "Still done."]
     async with serve(ScriptedEngine(script(hand, *replies))) as gateway:
         ran = await real_run.run(adapter, harness, gateway, store, tmp_path, wire_api=wire_api)
         assert adapter.interpret(ran.exit_code, ran.output) == ("ok", "finished"), ran.output[-3000:]
