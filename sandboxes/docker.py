@@ -67,6 +67,8 @@ class DockerSandbox(Sandbox):
         self._container: Any = None
         self._main = "1"
         self._closing: asyncio.Task[None] | None = None
+        self._running: set[asyncio.Task[int]] = set()
+        """What follows the commands that run."""
         self._ending: set[asyncio.Task[None]] = set()
         """The ends of commands whose tasks were cancelled; one that failed stays, and whoever comes next is told."""
 
@@ -164,8 +166,8 @@ class DockerSandbox(Sandbox):
             if self._record.container is not None and self._engine is not None:
                 await remove_container(self._engine, self.id)
         finally:
-            for ending in self._ending:
-                ending.cancel()
+            for task in (*self._ending, *self._running):
+                task.cancel()
             await self._stack.aclose()
         await asyncio.to_thread(self._remove)
 
@@ -222,10 +224,14 @@ class DockerSandbox(Sandbox):
             with translated():
                 execution = await container.exec([*shell, *args], environment=variables, stdin=bool(stdin), workdir="/")
                 task = asyncio.ensure_future(run.follow(execution))
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
                 await asyncio.wait({task}, timeout=timeout)
                 timed_out = not task.done()
                 if timed_out:
                     await settle(self._kill(ident, task))
+                if task.cancelled():
+                    raise SandboxEnded("the sandbox was closed while the command ran")
                 exit_code = task.result()
         except asyncio.CancelledError:
             if task is not None and self._closing is None:
@@ -250,8 +256,6 @@ class DockerSandbox(Sandbox):
         one call of the engine where this takes three."""
 
         def ended(ending: asyncio.Task[None]) -> None:
-            if ending.cancelled():
-                task.cancel()
             if ending.cancelled() or ending.exception() is None:
                 self._ending.discard(ending)
 

@@ -78,6 +78,20 @@ def translated() -> Iterator[None]:
         raise
 
 
+@contextlib.asynccontextmanager
+async def _stream_of(execution: Any) -> AsyncIterator[Any]:
+    """Start a command; its connection is gone when this is left. (A connection with input that nobody takes any more
+    would stay open for ever, and the client would wait for that when it is closed.)"""
+    transport: Any = None
+    try:
+        async with execution.start(detach=False) as stream:
+            transport = stream._resp.connection.transport
+            yield stream
+    finally:
+        if transport is not None:
+            transport.abort()
+
+
 class Run:
     """The output of one command."""
 
@@ -93,7 +107,7 @@ class Run:
         The stream ends only when the last holder of the output does, which may be a background process; so the
         engine is also asked, ever more seldom, whether the command itself is over.
         """
-        async with execution.start(detach=False) as stream:
+        async with _stream_of(execution) as stream:
             reader = asyncio.ensure_future(self._read(stream))
             writer = asyncio.ensure_future(self._write(stream)) if self._stdin else None
             try:

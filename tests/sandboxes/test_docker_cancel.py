@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import open_sandbox
+from sandboxes import SandboxEnded, open_sandbox
 from sandboxes.docker import DockerSandbox
 
 on_docker = pytest.mark.parametrize("kind", [pytest.param("docker", marks=pytest.mark.full)], indirect=True)
@@ -38,6 +38,24 @@ async def test_the_next_command_waits_for_its_end(kind: str, state_dir: Path) ->
         assert ending.done()
         assert b"sleep 427" not in said.stdout.replace(b"sh -c", b"")
         assert not sandbox._ending
+
+
+@on_docker
+@pytest.mark.parametrize("cancel", [True, False])
+async def test_input_that_nobody_takes_holds_up_no_closing(kind: str, state_dir: Path, cancel: bool) -> None:
+    """The container goes while 64 MB are still on their way into it."""
+    sandbox = await open_sandbox("docker", state_dir=state_dir)
+    assert isinstance(sandbox, DockerSandbox)
+    taking = asyncio.ensure_future(sandbox.exec(["sh", "-c", "sleep 427"], stdin=bytes(64 << 20)))
+    while not sandbox._running:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    if cancel:
+        taking.cancel()
+    await asyncio.wait_for(sandbox.close(), 60)
+    with pytest.raises(asyncio.CancelledError if cancel else SandboxEnded):
+        await asyncio.wait_for(taking, 60)
+    assert not sandbox._running
 
 
 @on_docker
