@@ -239,8 +239,8 @@ class RolloutRunner:
             outcome, detail = ready.harness.adapter.interpret(exit_code, said[-_TAIL:].decode(errors="replace"))
         else:
             outcome, detail = "ok", early.reason
-        if outcome != "ok" and (reason := await self._engine_is_gone()) is not None:
-            raise InfrastructureError("engine", f"the agent {outcome}, and the engine is gone: {reason}")
+        if outcome != "ok" and (reason := await self._engine_failed(one)) is not None:
+            raise InfrastructureError("engine", f"the agent {outcome.replace('_', ' ')}, and {reason}")
         patch, no_patch = await read_patch(sandbox, ready.base, snapshot=task.environment.snapshot)
         await self._store.add_artifact(one.rollout_id, "patch.diff", patch)
         statuses: dict[str, RolloutStatus] = {"ok": "done", "failed": "failed", "timed_out": "timed_out"}
@@ -363,12 +363,20 @@ class RolloutRunner:
         await self._store.enter_stage(one.held, stage, outcome=outcome, session_id=session_id, exit_code=exit_code)
         self._listener.stage(one.rollout_id, stage)
 
-    async def _engine_is_gone(self) -> str | None:
-        """Why no agent could have done better, or None."""
+    async def _engine_failed(self, one: _One) -> str | None:
+        """Why no agent could have done better, or None: the engine is gone, or failed the last call that it was asked.
+        (What it failed before and then answered is the agent's to bear; what the agent left is nobody's fault.)"""
         try:
-            return await self._engine.health()
+            gone = await self._engine.health()
         except EngineError as error:
-            return str(error)
+            gone = str(error)
+        if gone is not None:
+            return f"the engine is gone: {gone}"
+        assert one.session_id is not None
+        calls = [call for call in await self._store.call_rows(one.session_id) if call.status != "client_gone"]
+        if calls and calls[-1].status == "upstream_error" and (calls[-1].http_status or 0) >= 500:
+            return f"the engine failed its last call: {calls[-1].error}"
+        return None
 
     def _plan(self, harness: Harness, task: Task, sandbox: Sandbox, url: str, key: str) -> LaunchPlan:
         info = self._engine.info

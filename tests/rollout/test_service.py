@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from polar_proxy.config import AdmissionSettings, Settings
+from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.rollout import Recipe, RolloutService, ServiceLimits, Submission, runner, serving
 from polar_proxy.rollout.scheduler import Limits
 from polar_proxy.store import RolloutRow, Store
@@ -22,7 +23,8 @@ from polar_proxy.store.stages import StageRow
 from polar_proxy.tasks import get_source
 from sandboxes import ExecResult, Sandbox, SandboxEnded, SandboxError, SandboxSpec, default_state_dir, open_sandbox
 from sandboxes.base import Kind
-from tests.fakes.player import PlayerEngine
+from tests.fakes.player import PlayerEngine, play
+from tests.fakes.scripted_engine import ScriptedEngine
 
 LIMITS = ServiceLimits(
     Limits(in_hand=8, running=4, pause_seconds=0.01, poll_seconds=0.05),
@@ -42,7 +44,7 @@ def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @contextlib.asynccontextmanager
 async def service(
-    store: Store, tmp_path: Path, opener: Opener = open_sandbox, engine: PlayerEngine | None = None
+    store: Store, tmp_path: Path, opener: Opener = open_sandbox, engine: ScriptedEngine | None = None
 ) -> AsyncIterator[RolloutService]:
     engine = engine or PlayerEngine()
     async with (
@@ -252,6 +254,28 @@ async def test_an_engine_that_is_away_is_waited_for(store: Store, tmp_path: Path
         assert running.scheduler.gates.running.count.refusals["the engine does not answer"] > 0
     (row,) = await store.rollouts()
     assert (row.status, row.reward) == ("done", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "ends", "status"),
+    [
+        (EngineError("it was restarted"), [(1, "failed", "engine"), (2, "ok", None)], "done"),
+        (RequestError("the prompt is too long"), [(1, "failed", None)], "failed"),
+    ],
+)
+async def test_an_engine_that_fails_the_last_call(
+    store: Store, tmp_path: Path, error: Exception, ends: list[Any], status: str
+) -> None:
+    """It is back by the time that the agent has failed: not the agent's fault. A refusal of what it asks is its own."""
+    errors = [error]
+    engine = ScriptedEngine(lambda request: errors.pop() if errors else play(request))
+    async with service(store, tmp_path, engine=engine) as running:
+        made, _ = await running.submit(job())
+        await running.until_done(made.job_id)
+    (row,) = await store.rollouts()
+    ran = [stage for stage in await store.stages(row.rollout_id) if stage.stage == "running"]
+    assert [(stage.attempt, stage.outcome, stage.cause) for stage in ran] == ends
+    assert row.status == status
 
 
 async def until_calls(store: Store, count: int) -> None:
