@@ -184,6 +184,7 @@ class Chaos:
     async def settle(self) -> None:
         """Stop the service as its owner would, then count."""
         await asyncio.to_thread(self.service.stop)
+        await asyncio.to_thread(self.engine.stop)  # a real one names the folder, too
         if self.cluster is not None:
             await asyncio.to_thread(self.cluster.stop)
         self.remains = left_behind(self.folder)

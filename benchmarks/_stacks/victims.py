@@ -127,8 +127,13 @@ class Engine(Process):
         return True
 
     def stop(self) -> None:
+        """Returns when they are gone: what was killed with gigabytes of memory takes a moment."""
         with suppress(ProcessLookupError):
             self.kill()
+            assert self.process is not None
+            for _ in range(600):
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.05)
 
 
 class Postgres:
