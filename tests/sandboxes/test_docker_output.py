@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from sandboxes.docker_engine import DRAIN_SECONDS, Run
@@ -27,6 +28,15 @@ class Execution:
     stalls: bool = False
     asked: int = 0
     never: asyncio.Event = field(default_factory=asyncio.Event)
+    cut: int = 0
+    """How often its connection was."""
+
+    def __post_init__(self) -> None:
+        # As an aiodocker stream holds the connection; `abort` below is the transport's.
+        self._resp = SimpleNamespace(connection=SimpleNamespace(transport=self))
+
+    def abort(self) -> None:
+        self.cut += 1
 
     @contextlib.asynccontextmanager
     async def start(self, *, detach: bool) -> AsyncIterator[Any]:
@@ -47,8 +57,10 @@ class Execution:
 
 async def test_what_comes_slowly_behind_the_end_is_read() -> None:
     run = Run(b"", None, 100)
-    assert await run.follow(Execution([0.0, 0.3, *[DRAIN_SECONDS / 5] * 20])) == 0
+    execution = Execution([0.0, 0.3, *[DRAIN_SECONDS / 5] * 20])
+    assert await run.follow(execution) == 0
     assert run.out.value() == b"x" * 22
+    assert execution.cut == 1
 
 
 async def test_what_came_while_this_process_stood_still_is_read() -> None:
