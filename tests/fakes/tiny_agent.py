@@ -78,6 +78,12 @@ class CrashingAgent(TinyAgent):
     manner = "crashing"
 
 
+class BriefAgent(TinyAgent):
+    """Asks once and is content, whatever the answer: its rollouts end well, also with a policy that solves nothing."""
+
+    manner = "brief"
+
+
 class VandalAgent(TinyAgent):
     """Destroys the repository before it ends."""
 
@@ -107,6 +113,8 @@ def main() -> int:
             message = json.load(answer)["choices"][0]["message"]
         messages.append(message)
         print(json.dumps(message), flush=True)
+        if env["MANNER"] == "brief":
+            return 0
         for call in message.get("tool_calls") or []:
             command = json.loads(call["function"]["arguments"])["command"]
             done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)

@@ -134,10 +134,13 @@ class Sabotaged(VllmDiskSync):
 async def test_a_run_with_an_agent(
     url: str, polar_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sabotaged: bool
 ) -> None:
-    """Two steps: rollouts of an agent program, steps, syncs. The calls of each step have its version."""
+    """Two steps: rollouts of an agent program, steps, syncs. The calls of each step have its version.
+
+    (The agent is one that always ends well: a group none of whose agents did is not trained on but asked for anew.)
+    """
     if sabotaged:
         monkeypatch.setattr("polar_proxy.training.sync.VllmDiskSync", Sabotaged)
-    run = {"harness": "tests.fakes.tiny_agent:TinyAgent", "sandbox": "process", "max_tokens": 64, "timeout": 600.0}
+    run = {"harness": "tests.fakes.tiny_agent:BriefAgent", "sandbox": "process", "max_tokens": 64, "timeout": 600.0}
     settings = load_settings(
         f"sqlite:///{tmp_path}/polar.db", engine={"kind": "vllm", "url": url, "model": "polar-tiny"}, run=run
     )
