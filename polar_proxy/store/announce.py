@@ -11,7 +11,6 @@ from sqlalchemy import Connection, Insert, case, delete, func, insert, select, u
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.database import Database
-from polar_proxy.store.rows import FINAL_STATUSES
 
 _LARGEST_BATCH = 256
 _BUILDER = "merged"
@@ -22,7 +21,7 @@ _o = schema.open_calls.c
 _s = schema.sessions.c
 _c = schema.calls.c
 _r = schema.rollouts.c
-_final = _r.status.in_(sorted(FINAL_STATUSES))
+_final = schema.rollout_is_final
 _insert = insert(schema.open_calls)
 
 

@@ -14,11 +14,10 @@ from sqlalchemy import ColumnElement, and_, or_, select, update
 
 from polar_proxy.store import schema
 from polar_proxy.store.base import Part
-from polar_proxy.store.rows import FINAL_STATUSES
 
 _f = schema.fleet.c
 _r = schema.rollouts.c
-_in_hand = and_(_r.held_by.is_not(None), _r.owner_pid.is_(None), _r.status.not_in(sorted(FINAL_STATUSES)))
+_in_hand = and_(_r.held_by.is_not(None), _r.owner_pid.is_(None), ~schema.rollout_is_final)
 
 
 @dataclass(frozen=True, slots=True)

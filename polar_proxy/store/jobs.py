@@ -24,7 +24,6 @@ from polar_proxy.store.callbacks import CallbackKind, queue_callback
 from polar_proxy.store.evidence import insert_event
 from polar_proxy.store.progress import insert_job_event
 from polar_proxy.store.queue import CANCEL_REQUESTED, Queue, cancel_rollouts
-from polar_proxy.store.rows import FINAL_STATUSES
 from polar_proxy.store.stages import Held
 from polar_proxy.types import Json, new_id
 
@@ -33,7 +32,7 @@ JobStatus = Literal["open", "paused", "done", "cancelled"]
 _r = schema.rollouts.c
 _g = schema.groups.c
 _j = schema.jobs.c
-_final = _r.status.in_(sorted(FINAL_STATUSES))
+_final = schema.rollout_is_final
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,10 @@ from sqlalchemy import and_, delete, or_, select, update
 from polar_proxy.store import schema
 from polar_proxy.store.announce import OpenCall
 from polar_proxy.store.base import Part
-from polar_proxy.store.rows import FINAL_STATUSES
 
 _o = schema.open_calls.c
 _r = schema.rollouts.c
-_final = _r.status.in_(sorted(FINAL_STATUSES))
+_final = schema.rollout_is_final
 _row = (_o.call_id, _o.session_id, _o.gateway, _o.began_at, _o.held_until)
 
 

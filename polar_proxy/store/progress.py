@@ -20,7 +20,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.base import Part
-from polar_proxy.store.rows import FINAL_STATUSES
 from polar_proxy.types import Json
 
 _GAP_SECONDS = 10.0
@@ -82,7 +81,7 @@ class Progress(Part):
     async def progress_over(self, job_id: str) -> bool:
         """Whether nothing more can happen to a job: it has ended, and so have its rollouts."""
         ended = select(schema.jobs.c.status).where(schema.jobs.c.job_id == job_id)
-        left = exists().where(_r.job_id == job_id, _r.status.not_in(sorted(FINAL_STATUSES)))
+        left = exists().where(_r.job_id == job_id, ~schema.rollout_is_final)
         async with self._database.reading() as connection:
             if (await connection.execute(ended)).scalar_one_or_none() in ("open", "paused"):
                 return False

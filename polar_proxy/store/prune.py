@@ -25,7 +25,6 @@ from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.base import Part
 from polar_proxy.store.evidence import artifact_place
-from polar_proxy.store.rows import FINAL_STATUSES
 from polar_proxy.store.verify import Progress, no_progress
 from polar_proxy.store.where import parse_where
 
@@ -266,7 +265,7 @@ class Prune(Part):
 
 
 def _old_rollout(before: float) -> list[ColumnElement[bool]]:
-    return [_r.status.in_(sorted(FINAL_STATUSES)), func.coalesce(_r.ended_at, _r.created_at) < before]
+    return [schema.rollout_is_final, func.coalesce(_r.ended_at, _r.created_at) < before]
 
 
 def _old_session(before: float) -> list[ColumnElement[bool]]:

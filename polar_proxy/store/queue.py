@@ -21,7 +21,6 @@ from polar_proxy.store import schema
 from polar_proxy.store.evidence import insert_event
 from polar_proxy.store.fleet import fleet_paused
 from polar_proxy.store.pace import in_time
-from polar_proxy.store.rows import FINAL_STATUSES
 from polar_proxy.store.stages import Held, Stages, close_sessions, end_stages
 
 CANCEL_REQUESTED = "cancel_requested"
@@ -31,7 +30,7 @@ CANCEL_REQUESTED = "cancel_requested"
 _r = schema.rollouts.c
 _j = schema.jobs.c
 _st = schema.stages.c
-_final = _r.status.in_(sorted(FINAL_STATUSES))
+_final = schema.rollout_is_final
 
 
 class Queue(Stages):

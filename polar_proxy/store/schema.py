@@ -27,6 +27,7 @@ from sqlalchemy import (
 from sqlalchemy.engine import Dialect
 
 from polar_proxy.store import codec, jsontext
+from polar_proxy.store.rows import FINAL_STATUSES
 
 VERSION_TABLE = "polar_schema"
 """Holds the schema revision; a database without it is not Polar's."""
@@ -160,6 +161,9 @@ rollouts = Table(
     Column("started_at", Double),  # when the agent began
     Column("ended_at", Double),  # when a final status was reached
 )
+
+rollout_is_final = rollouts.c.status.in_(sorted(FINAL_STATUSES))
+"""The condition that a rollout has come to its end."""
 
 stages = Table(
     "stages",

@@ -19,7 +19,6 @@ from polar_proxy.store import jsontext, schema
 from polar_proxy.store.base import Part
 from polar_proxy.store.evidence import insert_event
 from polar_proxy.store.jobs import CANCEL_REQUESTED, cancel_rollouts
-from polar_proxy.store.rows import FINAL_STATUSES
 from polar_proxy.types import new_id
 
 KEPT = "kept"
@@ -32,7 +31,7 @@ _place = (_r.rollout_id, _r.group_id, _r.group_index, _r.job_id, _r.task_id, _r.
 _rows = select(*_place, _r.config, _r.policy_version, _r.status, _r.held_by)
 _not_ending = or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED)
 _free = and_(_r.status == "queued", _r.held_by.is_(None), _r.attempt == 1)
-_final = _r.status.in_(sorted(FINAL_STATUSES))
+_final = schema.rollout_is_final
 
 
 class Surplus(Part):
