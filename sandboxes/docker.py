@@ -195,18 +195,6 @@ class DockerSandbox(Sandbox):
     ) -> ExecResult:
         for ending in tuple(self._ending):
             await asyncio.shield(ending)
-        return await self._exec(argv, env, cwd, timeout, stdin, on_output, output_limit)
-
-    async def _exec(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        timeout: float | None = None,
-        stdin: bytes = b"",
-        on_output: OutputCallback | None = None,
-        output_limit: int = OUTPUT_LIMIT,
-    ) -> ExecResult:
         container = self._live()
         ident = uuid.uuid4().hex
         variables = {**environment({}, self, self.spec.env, env), EXEC_MARKER: ident}
@@ -268,7 +256,10 @@ class DockerSandbox(Sandbox):
         """End a command's tree and wait for its end; whatever resists takes the sandbox with it."""
         deadline = time.monotonic() + END_SECONDS
         while True:
-            await self._exec(["sh", "-c", scripts.KILL, "sh", self._main, f"{EXEC_MARKER}={ident}"], cwd="/")
+            # Not by `exec`, which waits for this.
+            with translated():
+                killing = ["sh", "-c", scripts.KILL, "sh", self._main, f"{EXEC_MARKER}={ident}"]
+                await Run(b"", None, OUTPUT_LIMIT).follow(await self._live().exec(killing, workdir="/"))
             # Again if need be: the engine may have been about to start the program.
             await asyncio.wait({task}, timeout=0.5)
             if task.done():
