@@ -24,6 +24,7 @@ from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.training.config import make_config, read_toml
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parents[1]))  # the harness is examples.learn.harness
 
 
 def arguments() -> argparse.Namespace:

@@ -39,7 +39,7 @@ def export(
     builder: Annotated[str, typer.Option(help="merged, per_call, tree or rescored.")] = "merged",
     all_grades: Annotated[bool, typer.Option(help="Also traces that are not graded fit for training.")] = False,
     advantage: Annotated[
-        str, typer.Option(help="How rewards become advantages, for trl and tinker: grpo, dr_grpo, rloo or mc_grpo.")
+        str, typer.Option(help="For trl and tinker: how rewards become advantages: grpo, dr_grpo, rloo, mc_grpo, raft.")
     ] = "grpo",
     file: Annotated[str, typer.Option("--out", help="The file to write; - is standard output.")] = "-",
     db: DbOption = None,

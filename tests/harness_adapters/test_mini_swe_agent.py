@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness_adapters import Installed, LaunchContext, get_adapter
+from harness_adapters import HarnessAdapter, Installed, LaunchContext, get_adapter
 from tests.harness_adapters.scripted_openai import Reply, Scripted, bash_call, serve
 
 ADAPTER = get_adapter("mini-swe-agent")
@@ -27,9 +27,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return ADAPTER.install(Path(cache) if cache else tmp_path_factory.mktemp("cache"))
 
 
-def launch(installed: Installed, server: Scripted, tmp_path: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
+def launch(
+    installed: Installed, server: Scripted, tmp_path: Path, adapter: HarnessAdapter = ADAPTER, **changes: Any
+) -> subprocess.CompletedProcess[str]:
     home, workdir = tmp_path / "home", tmp_path / "work"
-    home.mkdir()
+    home.mkdir(parents=True)
     workdir.mkdir()
     context = LaunchContext(
         base_url=server.base_url,
@@ -39,7 +41,7 @@ def launch(installed: Installed, server: Scripted, tmp_path: Path, **changes: An
         home=str(home),
         workdir=str(workdir),
     )
-    plan = ADAPTER.launch(installed, replace(context, **changes))
+    plan = adapter.launch(installed, replace(context, **changes))
     env = {"PATH": "/usr/local/bin:/usr/bin:/bin", **plan.env}
     return subprocess.run(
         plan.argv, cwd=workdir, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
@@ -65,6 +67,31 @@ def test_a_run_works_in_the_workspace_and_is_read_as_submitted(installed: Instal
     assert body["model"] == "polar-tiny"
     assert 'Say `hello`; it\'s "broken".' in body["messages"][1]["content"]
     assert body["messages"][2]["reasoning_content"] == "Let me see."
+
+
+def test_the_quick_client_says_what_the_usual_one_says(installed: Installed, tmp_path: Path) -> None:
+    """examples/learn: another client, the same agent; the policy reads the same words."""
+    said: list[Any] = []
+    for adapter in (ADAPTER, get_adapter("examples.learn.harness:QuickMini")):
+        folder = tmp_path / adapter.__class__.__name__
+        with serve(
+            lambda body: bash_call("true" if len(body["messages"]) < 5 else SUBMIT, len(body["messages"]))
+        ) as server:
+            done = launch(installed, server, folder, adapter)
+        assert adapter.interpret(done.returncode, done.stdout) == ("ok", "submitted")
+        headers, body = server.requests[-1]
+        assert headers["Authorization"] == "Bearer sk-test"
+        said.append((body["model"], body["tools"], len(server.requests), [plain(one) for one in body["messages"]]))
+    assert said[0][:3] == said[1][:3]
+    for usual, quick in zip(said[0][3], said[1][3], strict=True):
+        assert usual == quick
+
+
+def plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what no template reads: what is null, the number of a call, and a field of litellm's own."""
+    calls = [{key: call[key] for key in ("id", "type", "function")} for call in message.get("tool_calls") or []]
+    said = {key: value for key, value in message.items() if value is not None and key != "provider_specific_fields"}
+    return said | {"tool_calls": calls}
 
 
 def test_the_step_limit_ends_a_run(installed: Installed, tmp_path: Path) -> None:
