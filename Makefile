@@ -32,7 +32,7 @@ format: setup
 
 # What needs no service: everything but the tests marked `full`.
 test: lint types
-	$(BIN)/pytest -m 'not full and not by_command'
+	$(BIN)/pytest --durations=12 -m 'not full and not by_command'
 
 # The same, and which lines no test reached; a fifth slower.
 coverage: setup
@@ -40,7 +40,7 @@ coverage: setup
 
 # With a real vLLM, harness CLIs, Docker and PostgreSQL; scripts/with_services.sh installs, starts and stops them.
 test-full: setup
-	scripts/with_services.sh $(BIN)/pytest -m full
+	scripts/with_services.sh $(BIN)/pytest --durations=25 -m full
 
 # OpenHands, aider, terminus-2 and Mistral Vibe: 4 to 10 minutes of installing, and Python 3.12 for three of them.
 test-harnesses: setup
