@@ -107,7 +107,9 @@ class GrpoConfig(BaseModel):
     tokens_per_pass: int = Field(32_768, ge=2)
     """Nodes of one tree-packed forward and backward pass: gradients of the passes add up to the step's."""
     epochs: int = Field(1, ge=1)
-    """Optimiser updates on the same groups."""
+    """How often a step goes through its groups."""
+    minibatches: int = Field(1, ge=1)
+    """Into so many parts of whole groups a step is dealt, with an update for each: epochs * minibatches in all."""
     temperature: float = Field(1.0, gt=0)
     """At which rollouts are sampled, and the trainer's log-probabilities are taken."""
     kl: float = Field(0.0, ge=0)
@@ -161,6 +163,10 @@ class GrpoConfig(BaseModel):
         if self.processes > 1 and self.loss == "bapo":
             raise ValueError(
                 "bapo chooses its bounds on a whole step, which one process must see: leave out `processes`"
+            )
+        if self.processes > 1 and self.minibatches > 1:
+            raise ValueError(
+                "several processes make one update of a whole step: leave out `minibatches`, or `processes`"
             )
         if self.processes > 1 and self.device not in ("cpu", "cuda"):
             raise ValueError(f'`processes` take the GPUs one by one: device = "cuda", not {self.device!r}')

@@ -4,7 +4,7 @@ Promises:
 
 * The loss is made of the recorded log-probabilities; the trainer's own before the step are the proximal ones, and the
   gap between the two is reported as the mismatch of trainer and engine.
-* What a token weighs is decided once for the whole step: gradients of any number of passes add up to the same step.
+* What a token weighs is decided once for the whole update: gradients of any number of passes add up to the same update.
 * Gradients that are not finite change nothing: TrainingError.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -143,48 +144,52 @@ class Learner:
         """Train on a batch with at least one sequence. `step` (from 0) decides the learning rate."""
         began = time.perf_counter()
         config = self._config
-        passes = self._passes(batch.sequences)
-        if config.loss == "bapo" and len(passes) > 1:
+        parts = [self._passes(part) for part in _dealt(batch.sequences, config, step)]
+        passes = [one for part in parts for one in part]
+        if config.loss == "bapo" and any(len(part) > 1 for part in parts):
             raise TrainingError(
-                "bapo chooses its bounds on a whole step: raise tokens_per_pass until one pass holds it"
+                "bapo chooses its bounds on whole updates: raise tokens_per_pass until one pass holds one"
             )
         rate = config.rate(step)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         references = [self._reference_logprobs(one) for one in passes]
         self._accompany(self._reference)
-        proximal: list[Tensor] = []
+        # Of one update they come with its own forward pass; before the first of several they must be had beforehand.
+        proximal: list[Tensor] = [] if len(parts) == 1 else [self._no_grad_logprobs(self.model, one) for one in passes]
         for _ in range(config.epochs):
-            self.optimiser.zero_grad(set_to_none=True)
             loss = kls = 0.0
             found: list[LossStats] = []
-            for one, reference in zip(passes, references, strict=True):
-                new, entropy = self._logprobs_and_entropy(one)
-                if len(proximal) < len(passes):
-                    proximal.append(new.detach())
-                value, stats, kl = self._loss(one, new, entropy, proximal[len(found)], reference)
-                (value * self._processes).backward()  # type: ignore[no-untyped-call, unused-ignore]
-                loss += float(value.detach())
-                found.append(stats)
-                kls += kl * stats.tokens
-            self._accompany(self.model)
-            norm = self._clip()
-            if not np.isfinite(norm):
-                raise TrainingError(
-                    f"the gradient of step {step} is not finite: nothing was changed. A lower learning rate, or "
-                    "float32, helps; the last checkpoint is good"
-                )
-            self.optimiser.step()
+            for part in parts:
+                self.optimiser.zero_grad(set_to_none=True)
+                for one in part:
+                    new, entropy = self._logprobs_and_entropy(one)
+                    if len(proximal) < len(passes):
+                        proximal.append(new.detach())
+                    at = len(found)
+                    value, stats, kl = self._loss(one, new, entropy, proximal[at], references[at])
+                    (value * self._processes).backward()  # type: ignore[no-untyped-call, unused-ignore]
+                    loss += float(value.detach()) / len(parts)
+                    found.append(stats)
+                    kls += kl * stats.tokens
+                self._accompany(self.model)
+                norm = self._clip()
+                if not np.isfinite(norm):
+                    raise TrainingError(
+                        f"the gradient of step {step} is not finite: it changed nothing. A lower learning rate, or "
+                        "float32, helps; the last checkpoint is good"
+                    )
+                self.optimiser.step()
         gaps = [(old - one.recorded).abs() for old, one in zip(proximal, passes, strict=True)]
         computed = sum(len(one.pack.tree) for one in passes)
-        parts = self._parts(Part(loss, kls, computed, found, [(float(gap.sum()), float(gap.max())) for gap in gaps]))
-        found = [stats for part in parts for stats in part.found]
-        apart = [gap for part in parts for gap in part.gaps]
+        told = self._parts(Part(loss, kls, computed, found, [(float(gap.sum()), float(gap.max())) for gap in gaps]))
+        found = [stats for each in told for stats in each.found]
+        apart = [gap for each in told for gap in each.gaps]
         tokens = sum(stats.tokens for stats in found)
         return StepStats(
-            loss=sum(part.loss for part in parts),
+            loss=sum(each.loss for each in told),
             tokens=tokens,
-            computed_tokens=sum(part.computed for part in parts),
+            computed_tokens=sum(each.computed for each in told),
             flat_tokens=sum(len(sequence.token_ids) for sequence in batch.sequences),
             passes=len(found),
             learning_rate=rate,
@@ -197,7 +202,7 @@ class Learner:
             entropy=_mean(found, "entropy"),
             mismatch_mean=sum(total for total, _ in apart) / tokens,
             mismatch_max=max(largest for _, largest in apart),
-            kl_reference=None if config.kl == 0 else sum(part.kls for part in parts) / tokens,
+            kl_reference=None if config.kl == 0 else sum(each.kls for each in told) / tokens,
             seconds=time.perf_counter() - began,
         )
 
@@ -302,8 +307,11 @@ class Learner:
     def _reference_logprobs(self, one: Pass) -> Tensor | None:
         if self._reference is None or self._config.kl == 0:
             return None
+        return self._no_grad_logprobs(self._reference, one)
+
+    def _no_grad_logprobs(self, model: Any, one: Pass) -> Tensor:
         with torch.no_grad():
-            logits = self._target_logits(self._reference, one)
+            logits = self._target_logits(model, one)
         return target_logprobs(logits, one.wanted, temperature=self._config.temperature)
 
     def _loss(
@@ -333,3 +341,15 @@ def _mean(found: Sequence[LossStats], name: str) -> float:
     """Over tokens, of the passes' own means."""
     tokens = sum(stats.tokens for stats in found)
     return sum(float(getattr(stats, name)) * stats.tokens for stats in found) / tokens
+
+
+def _dealt(sequences: Sequence[TrainingSequence], config: GrpoConfig, step: int) -> list[list[TrainingSequence]]:
+    """Into minibatches of whole groups, in a random order of the step's own; fewer where there are fewer groups."""
+    groups: dict[str, list[TrainingSequence]] = {}
+    for sequence in sequences:
+        groups.setdefault(sequence.group_id, []).append(sequence)
+    names = list(groups)
+    if config.minibatches > 1:
+        random.Random(f"{config.seed}/{step}").shuffle(names)
+    parts = min(config.minibatches, len(names))
+    return [[one for name in names[at::parts] for one in groups[name]] for at in range(parts)]

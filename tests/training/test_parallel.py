@@ -120,7 +120,12 @@ async def test_a_run_syncs_the_engine_and_is_taken_up_by_one_process(tmp_path: P
 
 @pytest.mark.parametrize(
     ("setting", "reason"),
-    [({"lora": {"rank": 2}}, "adapter"), ({"loss": "bapo"}, "bapo"), ({"device": "cuda:1"}, "one by one")],
+    [
+        ({"lora": {"rank": 2}}, "adapter"),
+        ({"loss": "bapo"}, "bapo"),
+        ({"minibatches": 2}, "minibatches"),
+        ({"device": "cuda:1"}, "one by one"),
+    ],
 )
 def test_what_several_processes_cannot_do_is_refused(setting: dict[str, object], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,41 @@ def test_epochs_are_measured_against_what_was_before_the_step(folder: Path) -> N
     # The ratio is pi / pi_prox: moved a little by the first epoch, and not by the shift of what was recorded.
     assert 1e-5 < abs(stats.ratio_max - 1.0) < 0.2
     assert stats.mismatch_mean == pytest.approx(0.3, abs=1e-4)
+
+
+def test_minibatches_are_updates_of_their_own(folder: Path) -> None:
+    """Two groups in two minibatches: as two steps of one group each, in one of the two orders."""
+    both = two_groups(folder)
+    policy = learner(folder, minibatches=2)
+    stats = policy.update(both, 0)
+    names = sorted({sequence.group_id for sequence in both.sequences})
+    assert (len(names), stats.tokens) == (2, 20)
+    orders = []
+    for order in (names, names[::-1]):
+        alone = learner(folder)
+        losses = [alone.update(only(both, name), 0).loss for name in order]
+        orders.append((alone.weights(), sum(losses) / 2))
+    same = [
+        all(torch.allclose(tensor, policy.weights()[name], atol=1e-6) for name, tensor in weights.items())
+        for weights, _ in orders
+    ]
+    assert sorted(same) == [False, True]
+    assert stats.loss == pytest.approx(orders[same.index(True)][1], abs=1e-4)
+    # What was before the step is known of the second, too, though it comes behind the first's update.
+    assert stats.mismatch_mean == pytest.approx(0.05, abs=1e-4)
+
+
+def two_groups(folder: Path) -> Batch:
+    """The same group twice, under two names; the second with its rewards turned round."""
+    first = batch(folder, shift=0.05)
+    again = [
+        replace(one, group_id="group_1", rollout=one.rollout + 4, advantage=-one.advantage) for one in first.sequences
+    ]
+    return replace(first, sequences=(*first.sequences, *again), group_ids=("group_0", "group_1"))
+
+
+def only(step: Batch, name: str) -> Batch:
+    return replace(step, sequences=tuple(one for one in step.sequences if one.group_id == name))
 
 
 def test_a_kl_term_holds_the_policy_back(folder: Path) -> None:
