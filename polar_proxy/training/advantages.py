@@ -6,8 +6,8 @@ Promises, kept by every function here:
   `spread` hands the rollout's advantage to all of its traces.
 * No reward (None or NaN) is not reward 0. Such a rollout has no part in any mean, deviation or median, and its
   advantage is NaN: it is not to be trained.
-* A group in which fewer than two rollouts have a reward, or all have the same, gives advantage 0 exactly; but for
-  `raft`, which compares with nothing.
+* A group in which fewer than two rollouts have a reward, or all have the same, gives advantage 0 exactly. (Not `raft`,
+  which compares with nothing.)
 """
 
 from __future__ import annotations
@@ -83,14 +83,15 @@ def rloo(rewards: Rewards) -> Floats:
 
 
 def raft(rewards: Rewards) -> Floats:
-    """RAFT: A_i = r_i where r_i > 0, else 0. What was rewarded is imitated; what was not is left alone.
+    """RAFT: A_i = r_i where r_i > 0, else NaN. What was rewarded is imitated; what was not is not trained.
 
     Without a baseline: a group that solved everything is trained, one that solved nothing is not. Nothing is pushed
     down, so that a policy which is sure of most tokens keeps them, also with few rollouts and many updates; no group
     learns more than its own best. With a clipped ratio (`losses.dapo`) this is what the second source calls RAFT++.
     Source: Dong et al., RAFT, arXiv 2304.06767; Xiong et al., A Minimalist Approach to LLM Reasoning, arXiv 2504.11343.
     """
-    return np.maximum(reward_array(rewards), 0.0)
+    values = reward_array(rewards)
+    return np.where(values > 0.0, values, np.nan)
 
 
 def mc_grpo(rewards: Rewards, *, scale: Literal["mad", "none"] = "mad", eps: float = 1e-3) -> Floats:

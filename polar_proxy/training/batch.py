@@ -190,7 +190,7 @@ def _masked(member: Member, advantage: float) -> str | None:
     if row.reward is None:  # an agent that failed and was scored is trained: that is what it did
         return "no_reward"
     if np.isnan(advantage):
-        return "pivot"
+        return "no_advantage"
     return None if member.traces else "no_traces"
 
 

@@ -15,7 +15,8 @@ How = Literal["token", "sequence", "rollout", "constant"]
 
 
 def trained(mask: Tensor, advantages: Tensor) -> Tensor:
-    """The mask [n] without the tokens whose advantage is NaN: those of rollouts without a reward, and of pivots.
+    """The mask [n] without the tokens whose advantage is NaN: those of rollouts without a reward, and what an
+    advantage leaves out.
 
     Comes before `token_weights`, so that no such token is counted in a denominator.
     """

@@ -49,7 +49,7 @@ def test_rloo_by_hand() -> None:
 
 def test_raft_by_hand() -> None:
     """As rewarded, whatever the others got; nothing is pushed down."""
-    np.testing.assert_array_equal(raft([1, 0.5, 0, -2, None]), [1, 0.5, 0, 0, NAN])
+    np.testing.assert_array_equal(raft([1, 0.5, 0, -2, None]), [1, 0.5, NAN, NAN, NAN])
     np.testing.assert_array_equal(raft([1, 1]), [1, 1])
 
 

@@ -89,7 +89,17 @@ def test_the_pivot_of_mc_grpo_is_not_trained() -> None:
     members = [Member(rollout(n, reward), (trace(f"t{n}", [1], [2]),)) for n, reward in enumerate((0.0, 0.5, 1.0))]
     batch = make_batch([group(*members)], CONFIG.model_copy(update={"advantage": "mc_grpo"}))
     assert [one.trace_id for one in batch.sequences] == ["t0", "t2"]
-    assert batch.left_out["pivot"].rollouts == 1
+    assert batch.left_out["no_advantage"].rollouts == 1
+
+
+def test_raft_trains_what_was_rewarded_also_where_all_were() -> None:
+    mixed, solved, failed = (
+        group(*(Member(rollout(n, reward), (trace(f"t{rewards}{n}", [1], [2]),)) for n, reward in enumerate(rewards)))
+        for rewards in ((0.0, 1.0), (1.0, 0.5), (0.0, 0.0))
+    )
+    batch = make_batch([mixed, solved, failed], CONFIG.model_copy(update={"advantage": "raft"}))
+    assert [one.advantage for one in batch.sequences] == [1.0, 1.0, 0.5]
+    assert batch.left_out["no_advantage"].rollouts == 3
 
 
 def test_a_branch_is_trained_from_where_it_leaves_its_parent() -> None:
