@@ -122,6 +122,17 @@ class Batch:
     def trained_rollouts(self) -> int:
         return len({sequence.rollout for sequence in self.sequences})
 
+    def minibatches(self, count: int, seed: str) -> list[list[TrainingSequence]]:
+        """Parts of whole groups, dealt in an order drawn by `seed`; fewer where there are fewer groups."""
+        groups: dict[str, list[TrainingSequence]] = {}
+        for sequence in self.sequences:
+            groups.setdefault(sequence.group_id, []).append(sequence)
+        names = list(groups)
+        if count > 1:
+            random.Random(seed).shuffle(names)
+        parts = min(count, len(names))
+        return [[one for name in names[at::parts] for one in groups[name]] for at in range(parts)]
+
     def left_out_json(self) -> Json:
         return {
             reason: {"rollouts": left.rollouts, "traces": left.traces, "tokens": left.tokens}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -144,7 +143,8 @@ class Learner:
         """Train on a batch with at least one sequence. `step` (from 0) decides the learning rate."""
         began = time.perf_counter()
         config = self._config
-        parts = [self._passes(part) for part in _dealt(batch.sequences, config, step)]
+        dealt = batch.minibatches(config.minibatches, f"{config.seed}/{step}")
+        parts = [self._passes(part) for part in dealt]
         passes = [one for part in parts for one in part]
         if config.loss == "bapo" and any(len(part) > 1 for part in parts):
             raise TrainingError(
@@ -341,15 +341,3 @@ def _mean(found: Sequence[LossStats], name: str) -> float:
     """Over tokens, of the passes' own means."""
     tokens = sum(stats.tokens for stats in found)
     return sum(float(getattr(stats, name)) * stats.tokens for stats in found) / tokens
-
-
-def _dealt(sequences: Sequence[TrainingSequence], config: GrpoConfig, step: int) -> list[list[TrainingSequence]]:
-    """Into minibatches of whole groups, in a random order of the step's own; fewer where there are fewer groups."""
-    groups: dict[str, list[TrainingSequence]] = {}
-    for sequence in sequences:
-        groups.setdefault(sequence.group_id, []).append(sequence)
-    names = list(groups)
-    if config.minibatches > 1:
-        random.Random(f"{config.seed}/{step}").shuffle(names)
-    parts = min(config.minibatches, len(names))
-    return [[one for name in names[at::parts] for one in groups[name]] for at in range(parts)]
