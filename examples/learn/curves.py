@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from polar_proxy.training import metrics
+from polar_proxy.training import curves, metrics
 
 SMOOTH = 4
 
@@ -20,28 +20,17 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    import matplotlib as mpl
+    from matplotlib.figure import Figure
 
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 3.5))
+    figure = Figure(figsize=(7, 3.5))
+    axes = figure.subplots()
     for colour, run in enumerate(given.runs):
-        lines = list(metrics.read(run))
-        rewards = [line["reward"] for line in lines if line["kind"] == "step"]
+        told = curves.series(metrics.read(run))
+        held, rewards = told["eval"], told["step"]["reward"]
         smooth = [float(np.mean(rewards[max(0, at - SMOOTH) : at])) for at in range(1, len(rewards) + 1)]
-        held = [line for line in lines if line["kind"] == "eval"]
-        axes.plot(range(1, len(rewards) + 1), smooth, color=f"C{colour}", linewidth=1)
-        axes.errorbar(
-            [line["step"] for line in held],
-            [line["reward"] for line in held],
-            [line["reward_interval"] for line in held],
-            color=f"C{colour}",
-            marker="o",
-            linestyle="none",
-            capsize=3,
-            label=run.name,
-        )
+        axes.plot(told["step"]["step"], smooth, color=f"C{colour}", linewidth=1)
+        look = {"color": f"C{colour}", "marker": "o", "linestyle": "none", "capsize": 3, "label": run.name}
+        axes.errorbar(held["step"], held["reward"], held["reward_interval"], **look)
     axes.set_ylim(0, 1.05)
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
