@@ -1,7 +1,7 @@
 """Whether this machine has the memory for one more sandbox.
 
 A sandbox uses little when it is opened and much when its agent runs its tests, so free memory alone lets in too many at
-once: what was let in within the last minute is counted as still to come.
+once: what was let in within the last minute is counted as still to come, until it is over.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _fields(text: str) -> dict[str, int]:
 
 
 class Room:
-    """`room.refusal` is a `Crowded`; whom it does not refuse it counts as let in."""
+    """`room.refusal` is a `Crowded`; whom it does not refuse it counts as let in, until it is told that they left."""
 
     def __init__(
         self,
@@ -85,3 +85,7 @@ class Room:
             return NO_ROOM
         self._promised[ticket.rollout_id] = now + SETTLE_SECONDS, need
         return None
+
+    def left(self, rollout_id: str) -> None:
+        """Its sandbox is gone: nothing of it is still to come."""
+        self._promised.pop(rollout_id, None)

@@ -104,11 +104,13 @@ class Scheduler:
         admission: Admission | None = None,
         crowded: Crowded | None = None,
         room: Crowded | None = None,
+        on_left: Callable[[str], None] | None = None,
         on_settled: Callable[[str], None] | None = None,
         job_id: str | None = None,
     ) -> None:
-        """`policy_version` is asked at every claim; `on_settled` is told of each group that ended. With `job_id` it
-        works on that job alone, which this process may own ("": on none yet); else on all that no process owns.
+        """`policy_version` is asked at every claim; `on_left` is told of each rollout whose attempt is over,
+        `on_settled` of each group that ended. With `job_id` it works on that job alone, which this process may own
+        ("": on none yet); else on all that no process owns.
 
         `admission`: whether agents may run at all; `crowded`: whether one more may join them; `room`: whether one
         more may be prepared."""
@@ -117,6 +119,7 @@ class Scheduler:
         self._attempt = attempt
         self._limits = limits
         self._version = policy_version
+        self._on_left = on_left
         self._on_settled = on_settled
         self._job_id = job_id
         self.gates = Gates(
@@ -304,7 +307,11 @@ class Scheduler:
     async def _try(self, held: Held) -> InfrastructureError | None:
         """One attempt; what failed it, if that is to be tried again, after a pause in which it may have recovered."""
         try:
-            await self._attempt(held, self.gates, Ticket(held.rollout_id, held.group_id, held.job_id))
+            try:
+                await self._attempt(held, self.gates, Ticket(held.rollout_id, held.group_id, held.job_id))
+            finally:
+                if self._on_left is not None:
+                    self._on_left(held.rollout_id)
         except InfrastructureError as error:
             log.warning("rollout %s, attempt %d: %s", held.rollout_id, held.attempt, error)
             if held.attempt < self._limits.attempts:

@@ -227,6 +227,7 @@ class RolloutService:
             admission=self._watch.refusal,
             crowded=lambda ticket: self._watch.crowded() or room.refusal(ticket),
             room=room.refusal,
+            on_left=room.left,
             on_settled=lambda group_id: self._settled.set(),
             job_id=job_id,
         )

@@ -82,6 +82,32 @@ def test_room_counts_what_is_still_to_come() -> None:
     assert room.refusal(of("d")) == NO_ROOM
     free = 1500
     assert room.refusal(of("d")) is None
+    assert room.refusal(of("e")) == NO_ROOM
+    room.left("d")
+    assert room.refusal(of("e")) is None  # what is over is not to come any more
+
+
+async def test_room_is_given_back_by_rollouts_that_end(store: Store) -> None:
+    """Room for two at a time, and short rollouts: the third does not wait for the minute of the first to pass."""
+
+    async def body(held: Held) -> float | None:
+        return 1.0
+
+    job_id = await submit(store, 4, 2)
+    limits = Limits(in_hand=8, preparing=2, running=2, scoring=8, poll_seconds=0.05)
+    room = Room(1000, 0, free=lambda: 2000)
+    watched: list[str] = []
+    attempt = Scripted(store, body)
+
+    def left(rollout_id: str) -> None:
+        watched.append(rollout_id)
+        room.left(rollout_id)
+
+    async with Scheduler(store, attempt, limits, crowded=room.refusal, room=room.refusal, on_left=left) as scheduler:
+        await asyncio.wait_for(scheduler.until_idle(), SETTLE_SECONDS / 2)
+    assert await stands(store, job_id) == {"done": 8}
+    assert len(watched) == len(set(watched)) == 8
+    assert room.refusal(of("a", 2000)) is None  # nothing is counted any more
 
 
 def test_room_that_is_not_looked_at() -> None:
