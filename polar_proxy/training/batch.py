@@ -146,8 +146,11 @@ def make_batch(groups: Sequence[Group], config: GrpoConfig) -> Batch:
     sequences: list[TrainingSequence] = []
     left_out: dict[str, Left] = {}
     number = 0
-    for group in groups:
-        values = group_advantages(_dealt_anew(group, config.seed) if config.shuffle_rewards else group.rewards, config)
+    rewards = [group.rewards for group in groups]
+    if config.shuffle_rewards:
+        rewards = _dealt_anew(rewards, f"{config.seed}/{' '.join(group.group_id for group in groups)}")
+    for group, known in zip(groups, rewards, strict=True):
+        values = group_advantages(known, config)
         flat = not np.any(np.nan_to_num(values) != 0.0)
         for member, advantage in zip(group.members, values.tolist(), strict=True):
             reason = _masked(member, advantage)
@@ -178,15 +181,13 @@ def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> adv
     return values * advantages.variance_weight(rewards) if config.weighting == "variance" else values
 
 
-def _dealt_anew(group: Group, seed: int) -> list[float | None]:
-    """The same rewards at other rollouts; who has none keeps none."""
-    rewards = group.rewards
-    known = [place for place, reward in enumerate(rewards) if reward is not None]
-    moved = list(known)
-    random.Random(f"{seed}/{group.group_id}").shuffle(moved)
-    for place, source in zip(known, moved, strict=True):
-        rewards[place] = group.members[source].rollout.reward
-    return rewards
+def _dealt_anew(rewards: Sequence[Sequence[float | None]], seed: str) -> list[list[float | None]]:
+    """The same rewards at other rollouts, of any group: within its group a reward would still tell which task the
+    policy can do. Who has none keeps none."""
+    known = [reward for group in rewards for reward in group if reward is not None]
+    random.Random(seed).shuffle(known)
+    dealt = iter(known)
+    return [[None if reward is None else next(dealt) for reward in group] for group in rewards]
 
 
 def _masked(member: Member, advantage: float) -> str | None:

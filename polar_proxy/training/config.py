@@ -101,7 +101,7 @@ class GrpoConfig(BaseModel):
     keep_flat_groups: bool = False
     """Compute groups whose rewards are all alike too. They add no gradient, but count in the normalisation."""
     shuffle_rewards: bool = False
-    """A control that must not learn: the rewards of each group are dealt out anew among its rollouts."""
+    """A control that must not learn: the rewards of a step are dealt out anew among its rollouts."""
     max_sequence: int = Field(32_768, ge=2)
     """Longer sequences are left out and counted."""
     tokens_per_pass: int = Field(32_768, ge=2)

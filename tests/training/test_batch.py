@@ -140,6 +140,22 @@ def test_the_control_deals_the_same_rewards_to_other_rollouts() -> None:
     assert control.rewards == honest.rewards
 
 
+def test_the_control_says_nothing_of_a_task_either() -> None:
+    """One task is always done, the other never: dealt out within their groups, those rewards would teach which."""
+    groups = [
+        group(*(Member(rollout(n, reward), (trace(f"{name}{n}", [1], [2]),)) for n in range(2)), name=name)
+        for name, reward in (("done", 1.0), ("failed", 0.0))
+    ]
+    raft = CONFIG.model_copy(update={"advantage": "raft"})
+    assert [one.trace_id for one in make_batch(groups, raft).sequences] == ["done0", "done1"]
+    rewarded = set()
+    for seed in range(20):
+        control = make_batch(groups, raft.model_copy(update={"shuffle_rewards": True, "seed": seed}))
+        assert len(control.sequences) == 2
+        rewarded |= {one.trace_id for one in control.sequences}
+    assert rewarded == {"done0", "done1", "failed0", "failed1"}
+
+
 def test_configuration(tmp_path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "train.toml"
     file.write_text('[grpo]\nloss = "cispo"\nsteps = 7\nlearning_rate = 1e-3\n[run]\nharness = "x"\n')
