@@ -56,6 +56,14 @@ install_ray() {
     "$BIN/python" -m pip install -q -c constraints.txt ray >&2 || say "Ray could not be installed; its tests will skip"
 }
 
+# The trainers whose own code reads Polar's records (docs/bridges.md), as far as they install beside this torch.
+install_trainers() {
+    "$BIN/python" -c 'from importlib.metadata import version as v; v("trl"), v("tinker")' 2>/dev/null && return 0
+    say "installing TRL and Tinker's client"
+    "$BIN/python" -m pip install -q -c constraints.txt trl==1.16.0 tinker==0.38.0 >&2 ||
+        say "TRL or Tinker's client could not be installed; their tests will skip"
+}
+
 stop() {
     [ "$(id -u)" -eq 0 ] && scripts/docker_engine.sh stop >&2
 }
@@ -65,4 +73,5 @@ install_packages
 start_docker
 install_vllm
 install_ray
+install_trainers
 "$@"
