@@ -37,10 +37,12 @@ def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Other:
-    """Another machine: it scores as the real one does; `broken` of its first scorings fail."""
+    """Another machine: it scores as the real one does, once there is a file `after`; `broken` of its first scorings
+    fail."""
 
-    def __init__(self, broken: int = 0) -> None:
+    def __init__(self, broken: int = 0, after: Path | None = None) -> None:
         self.broken = broken
+        self.after = after
         self.asked: list[str] = []
         self.open = asyncio.Event()
 
@@ -48,6 +50,8 @@ class Other:
         self.asked.append(labels["polar.rollout"])
         if len(self.asked) <= self.broken:
             raise InfrastructureError("evaluator", "its judge was lost")
+        while self.after is not None and not self.after.exists():
+            await asyncio.sleep(0.01)
         environments = Environments(kind)
         score = await judged(attempt, lambda: environments.fresh(attempt.task, labels))
         self.open.set()
@@ -57,8 +61,8 @@ class Other:
 @pytest.mark.parametrize("broken", [0, 1])
 async def test_only_what_would_wait(store: Store, tmp_path: Path, broken: int) -> None:
     """One of three is scored here, which takes until the others are done; a judge that is lost is asked once more."""
-    other, engine = Other(broken), PlayerEngine()
-    # The one that is scored here ends when the file is there: after the others.
+    # The one that is scored here begins first, and ends when `held` is there: after the others.
+    other, engine = Other(broken, after=tmp_path / "first"), PlayerEngine()
     held = tmp_path / "go"
     script = f"test -e {tmp_path}/first && exit 0; touch {tmp_path}/first; until test -e {held}; do sleep 0.1; done"
     task = replace(get_source("swe-task").task(3), timeout_seconds=280.0, evaluators=(Command(("sh", "-c", script)),))
