@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 import orjson
@@ -206,26 +207,26 @@ def _print_run(found: Json) -> None:
 
 
 def _print_call(call: Json, tokens: bool) -> None:
-    say = common.out.print
-    say(f"[bold]{call['call_id']}[/]  {call['status']}  {call['dialect']} {call['path']}", highlight=False)
-    say(f"session {call['session_id']}  edge {call['edge']}  parent {call['parent_call_id'] or '-'}", highlight=False)
+    say = partial(common.out.print, highlight=False, soft_wrap=True)  # what was said has its own line breaks alone
+    say(f"[bold]{call['call_id']}[/]  {call['status']}  {call['dialect']} {call['path']}")
+    say(f"session {call['session_id']}  edge {call['edge']}  parent {call['parent_call_id'] or '-'}")
     if call["error"]:
-        say(f"[yellow]{escape(call['error'])}[/]", highlight=False)
+        say(f"[yellow]{escape(call['error'])}[/]")
     if problem := call["conversation"].get("unparsed"):
-        say(f"[yellow]shown as it came, since it cannot be read: {escape(problem)}[/]", highlight=False)
+        say(f"[yellow]shown as it came, since it cannot be read: {escape(problem)}[/]")
     if names := _tool_names(call["conversation"]["tools"]):
-        say(f"tools {escape(', '.join(names))}", highlight=False)
+        say(f"tools {escape(', '.join(names))}")
     for message in call["conversation"]["messages"]:
         heading, text = ("raw", orjson.dumps(message).decode()) if problem else (_heading(message), _readable(message))
-        say(f"\n[cyan]{escape(heading)}[/]", highlight=False)
-        say(escape(text), highlight=False)
+        say(f"\n[cyan]{escape(heading)}[/]")
+        say(escape(text))
     for choice in call["choices"]:
         said = f"choice {choice['index']}, {len(choice['token_ids'])} tokens, {choice['finish_reason']}"
-        say(f"\n[green]assistant[/] [dim]({said})[/]", highlight=False)
-        say(escape(_readable(choice["message"])), highlight=False)
+        say(f"\n[green]assistant[/] [dim]({said})[/]")
+        say(escape(_readable(choice["message"])))
         if tokens:
             pairs = zip(choice["token_ids"], choice["logprobs"], strict=True)
-            say(" ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs), highlight=False)
+            say(" ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs))
 
 
 def _tool_names(tools: Any) -> list[str]:
