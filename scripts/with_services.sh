@@ -50,18 +50,11 @@ install_vllm() {
     fi
 }
 
-install_ray() {
-    "$BIN/python" -c 'import ray' 2>/dev/null && return 0
-    say "installing Ray"
-    "$BIN/python" -m pip install -q -c constraints.txt ray >&2 || say "Ray could not be installed; its tests will skip"
-}
-
-# The trainers whose own code reads Polar's records (docs/bridges.md), as far as they install beside this torch.
-install_trainers() {
-    "$BIN/python" -c 'from importlib.metadata import version as v; v("trl"), v("tinker")' 2>/dev/null && return 0
-    say "installing TRL and Tinker's client"
-    "$BIN/python" -m pip install -q -c constraints.txt trl==1.16.0 tinker==0.38.0 >&2 ||
-        say "TRL or Tinker's client could not be installed; their tests will skip"
+# What the tests import if it is there, into their own environment: install_python NAME PACKAGE[==VERSION]
+install_python() {
+    "$BIN/python" -c 'import sys, importlib.metadata as m; m.version(sys.argv[1])' "${2%%==*}" 2>/dev/null && return 0
+    say "installing $1"
+    "$BIN/python" -m pip install -q -c constraints.txt "$2" >&2 || say "$1 could not be installed; its tests will skip"
 }
 
 stop() {
@@ -72,6 +65,7 @@ trap stop EXIT
 install_packages
 start_docker
 install_vllm
-install_ray
-install_trainers
+install_python Ray ray
+install_python TRL trl==1.16.0
+install_python "Tinker's client" tinker==0.38.0
 "$@"
