@@ -184,11 +184,13 @@ def _sync(settings: Settings, config: GrpoConfig, engine: Engine, run: Path) -> 
     from polar_proxy.engines.local import LocalEngine
     from polar_proxy.engines.vllm import VllmEngine
     from polar_proxy.training.sync import LocalSync, vllm_sync
+    from polar_proxy.training.vllm_control import VllmControl
 
     if isinstance(engine, LocalEngine):
         return LocalSync(engine)
     if isinstance(engine, VllmEngine) and settings.engine.url is not None:
-        return vllm_sync(settings.engine.url, (run / "weights").absolute(), config.lora, engine)
+        control = VllmControl(settings.engine.url, engine=engine)
+        return vllm_sync(config, control, (run / "weights").absolute())
     raise UsageError(f"Weights cannot be sent to the engine {settings.engine.kind}: train with local or vllm.")
 
 

@@ -93,6 +93,7 @@ async def train_fed(settings: Settings, config: GrpoConfig, run: Path, note: Cal
     it gets the new weights."""
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.training.sync import vllm_sync
+    from polar_proxy.training.vllm_control import VllmControl
 
     if settings.engine.kind != "vllm" or settings.engine.url is None:
         raise UsageError(
@@ -101,7 +102,7 @@ async def train_fed(settings: Settings, config: GrpoConfig, run: Path, note: Cal
         )
     async with make_engine(settings.engine) as engine:
         note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
-        sync = vllm_sync(settings.engine.url, (run / "weights").absolute(), config.lora)
+        sync = vllm_sync(config, VllmControl(settings.engine.url), (run / "weights").absolute())
         return await train_with(settings, config, run, note, engine=engine, sync=sync)
 
 

@@ -54,6 +54,10 @@ def grpo(
     ahead: Annotated[int | None, typer.Option(min=0, help="Steps that rollouts may run ahead; 0: synchronous.")] = None,
     eval_every: Annotated[int | None, typer.Option(min=0, help="Evaluate every so many steps; 0: never.")] = None,
     seed: Annotated[int | None, typer.Option(help="Order of instances.")] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="NAME=VALUE: any setting of [grpo], such as kl=0.01 or lora.rank=16. Repeatable."),
+    ] = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -61,7 +65,7 @@ def grpo(
 
     Every setting may stand in the file; flags win. A run that was killed goes on when the command is given again.
     """
-    from polar_proxy.training.config import make_config, read_toml
+    from polar_proxy.training.config import make_config, read_assignments, read_toml
 
     own, tables = read_toml(config) if config is not None else ({}, {})
     if unknown := tables.keys() - {"engine", "run", "gateway"}:
@@ -77,7 +81,7 @@ def grpo(
     flags = {"task": task, "weights": weights, "steps": steps, "groups": groups, "samples": samples}
     more = {"learning_rate": lr, "loss": loss, "advantage": advantage, "ahead": ahead, "eval_every": eval_every}
     more |= {"feed": feed, "ask": ask}
-    chosen = make_config(own, flags, more, {"seed": seed})
+    chosen = make_config(own, flags, more, {"seed": seed}, read_assignments(setting or ()))
     folder = _folder(settings, run or time.strftime("grpo-%Y%m%d-%H%M%S"))
     common.err.print(f"run: {folder}", highlight=False, soft_wrap=True)
     common.run_async(_train(settings, chosen, folder))

@@ -7,8 +7,11 @@ with it in everything but `MAY_CHANGE`.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +32,8 @@ MAY_CHANGE = frozenset(
         "eval_every",
         "feed",
         "processes",
+        "transfer",
+        "transfer_host",
     }
 )
 """What a resumed run may be told anew; anything else would make it another run under the same name."""
@@ -138,6 +143,10 @@ class GrpoConfig(BaseModel):
     steps: int = Field(100, ge=1)
     seed: int = 0
     sync_every: int = Field(1, ge=1)
+    transfer: Literal["disk", "nccl"] = "disk"
+    """How new weights travel to vLLM: through files that both see, or from GPU to GPU (training/nccl.py)."""
+    transfer_host: str = "127.0.0.1"
+    """With nccl: the address at which vLLM's workers reach the trainer."""
     probe_tolerance: float = Field(0.02, gt=0)
     """Largest difference in nats between engine and trainer on the probe, after a sync."""
     checkpoint_every: int = Field(1, ge=1)
@@ -170,6 +179,10 @@ class GrpoConfig(BaseModel):
             )
         if self.processes > 1 and self.device not in ("cpu", "cuda"):
             raise ValueError(f'`processes` take the GPUs one by one: device = "cuda", not {self.device!r}')
+        if self.transfer == "nccl" and not self.device.startswith("cuda"):
+            raise ValueError(f'NCCL sends from a GPU: device = "cuda", not {self.device!r}, or transfer = "disk"')
+        if self.transfer == "nccl" and self.lora is not None and self.lora.reload is not None:
+            raise ValueError("an adapter is reloaded from disk: leave out `lora.reload`, or `transfer`")
         if self.normalise == "constant" and self.length is None:
             raise ValueError('normalise = "constant" needs `length`')
         if self.max_sequence > self.tokens_per_pass:
@@ -207,17 +220,45 @@ def read_toml(path: Path) -> tuple[Json, Json]:
     return own, tables
 
 
+def read_assignments(lines: Sequence[str]) -> Json:
+    """Of the flag `--set`: NAME=VALUE each, the value as in TOML, or plain words; a dot goes into a table.
+
+    Raises UsageError for what is neither.
+    """
+    given: Json = {}
+    for line in lines:
+        name, equals, value = (part.strip() for part in line.partition("="))
+        if not (name and equals):
+            raise UsageError(f"--set takes NAME=VALUE, as in a file's [grpo], not {line!r}.")
+        for written in (value, json.dumps(value)):
+            with contextlib.suppress(tomllib.TOMLDecodeError):
+                given = _merged(given, tomllib.loads(f"{name} = {written}"))
+                break
+        else:
+            raise UsageError(f"--set cannot be read: {line!r}.")
+    return given
+
+
 def make_config(*layers: Json) -> GrpoConfig:
     """Later layers win; what is None in one was not given. Raises UsageError with the first thing that is wrong."""
     given: Json = {}
     for layer in layers:
-        given |= {name: value for name, value in layer.items() if value is not None}
+        given = _merged(given, {name: value for name, value in layer.items() if value is not None})
     try:
         return GrpoConfig(**given)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"Bad training setting{f' {where}' if where else ''}: {first['msg']}.") from error
+
+
+def _merged(first: Json, second: Json) -> Json:
+    """The second wins, value by value, inside tables as well."""
+    both = {**first, **second}
+    for name in first.keys() & second.keys():
+        if isinstance(first[name], dict) and isinstance(second[name], dict):
+            both[name] = _merged(first[name], second[name])
+    return both
 
 
 def differences(began_with: Json, now: GrpoConfig) -> dict[str, tuple[Any, Any]]:

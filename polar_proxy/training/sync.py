@@ -15,20 +15,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
 import numpy as np
 from torch import Tensor
 
 from polar_proxy.engines.base import Engine
-from polar_proxy.engines.vllm import WEIGHT_VERSION_SECONDS, VllmEngine
 from polar_proxy.errors import EngineError
-from polar_proxy.training.config import Lora
+from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.lora import Merged, save_adapter
+from polar_proxy.training.nccl import VllmNcclSync
+from polar_proxy.training.vllm_control import HEAD, VllmControl, call, with_head
 from polar_proxy.types import Json
 
 PROBE_TOKENS = 48
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class WeightSync(Protocol):
@@ -60,61 +59,32 @@ class LocalSync:
 
 
 class VllmDiskSync:
-    """vLLM reloads weights that the trainer wrote as safetensors: pause, `/collective_rpc reload_weights`,
-    `/update_weight_version`, resume. What is sampled from then on is stamped with the version.
+    """vLLM reloads weights that the trainer wrote as safetensors, into a folder that both see: `/collective_rpc
+    reload_weights` while it is paused."""
 
-    Needs a server in development mode (VLLM_SERVER_DEV_MODE=1) that sees `folder`. `mode` says what becomes of calls in
-    flight: `keep` freezes them and they go on with the new weights, `wait` lets them end first, `abort` ends them.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        folder: Path,
-        *,
-        mode: str = "keep",
-        engine: VllmEngine | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        """`engine`: through which this process, and nobody else, samples from the server. Without it the pause is held
-        until whoever samples has forgotten the version of before (WEIGHT_VERSION_SECONDS)."""
-        self._url = url.rstrip("/")
+    def __init__(self, control: VllmControl, folder: Path) -> None:
+        self._control = control
         self._folder = folder
-        self._mode = mode
-        self._engine = engine
-        self._transport = transport
 
     async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
         target = self._folder / f"version-{version}"
         await asyncio.to_thread(_write, weights, target)
-        call = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
-        await self._while_paused("/collective_rpc", call, version)
+        told = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
+        async with self._control.paused(version) as http:
+            await call(http, "POST", "/collective_rpc", told)
         await asyncio.to_thread(shutil.rmtree, target)
 
-    async def _while_paused(self, path: str, call: Json, version: str) -> None:
-        """A pause also empties the prefix cache, which the weights of before have filled."""
-        async with httpx.AsyncClient(base_url=self._url, timeout=600, transport=self._transport) as http:
-            await _post(http, f"/pause?mode={self._mode}", None)
-            try:
-                await _post(http, path, call)
-                await _post(http, "/update_weight_version", {"new_version": version})
-                if self._engine is None:
-                    await asyncio.sleep(WEIGHT_VERSION_SECONDS)
-                else:
-                    self._engine.weights_changed()
-            finally:
-                await _post(http, "/resume", None)
 
-
-class VllmAdapterSync(VllmDiskSync):
+class VllmAdapterSync:
     """vLLM loads the adapter anew under the name that it samples with; the base weights stay where they are.
 
-    Needs what VllmDiskSync needs, and `--enable-lora`, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, `--lora-modules NAME=...`
-    with the adapter that `polar train adapter` writes. The folder stays: vLLM may read it again.
+    Needs a server with `--enable-lora`, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and `--lora-modules NAME=...` with the
+    adapter that `polar train adapter` writes. The folder stays: vLLM may read it again.
     """
 
-    def __init__(self, url: str, folder: Path, name: str, **more: Any) -> None:
-        super().__init__(url, folder, **more)
+    def __init__(self, control: VllmControl, folder: Path, name: str) -> None:
+        self._control = control
+        self._folder = folder
         self._name = name
 
     async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
@@ -122,40 +92,27 @@ class VllmAdapterSync(VllmDiskSync):
             raise TrainingError("there is no adapter to reload: `lora` is not set")
         target = self._folder / self._name
         await asyncio.to_thread(save_adapter, weights.adapter, weights.settings, target)
-        call = {"lora_name": self._name, "lora_path": str(target), "load_inplace": True}
-        await self._while_paused("/v1/load_lora_adapter", call, version)
+        told = {"lora_name": self._name, "lora_path": str(target), "load_inplace": True}
+        async with self._control.paused(version) as http:
+            await call(http, "POST", "/v1/load_lora_adapter", told)
 
 
-def vllm_sync(url: str, folder: Path, lora: Lora | None, engine: VllmEngine | None = None) -> VllmDiskSync:
-    """As the configuration says: the weights, or the adapter alone."""
-    if lora is None or lora.reload is None:
-        return VllmDiskSync(url, folder, engine=engine)
-    return VllmAdapterSync(url, folder, lora.reload, engine=engine)
-
-
-async def _post(http: httpx.AsyncClient, path: str, body: Json | None) -> None:
-    try:
-        response = await http.post(path, json=body)
-    except httpx.HTTPError as error:
-        raise TrainingError(f"vLLM did not answer to POST {path}: {error}") from error
-    if response.status_code != 200:
-        needed = "Start it with VLLM_SERVER_DEV_MODE=1"
-        if "lora" in path:
-            needed = "Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-        elif "version" in path:
-            needed = "This vLLM cannot be told the policy version that its tokens are stamped with: 0.32 can"
-        hint = f" {needed}." if response.status_code == 404 else ""
-        raise TrainingError(f"vLLM answers {response.status_code} to POST {path}: {response.text[:300]}{hint}")
+def vllm_sync(config: GrpoConfig, control: VllmControl, folder: Path) -> WeightSync:
+    """As the configuration says: all weights, by disk or by NCCL, or the adapter alone."""
+    if config.lora is not None and config.lora.reload is not None:
+        return VllmAdapterSync(control, folder, config.lora.reload)
+    if config.transfer == "nccl":
+        return VllmNcclSync(control, host=config.transfer_host, device=config.device)
+    return VllmDiskSync(control, folder)
 
 
 def _write(weights: Mapping[str, Tensor], folder: Path) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    if HEAD not in tensors and EMBEDDING in tensors:
-        # A head that is the embedding, too: a server whose head is a copy takes it by its own name, others skip it.
-        tensors[HEAD] = tensors[EMBEDDING].clone()
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in with_head(weights).items()}
+    if HEAD in tensors:
+        tensors[HEAD] = tensors[HEAD].clone()  # safetensors takes no tensor under two names
     save_file(tensors, folder / "model.safetensors")
 
 

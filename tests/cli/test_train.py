@@ -57,6 +57,8 @@ def test_what_cannot_be_is_told(polar_home: Path, tmp_path: Path) -> None:
         (["--config", str(tmp_path / "bad.toml")], "tables that are none: harness"),
         (["--config", str(tmp_path / "none.toml")], "cannot be read"),
         (["--loss", "nothing"], "choose ppo_clip"),
+        (["--set", "builder=longest"], "setting builder"),
+        (["--set", "transfer=nccl"], "NCCL sends from a GPU"),
         (["--ask"], "`ask` goes with `feed`"),
         (["--feed", "http://127.0.0.1:9", "--run", str(tmp_path / "fed")], "go into the vLLM that the server samples"),
     ):

@@ -7,7 +7,7 @@ import pytest
 
 from polar_proxy.errors import UsageError
 from polar_proxy.training.batch import Batch, Member, make_batch
-from polar_proxy.training.config import GrpoConfig, differences, make_config, read_toml
+from polar_proxy.training.config import GrpoConfig, differences, make_config, read_assignments, read_toml
 from polar_proxy.training.failures import TrainingError
 from tests.training.groups import group, rollout, trace
 
@@ -168,6 +168,22 @@ def test_configuration(tmp_path) -> None:  # type: ignore[no-untyped-def]
         make_config({"learning_rat": 1.0})
     assert differences(config.to_json(), config.model_copy(update={"steps": 90})) == {}
     assert differences(config.to_json(), config.model_copy(update={"seed": 3})) == {"seed": (0, 3)}
+
+
+def test_any_setting_may_be_given_as_a_flag() -> None:
+    own = {"lora": {"rank": 4, "scale": 1.0}, "loss_settings": {"clip_low": 0.1}, "kl": 0.5}
+    flags = ["lora.rank=16", "schedule = cosine", "kl=0.01", "betas=[0.8, 0.9]", "loss_settings={clip_high = 0.3}"]
+    config = make_config(own, read_assignments([*flags, "keep_flat_groups=true", "weights=models/a b=c"]))
+    assert config.lora is not None
+    assert (config.lora.rank, config.lora.scale) == (16, 1.0)
+    assert config.loss_settings == {"clip_low": 0.1, "clip_high": 0.3}
+    assert (config.schedule, config.kl, config.betas, config.keep_flat_groups) == ("cosine", 0.01, (0.8, 0.9), True)
+    assert config.weights == "models/a b=c"
+    for wrong in ("kl", "=3", "k l=3", "kl.=1"):
+        with pytest.raises(UsageError, match="--set"):
+            read_assignments([wrong])
+    with pytest.raises(UsageError, match="setting learning_rat:"):
+        make_config(read_assignments(["learning_rat=1"]))
 
 
 def test_learning_rates_by_hand() -> None:

@@ -16,10 +16,11 @@ from safetensors.torch import load_file
 
 from polar_proxy.engines.vllm import WEIGHT_VERSION_SECONDS, VllmEngine
 from polar_proxy.errors import EngineError
-from polar_proxy.training.config import Lora
+from polar_proxy.training.config import GrpoConfig, Lora
 from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.lora import Merged
 from polar_proxy.training.sync import LocalSync, VllmAdapterSync, VllmDiskSync, probe, probe_ids, vllm_sync
+from polar_proxy.training.vllm_control import VllmControl
 
 IDS = [1, 2, 3]
 
@@ -83,7 +84,7 @@ async def test_a_part_that_was_not_taken_is_found_within_the_tolerance(
 
 async def test_a_head_that_is_the_embedding_is_written_under_both_names(tmp_path: Path) -> None:
     server = Vllm()
-    sync = VllmDiskSync("http://engine", tmp_path, transport=httpx.MockTransport(server))
+    sync = VllmDiskSync(VllmControl("http://engine", transport=httpx.MockTransport(server)), tmp_path)
     await sync.push({"model.embed_tokens.weight": torch.arange(6.0).reshape(3, 2)}, "1")
     assert torch.equal(server.read["lm_head.weight"], server.read["model.embed_tokens.weight"])
     own = torch.zeros(3, 2)
@@ -132,7 +133,7 @@ class Vllm:
 async def test_vllm_reloads_from_disk_while_it_is_paused(tmp_path: Path) -> None:
     server = Vllm()
     weights = {"w": torch.arange(3.0)}
-    await VllmDiskSync("http://engine", tmp_path, transport=httpx.MockTransport(server)).push(weights, "4")
+    await VllmDiskSync(VllmControl("http://engine", transport=httpx.MockTransport(server)), tmp_path).push(weights, "4")
     assert server.asked == ["/pause?mode=keep", "/collective_rpc", "/update_weight_version", "/resume"]
     assert server.version == "4"
     assert server.read["w"].tolist() == [0.0, 1.0, 2.0]
@@ -149,7 +150,9 @@ async def test_a_pause_outlasts_what_another_process_remembers_of_the_version(tm
         return httpx.Response(200, json={})
 
     async def held(**more: Any) -> float:
-        await VllmDiskSync("http://engine", tmp_path, transport=httpx.MockTransport(server), **more).push({}, "4")
+        await VllmDiskSync(VllmControl("http://engine", transport=httpx.MockTransport(server), **more), tmp_path).push(
+            {}, "4"
+        )
         return times["/resume"] - times["/update_weight_version"]
 
     assert await held() >= WEIGHT_VERSION_SECONDS
@@ -162,14 +165,14 @@ async def test_a_vllm_that_cannot_be_told_a_version_stops_the_run(tmp_path: Path
     """Tokens stamped with no version, or the one of before, would be taken for what they are not."""
     server = Vllm(failing="/update_weight_version")
     with pytest.raises(TrainingError, match=r"404 to POST /update_weight_version.*0\.32 can"):
-        await VllmDiskSync("http://engine", tmp_path, transport=httpx.MockTransport(server)).push({}, "4")
+        await VllmDiskSync(VllmControl("http://engine", transport=httpx.MockTransport(server)), tmp_path).push({}, "4")
     assert server.asked[-1] == "/resume"
 
 
 async def test_a_vllm_that_cannot_reload_is_resumed_and_the_reason_told(tmp_path: Path) -> None:
     server = Vllm(failing="/collective_rpc")
     with pytest.raises(TrainingError, match=r"404 to POST /collective_rpc.*VLLM_SERVER_DEV_MODE"):
-        await VllmDiskSync("http://engine/", tmp_path, transport=httpx.MockTransport(server)).push({}, "4")
+        await VllmDiskSync(VllmControl("http://engine/", transport=httpx.MockTransport(server)), tmp_path).push({}, "4")
     assert server.asked[-1] == "/resume"
 
 
@@ -182,9 +185,9 @@ async def test_vllm_loads_an_adapter_anew_while_it_is_paused(tmp_path: Path) -> 
             assert (Path(orjson.loads(request.content)["lora_path"]) / "adapter_model.safetensors").exists()
         return httpx.Response(200, json={})
 
-    sync = vllm_sync("http://engine", tmp_path, Lora(rank=2, reload="polar"))
+    control = VllmControl("http://engine", transport=httpx.MockTransport(server))
+    sync = vllm_sync(GrpoConfig(lora=Lora(rank=2, reload="polar")), control, tmp_path)
     assert isinstance(sync, VllmAdapterSync)
-    sync._transport = httpx.MockTransport(server)
     name = "model.layers.0.self_attn.q_proj"
     adapter = {f"{name}.lora_A.default.weight": torch.ones(2, 8), f"{name}.lora_B.default.weight": torch.ones(8, 2)}
     await sync.push(Merged({}, adapter, Lora(rank=2)), "4")
@@ -200,4 +203,4 @@ async def test_vllm_loads_an_adapter_anew_while_it_is_paused(tmp_path: Path) -> 
 
 def test_without_a_name_the_merged_weights_are_reloaded(tmp_path: Path) -> None:
     for lora in (None, Lora(rank=2)):
-        assert type(vllm_sync("http://engine", tmp_path, lora)) is VllmDiskSync
+        assert type(vllm_sync(GrpoConfig(lora=lora), VllmControl("http://engine"), tmp_path)) is VllmDiskSync

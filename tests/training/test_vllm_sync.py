@@ -5,6 +5,7 @@ At POLAR_TEST_VLLM_URL (polar-tiny, development mode), or one that is started he
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,8 +26,10 @@ from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.step import Learner, load_model
 from polar_proxy.training.sync import ProbeResult, VllmDiskSync, probe, probe_ids
+from polar_proxy.training.vllm_control import VllmControl
 from polar_proxy.types import Sampling, TextRequest
 from tests.engines.test_vllm_real import serve
+from tests.training.test_nccl import send
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
@@ -79,7 +82,7 @@ class Policy:
 
 @pytest.fixture
 def policy(engine: VllmEngine, url: str, tmp_path: Path) -> Policy:
-    return Policy(engine, VllmDiskSync(url, tmp_path, engine=engine))
+    return Policy(engine, VllmDiskSync(VllmControl(url, engine=engine), tmp_path))
 
 
 async def version_told(engine: VllmEngine) -> list[str | None]:
@@ -120,6 +123,11 @@ async def test_a_part_that_was_left_behind_stops_the_run(policy: Policy) -> None
     await policy.sync.push({**policy.learner.weights(), "lm_head.weight": old["model.embed_tokens.weight"]}, "1")
     with pytest.raises(TrainingError, match="only a part of them"):
         await policy.check()
+
+
+async def test_a_server_that_was_not_told_of_nccl_says_what_it_needs(url: str) -> None:
+    [refused] = await asyncio.to_thread(send, url)
+    assert "Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config" in refused["error"]
 
 
 class Sabotaged(VllmDiskSync):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor  # type: ignore[import-not-found]
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 NAME = "forced_ids"
 

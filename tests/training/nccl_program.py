@@ -1,0 +1,52 @@
+"""What `test_nccl.py` runs where vLLM is installed: a trainer's weights go into a server by `VllmNcclSync`.
+Prints a line of JSON a sync, or what stopped it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import torch
+
+from polar_proxy.engines.factory import POLAR_TINY
+from polar_proxy.engines.vllm import VllmEngine
+from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.nccl import VllmNcclSync
+from polar_proxy.training.step import Learner, load_model
+from polar_proxy.training.sync import probe, probe_ids
+from polar_proxy.training.vllm_control import VllmControl
+from tests.fakes import nccl_on_cpu
+
+
+async def main(url: str, how: str) -> None:
+    learner = Learner(load_model(POLAR_TINY), GrpoConfig())
+    ids = probe_ids(learner.vocabulary)
+    before: list[float] | None = None
+    async with VllmEngine(url, model="polar-tiny") as engine:
+        sync = VllmNcclSync(VllmControl(url, engine=engine), device="cpu")
+        for version in ("0", "1", "2"):
+            weights = learner.weights()
+            if how == "wrong_shape" and version == "1":
+                weights = {name: torch.cat([tensor, tensor]) for name, tensor in weights.items()}
+            begun = time.perf_counter()
+            await sync.push(weights, version)
+            seconds = time.perf_counter() - begun
+            now = learner.logprobs(ids)
+            found = await probe(engine, ids, now, before, 0.02)
+            told = await engine.weight_version()
+            print(json.dumps({"engine": told, "seconds": seconds, **found.to_json()}), flush=True)
+            before = now
+            noise = torch.Generator().manual_seed(int(version))
+            for tensor in learner.weights().values():
+                tensor.add_(1e-4 * torch.randn(tensor.shape, generator=noise))
+
+
+def run(url: str, how: str) -> None:
+    nccl_on_cpu.install()
+    try:
+        asyncio.run(main(url, how))
+    except TrainingError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
