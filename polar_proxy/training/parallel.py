@@ -38,7 +38,9 @@ from polar_proxy.training.batch import Batch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.packing import Pack, deal, pack_shared_out
-from polar_proxy.training.step import Learner, Part, Pass, StepStats, load_model
+from polar_proxy.training.passes import Pass
+from polar_proxy.training.step import Learner, load_model
+from polar_proxy.training.tally import StepStats, Tally
 from polar_proxy.training.tree import Ids, pack_sequences
 from polar_proxy.types import Json
 
@@ -148,10 +150,10 @@ class ShardedLearner(Learner):
                 with torch.no_grad():
                     self._forward(model, tree, None)
 
-    def _parts(self, own: Part) -> list[Part]:
-        parts: list[Any] = [None] * self._processes
-        dist.all_gather_object(parts, own)
-        return parts
+    def _tallies(self, own: Tally) -> list[Tally]:
+        tallies: list[Any] = [None] * self._processes
+        dist.all_gather_object(tallies, own)
+        return tallies
 
     def _clip(self) -> float:
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.clip_grad)

@@ -14,7 +14,6 @@ import contextlib
 import copy
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,67 +28,11 @@ from polar_proxy.training.batch import Batch, TrainingSequence
 from polar_proxy.training.branches import register, runs
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.failures import TrainingError
-from polar_proxy.training.normalise import token_weights
 from polar_proxy.training.packing import Pack, pack_trees
+from polar_proxy.training.passes import Pass, make_passes
+from polar_proxy.training.tally import StepStats, Tally, step_stats
 from polar_proxy.training.tokens import LossStats, Tokens
-from polar_proxy.training.tree import Ids, Targets, Tree, pack_sequences, targets
-from polar_proxy.types import Json
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """Of the last epoch of a step, but for the mismatch, which is of the weights before it."""
-
-    loss: float
-    tokens: int
-    """Trained."""
-    computed_tokens: int
-    """Nodes put through the model, forward and backward, in one epoch."""
-    flat_tokens: int
-    """What they would have been with nothing shared."""
-    passes: int
-    learning_rate: float
-    grad_norm: float
-    """Before clipping, of the last epoch."""
-    ratio_mean: float
-    ratio_max: float
-    clipped_share: float
-    dropped_share: float
-    approx_kl: float
-    entropy: float
-    mismatch_mean: float
-    """Mean |trainer's own log-probability before the step - recorded|, nats."""
-    mismatch_max: float
-    kl_reference: float | None
-    seconds: float
-
-    def to_json(self) -> Json:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """What one forward pass is about: m targets."""
-
-    pack: Pack
-    wanted: Targets
-    recorded: Tensor
-    advantages: Tensor
-    sequences: Tensor
-    weights: Tensor
-    """[m] each, on the device."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one process made of its passes in an epoch: sums over tokens."""
-
-    loss: float
-    kls: float
-    computed: int
-    found: list[LossStats]
-    gaps: list[tuple[float, float]]
-    """Of each pass: sum and largest of the mismatch."""
+from polar_proxy.training.tree import Ids, Tree, pack_sequences
 
 
 def load_model(path: Path | str, device: str = "cpu") -> Any:
@@ -143,8 +86,7 @@ class Learner:
         """Train on a batch with at least one sequence. `step` (from 0) decides the learning rate."""
         began = time.perf_counter()
         config = self._config
-        dealt = batch.minibatches(config.minibatches, f"{config.seed}/{step}")
-        parts = [self._passes(part) for part in dealt]
+        parts = [self._passes(part) for part in batch.minibatches(config.minibatches, f"{config.seed}/{step}")]
         passes = [one for part in parts for one in part]
         if config.loss == "bapo" and any(len(part) > 1 for part in parts):
             raise TrainingError(
@@ -153,58 +95,50 @@ class Learner:
         rate = config.rate(step)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        references = [self._reference_logprobs(one) for one in passes]
+        if config.kl > 0:
+            for one in passes:
+                one.reference = self._no_grad_logprobs(self._reference, one)
         self._accompany(self._reference)
-        # Of one update they come with its own forward pass; before the first of several they must be had beforehand.
-        proximal: list[Tensor] = [] if len(parts) == 1 else [self._no_grad_logprobs(self.model, one) for one in passes]
+        if len(parts) > 1:  # of one update they come with its own forward pass
+            for one in passes:
+                one.proximal = self._no_grad_logprobs(self.model, one)
         for _ in range(config.epochs):
-            loss = kls = 0.0
-            found: list[LossStats] = []
+            tally = Tally()
             for part in parts:
-                self.optimiser.zero_grad(set_to_none=True)
-                for one in part:
-                    new, entropy = self._logprobs_and_entropy(one)
-                    if len(proximal) < len(passes):
-                        proximal.append(new.detach())
-                    at = len(found)
-                    value, stats, kl = self._loss(one, new, entropy, proximal[at], references[at])
-                    (value * self._processes).backward()  # type: ignore[no-untyped-call, unused-ignore]
-                    loss += float(value.detach()) / len(parts)
-                    found.append(stats)
-                    kls += kl * stats.tokens
-                self._accompany(self.model)
-                norm = self._clip()
-                if not np.isfinite(norm):
-                    raise TrainingError(
-                        f"the gradient of step {step} is not finite: it changed nothing. A lower learning rate, or "
-                        "float32, helps; the last checkpoint is good"
-                    )
-                self.optimiser.step()
-        gaps = [(old - one.recorded).abs() for old, one in zip(proximal, passes, strict=True)]
-        computed = sum(len(one.pack.tree) for one in passes)
-        told = self._parts(Part(loss, kls, computed, found, [(float(gap.sum()), float(gap.max())) for gap in gaps]))
-        found = [stats for each in told for stats in each.found]
-        apart = [gap for each in told for gap in each.gaps]
-        tokens = sum(stats.tokens for stats in found)
-        return StepStats(
-            loss=sum(each.loss for each in told),
-            tokens=tokens,
-            computed_tokens=sum(each.computed for each in told),
+                norm = self._one_update(part, tally, 1 / len(parts))
+        tally.computed = sum(len(one.pack.tree) for one in passes)
+        tally.gaps = [one.mismatch() for one in passes]
+        return step_stats(
+            self._tallies(tally),
             flat_tokens=sum(len(sequence.token_ids) for sequence in batch.sequences),
-            passes=len(found),
             learning_rate=rate,
             grad_norm=norm,
-            ratio_mean=_mean(found, "ratio_mean"),
-            ratio_max=max(stats.ratio_max for stats in found),
-            clipped_share=_mean(found, "clipped_share"),
-            dropped_share=_mean(found, "dropped_share"),
-            approx_kl=_mean(found, "approx_kl"),
-            entropy=_mean(found, "entropy"),
-            mismatch_mean=sum(total for total, _ in apart) / tokens,
-            mismatch_max=max(largest for _, largest in apart),
-            kl_reference=None if config.kl == 0 else sum(each.kls for each in told) / tokens,
+            with_reference=config.kl > 0,
             seconds=time.perf_counter() - began,
         )
+
+    def _one_update(self, part: Sequence[Pass], tally: Tally, share: float) -> float:
+        """Forward and backward over its passes, then the optimiser. The gradient's norm before clipping; `share` of the
+        loss goes into the tally."""
+        self.optimiser.zero_grad(set_to_none=True)
+        for one in part:
+            new, entropy = self._logprobs_and_entropy(one)
+            if one.proximal is None:
+                one.proximal = new.detach()
+            loss, stats, kl = self._loss(one, new, entropy, one.proximal)
+            (loss * self._processes).backward()  # type: ignore[no-untyped-call, unused-ignore]
+            tally.loss += float(loss.detach()) * share
+            tally.kls += kl * stats.tokens
+            tally.found.append(stats)
+        self._accompany(self.model)
+        norm = self._clip()
+        if not np.isfinite(norm):
+            raise TrainingError(
+                "the gradient is not finite: it changed nothing. A lower learning rate, or float32, helps; the last "
+                "checkpoint is good"
+            )
+        self.optimiser.step()
+        return norm
 
     # What several processes do otherwise (training/parallel.py)
 
@@ -214,8 +148,8 @@ class Learner:
     def _accompany(self, model: Any | None) -> None:
         """Behind one's own passes: take part in those that other processes still make."""
 
-    def _parts(self, own: Part) -> list[Part]:
-        """What all processes made of their passes."""
+    def _tallies(self, own: Tally) -> list[Tally]:
+        """Of all processes."""
         return [own]
 
     def _clip(self) -> float:
@@ -256,29 +190,8 @@ class Learner:
 
     def _passes(self, sequences: Sequence[TrainingSequence]) -> list[Pass]:
         packs = self._packs([sequence.token_ids for sequence in sequences])
-        # Each sampled token stands in one sequence only (`make_batch` sees to it): every target weighs 1 before
-        # normalisation, on whatever node it is.
-        wanted = [targets(pack.tree, [sequences[index].trained for index in pack.members]) for pack in packs]
-        places = [np.asarray(pack.members)[one.sequences] for pack, one in zip(packs, wanted, strict=True)]
-        owners = torch.from_numpy(np.concatenate(places))
-        rollouts = torch.tensor([sequence.rollout for sequence in sequences])[owners]
-        weights = token_weights(
-            torch.ones(len(owners)), owners, rollouts, how=self._config.normalise, length=self._config.length
-        ).split([len(one) for one in wanted])
-        made = []
-        for pack, one, place, weight in zip(packs, wanted, places, weights, strict=True):
-            recorded = [sequences[index].recorded[at] for index, at in zip(place, one.offsets, strict=True)]
-            made.append(
-                Pass(
-                    pack,
-                    one,
-                    torch.tensor(recorded, dtype=torch.float32, device=self._device),
-                    torch.tensor([sequences[index].advantage for index in place], device=self._device).float(),
-                    torch.from_numpy(place).to(self._device),
-                    weight.to(self._device),
-                )
-            )
-        return made
+        how, length = self._config.normalise, self._config.length
+        return make_passes(packs, sequences, how=how, length=length, device=self._device)
 
     def _forward(self, model: Any, tree: Tree, rows: Tensor | None) -> Tensor:
         """Logits [r, V] at these nodes of a packed tree, ascending; None: at all."""
@@ -304,19 +217,12 @@ class Learner:
             entropy = -(logs.exp() * logs).sum(dim=-1)[torch.from_numpy(one.wanted.row_of).to(self._device)]
         return new, entropy
 
-    def _reference_logprobs(self, one: Pass) -> Tensor | None:
-        if self._reference is None or self._config.kl == 0:
-            return None
-        return self._no_grad_logprobs(self._reference, one)
-
     def _no_grad_logprobs(self, model: Any, one: Pass) -> Tensor:
         with torch.no_grad():
             logits = self._target_logits(model, one)
         return target_logprobs(logits, one.wanted, temperature=self._config.temperature)
 
-    def _loss(
-        self, one: Pass, new: Tensor, entropy: Tensor, proximal: Tensor, reference: Tensor | None
-    ) -> tuple[Tensor, LossStats, float]:
+    def _loss(self, one: Pass, new: Tensor, entropy: Tensor, proximal: Tensor) -> tuple[Tensor, LossStats, float]:
         mask = torch.ones(len(new), dtype=torch.bool, device=self._device)
         batch = Tokens(
             new=new,
@@ -329,15 +235,9 @@ class Learner:
             entropy=entropy,
         )
         loss, stats = LOSSES[self._config.loss](batch, **self._config.loss_settings)
-        if reference is None:
+        if one.reference is None:
             return loss, stats, 0.0
         term, kl = auxiliary.kl_to_reference(
-            new, reference, mask, kind=self._config.kl_kind, recorded=one.recorded, weights=one.weights
+            new, one.reference, mask, kind=self._config.kl_kind, recorded=one.recorded, weights=one.weights
         )
         return loss + self._config.kl * term, stats, kl.mean
-
-
-def _mean(found: Sequence[LossStats], name: str) -> float:
-    """Over tokens, of the passes' own means."""
-    tokens = sum(stats.tokens for stats in found)
-    return sum(float(getattr(stats, name)) * stats.tokens for stats in found) / tokens

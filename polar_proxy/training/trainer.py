@@ -39,8 +39,9 @@ from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.leases import GroupFeed, Leases
 from polar_proxy.training.metrics import Metrics, Window, forget_after, mean_with_interval
 from polar_proxy.training.reading import GroupReader
-from polar_proxy.training.step import Learner, StepStats
+from polar_proxy.training.step import Learner
 from polar_proxy.training.sync import WeightSync, probe, probe_ids
+from polar_proxy.training.tally import StepStats
 from polar_proxy.types import Json
 
 log = logging.getLogger(__name__)
