@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+# Of tests without services, so many files at a time, each with one thread: make test PROCESSES=8
+PROCESSES ?= 2
 
 .PHONY: setup demo test test-full test-harnesses coverage lint types format image clean
 
@@ -32,7 +34,7 @@ format: setup
 
 # What needs no service: everything but the tests marked `full`.
 test: lint types
-	$(BIN)/pytest --durations=12 -m 'not full and not by_command'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(PROCESSES) --dist loadfile --durations=12 -m 'not full and not by_command'
 
 # The same, and which lines no test reached; a fifth slower.
 coverage: setup

@@ -6,7 +6,7 @@ from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.security import HTTPBearer
 
 from polar_proxy import __version__
-from polar_proxy.api import events, feed, jobs, rollouts, service
+from polar_proxy.api import events, feed, jobs, rollouts, service, training
 from polar_proxy.api.context import Api, Authenticate, rooms
 from polar_proxy.api.keys import StoredKeys
 from polar_proxy.client.errors import ApiError
@@ -22,7 +22,7 @@ _ANY = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 def create_router(api: Api, auth: Authenticate | None = None) -> APIRouter:
     """All routes. `auth`: who asks; None: by the keys in the store."""
     made = rooms(auth or StoredKeys(api.store))
-    for part in (jobs, rollouts, feed, events, service):
+    for part in (jobs, rollouts, feed, training, events, service):
         part.add(made, api)
 
     @made.trainer.api_route("/{path:path}", methods=_ANY, include_in_schema=False)

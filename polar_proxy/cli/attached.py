@@ -113,6 +113,7 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.rollout.recovery import recover
     from polar_proxy.rollout.service import RolloutService, ServiceLimits, serving
+    from polar_proxy.training.published import InStore
     from polar_proxy.training.reading import StoreReader
     from polar_proxy.training.trainer import Trainer
     from sandboxes import choose
@@ -136,7 +137,8 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
             note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
             cache = settings.harness_cache
             async with RolloutService(store, gateway, engine, cache, limits=limits, note=note) as service:
-                rollouts = ServiceRollouts(service, store, source, config, recipe, run_id(run))
+                own_id = run_id(run)
+                rollouts = ServiceRollouts(service, store, source, config, recipe, own_id)
                 return await Trainer(
                     run,
                     config,
@@ -148,6 +150,7 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
                     reader=StoreReader(store),
                     rollouts=rollouts,
                     busy=gateway.metrics.busy.seconds,
+                    published=InStore(store, own_id, run.name, config.to_json()),
                     note=note,
                 ).train()
 
@@ -189,7 +192,7 @@ def _sync(settings: Settings, config: GrpoConfig, engine: Engine, run: Path) -> 
     if isinstance(engine, LocalEngine):
         return LocalSync(engine)
     if isinstance(engine, VllmEngine) and settings.engine.url is not None:
-        control = VllmControl(settings.engine.url, engine=engine)
+        control = VllmControl(settings.engine.url, config.pause, engine)
         return vllm_sync(config, control, (run / "weights").absolute())
     raise UsageError(f"Weights cannot be sent to the engine {settings.engine.kind}: train with local or vllm.")
 

@@ -102,7 +102,7 @@ async def train_fed(settings: Settings, config: GrpoConfig, run: Path, note: Cal
         )
     async with make_engine(settings.engine) as engine:
         note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
-        sync = vllm_sync(config, VllmControl(settings.engine.url), (run / "weights").absolute())
+        sync = vllm_sync(config, VllmControl(settings.engine.url, config.pause), (run / "weights").absolute())
         return await train_with(settings, config, run, note, engine=engine, sync=sync)
 
 
@@ -116,6 +116,7 @@ async def train_with(
     sync: WeightSync,
 ) -> State:
     """The same, of an engine at hand."""
+    from polar_proxy.training.published import AtServer
     from polar_proxy.training.reading import HttpFeed
     from polar_proxy.training.trainer import Trainer
 
@@ -128,7 +129,8 @@ async def train_with(
         if not (config.ask or config.ahead):
             note("ahead is 0: groups that others submit are trained on however stale they are")
         feed = HttpFeed(client, note)
-        asked = AskedRollouts(client, settings, config, run_id(run)) if config.ask else OthersRollouts()
+        own_id = run_id(run)
+        asked = AskedRollouts(client, settings, config, own_id) if config.ask else OthersRollouts()
         return await Trainer(
             run,
             config,
@@ -139,5 +141,6 @@ async def train_with(
             feed=feed,
             reader=feed,
             rollouts=asked,
+            published=AtServer(client, own_id, run.name, config.to_json(), note),
             note=note,
         ).train()

@@ -10,8 +10,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from polar_proxy.cli import common
+from polar_proxy.cli import common, connect
 from polar_proxy.cli.common import DbOption, JsonOption
+from polar_proxy.cli.connect import UrlOption
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.types import Json
@@ -102,6 +103,20 @@ def status(
     if png is not None:
         _draw(folder, png)
     _show(folder, as_json=as_json)
+
+
+@app.command("list")
+def listed(url: UrlOption = None, db: DbOption = None, as_json: JsonOption = False) -> None:
+    """Training runs that the database, or a server, was told of: newest first."""
+    found = connect.call(connect.load_settings(url, db), lambda client: client.training_runs())
+    if as_json:
+        common.print_json(found.model_dump())
+        return
+    table = Table("run", "name", "steps", "last line", box=None)
+    for run in found.runs:
+        at = "-" if run.told_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.told_at))
+        table.add_row(run.run_id, escape(run.name), str(run.step), at)
+    common.out.print(table)
 
 
 @app.command("adapter")

@@ -147,6 +147,30 @@ class SessionRequest(_Request):
     older_reasoning: Literal["as_sampled", "as_template"] | None = None
 
 
+class TrainingLine(BaseModel):
+    """What a trainer says of one event (docs/training.md, "What is measured"): more fields by kind."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False)
+
+    kind: Literal["start", "step", "sync", "checkpoint", "eval"]
+    step: int = Field(ge=0)
+    """Steps done."""
+    at: float
+
+
+class TrainingRunRequest(_Request):
+    name: str = Field(min_length=1)
+    config: dict[str, Any]
+    lines: list[TrainingLine] = []
+    """All that the run stands by: what else is known of it is forgotten."""
+
+
+class TrainingLinesRequest(_Request):
+    first: int = Field(ge=0)
+    """The place of the first of them among all lines of the run. What is known already stays as it is."""
+    lines: list[TrainingLine]
+
+
 class LeaseRequest(_Request):
     consumer: str = Field(min_length=1)
     limit: int = Field(1, ge=1, le=1024)
@@ -346,6 +370,27 @@ class LeaseEnded(_Answer):
 class LeaseExtended(_Answer):
     lease_id: str
     expires_at: float
+
+
+class TrainingRun(_Answer):
+    run_id: str
+    name: str
+    created_at: float
+    told_at: float | None
+    """When its trainer wrote its last line."""
+    step: int
+    """Steps done."""
+    lines: int
+
+
+class TrainingRunList(_Answer):
+    runs: list[TrainingRun]
+
+
+class TrainingDetail(TrainingRun):
+    config: dict[str, Any]
+    series: dict[str, dict[str, list[Any]]]
+    """By kind (`step`, `eval`, `sync`) and name: lists of one length, null where a line has no such value."""
 
 
 class FeedState(_Answer):

@@ -153,6 +153,29 @@ class Routes:
         """How many groups the feed has in which state, and why some were dropped."""
         return _get("/feed", m.FeedState)
 
+    # Training runs
+
+    @route
+    def put_training_run(self, run_id: str, request: m.TrainingRunRequest) -> Call[m.TrainingRun]:
+        """Make a run known, or take it up, with all its lines."""
+        path, json = f"/training/{part(run_id)}", request.model_dump(mode="json")
+        return Call("PUT", path, m.TrainingRun.model_validate_json, json=json, repeatable=True)
+
+    @route
+    def add_training_lines(self, run_id: str, request: m.TrainingLinesRequest) -> Call[m.TrainingRun]:
+        """Lines behind those that are known. Raises ConflictError where some before them are missing."""
+        return _post(f"/training/{part(run_id)}/lines", m.TrainingRun, request, repeatable=True)
+
+    @route
+    def training_runs(self) -> Call[m.TrainingRunList]:
+        """Newest first."""
+        return _get("/training", m.TrainingRunList)
+
+    @route
+    def training_run(self, run_id: str) -> Call[m.TrainingDetail]:
+        """A run's settings, and its curves."""
+        return _get(f"/training/{part(run_id)}", m.TrainingDetail)
+
     # The server
 
     @route

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, Table, insert, or_, select
+from sqlalchemy import ColumnElement, Select, Table, false, insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
@@ -207,6 +207,8 @@ async def _selection(source: AsyncConnection, where: str | None, sessions: Seque
         found_queries[name] = select(t[name]).where(t[name].c.session_id.in_(session_ids))
     for name in ("rollouts", "rewards", "events", "artifacts", "stages"):
         found_queries[name] = select(t[name]).where(t[name].c.rollout_id.in_(rollouts))
+    for name in ("training_runs", "training_lines"):
+        found_queries[name] = select(t[name]).where(false())  # of no rollout
     return found_queries
 
 

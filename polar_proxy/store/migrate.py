@@ -21,7 +21,7 @@ from polar_proxy.store.database import Database, make_file
 from polar_proxy.store.schema import VERSION_TABLE
 from polar_proxy.store.urls import normalise_url
 
-HEAD = "0007"
+HEAD = "0008"
 """The newest revision. Stands here too so that opening a database need not load the migrations."""
 
 _POSTGRES_LOCK = 0x706F6C6172  # any number that only Polar uses

@@ -429,3 +429,23 @@ artifacts = Table(
     Column("bytes", BigInteger, nullable=False),
     Column("created_at", Double, nullable=False),
 )
+
+training_runs = Table(
+    "training_runs",
+    metadata,
+    Column("run_id", Text, primary_key=True),
+    Column("name", Text, nullable=False),
+    _json("config"),
+    Column("created_at", Double, nullable=False),
+)
+
+training_lines = Table(
+    "training_lines",
+    metadata,
+    Column("run_id", Text, ForeignKey("training_runs.run_id", ondelete="CASCADE"), primary_key=True),
+    Column("position", Integer, primary_key=True, autoincrement=False),
+    Column("kind", Text, nullable=False),  # start, step, sync, checkpoint, eval
+    Column("step", Integer, nullable=False),
+    Column("at", Double, nullable=False),
+    _json("data"),
+)

@@ -27,6 +27,7 @@ from polar_proxy.store.sessions import Sessions
 from polar_proxy.store.statistics import Statistics
 from polar_proxy.store.surplus import Surplus
 from polar_proxy.store.traces import Traces
+from polar_proxy.store.training import Training
 from polar_proxy.store.urls import display_url, normalise_url
 from polar_proxy.store.verify import Verify
 
@@ -46,6 +47,7 @@ class Store(
     Evidence,
     Traces,
     Rescores,
+    Training,
     Statistics,
     Verify,
     Prune,

@@ -34,6 +34,7 @@ MAY_CHANGE = frozenset(
         "processes",
         "transfer",
         "transfer_host",
+        "pause",
     }
 )
 """What a resumed run may be told anew; anything else would make it another run under the same name."""
@@ -147,6 +148,8 @@ class GrpoConfig(BaseModel):
     """How new weights travel to vLLM: through files that both see, or from GPU to GPU (training/nccl.py)."""
     transfer_host: str = "127.0.0.1"
     """With nccl: the address at which vLLM's workers reach the trainer."""
+    pause: Literal["keep", "wait", "abort"] = "keep"
+    """vLLM: while it takes new weights, calls in flight wait and go on with these, or end first, or are ended."""
     probe_tolerance: float = Field(0.02, gt=0)
     """Largest difference in nats between engine and trainer on the probe, after a sync."""
     checkpoint_every: int = Field(1, ge=1)

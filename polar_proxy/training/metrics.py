@@ -1,4 +1,5 @@
-"""What a run says of itself: one JSON line per event in RUN/metrics.jsonl, and TensorBoard where it is installed.
+"""What a run says of itself: one JSON line per event in RUN/metrics.jsonl, the same lines where others look for them
+(`published`), and TensorBoard where it is installed.
 
 Lines of `kind` "step" hold one step each, of "eval" an evaluation, of "sync" a weight sync, of "start" a (re)start. A
 resumed run first drops the lines of steps that its checkpoint does not hold: those steps never happened.
@@ -18,6 +19,7 @@ import numpy as np
 import orjson
 
 from polar_proxy.training.checkpoint import write_file
+from polar_proxy.training.published import Published
 from polar_proxy.training.student import t_quantile
 from polar_proxy.types import Json
 
@@ -25,10 +27,15 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """The writer of one run; `with Metrics(run) as metrics`."""
+    """The writer of one run; `with Metrics(run) as metrics`. What is written is in the file at once, and published by
+    `publish`."""
 
-    def __init__(self, run: Path) -> None:
+    def __init__(self, run: Path, published: Published | None = None) -> None:
         self._run = run
+        self._published = published
+        self._known: int | None = None
+        """Lines that are published; None: whatever is, is to be replaced."""
+        self._waiting: list[Json] = []
         self._file: Any = None
         self._board: Any = None
 
@@ -51,13 +58,28 @@ class Metrics:
     def write(self, kind: str, step: int, values: Json) -> None:
         """`step`: how many steps are done."""
         line = {"kind": kind, "step": step, "at": time.time(), **values}
-        self._file.write(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+        written = orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
+        self._file.write(written + b"\n")
         self._file.flush()
+        if self._published is not None:
+            self._waiting.append(orjson.loads(written))
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
             self._board.flush()
+
+    async def publish(self) -> None:
+        """What is written and not published yet; all of the file at first, and where that did not succeed before."""
+        if self._published is None or not self._waiting:
+            return
+        lines, self._waiting = self._waiting, []
+        if self._known is None:
+            lines = list(read(self._run))
+            kept = await self._published.begin(lines)
+        else:
+            kept = await self._published.add(self._known, lines)
+        self._known = (self._known or 0) + len(lines) if kept else None
 
 
 class Window:

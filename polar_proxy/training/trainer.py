@@ -38,6 +38,7 @@ from polar_proxy.training.config import GrpoConfig, differences
 from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.leases import GroupFeed, Leases
 from polar_proxy.training.metrics import Metrics, Window, forget_after, mean_with_interval
+from polar_proxy.training.published import Published
 from polar_proxy.training.reading import GroupReader
 from polar_proxy.training.step import Learner
 from polar_proxy.training.sync import WeightSync, probe, probe_ids
@@ -87,16 +88,17 @@ class Trainer:
         reader: GroupReader,
         rollouts: Rollouts,
         busy: Callable[[], float] | None = None,
+        published: Published | None = None,
         at: Callable[[str], None] = _nothing,
         note: Callable[[str], None] = log.info,
     ) -> None:
         """`model`: the folder that the learner was loaded from. `busy`: seconds so far in which a call was with the
-        engine. `note` gets lines for people."""
+        engine. `published`: where the run's lines are told, too. `note` gets lines for people."""
         self._run, self._config, self._learner, self._model = run, config, learner, model
         self._engine, self._sync, self._reader, self._rollouts = engine, sync, reader, rollouts
         self._at, self._note = at, note
         self._leases = Leases(feed, run, config.lease_seconds, note)
-        self._metrics = Metrics(run)
+        self._metrics = Metrics(run, published)
         self._busy = busy
         self.state = State(0, 0, "0", ())
         self._unsaved: list[str] = []
@@ -117,6 +119,7 @@ class Trainer:
                     self._window = Window(self._busy)
                     if self.state.step == 0:
                         await self._evaluate()
+                    await self._metrics.publish()
                     while self.state.step < self._config.steps:
                         await self._step()
         return self.state
@@ -141,6 +144,7 @@ class Trainer:
         self._at("synced")
         if last or (config.eval_every and self.state.step % config.eval_every == 0):
             await self._evaluate()
+        await self._metrics.publish()
 
     # Groups
 

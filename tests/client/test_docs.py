@@ -68,6 +68,7 @@ assert len(rows) == rollouts[0].calls > 1
 assert polar.feed().depth == {"delivered": 1}
 assert polar.job(other.job_id).status == "cancelled"
 assert session.key.startswith("sk-polar-")
+assert polar.training_run("run_mine").series["eval"]["reward"] == [0.75]
 """
     (readme,) = [block for block in blocks("python", README) if "polar_proxy.client" in block]
     readme = f'key = os.environ["POLAR_API_KEY"]\n{readme.replace("wait=60", "wait=0")}'

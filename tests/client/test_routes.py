@@ -19,6 +19,8 @@ BODIES: dict[str, Any] = {
     "reward": m.RewardRequest(rollout_id="roll_1", value=1.0, source="me"),
     "new_session": m.SessionRequest(),
     "lease": m.LeaseRequest(consumer="me"),
+    "put_training_run": m.TrainingRunRequest(name="mine", config={}),
+    "add_training_lines": m.TrainingLinesRequest(first=0, lines=[]),
 }
 
 

@@ -123,7 +123,7 @@ async def _write(connection: AsyncConnection, calls: list[CallRecord], revision:
     await put("completions", cells)
 
 
-_EARLIER = ["0001", "0002", "0003", "0004", "0005", "0006"]
+_EARLIER = ["0001", "0002", "0003", "0004", "0005", "0006", "0007"]
 
 
 def test_every_earlier_revision_is_tried() -> None:

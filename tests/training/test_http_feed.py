@@ -150,6 +150,9 @@ async def test_a_trainer_of_groups_that_others_submit(tmp_path: Path, model: Pat
         depth = await store.feed_depth()
         assert depth["delivered"] == 3
         assert depth.get("dropped", 0) == sum(step["dropped_stale"] for step in steps)
+        (run,) = await store.training_runs()
+        assert (run.name, run.step) == ("run", 3)
+        assert await store.training_lines(run.run_id) == list(metrics.read(tmp_path / "run"))
 
 
 async def test_a_feed_that_is_away_for_a_while(tmp_path: Path, model: Path) -> None:
