@@ -225,7 +225,9 @@ def made_up(given: argparse.Namespace) -> dict[str, tuple[TrainingSequence, ...]
 
 def sequence(rollout: int, turn: int, ids: Ids, trained: Any) -> TrainingSequence:
     recorded_at = np.where(trained, -7.0, np.nan)
-    return TrainingSequence(f"{rollout}/{turn}", "group", rollout, ids, trained, recorded_at, advantage(rollout))
+    return TrainingSequence(
+        f"{rollout}/{turn}", "group", rollout, ids, trained, recorded_at, advantage(rollout), ~trained
+    )
 
 
 def advantage(rollout: int) -> float:

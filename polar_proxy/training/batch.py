@@ -86,6 +86,9 @@ class TrainingSequence:
     recorded: npt.NDArray[np.float64]
     """[n], nats, as recorded at sampling; NaN off `trained`."""
     advantage: float
+    observed: Flags
+    """bool [n]: stands behind something sampled and was not: what the environment answered, with its template around
+    it; this sequence's own."""
 
 
 @dataclass(slots=True)
@@ -223,7 +226,8 @@ def _sequences(
                 seen.add(sample)
         whole = path(trace, by_id)
         trained = whole.loss_mask.astype(bool)
-        trained[: whole.own] = False  # those belong to the traces before
+        observed = ~trained & (np.cumsum(trained) > 0)
+        trained[: whole.own] = observed[: whole.own] = False  # those belong to the traces before
         found.append(
             TrainingSequence(
                 trace_id=trace.trace_id,
@@ -233,6 +237,7 @@ def _sequences(
                 trained=trained,
                 recorded=np.where(trained, whole.logprobs.astype(np.float64), np.nan),
                 advantage=advantage,
+                observed=observed,
             )
         )
     return found

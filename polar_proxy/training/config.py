@@ -123,6 +123,8 @@ class GrpoConfig(BaseModel):
     kl_kind: Literal["k1", "k2", "k3"] = "k3"
     reference: str | None = None
     """Folder of the reference's weights; None: the weights that training begins with."""
+    echo: float = Field(0.0, ge=0)
+    """Coefficient of ECHO, which learns to predict what the environment answers (its paper: 0.05); 0: not at all."""
     lora: Lora | None = None
     """Train an adapter instead of the weights. A checkpoint holds the merged weights, and is served like any other."""
     learning_rate: float = Field(1e-5, gt=0)

@@ -20,6 +20,7 @@ STEP = (
     "entropy",
     "approx_kl",
     "kl_reference",
+    "observation_loss",
     "ratio_mean",
     "ratio_max",
     "clipped_share",

@@ -17,20 +17,26 @@ from polar_proxy.training.tree import Targets, targets
 
 @dataclass(slots=True)
 class Pass:
-    """One forward pass, of m targets. Tensors are [m], on the device."""
+    """One forward pass, of m targets: s sampled tokens, the others observed ones. Tensors are on the device."""
 
     pack: Pack
     wanted: Targets
+    sampled: Tensor
+    """bool [m]"""
+    observed: Tensor
+    """float64 [m]: what each observed token weighs, 0 where one was sampled."""
     recorded: Tensor
-    """float32, nats, as recorded at sampling."""
+    """float32 [s], nats, as recorded at sampling."""
     advantages: Tensor
+    """float32 [s]"""
     sequences: Tensor
-    """int64: of each target the number of its sequence within the update."""
+    """int64 [s]: the number of its sequence within the update."""
     weights: Tensor
+    """float64 [s]"""
     proximal: Tensor | None = None
-    """The trainer's own log-probabilities before the step, once they are known."""
+    """[s]: the trainer's own log-probabilities before the step, once they are known."""
     reference: Tensor | None = None
-    """The reference's, where there is one."""
+    """[s]: the reference's, where there is one."""
 
     def mismatch(self) -> tuple[float, float]:
         """Sum and largest of |the trainer's own before the step - recorded|, nats."""
@@ -45,28 +51,39 @@ def make_passes(
     *,
     how: How,
     length: int | None,
+    observations: bool,
     device: torch.device,
 ) -> list[Pass]:
-    """A pass for each pack of `sequences`. What a token weighs is decided over all of them."""
+    """A pass for each pack of `sequences`. What a token weighs is decided over all of them: sampled ones as `how` says,
+    observed ones, if they are wanted, all alike."""
+    masks = [one.trained | one.observed if observations else one.trained for one in sequences]
     # Each sampled token stands in one sequence only (`make_batch` sees to it): every target weighs 1 before
     # normalisation, on whatever node it is.
-    wanted = [targets(pack.tree, [sequences[index].trained for index in pack.members]) for pack in packs]
+    wanted = [targets(pack.tree, [masks[index] for index in pack.members]) for pack in packs]
     places = [np.asarray(pack.members)[one.sequences] for pack, one in zip(packs, wanted, strict=True)]
-    owners = torch.from_numpy(np.concatenate(places))
+    sampled = [
+        np.array([sequences[index].trained[at] for index, at in zip(place, one.offsets, strict=True)], dtype=bool)
+        for place, one in zip(places, wanted, strict=True)
+    ]
+    owners = torch.from_numpy(np.concatenate([place[flags] for place, flags in zip(places, sampled, strict=True)]))
     rollouts = torch.tensor([sequence.rollout for sequence in sequences])[owners]
     weights = token_weights(torch.ones(len(owners)), owners, rollouts, how=how, length=length)
-    shares = weights.split([len(one) for one in wanted])
+    shares = weights.split([int(flags.sum()) for flags in sampled])
+    seen = sum(int((~flags).sum()) for flags in sampled)
     made = []
-    for pack, one, place, share in zip(packs, wanted, places, shares, strict=True):
-        recorded = [sequences[index].recorded[at] for index, at in zip(place, one.offsets, strict=True)]
+    for pack, one, place, flags, share in zip(packs, wanted, places, sampled, shares, strict=True):
+        own, at = place[flags], one.offsets[flags]
+        recorded = [sequences[index].recorded[position] for index, position in zip(own, at, strict=True)]
         made.append(
             Pass(
                 pack,
                 one,
-                torch.tensor(recorded, dtype=torch.float32, device=device),
-                torch.tensor([sequences[index].advantage for index in place], device=device).float(),
-                torch.from_numpy(place).to(device),
-                share.to(device),
+                sampled=torch.from_numpy(flags).to(device),
+                observed=torch.from_numpy(~flags / max(1, seen)).to(device),
+                recorded=torch.tensor(recorded, dtype=torch.float32, device=device),
+                advantages=torch.tensor([sequences[index].advantage for index in own], device=device).float(),
+                sequences=torch.from_numpy(own).to(device),
+                weights=share.to(device),
             )
         )
     return made

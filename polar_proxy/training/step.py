@@ -122,10 +122,15 @@ class Learner:
         loss goes into the tally."""
         self.optimiser.zero_grad(set_to_none=True)
         for one in part:
-            new, entropy = self._logprobs_and_entropy(one)
+            everything, entropies = self._logprobs_and_entropy(one)
+            new, entropy = everything[one.sampled], entropies[one.sampled]
             if one.proximal is None:
                 one.proximal = new.detach()
             loss, stats, kl = self._loss(one, new, entropy, one.proximal)
+            if self._config.echo > 0:
+                term, seen = auxiliary.observation_loss(everything, ~one.sampled, weights=one.observed)
+                loss = loss + self._config.echo * term
+                tally.observations.append(seen)
             (loss * self._processes).backward()  # type: ignore[no-untyped-call, unused-ignore]
             tally.loss += float(loss.detach()) * share
             tally.kls += kl * stats.tokens
@@ -191,7 +196,8 @@ class Learner:
     def _passes(self, sequences: Sequence[TrainingSequence]) -> list[Pass]:
         packs = self._packs([sequence.token_ids for sequence in sequences])
         how, length = self._config.normalise, self._config.length
-        return make_passes(packs, sequences, how=how, length=length, device=self._device)
+        echo = self._config.echo > 0
+        return make_passes(packs, sequences, how=how, length=length, observations=echo, device=self._device)
 
     def _forward(self, model: Any, tree: Tree, rows: Tensor | None) -> Tensor:
         """Logits [r, V] at these nodes of a packed tree, ascending; None: at all."""
@@ -220,7 +226,7 @@ class Learner:
     def _no_grad_logprobs(self, model: Any, one: Pass) -> Tensor:
         with torch.no_grad():
             logits = self._target_logits(model, one)
-        return target_logprobs(logits, one.wanted, temperature=self._config.temperature)
+        return target_logprobs(logits, one.wanted, temperature=self._config.temperature)[one.sampled]
 
     def _loss(self, one: Pass, new: Tensor, entropy: Tensor, proximal: Tensor) -> tuple[Tensor, LossStats, float]:
         mask = torch.ones(len(new), dtype=torch.bool, device=self._device)

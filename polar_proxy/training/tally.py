@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
+from polar_proxy.training.auxiliary import ObservationStats
 from polar_proxy.training.tokens import LossStats
 from polar_proxy.types import Json
 
@@ -34,6 +35,8 @@ class StepStats:
     """Mean |trainer's own log-probability before the step - recorded|, nats."""
     mismatch_max: float
     kl_reference: float | None
+    observation_loss: float | None
+    """Cross-entropy of the observed tokens, nats each; None without ECHO."""
     seconds: float
 
     def to_json(self) -> Json:
@@ -48,6 +51,7 @@ class Tally:
     kls: float = 0.0
     """Sum over tokens of the KL to the reference."""
     found: list[LossStats] = field(default_factory=list)
+    observations: list[ObservationStats] = field(default_factory=list)
     computed: int = 0
     gaps: list[tuple[float, float]] = field(default_factory=list)
     """Of each pass: sum and largest of the mismatch."""
@@ -66,6 +70,8 @@ def step_stats(
     found = [stats for each in tallies for stats in each.found]
     gaps = [gap for each in tallies for gap in each.gaps]
     tokens = sum(stats.tokens for stats in found)
+    seen = [stats for each in tallies for stats in each.observations]
+    observed = sum(stats.tokens for stats in seen)
     return StepStats(
         loss=sum(each.loss for each in tallies),
         tokens=tokens,
@@ -83,6 +89,7 @@ def step_stats(
         mismatch_mean=sum(total for total, _ in gaps) / tokens,
         mismatch_max=max(largest for _, largest in gaps),
         kl_reference=sum(each.kls for each in tallies) / tokens if with_reference else None,
+        observation_loss=sum(stats.cross_entropy * stats.tokens for stats in seen) / observed if observed else None,
         seconds=seconds,
     )
 

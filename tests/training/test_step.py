@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,6 +125,42 @@ def test_minibatches_are_updates_of_their_own(folder: Path) -> None:
     assert stats.loss == pytest.approx(orders[same.index(True)][1], abs=1e-4)
     # What was before the step is known of the second, too, though it comes behind the first's update.
     assert stats.mismatch_mean == pytest.approx(0.05, abs=1e-4)
+
+
+def test_what_the_environment_answered_is_predicted_too(folder: Path) -> None:
+    """ECHO: its gradient is that of the cross-entropy of the tokens between what was sampled, each counted once."""
+    model = plain(folder)
+    turns = ([21, 22], [60, 61, 62], [23]), ([21, 22], [60, 61, 63], [24, 25])  # sampled, observed, sampled
+    members = []
+    for number, (first, seen, last) in enumerate(turns):
+        answer = [*first, *seen, *last]
+        found = logprobs(model, answer)
+        mask = [1] * len(first) + [0] * len(seen) + [1] * len(last)
+        kept = [value if own else float("nan") for value, own in zip(found, mask, strict=True)]
+        told = trace(f"t{number}", PROMPT, answer, logprobs=kept)
+        told = replace(told, loss_mask=np.array([0] * len(PROMPT) + mask, dtype=np.uint8))
+        members.append(Member(rollout(number, 1.0 - number), (told,)))
+    step = make_batch([group(*members)], CONFIG)
+    assert [one.observed.tolist() for one in step.sequences] == [
+        [False] * 6 + [True] * 3 + [False],
+        [False] * 6 + [True] * 3 + [False] * 2,
+    ]
+    with_echo, without = learner(folder, echo=0.5), learner(folder)
+    stats, bare = with_echo.update(step, 0), without.update(step, 0)
+    entropy = 0.0
+    for first, seen, _ in turns:
+        ids = torch.tensor([[*PROMPT, *first, *seen]])
+        logs = torch.log_softmax(model(input_ids=ids).logits[0].float(), -1)
+        entropy = entropy - sum(logs[5 + place, token] for place, token in enumerate(seen)) / 6
+    entropy.backward()
+    assert stats.observation_loss == pytest.approx(float(entropy.detach()), abs=1e-4)
+    assert stats.loss == pytest.approx(bare.loss + 0.5 * float(entropy.detach()), abs=1e-4)
+    assert (stats.tokens, stats.mismatch_max < 1e-4, bare.observation_loss) == (bare.tokens, True, None)
+    plainly = dict(model.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in without.model.named_parameters()}
+    for name, parameter in with_echo.model.named_parameters():
+        wanted = gradients[name] + 0.5 * plainly[name].grad
+        assert torch.allclose(parameter.grad, wanted, atol=2e-5 * float(wanted.abs().max()) + 1e-7), name
 
 
 def two_groups(folder: Path) -> Batch:

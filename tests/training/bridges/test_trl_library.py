@@ -86,7 +86,7 @@ def polars_gradients(rows: list[Json], advantages: list[float]) -> dict[str, tor
         recorded = np.array([np.nan] * len(off) + list(one.logprobs))
         ids = np.array(one.token_ids, dtype=np.int64)
         recorded = np.where(trained, recorded, np.nan)
-        sequences.append(TrainingSequence(one.trace_id, "g", number, ids, trained, recorded, advantage))
+        sequences.append(TrainingSequence(one.trace_id, "g", number, ids, trained, recorded, advantage, ~trained))
     settings: Json = {"loss": "ppo_clip", "normalise": "token"}
     learner = Learner(load_model(POLAR_TINY), GrpoConfig(**settings, learning_rate=1e-3, clip_grad=1e9))
     kept: dict[str, torch.Tensor] = {}
