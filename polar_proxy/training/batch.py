@@ -154,7 +154,7 @@ def make_batch(groups: Sequence[Group], config: GrpoConfig) -> Batch:
         rewards = _dealt_anew(rewards, f"{config.seed}/{' '.join(group.group_id for group in groups)}")
     for group, known in zip(groups, rewards, strict=True):
         values = group_advantages(known, config)
-        flat = not np.any(np.nan_to_num(values) != 0.0)
+        flat = _flat(values)
         for member, advantage in zip(group.members, values.tolist(), strict=True):
             reason = _masked(member, advantage)
             if reason is None and flat and not config.keep_flat_groups:
@@ -174,6 +174,15 @@ def make_batch(groups: Sequence[Group], config: GrpoConfig) -> Batch:
         staleness=tuple(group.staleness for group in groups if group.staleness is not None),
         left_out=left_out,
     )
+
+
+def teaches(group: Group, config: GrpoConfig) -> bool:
+    """Whether anything of a group is worth training: some advantage is not 0."""
+    return not _flat(group_advantages(group.rewards, config))
+
+
+def _flat(values: advantages.Floats) -> bool:
+    return not np.any(np.nan_to_num(values) != 0.0)
 
 
 def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> advantages.Floats:

@@ -79,6 +79,9 @@ class GrpoConfig(BaseModel):
     """Groups per step."""
     samples: int = Field(8, ge=2)
     """Rollouts per group."""
+    refill: bool = False
+    """Groups that teach nothing (rewards all alike) do not count towards `groups`: others are asked for in their place
+    (the dynamic sampling of DAPO, arXiv 2503.14476). At most three rounds more a step."""
     ahead: int = Field(0, ge=0)
     """0: synchronous. n: rollouts of the next n steps run while the trainer works; the bound on staleness, in steps.
     A group that is staler when it is finished is dropped and counted."""

@@ -32,7 +32,7 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.store.feed import Lease
 from polar_proxy.training import checkpoint
-from polar_proxy.training.batch import Batch, Group, make_batch
+from polar_proxy.training.batch import Batch, Group, make_batch, teaches
 from polar_proxy.training.checkpoint import State
 from polar_proxy.training.config import GrpoConfig, differences
 from polar_proxy.training.failures import TrainingError
@@ -150,27 +150,26 @@ class Trainer:
 
     async def _groups(self) -> tuple[list[Group], int]:
         """The next step's groups, leased: as many as a step has, or what there is once no more can come."""
-        config, leased = self._config, list[Lease]()
+        config, found = self._config, list[Group]()
         dropped = empty = 0
         bound = config.staleness_bound
         while self.state.rounds <= self.state.step + config.ahead and self.state.rounds < config.steps:
             await self._ask()
         deadline = time.monotonic() + config.wait_seconds
-        while len(leased) < config.groups:
+        while room := config.groups - sum(not config.refill or teaches(group, config) for group in found):
             # Asked before the feed is read: a group that ends in between is in the feed then.
             under_way = await self._rollouts.under_way()
-            room = config.groups - len(leased)
             offer = await self._leases.take(self._run.name, room, step=self.state.step, max_staleness=bound)
             dropped += len(offer.dropped)
             for lease in offer.leases:
                 if lease.group_id in self.state.trained:  # an acknowledgement was lost, or came too late
                     await self._acknowledge(lease)
                 elif lease.group_id not in self._unsaved:  # else: the next checkpoint's acknowledgement is its own
-                    leased.append(lease)
+                    found.append(await self._reader.read_group(lease.group_id, config.builder, lease.staleness))
             if offer.leases or offer.dropped:
                 deadline = time.monotonic() + config.wait_seconds
-            elif under_way == 0 and leased:
-                break  # groups were dropped or cancelled: a smaller step rather than none
+            elif under_way == 0 and found and (not config.refill or empty == EMPTY_ROUNDS):
+                break  # groups were dropped or cancelled, or teach nothing: a smaller step rather than none
             elif under_way == 0:
                 if (empty := empty + 1) > EMPTY_ROUNDS:
                     raise TrainingError(
@@ -185,8 +184,7 @@ class Trainer:
                 )
             else:
                 await asyncio.sleep(POLL_SECONDS)
-        read = self._reader.read_group
-        return [await read(lease.group_id, config.builder, lease.staleness) for lease in leased], dropped
+        return found, dropped
 
     async def _ask(self) -> None:
         await self._rollouts.start(self.state.rounds)
