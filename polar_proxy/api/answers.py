@@ -13,6 +13,8 @@ from polar_proxy.client import models as m
 from polar_proxy.store import RewardRow, RolloutRow, Store
 from polar_proxy.store.feed import Lease
 from polar_proxy.store.jobs import GroupRow, JobRow
+from polar_proxy.store.training import TrainingRun
+from polar_proxy.training import curves
 from polar_proxy.types import Json
 
 M = TypeVar("M", bound=BaseModel)
@@ -46,6 +48,24 @@ def reward(row: RewardRow) -> m.Reward:
 
 def lease(row: Lease) -> m.Lease:
     return m.Lease.model_validate(asdict(row))
+
+
+def training_run(row: TrainingRun) -> m.TrainingRun:
+    return _of(m.TrainingRun, row)
+
+
+async def training_detail(store: Store, run_id: str) -> m.TrainingDetail:
+    """Raises ApiError 404."""
+    row = await known_run(store, run_id)
+    return _of(m.TrainingDetail, row, series=curves.series(await store.training_lines(run_id)))
+
+
+async def known_run(store: Store, run_id: str) -> TrainingRun:
+    """Raises ApiError 404."""
+    rows = await store.training_runs(run_id)
+    if not rows:
+        raise not_found("training run", run_id)
+    return rows[0]
 
 
 async def job_detail(store: Store, job_id: str) -> m.JobDetail:

@@ -22,6 +22,7 @@ from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.rollout import RolloutService
 from polar_proxy.store import Store
 from polar_proxy.store.feed import LeaseLostError
+from polar_proxy.store.training import MissingLinesError
 
 Authenticate = Callable[[Request], Awaitable[Role]]
 """Who asks. Raises ApiError (401, 403)."""
@@ -113,6 +114,8 @@ def _translated(error: PolarError | RequestValidationError | HTTPException) -> A
             return ApiError(f"Bad request: {first}.", status=422, code="invalid", detail=found)
         case LeaseLostError():
             return ApiError(f"{error}.", status=409, code="lease_lost")
+        case MissingLinesError():
+            return ApiError(f"{error}.", status=409, code="conflict", detail={"lines": error.lines})
         case UsageError():
             return ApiError(str(error), status=400, code="bad_request")
         case HTTPException():

@@ -22,6 +22,14 @@ _l = schema.training_lines.c
 _APART = ("kind", "step", "at")
 
 
+class MissingLinesError(StoreError):
+    """Lines were given of which some before them are not there. `lines`: how many are."""
+
+    def __init__(self, run_id: str, lines: int, first: int) -> None:
+        super().__init__(f"The training run {run_id} has {lines} lines here: line {first} cannot follow")
+        self.lines = lines
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
     run_id: str
@@ -50,14 +58,14 @@ class Training(Part):
 
     async def add_training_lines(self, run_id: str, first: int, lines: Sequence[Json]) -> None:
         """Lines `first`, `first + 1`, ... of a run; what is there already stays as it is. Raises StoreError where the
-        run is not known, or lines before these are missing."""
+        run is not known, MissingLinesError where lines before these are not there."""
         async with self._database.writing() as connection:
             known = await connection.scalar(select(_r.run_id).where(_r.run_id == run_id).with_for_update())
             if known is None:
                 raise StoreError(f"There is no training run {run_id}")
             here = await connection.scalar(select(func.count()).where(_l.run_id == run_id)) or 0
             if here < first:
-                raise StoreError(f"The training run {run_id} has {here} lines here: line {first} cannot follow")
+                raise MissingLinesError(run_id, here, first)
             if lines:
                 new = self._database.insert_new(schema.training_lines)
                 await connection.execute(new, _rows(run_id, first, lines))

@@ -105,7 +105,7 @@ class Learner:
         for _ in range(config.epochs):
             tally = Tally()
             for part in parts:
-                norm = self._one_update(part, tally, 1 / len(parts))
+                norm = self._one_update(part, tally, 1 / len(parts), step)
         tally.computed = sum(len(one.pack.tree) for one in passes)
         tally.gaps = [one.mismatch() for one in passes]
         return step_stats(
@@ -117,7 +117,7 @@ class Learner:
             seconds=time.perf_counter() - began,
         )
 
-    def _one_update(self, part: Sequence[Pass], tally: Tally, share: float) -> float:
+    def _one_update(self, part: Sequence[Pass], tally: Tally, share: float, step: int) -> float:
         """Forward and backward over its passes, then the optimiser. The gradient's norm before clipping; `share` of the
         loss goes into the tally."""
         self.optimiser.zero_grad(set_to_none=True)
@@ -139,8 +139,8 @@ class Learner:
         norm = self._clip()
         if not np.isfinite(norm):
             raise TrainingError(
-                "the gradient is not finite: it changed nothing. A lower learning rate, or float32, helps; the last "
-                "checkpoint is good"
+                f"the gradient of step {step} is not finite: it changed nothing. A lower learning rate, or float32, "
+                "helps; the last checkpoint is good"
             )
         self.optimiser.step()
         return norm

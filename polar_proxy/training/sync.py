@@ -111,7 +111,7 @@ def _write(weights: Mapping[str, Tensor], folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in with_head(weights).items()}
-    if HEAD in tensors:
+    if HEAD in tensors and HEAD not in weights:
         tensors[HEAD] = tensors[HEAD].clone()  # safetensors takes no tensor under two names
     save_file(tensors, folder / "model.safetensors")
 

@@ -156,7 +156,8 @@ class Trainer:
         while self.state.rounds <= self.state.step + config.ahead and self.state.rounds < config.steps:
             await self._ask()
         deadline = time.monotonic() + config.wait_seconds
-        while room := config.groups - sum(not config.refill or teaches(group, config) for group in found):
+        room = config.groups
+        while room:
             # Asked before the feed is read: a group that ends in between is in the feed then.
             under_way = await self._rollouts.under_way()
             offer = await self._leases.take(self._run.name, room, step=self.state.step, max_staleness=bound)
@@ -165,7 +166,9 @@ class Trainer:
                 if lease.group_id in self.state.trained:  # an acknowledgement was lost, or came too late
                     await self._acknowledge(lease)
                 elif lease.group_id not in self._unsaved:  # else: the next checkpoint's acknowledgement is its own
-                    found.append(await self._reader.read_group(lease.group_id, config.builder, lease.staleness))
+                    group = await self._reader.read_group(lease.group_id, config.builder, lease.staleness)
+                    found.append(group)
+                    room -= not config.refill or teaches(group, config)
             if offer.leases or offer.dropped:
                 deadline = time.monotonic() + config.wait_seconds
             elif under_way == 0 and found and (not config.refill or empty == EMPTY_ROUNDS):

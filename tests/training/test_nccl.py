@@ -57,10 +57,22 @@ def test_what_it_cannot_do_is_refused_at_once(more: dict[str, Any], reason: str)
         make_config({"transfer": "nccl", **more})
 
 
+def joined(sender: object) -> tuple[VllmNcclSync, list[str]]:
+    """A sync whose group stands, through this sender; and the paths that the server is asked for."""
+    asked: list[str] = []
+
+    def server(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(200, json={})
+
+    sync = VllmNcclSync(VllmControl("http://engine/", transport=httpx.MockTransport(server)), device="cpu")
+    sync._sender = sender
+    return sync, asked
+
+
 @pytest.mark.usefixtures("with_vllm")
 async def test_a_call_that_vllm_refuses_ends_a_sync_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL would wait without end for workers that never come."""
-    asked: list[str] = []
     never = threading.Event()
 
     class Sender:
@@ -71,13 +83,8 @@ async def test_a_call_that_vllm_refuses_ends_a_sync_that_waits_for_it(monkeypatc
                 self.client.start_weight_update()
             never.wait()
 
-    def server(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.path)
-        return httpx.Response(200, json={})
-
     monkeypatch.setattr(httpx, "post", lambda url, **more: httpx.Response(500, text="no device"))
-    sync = VllmNcclSync(VllmControl("http://engine/", transport=httpx.MockTransport(server)), device="cpu")
-    sync._sender = Sender()
+    sync, asked = joined(Sender())
     with pytest.raises(TrainingError, match="500 to POST /start_weight_update: no device"):
         await asyncio.wait_for(sync.push({"w": torch.ones(2)}, "1"), 10)
     never.set()
@@ -90,14 +97,7 @@ async def test_what_fails_on_this_side_is_told_and_vllm_resumed() -> None:
         def send_weights(self) -> None:
             raise RuntimeError("NCCL error: unhandled cuda error")
 
-    asked: list[str] = []
-
-    def server(request: httpx.Request) -> httpx.Response:
-        asked.append(request.url.path)
-        return httpx.Response(200, json={})
-
-    sync = VllmNcclSync(VllmControl("http://engine", transport=httpx.MockTransport(server)), device="cpu")
-    sync._sender = Sender()
+    sync, asked = joined(Sender())
     with pytest.raises(TrainingError, match="by NCCL: RuntimeError: NCCL error: unhandled cuda error"):
         await sync.push({"w": torch.ones(2)}, "1")
     assert asked == ["/pause", "/resume"]
