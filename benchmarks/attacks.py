@@ -25,14 +25,14 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks._stacks.account import left_behind, processes_of  # noqa: E402
 from benchmarks._stacks.deployed import chosen, containers_of, python_inside  # noqa: E402
-from benchmarks._stacks.stacks import Unavailable  # noqa: E402
-from benchmarks._stacks.victims import Engine, Service, descendants  # noqa: E402
-from polar_proxy.rollout import Recipe, Submission, cancel, rollouts_of, submit  # noqa: E402
+from benchmarks._stacks.kill_targets import EngineProcess, ServiceProcess, descendants  # noqa: E402
+from benchmarks._stacks.reconcile import left_behind, processes_of  # noqa: E402
+from benchmarks._stacks.stacks import StackError  # noqa: E402
+from polar_proxy.rollouts import JobSpec, RolloutSpec, cancel, rollout_ids, submit  # noqa: E402
 from polar_proxy.store import RolloutRow, Store, open_store  # noqa: E402
 from polar_proxy.tasks import Task, get_source  # noqa: E402
-from sandboxes.base import Kind  # noqa: E402
+from sandboxes.base import SandboxKind  # noqa: E402
 
 AGENT = Path(__file__).parent / "_stacks" / "attacker.py"
 ROWS = ROOT / "examples" / "tasks" / "swebench" / "rows.jsonl"
@@ -76,7 +76,7 @@ async def answering(sockets: dict[str, socket.socket]) -> None:
 class Attack:
     """All attempts in one kind of sandbox."""
 
-    def __init__(self, kind: Kind, folder: Path, store: Store, known: dict[str, Any], unlisted: Path) -> None:
+    def __init__(self, kind: SandboxKind, folder: Path, store: Store, known: dict[str, Any], unlisted: Path) -> None:
         self.kind, self.folder, self.store, self.known, self.host_folder = kind, folder, store, known, unlisted
         self.results: dict[str, dict[str, Any]] = {}
 
@@ -142,9 +142,9 @@ class Attack:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(self.known | {"tests": [*task.fail_to_pass, *task.pass_to_pass]} | (more or {})))
         harness = f"shell:{python_inside()} {{mount:{AGENT}}} {manner} {{mount:{file}}}"
-        submission = Submission([task], Recipe(harness, self.kind, timeout=240.0))
+        submission = JobSpec([task], RolloutSpec(harness, self.kind, timeout=240.0))
         job, _ = await submit(self.store, submission)
-        (rollout_id,) = await rollouts_of(self.store, job.job_id)
+        (rollout_id,) = await rollout_ids(self.store, job.job_id)
         return job.job_id, rollout_id
 
     async def row(self, rollout_id: str) -> RolloutRow:
@@ -164,19 +164,19 @@ class Attack:
 
 
 @contextlib.contextmanager
-def deployment(folder: Path) -> Iterator[tuple[Engine, Service]]:
+def deployment(folder: Path) -> Iterator[tuple[EngineProcess, ServiceProcess]]:
     with ExitStack() as stack:
-        engine = Engine(folder, "echo", delay=0.0)
+        engine = EngineProcess(folder, "echo", delay=0.0)
         stack.callback(engine.stop)
         engine.start()
         db = str(folder / "home" / "polar.db")
-        service = Service(folder, db, engine.url, engine.model, 4, closed=False)
+        service = ServiceProcess(folder, db, engine.url, engine.model, 4, closed=False)
         stack.callback(service.stop)
         service.start()
         yield engine, service
 
 
-async def attack(kinds: list[Kind], folder: Path, tell: Any) -> dict[str, Any]:
+async def attack(kinds: list[SandboxKind], folder: Path, tell: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with ExitStack() as stack:
         engine, service = stack.enter_context(deployment(folder))
@@ -222,7 +222,7 @@ def main() -> int:
     os.chmod(folder, 0o755)  # what keeps others out must be the sandbox, not this folder
     try:
         document = asyncio.run(attack(kinds, folder, tell)) | {"missing": missing}
-    except Unavailable as error:
+    except StackError as error:
         tell(str(error))
         return 2
     finally:

@@ -26,16 +26,16 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks._stacks.account import left_behind  # noqa: E402
 from benchmarks._stacks.deployed import chosen, containers_of, own_folder, python_inside, spread  # noqa: E402
-from benchmarks._stacks.stacks import Unavailable  # noqa: E402
-from benchmarks._stacks.victims import Engine, Service  # noqa: E402
+from benchmarks._stacks.kill_targets import EngineProcess, ServiceProcess  # noqa: E402
+from benchmarks._stacks.reconcile import left_behind  # noqa: E402
+from benchmarks._stacks.stacks import StackError  # noqa: E402
+from polar_proxy.api_models import JobRequest  # noqa: E402
 from polar_proxy.client import AsyncClient  # noqa: E402
-from polar_proxy.client.models import JobRequest  # noqa: E402
-from polar_proxy.rollout import cancel  # noqa: E402
+from polar_proxy.rollouts import cancel  # noqa: E402
 from polar_proxy.store import RolloutRow, Store, open_store  # noqa: E402
 from sandboxes import orphans  # noqa: E402
-from sandboxes.base import Kind  # noqa: E402
+from sandboxes.base import SandboxKind  # noqa: E402
 
 STAGES = ("queued", "preparing", "running", "calling", "scoring")
 """`calling`: running, while the engine is answering a call."""
@@ -54,7 +54,7 @@ AGENT = Path(__file__).parent / "_stacks" / "witness_agent.py"
 class Cell:
     """One kind of sandbox, what is cancelled, its stage, and who asks: this server (http) or the database (store)."""
 
-    kind: Kind
+    kind: SandboxKind
     what: str
     stage: str
     by: str = "http"
@@ -67,7 +67,7 @@ class Cell:
 class Watched:
     """What exists of a service's sandboxes."""
 
-    def __init__(self, folder: Path, service: Service, client: AsyncClient) -> None:
+    def __init__(self, folder: Path, service: ServiceProcess, client: AsyncClient) -> None:
         self._state = folder / "tmp" / f"polar-sandboxes-{os.getuid()}"
         self._service, self._client = service, client
         self._seen: set[str] = set()
@@ -96,7 +96,7 @@ class Watched:
         for path in self._state.glob("polar-*"):
             if path.name not in registered:
                 yield f"folder {path.name}"
-        for ident, pid in orphans.marked(self._seen - registered):
+        for ident, pid in orphans.marked_processes(self._seen - registered):
             yield f"process {pid} of {ident}"
 
     def containers(self) -> list[str]:
@@ -106,7 +106,7 @@ class Watched:
         return lines if len(lines) > len(self.records()) else []
 
 
-def task(kind: Kind, stage: str) -> tuple[dict[str, Any], str]:
+def task(kind: SandboxKind, stage: str) -> tuple[dict[str, Any], str]:
     """A task and the agent that keep a rollout in this stage."""
     files = {f"part{number % 40}/file{number}.txt": f"{number}\n" for number in range(3000)}
     row = {
@@ -143,7 +143,7 @@ class Bench:
         self.watched.records()
         mine = await self.store.rollouts(job_id=job_id)
         if any(row.final for row in mine):
-            raise Unavailable(f"a rollout ended before it was cancelled: {mine[0].status} {mine[0].error}")
+            raise StackError(f"a rollout ended before it was cancelled: {mine[0].status} {mine[0].error}")
         what = {"rollout": mine[0].rollout_id, "group": mine[0].group_id, "job": job_id}[cell.what]
         began = time.monotonic()
         looking = asyncio.create_task(self.look(job_id, began))
@@ -167,7 +167,7 @@ class Bench:
                 break
             if time.monotonic() > deadline or any(row.final for row in rows):
                 told = ", ".join(f"{row.status} {row.error or ''}" for row in rows)
-                raise Unavailable(f"no rollout stays in {stage}: {told}")
+                raise StackError(f"no rollout stays in {stage}: {told}")
             await asyncio.sleep(0.02)
         if stage == "calling":
             await asyncio.sleep(0.7)  # the agent's Python starts, and asks
@@ -182,7 +182,7 @@ class Bench:
             if final is not None and not (remains := await self.watched.remains(rows)):
                 return final, time.monotonic() - began
             if time.monotonic() - began > WAIT_SECONDS:
-                raise Unavailable(f"not over after {WAIT_SECONDS:g} s: {remains if final else 'not final'}")
+                raise StackError(f"not over after {WAIT_SECONDS:g} s: {remains if final else 'not final'}")
             await asyncio.sleep(LOOK_SECONDS)
 
     async def over(self, job_id: str) -> list[str]:
@@ -197,7 +197,7 @@ class Bench:
         return found
 
 
-async def of_kind(folder: Path, service: Service, cells: list[Cell], given: argparse.Namespace) -> list[str]:
+async def of_kind(folder: Path, service: ServiceProcess, cells: list[Cell], given: argparse.Namespace) -> list[str]:
     key = (folder / "home" / "api-key").read_text().strip()
     async with AsyncClient(service.url, key) as client, open_store(service.db) as store:
         bench = Bench(store, client, Watched(folder, service, client), random.Random(given.seed))
@@ -209,17 +209,17 @@ async def of_kind(folder: Path, service: Service, cells: list[Cell], given: argp
         return bench.left
 
 
-def measure(kinds: list[Kind], folder: Path, given: argparse.Namespace) -> tuple[list[Cell], list[str]]:
+def measure(kinds: list[SandboxKind], folder: Path, given: argparse.Namespace) -> tuple[list[Cell], list[str]]:
     found: list[Cell] = []
     left: list[str] = []
     for kind in kinds:
         with ExitStack() as stack:
             own = folder / kind
             own.mkdir()
-            engine = Engine(own, "echo", DELAY)
+            engine = EngineProcess(own, "echo", DELAY)
             stack.callback(engine.stop)
             engine.start()
-            service = Service(own, str(own / "home" / "polar.db"), engine.url, engine.model, AGENTS)
+            service = ServiceProcess(own, str(own / "home" / "polar.db"), engine.url, engine.model, AGENTS)
             # What the machine has free decides how long a stage takes to be reached, which is not measured here.
             service.environment |= {"POLAR_ADMISSION__MEMORY_MB": "1", "POLAR_ADMISSION__MEMORY_RESERVE_MB": "0"}
             stack.callback(service.stop)
@@ -253,7 +253,7 @@ def main() -> int:
     try:
         with own_folder("cancel") as folder:
             cells, left = measure(kinds, folder, given)
-    except Unavailable as error:
+    except StackError as error:
         print(error, file=sys.stderr)
         return 2
     rows = [

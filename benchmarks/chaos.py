@@ -27,12 +27,12 @@ from typing import Any, TypeVar
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks._stacks.account import Account, left_behind, reckon  # noqa: E402
-from benchmarks._stacks.ray_victims import Cluster  # noqa: E402
-from benchmarks._stacks.stacks import Unavailable  # noqa: E402
-from benchmarks._stacks.victims import Engine, Postgres, Service, SomeSandbox, Victim  # noqa: E402
+from benchmarks._stacks.kill_targets import AnySandbox, EngineProcess, KillTarget, Postgres, ServiceProcess  # noqa: E402
+from benchmarks._stacks.ray_kill_targets import Cluster  # noqa: E402
+from benchmarks._stacks.reconcile import Reconciliation, left_behind, reconcile  # noqa: E402
+from benchmarks._stacks.stacks import StackError  # noqa: E402
 from polar_proxy.errors import StoreError  # noqa: E402
-from polar_proxy.rollout import Recipe, Submission, rollouts_of, submit  # noqa: E402
+from polar_proxy.rollouts import JobSpec, RolloutSpec, rollout_ids, submit  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
 from polar_proxy.store.jobs import JobRow  # noqa: E402
 from polar_proxy.tasks import get_source  # noqa: E402
@@ -81,17 +81,17 @@ class Chaos:
 
     def start(self, stack: ExitStack) -> None:
         given = self.given
-        self.engine = Engine(self.folder, given.engine)
+        self.engine = EngineProcess(self.folder, given.engine)
         stack.callback(self.engine.stop)
         self.engine.start()
-        self.victims: dict[str, Victim] = {"engine": self.engine}
+        self.victims: dict[str, KillTarget] = {"engine": self.engine}
         self.db = str(self.folder / "home" / "polar.db")
         if given.db == "postgresql":
             postgres = Postgres()
             stack.callback(postgres.stop)
             self.victims["postgresql"] = postgres
             self.db = postgres.url
-        self.service = Service(self.folder, self.db, self.engine.url, self.engine.model, given.concurrency)
+        self.service = ServiceProcess(self.folder, self.db, self.engine.url, self.engine.model, given.concurrency)
         self.cluster: Cluster | None = None
         if "node" in self.names:
             self.cluster = Cluster(self.service, self.folder, 2, given.concurrency, self.random)
@@ -102,7 +102,7 @@ class Chaos:
             self.service.start()
         else:
             self.cluster.begin()
-        self.victims |= {"service": self.service, "sandbox": SomeSandbox(self.folder, self.random)}
+        self.victims |= {"service": self.service, "sandbox": AnySandbox(self.folder, self.random)}
 
     async def run(self) -> None:
         async with open_store(self.db) as store:
@@ -112,7 +112,7 @@ class Chaos:
                 for number in range(self.given.rounds):
                     for name in self.names:
                         await self.kill_one(name, number)
-            except Unavailable as error:  # what came before it is counted all the same
+            except StackError as error:  # what came before it is counted all the same
                 self.stopped = str(error)
                 self.tell(self.stopped)
             await self.settle()
@@ -127,10 +127,10 @@ class Chaos:
         file = self.folder / "task.jsonl"
         file.write_text(json.dumps(row) + "\n")
         agent = f"shell:{sys.executable} -S {{mount:{AGENT}}} --witness {self.witness} --turns {self.given.turns}"
-        recipe = Recipe(agent, "process", timeout=200.0)
-        submission = Submission([get_source(str(file)).task(0)], recipe, self.given.samples)
+        recipe = RolloutSpec(agent, "process", timeout=200.0)
+        submission = JobSpec([get_source(str(file)).task(0)], recipe, self.given.samples)
         job, _ = await patient(lambda: submit(self.store, submission))
-        self.rollout_ids += await patient(lambda: rollouts_of(self.store, job.job_id))
+        self.rollout_ids += await patient(lambda: rollout_ids(self.store, job.job_id))
         return job.job_id
 
     async def untouched(self) -> float:
@@ -139,7 +139,7 @@ class Chaos:
         job_id = await self.queue()
         left = await self.until_final(job_id, FINAL_SECONDS)
         if left:
-            raise Unavailable(f"a job that nobody disturbs does not end: {', '.join(left)}")
+            raise StackError(f"a job that nobody disturbs does not end: {', '.join(left)}")
         return time.monotonic() - began
 
     async def kill_one(self, name: str, number: int) -> None:
@@ -171,7 +171,7 @@ class Chaos:
             if (await self.job(job_id)).status in ("done", "cancelled"):
                 return []
             if time.monotonic() > deadline:
-                ids = await rollouts_of(self.store, job_id)
+                ids = await rollout_ids(self.store, job_id)
                 rows = [row for row in await self.store.rollouts(rollout_ids=ids) if not row.final]
                 return [f"{row.rollout_id}: {row.status}" for row in rows] or [f"{job_id}: not settled"]
             await asyncio.sleep(0.1)
@@ -190,7 +190,7 @@ class Chaos:
         self.remains = left_behind(self.folder)
         self.unfinished = [line for kill in self.kills for line in kill.unfinished]
         final = [row.rollout_id for row in await self.store.rollouts(rollout_ids=self.rollout_ids) if row.final]
-        self.account = await reckon(self.store, self.witness, final, echoes=self.given.engine == "echo")
+        self.account = await reconcile(self.store, self.witness, final, echoes=self.given.engine == "echo")
 
 
 async def patient(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -204,7 +204,7 @@ async def patient(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def document(found: list[Chaos], given: argparse.Namespace) -> dict[str, Any]:
-    account = sum((chaos.account for chaos in found), Account())
+    account = sum((chaos.account for chaos in found), Reconciliation())
     kills = [kill for chaos in found for kill in chaos.kills]
     unfinished = [line for chaos in found for line in chaos.unfinished]
     remains = [line for chaos in found for line in chaos.remains]
@@ -277,7 +277,7 @@ def main() -> int:
                     chaos.start(stack)
                     asyncio.run(chaos.run())
                     found.append(chaos)
-    except Unavailable as error:
+    except StackError as error:
         tell(str(error))
         return 2
     finally:

@@ -35,12 +35,12 @@ from benchmarks._fleet.clock import Outside, VirtualLoop  # noqa: E402
 from benchmarks._fleet.engine import EngineCount, EngineModel, Fleet  # noqa: E402
 from benchmarks._fleet.queue import ThinQueue  # noqa: E402
 from polar_proxy.engines.base import EngineLoad  # noqa: E402
-from polar_proxy.rollout.pool import Pool  # noqa: E402
-from polar_proxy.rollout.scheduler import Limits, Scheduler  # noqa: E402
-from polar_proxy.rollout.watch import EngineWatch  # noqa: E402
+from polar_proxy.rollouts.engine_monitor import EngineMonitor  # noqa: E402
+from polar_proxy.rollouts.pool import SandboxPool  # noqa: E402
+from polar_proxy.rollouts.worker import Worker, WorkerLimits  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
 from polar_proxy.store.jobs import NewGroup, NewRollout  # noqa: E402
-from polar_proxy.store.surplus import KEEP  # noqa: E402
+from polar_proxy.store.overflow import KEEP  # noqa: E402
 from polar_proxy.types import Json  # noqa: E402
 
 GROUP = 8
@@ -90,7 +90,7 @@ def jobs(case: Case) -> list[NewGroup]:
     """Groups of rollouts, each with its number (what it will do) and its task (which prefix it shares); each task has
     two groups, half of the job apart, as in two epochs."""
     size = GROUP + case.setting.extra
-    config: Json = {"decided_by": "first_n" if case.setting.extra else "wait_for_all"}
+    config: Json = {"group_policy": "first_n" if case.setting.extra else "wait_for_all"}
     if case.setting.keep:
         config |= KEEP
     tasks = math.ceil(case.groups / 2)
@@ -137,9 +137,9 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
     # As ServiceLimits.of, for a service of a hundred agents on each machine. Nobody else has the queue, so its holds
     # need not be renewed often.
     preparing = 4 * math.ceil(n / 100)
-    limits = Limits(2 * n, preparing, n, n, hold_seconds=1e9, poll_seconds=60.0)
+    limits = WorkerLimits(2 * n, preparing, n, n, lease_seconds=1e9, poll_seconds=60.0)
     size = n if case.setting.warm else 0
-    pool = Pool(size, refill=case.setting.warm, opener=opener(agents, memory, case.seed))
+    pool = SandboxPool(size, refill=case.setting.warm, opener=opener(agents, memory, case.seed))
     attempt = ModelAttempt(store, fleet, pool, agents, case.seed, memory, case.setting.warm)
     for group in groups:
         for rollout in group.rollouts:
@@ -155,9 +155,9 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
         if len(settled) == len(groups):
             over.set()
 
-    async with pool, EngineWatch(_Loads(fleet), 60.0) as load:
+    async with pool, EngineMonitor(_Loads(fleet), 60.0) as load:
         crowded = (lambda ticket: load.crowded()) if case.setting.admission else None
-        async with Scheduler(store, attempt, limits, on_settled=on_settled, crowded=crowded) as scheduler:
+        async with Worker(store, attempt, limits, on_settled=on_settled, crowded=crowded) as scheduler:
             watching = asyncio.create_task(watch.run(scheduler))
             await over.wait()
             watching.cancel()
@@ -207,7 +207,7 @@ class _Watch:
         self._last: tuple[float, EngineCount] | None = None
         self._taken: list[int] = []
 
-    async def run(self, scheduler: Scheduler) -> None:
+    async def run(self, scheduler: Worker) -> None:
         loop = asyncio.get_running_loop()
         gate = scheduler.gates.running
         while True:
@@ -217,7 +217,7 @@ class _Watch:
                 self._first = loop.time(), self._sum()
             if self._first is None:
                 continue
-            busy = scheduler.in_hand > gate.inside + scheduler.gates.scoring.inside
+            busy = scheduler.in_flight > gate.inside + scheduler.gates.scoring.inside
             if busy or self._last is None:  # something is still before the agents
                 self._last = loop.time(), self._sum()
                 self._taken.append(gate.inside)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from polar_proxy.store import open_store
-from polar_proxy.trajectories import build, certificates
+from polar_proxy.traces import build, certificates
 from polar_proxy.types import CallRecord, Choice, EngineInfo, new_id
 
 _END = 151_645

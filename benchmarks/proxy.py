@@ -37,10 +37,10 @@ import uvloop  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from benchmarks._stacks.load import Result, measure  # noqa: E402
+from benchmarks._stacks.load import LoadResult, measure  # noqa: E402
 from benchmarks._stacks.stacks import (  # noqa: E402
-    Running,
-    Unavailable,
+    RunningStack,
+    StackError,
     free_port,
     spawn,
     start_litellm,
@@ -113,7 +113,7 @@ def cells(asked: argparse.Namespace) -> list[Cell]:
     return [Cell(*values) for values in every]
 
 
-def wanted(stack: Running, cell: Cell) -> bool:
+def wanted(stack: RunningStack, cell: Cell) -> bool:
     """A single chat goes on with nothing that could be continued."""
     return cell.traffic == "turns" or stack.name != POLAR["continue"]
 
@@ -125,13 +125,13 @@ def cores() -> tuple[int | None, int | None]:
 
 
 def start_all(
-    asked: argparse.Namespace, folder: Path, upstream: Running, core: int | None
-) -> tuple[list[Running], dict[str, str]]:
+    asked: argparse.Namespace, folder: Path, upstream: RunningStack, core: int | None
+) -> tuple[list[RunningStack], dict[str, str]]:
     """The stacks that run, and why the others do not."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polar" / "benchmarks"
     url = f"http://127.0.0.1:{upstream.port}"
-    starters: dict[str, Callable[[], Running]] = {
-        "direct": lambda: Running("direct", "no proxy", upstream.port),
+    starters: dict[str, Callable[[], RunningStack]] = {
+        "direct": lambda: RunningStack("direct", "no proxy", upstream.port),
         "passthrough": partial(start_passthrough, url, core, folder),
         **{name: partial(start_polar, url, core, folder, name, mode) for mode, name in POLAR.items()},
         "litellm": partial(start_litellm, url, core, folder, cache),
@@ -145,7 +145,7 @@ def start_all(
             running.append(starters[name]())
         except KeyError:
             missing[name] = f"unknown; choose from {', '.join(starters)}"
-        except Unavailable as error:
+        except StackError as error:
             missing[name] = str(error)
         if name in missing:
             say.print(f"{name} is left out: {missing[name]}", style="yellow", highlight=False, markup=False)
@@ -153,14 +153,14 @@ def start_all(
 
 
 async def rounds(
-    asked: argparse.Namespace, stacks: list[Running]
-) -> tuple[dict[tuple[str, Cell], list[Result]], dict[str, int]]:
+    asked: argparse.Namespace, stacks: list[RunningStack]
+) -> tuple[dict[tuple[str, Cell], list[LoadResult]], dict[str, int]]:
     """Every stack in every cell, one behind the other, round by round; and the answers of each stack in all."""
     numbers = count(1)
-    results: dict[tuple[str, Cell], list[Result]] = defaultdict(list)
+    results: dict[tuple[str, Cell], list[LoadResult]] = defaultdict(list)
     answered: dict[str, int] = defaultdict(int)
 
-    async def one(stack: Running, cell: Cell, seconds: float) -> Result:
+    async def one(stack: RunningStack, cell: Cell, seconds: float) -> LoadResult:
         before = stack.cpu_seconds()
         result = await measure(
             stack.port,
@@ -196,7 +196,7 @@ def median(values: list[float]) -> float | None:
     return round(statistics.median(real), 3) if real else None
 
 
-def rows_of(results: dict[tuple[str, Cell], list[Result]]) -> list[dict[str, Any]]:
+def rows_of(results: dict[tuple[str, Cell], list[LoadResult]]) -> list[dict[str, Any]]:
     rows = []
     for (name, cell), measured in results.items():
         row: dict[str, Any] = {"stack": name, **cell._asdict()}
@@ -294,12 +294,12 @@ def main() -> int:
     command = [sys.executable, "-m", "benchmarks._stacks.upstream"]
     command += [str(port), ",".join(map(str, asked.tokens)), str(asked.tokens_per_chunk)]
     process, log = spawn("upstream", command, load_core, folder)
-    stacks: list[Running] = []
-    upstream = Running("upstream", "", port, process=process, log=log)
+    stacks: list[RunningStack] = []
+    upstream = RunningStack("upstream", "", port, process=process, log=log)
     try:
         try:
             wait_ready(upstream, f"http://127.0.0.1:{port}/health")
-        except Unavailable as error:
+        except StackError as error:
             say.print(f"the benchmark's engine: {error}", style="red", highlight=False, markup=False)
             return 1
         stacks, missing = start_all(asked, folder, upstream, proxy_core)

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from benchmarks._stacks.deployed import own_folder
-from benchmarks._stacks.stacks import ROOT, Unavailable, tail
+from benchmarks._stacks.stacks import ROOT, StackError, tail
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.store import open_store
 from polar_proxy.training import checkpoint, metrics
@@ -68,12 +68,12 @@ class Run:
             now = len(points)
             if process.poll() is not None:
                 if process.returncode:
-                    raise Unavailable(f"the run ended with {process.returncode}: {tail(self.folder / 'log')}")
+                    raise StackError(f"the run ended with {process.returncode}: {tail(self.folder / 'log')}")
                 return False
             if now != seen:
                 moved, seen = time.monotonic(), now
             if time.monotonic() - moved > PATIENCE:
-                raise Unavailable(f"no step for {PATIENCE:g} s: {tail(self.folder / 'log')}")
+                raise StackError(f"no step for {PATIENCE:g} s: {tail(self.folder / 'log')}")
             time.sleep(0.002)
         return True
 
@@ -85,7 +85,7 @@ class Run:
         finally:
             process.kill()
             process.wait()
-        times = [line["at"] for line in metrics.read(self.run) if line["kind"] == "step"]
+        times = [line["at"] for line in metrics.read_lines(self.run) if line["kind"] == "step"]
         return times[0] - began, (times[-1] - times[0]) / max(1, len(times) - 1)
 
 
@@ -105,7 +105,7 @@ def killed(run: Run, steps: int, kills: int, seconds: tuple[float, float], choos
                     time.sleep(0.002)
                 time.sleep(choose.uniform(0, seconds[1]))
             if process.poll() is not None:
-                raise Unavailable(f"the run ended by itself before it was killed: {tail(run.folder / 'log')}")
+                raise StackError(f"the run ended by itself before it was killed: {tail(run.folder / 'log')}")
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
@@ -134,7 +134,9 @@ async def account(run: Run) -> dict[str, int]:
     not known to the feed as trained."""
     async with open_store(f"sqlite:///{run.folder}/polar.db") as store:
         depth = await store.feed_depth()
-    trained = Counter(group for line in metrics.read(run.run) if line["kind"] == "step" for group in line["groups"])
+    trained = Counter(
+        group for line in metrics.read_lines(run.run) if line["kind"] == "step" for group in line["groups"]
+    )
     offered = sum(depth.values())
     return {
         "groups": offered,
@@ -173,7 +175,7 @@ async def measure(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
             choose = random.Random(f"{given.seed}/{seed}")
             behind = killed(hurt, given.steps, given.kills, seconds, choose)
             whole, found = last(alone), last(hurt)
-            lost = sum(line["steps_lost"] for line in metrics.read(hurt.run) if line["kind"] == "start")
+            lost = sum(line["steps_lost"] for line in metrics.read_lines(hurt.run) if line["kind"] == "start")
             row |= {
                 "kills": sum(behind.values()),
                 "killed_behind": dict(behind),
@@ -241,7 +243,7 @@ def main() -> int:
     try:
         with own_folder("resume") as folder:
             found = asyncio.run(measure(folder, given))
-    except Unavailable as error:
+    except StackError as error:
         print(error, file=sys.stderr)
         return 2
     if given.json:

@@ -19,32 +19,34 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks._stacks import victims
-from benchmarks._stacks.account import left_behind
+from benchmarks._stacks import kill_targets
 from benchmarks._stacks.deployed import chosen, containers_of, finished, own_folder, service, spread
-from benchmarks._stacks.stacks import Unavailable
+from benchmarks._stacks.reconcile import left_behind
+from benchmarks._stacks.stacks import StackError
 from polar_proxy.config import EngineSettings, Settings
 from polar_proxy.engines.factory import make_engine
-from polar_proxy.rollout import Recipe, ServiceLimits, Submission
+from polar_proxy.rollouts import JobSpec, RolloutSpec, ServiceLimits
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.tasks import get_source
-from sandboxes.base import Kind
+from sandboxes.base import SandboxKind
 
 STAGES = ("queued", "preparing", "ready", "running", "scoring")
 
 
-async def one_kind(kind: Kind, folder: Path, given: argparse.Namespace, settings: EngineSettings) -> dict[str, Any]:
+async def one_kind(
+    kind: SandboxKind, folder: Path, given: argparse.Namespace, settings: EngineSettings
+) -> dict[str, Any]:
     folder.mkdir()
     limits = ServiceLimits.of(given.concurrency)
     source = get_source("swe-task")
     tasks = [source.task(seed) for seed in range(given.groups)]
-    recipe = Recipe(given.harness, kind, timeout=given.timeout)
+    recipe = RolloutSpec(given.harness, kind, timeout=given.timeout)
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(make_engine(settings))
         harnesses = Settings().harness_cache  # where agents are installed already
         running, store = await stack.enter_async_context(service(folder, engine, limits, harnesses))
         began = time.time()
-        rows = await finished(running, store, Submission(tasks, recipe, given.samples))
+        rows = await finished(running, store, JobSpec(tasks, recipe, given.samples))
         seconds = time.time() - began
         pool = running.pool.count
         return {
@@ -71,10 +73,10 @@ async def stage_times(store: Store, rows: list[RolloutRow]) -> dict[str, Any]:
     for row in rows:
         stages = await store.stages(row.rollout_id)
         if stages:
-            times["queued"].append(stages[0].began_at - row.created_at)
+            times["queued"].append(stages[0].started_at - row.created_at)
         for stage in stages:
             if stage.ended_at is not None and stage.stage in times:
-                times[stage.stage].append(stage.ended_at - stage.began_at)
+                times[stage.stage].append(stage.ended_at - stage.started_at)
     return {name: spread(values) for name, values in times.items()}
 
 
@@ -102,11 +104,11 @@ async def engine_times(store: Store, rows: list[RolloutRow], began: float, secon
     }
 
 
-async def measure(kinds: list[Kind], folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+async def measure(kinds: list[SandboxKind], folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     settings = EngineSettings(kind="local")
-    server: victims.Engine | None = None
+    server: kill_targets.EngineProcess | None = None
     if given.engine == "vllm":
-        server = victims.Engine(folder, "vllm")
+        server = kill_targets.EngineProcess(folder, "vllm")
         await asyncio.to_thread(server.start)
         settings = EngineSettings(kind="vllm", url=server.url, model=server.model)
     found = {}
@@ -139,7 +141,7 @@ def main() -> int:
         with own_folder("rollouts") as folder:
             found = asyncio.run(measure(kinds, folder, given))
             remains = [*left_behind(folder), *containers_of(os.getpid())]
-    except Unavailable as error:
+    except StackError as error:
         print(error, file=sys.stderr)
         return 2
     setting = {name: getattr(given, name) for name in ("engine", "groups", "samples", "concurrency", "harness")}

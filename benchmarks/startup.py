@@ -19,7 +19,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks._stacks.account import left_behind
 from benchmarks._stacks.deployed import (
     chosen,
     containers_of,
@@ -29,13 +28,14 @@ from benchmarks._stacks.deployed import (
     service,
     spread,
 )
+from benchmarks._stacks.reconcile import left_behind
 from polar_proxy.config import EngineSettings, Settings
 from polar_proxy.engines.factory import make_engine
-from polar_proxy.rollout import Recipe, ServiceLimits, Submission
-from polar_proxy.rollout.scheduler import Limits
+from polar_proxy.rollouts import JobSpec, RolloutSpec, ServiceLimits
+from polar_proxy.rollouts.worker import WorkerLimits
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.tasks import get_source
-from sandboxes.base import Kind
+from sandboxes.base import SandboxKind
 
 REST_SECONDS = 1.0
 """What the scripted agent does after its call: a real one works for minutes, while the next sandboxes are opened."""
@@ -49,7 +49,7 @@ async def times_of(store: Store, row: RolloutRow) -> dict[str, float]:
     if not calls:
         raise RuntimeError(f"no call: {row.status} {row.error}")
     stages = {stage.stage: stage for stage in await store.stages(row.rollout_id)}
-    began, ready, running = stages["preparing"].began_at, stages["preparing"].ended_at, stages["running"].began_at
+    began, ready, running = stages["preparing"].started_at, stages["preparing"].ended_at, stages["running"].started_at
     assert ready is not None
     first = calls[0].started_at
     return {
@@ -59,10 +59,10 @@ async def times_of(store: Store, row: RolloutRow) -> dict[str, float]:
     }
 
 
-async def one(kind: Kind, pool: bool, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+async def one(kind: SandboxKind, pool: bool, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """A group, one sibling after the other, the first in a process whose register, repositories and shelf are empty."""
     folder.mkdir()
-    limits = ServiceLimits(Limits(in_hand=1, running=1, poll_seconds=0.05), shelf=2 if pool else 0, refill=pool)
+    limits = ServiceLimits(WorkerLimits(in_flight=1, running=1, poll_seconds=0.05), shelf=2 if pool else 0, refill=pool)
     harness = (
         given.harness or f"shell:{python_inside()} -S {{mount:{AGENT}}} --witness /tmp --turns 1 --rest {REST_SECONDS}"
     )
@@ -72,7 +72,7 @@ async def one(kind: Kind, pool: bool, folder: Path, given: argparse.Namespace) -
         service(folder, engine, limits, Settings().harness_cache) as (running, store),
     ):
         rows = await finished(
-            running, store, Submission([task], Recipe(harness, kind, timeout=120.0), given.repeat + 1)
+            running, store, JobSpec([task], RolloutSpec(harness, kind, timeout=120.0), given.repeat + 1)
         )
         # The queue is worked off in no order that a sibling's number would tell.
         measured = [await times_of(store, row) for row in sorted(rows, key=lambda row: row.started_at or 0.0)]
@@ -85,7 +85,7 @@ async def one(kind: Kind, pool: bool, folder: Path, given: argparse.Namespace) -
     }
 
 
-async def measure(kinds: list[Kind], folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+async def measure(kinds: list[SandboxKind], folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in kinds:
         found[kind] = {}

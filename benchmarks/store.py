@@ -27,9 +27,9 @@ if str(ROOT) not in sys.path:
 
 from benchmarks._stacks import million  # noqa: E402
 from benchmarks._stacks.rollout import Turn, conversation, records, tools  # noqa: E402
-from benchmarks._stacks.stacks import Unavailable, environment_for  # noqa: E402
+from benchmarks._stacks.stacks import StackError, environment_for  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
-from polar_proxy.trajectories import build  # noqa: E402
+from polar_proxy.traces import build  # noqa: E402
 
 CACHE = Path("~/.cache/polar/benchmarks").expanduser()
 
@@ -87,7 +87,7 @@ def peer(folder: Path, turns: list[Turn]) -> dict[str, Any]:
     """The same run in the peer's store."""
     try:
         python, version = environment_for("rllm-model-gateway", CACHE)
-    except Unavailable as error:
+    except StackError as error:
         return {"peer_bytes": None, "peer_missing": str(error)}
     file = folder / "peer.db"
     lines = "\n".join(json.dumps(call) for call in per_call_json(turns))

@@ -31,11 +31,11 @@ import torch
 
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.store import open_store
-from polar_proxy.training.batch import Batch, TrainingSequence, make_batch
+from polar_proxy.training.batch import TrainingBatch, TrainingSequence, make_batch
 from polar_proxy.training.config import BuilderName, make_config
+from polar_proxy.training.model import Learner, load_model
 from polar_proxy.training.packing import Pack, pack_flat, pack_trees, tree_cost
-from polar_proxy.training.reading import StoreReader
-from polar_proxy.training.step import Learner, load_model
+from polar_proxy.training.reading import StoreGroupReader
 from polar_proxy.training.tree import Ids
 
 WAYS = ("per_call", "merged", "tree")
@@ -43,10 +43,10 @@ CONFIG = make_config(
     {
         # A loss whose gradient no clip takes away: every trained token is compared.
         "loss": "cispo",
-        "keep_flat_groups": True,
+        "keep_zero_variance_groups": True,
         # The step is made whole, and leaves the weights where they are.
         "learning_rate": 1e-30,
-        "clip_grad": 1e30,
+        "max_grad_norm": 1e30,
     }
 )
 
@@ -55,7 +55,7 @@ class Flat(Learner):
     """A learner that shares nothing: what is computed without trees."""
 
     def _packs(self, sequences: Sequence[Ids]) -> list[Pack]:
-        return pack_flat(sequences, self._config.tokens_per_pass)
+        return pack_flat(sequences, self._config.max_tokens_per_microbatch)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=35, help="made up: tokens sampled a call")
     parser.add_argument("--observation", type=int, default=65, help="made up: tokens that come between two calls")
     parser.add_argument("--model", type=Path, default=POLAR_TINY)
-    parser.add_argument("--budget", type=int, default=CONFIG.tokens_per_pass, help="tokens of a forward pass")
+    parser.add_argument("--budget", type=int, default=CONFIG.max_tokens_per_microbatch, help="tokens of a forward pass")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeat", type=int, default=3, help="steps measured, behind one that warms up")
     parser.add_argument("--count", action="store_true", help="count only, measure nothing")
@@ -92,7 +92,7 @@ def main() -> None:
         "setting": {
             "model": given.model.name,
             "threads": given.threads,
-            "tokens_per_pass": given.budget,
+            "max_tokens_per_microbatch": given.budget,
             "torch": torch.__version__,
         },
         "groups": [
@@ -147,9 +147,9 @@ def apart(work: Work) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
 def measured(work: Work) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Median times and peak memory of steps, and the gradient."""
     torch.set_num_threads(work.threads)
-    config = CONFIG.model_copy(update={"tokens_per_pass": work.budget, "max_sequence": work.budget})
+    config = CONFIG.model_copy(update={"max_tokens_per_microbatch": work.budget, "max_sequence": work.budget})
     learner = (Learner if work.way == "tree" else Flat)(load_model(work.model), config)
-    batch = Batch(work.sequences, ("group",), (), 0, 0)
+    batch = TrainingBatch(work.sequences, ("group",), (), 0, 0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, cpu = [], []
     for _ in range(work.repeat + 1):
@@ -181,7 +181,7 @@ async def recorded(db: str) -> list[tuple[str, dict[str, tuple[TrainingSequence,
     """Every group of the database: its name and the sequences of each way; none where nothing can be trained."""
     found = []
     async with open_store(db) as store:
-        reader = StoreReader(store)
+        reader = StoreGroupReader(store)
         rows = await store.rollouts()
         unfinished = {row.group_id for row in rows if row.status not in ("done", "failed", "timed_out")}
         for group_id in dict.fromkeys(row.group_id for row in rows if row.group_id not in unfinished):

@@ -1,15 +1,15 @@
 """Harness adapters: how agent programs are installed and launched. Knows nothing of `polar_proxy`."""
 
 from harness_adapters.base import (
-    Facts,
+    ExitOutcome,
     HarnessAdapter,
     HarnessError,
-    Installed,
+    HarnessInfo,
+    Installation,
     InstallError,
     LaunchContext,
     LaunchPlan,
     McpServer,
-    Outcome,
     Skill,
     UnknownHarnessError,
     get_adapter,
@@ -17,15 +17,15 @@ from harness_adapters.base import (
 )
 
 __all__ = [
-    "Facts",
+    "ExitOutcome",
     "HarnessAdapter",
     "HarnessError",
+    "HarnessInfo",
     "InstallError",
-    "Installed",
+    "Installation",
     "LaunchContext",
     "LaunchPlan",
     "McpServer",
-    "Outcome",
     "Skill",
     "UnknownHarnessError",
     "get_adapter",

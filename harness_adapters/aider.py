@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 
-from harness_adapters import litellm_env
-from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, Outcome, require_supported
-from harness_adapters.python_venv import VenvHarness
+from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.toolkit import litellm
+from harness_adapters.toolkit.python_venv import VenvHarness
 
 # How it tells of a request that failed for good; between two tries it says in how many seconds it retries.
 _FAILED = re.compile(r"^litellm\.\w+: .*|^Model .* has hit a token limit!$", re.MULTILINE)
@@ -23,10 +23,10 @@ class Aider(VenvHarness):
 
     name = "aider"
     default_version = "0.86.2"
-    facts = Facts(
+    facts = HarnessInfo(
         homepage="https://aider.chat",
         package="pypi:aider-chat",
-        validated=("0.86.2", "0.86.2"),
+        tested_versions=("0.86.2", "0.86.2"),
         wire_apis=("openai_chat",),
         runtime="python 3.10 to 3.12",
         features=frozenset({"stream", "resume"}),
@@ -38,7 +38,7 @@ class Aider(VenvHarness):
     imports = "litellm, aider.main, aider.coders"
     pythons = ("3.12", "3.11", "3.10")
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         require_supported(self.name, self.facts, context)
         argv = [str(installed.program), "-m", "aider", "--model", f"openai/{context.model}"]
         argv += ["--yes-always", "--no-check-update", "--analytics-disable", "--no-show-model-warnings"]
@@ -54,13 +54,13 @@ class Aider(VenvHarness):
             "OPENAI_API_BASE": context.base_url,
             "OPENAI_API_KEY": context.api_key,
             "GIT_TERMINAL_PROMPT": "0",
-            **litellm_env.QUIET,
+            **litellm.LITELLM_ENV,
         }
         # Its map of the repository is cached at the root of the workspace, which cannot be set.
         files = {".config/git/ignore": ".aider*\n", _PRICES: '{"none": {}}\n'}
         return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
 
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code is None:
             return "timed_out", "aider was stopped by the clock"
         if exit_code != 0:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
-Outcome = Literal["ok", "failed", "timed_out"]
+ExitOutcome = Literal["ok", "failed", "timed_out"]
 
 
 class HarnessError(Exception):
@@ -38,13 +38,13 @@ Feature = Literal["stream", "resume", "mcp", "skills", "subagents", "parallel_to
 
 
 @dataclass(frozen=True)
-class Facts:
+class HarnessInfo:
     """What is known of a harness before anything is installed."""
 
     homepage: str
     package: str
     """Where it comes from, as the installer names it: ``npm:@openai/codex``, ``pypi:mini-swe-agent``."""
-    validated: tuple[str, str]
+    tested_versions: tuple[str, str]
     """The versions, lowest and highest, that this adapter was run with."""
     wire_apis: tuple[WireApi, ...]
     """Dialects it can be told to speak; the first is the one the adapter uses."""
@@ -56,7 +56,7 @@ class Facts:
     needs: tuple[str, ...] = ()
     """Programs that must be on PATH in the sandbox, beside what is installed."""
     version_command: tuple[str, ...] = ("{program}", "--version")
-    """Prints the version of what is installed; ``{program}`` and ``{root}`` are those of `Installed`."""
+    """Prints the version of what is installed; ``{program}`` and ``{root}`` are those of `Installation`."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Skill:
 
 
 @dataclass(frozen=True)
-class Installed:
+class Installation:
     """A harness that stands ready in the cache."""
 
     name: str
@@ -118,7 +118,7 @@ class LaunchContext:
     resume: bool = False
     """Go on with the last conversation of this HOME and workspace instead of beginning one."""
     wire_api: WireApi | None = None
-    """Dialect to speak, one of the adapter's `Facts.wire_apis`; None: its first."""
+    """Dialect to speak, one of the adapter's `HarnessInfo.wire_apis`; None: its first."""
     mcp_servers: tuple[McpServer, ...] = ()
     skills: tuple[Skill, ...] = ()
 
@@ -146,9 +146,9 @@ class HarnessAdapter(Protocol):
 
     name: str
     default_version: str
-    facts: Facts
+    facts: HarnessInfo
 
-    def install(self, cache_root: Path, version: str | None = None) -> Installed:
+    def install(self, cache_root: Path, version: str | None = None) -> Installation:
         """Return the harness from the cache below `cache_root`, installing it first when it is not there.
 
         Blocks, for minutes at the first time. Raises `InstallError`.
@@ -159,11 +159,11 @@ class HarnessAdapter(Protocol):
         """Whether `install` would return at once."""
         ...
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         """Return how to start it. Raises `HarnessError` for what this harness cannot do (resume, MCP, a wire API)."""
         ...
 
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         """Read its exit: the outcome and one line for people. `exit_code` is None when the clock ended it."""
         ...
 
@@ -186,7 +186,7 @@ _BUILT_IN: Mapping[str, str] = {
 _COMMAND_LINE = "shell:"
 
 
-def require_supported(name: str, facts: Facts, context: LaunchContext) -> WireApi:
+def require_supported(name: str, facts: HarnessInfo, context: LaunchContext) -> WireApi:
     """The wire API to speak in a run. Raises `HarnessError` where `context` asks for what `facts` do not name."""
     asked = (("resume", context.resume), ("mcp", context.mcp_servers), ("skills", context.skills))
     told = {
@@ -222,9 +222,9 @@ def get_adapter(name: str) -> HarnessAdapter:
     Raises `UnknownHarnessError` when there is none, `TypeError` when the class is not an adapter.
     """
     if name.startswith(_COMMAND_LINE):
-        from harness_adapters.shell import Shell  # it imports this module
+        from harness_adapters.shell import ShellCommand  # it imports this module
 
-        return Shell(name.removeprefix(_COMMAND_LINE))
+        return ShellCommand(name.removeprefix(_COMMAND_LINE))
     target = _BUILT_IN.get(name, name)
     module_name, separator, class_name = target.partition(":")
     if not separator:

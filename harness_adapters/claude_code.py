@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, Outcome, require_supported
-from harness_adapters.npm import NpmHarness
-from harness_adapters.rendering import json_text, mcp_table, skill_files
+from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
+from harness_adapters.toolkit.npm import NpmHarness
 
 # Every model that it picks of its own accord (titles, summaries, sub-agents) is the one that Polar serves.
 _MODELS = (
@@ -26,17 +26,17 @@ class ClaudeCode(NpmHarness):
     name = "claude-code"
     default_version = "2.1.329"
     entry = "node_modules/@anthropic-ai/claude-code/bin/claude.exe"
-    facts = Facts(
+    facts = HarnessInfo(
         homepage="https://code.claude.com",
         package="npm:@anthropic-ai/claude-code",
-        validated=("2.1.329", "2.1.329"),
+        tested_versions=("2.1.329", "2.1.329"),
         wire_apis=("anthropic_messages",),
         runtime="native",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
         notes="Exits with 1 at its turn limit as well; the adapter reads its last line.",
     )
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         require_supported(self.name, self.facts, context)
         milliseconds = str(context.command_timeout_seconds * 1000)
         argv = [*self.command(installed), "--print", "--dangerously-skip-permissions"]
@@ -63,7 +63,7 @@ class ClaudeCode(NpmHarness):
         }
         return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
 
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code == 1 and re.search(r"^Error: Reached max turns \(\d+\)\s*$", stdout_tail, re.MULTILINE):
             return "ok", "ended by its turn limit"
         return super().interpret(exit_code, stdout_tail)

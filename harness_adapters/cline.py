@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, require_supported
-from harness_adapters.npm import NpmHarness
-from harness_adapters.rendering import json_text, mcp_table, skill_files
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
+from harness_adapters.toolkit.npm import NpmHarness
 
 _PROVIDER = "openai-compatible"
 
@@ -15,10 +15,10 @@ class Cline(NpmHarness):
     name = "cline"
     default_version = "3.0.65"
     entry = "node_modules/@cline/cli-*/bin/cline"
-    facts = Facts(
+    facts = HarnessInfo(
         homepage="https://cline.bot",
         package="npm:cline",
-        validated=("3.0.65", "3.0.65"),
+        tested_versions=("3.0.65", "3.0.65"),
         wire_apis=("openai_chat",),
         runtime="native",
         features=frozenset({"stream", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
@@ -26,7 +26,7 @@ class Cline(NpmHarness):
         "Looks up data.cline.bot at every start, whatever it is told.",
     )
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         require_supported(self.name, self.facts, context)
         provider = {
             "provider": _PROVIDER,

@@ -6,9 +6,9 @@ is ignored.
 
 from __future__ import annotations
 
-from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, require_supported
-from harness_adapters.npm import NpmHarness
-from harness_adapters.rendering import mcp_table, skill_files, toml_text
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.toolkit.config_files import mcp_table, skill_files, toml_text
+from harness_adapters.toolkit.npm import NpmHarness
 
 _KEY = "POLAR_API_KEY"
 
@@ -19,17 +19,17 @@ class Codex(NpmHarness):
     name = "codex"
     default_version = "0.169.0"
     entry = "node_modules/@openai/codex-*/vendor/*/bin/codex"
-    facts = Facts(
+    facts = HarnessInfo(
         homepage="https://github.com/openai/codex",
         package="npm:@openai/codex",
-        validated=("0.169.0", "0.169.0"),
+        tested_versions=("0.169.0", "0.169.0"),
         wire_apis=("openai_responses",),
         runtime="native",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
         notes="Has no limit of model calls. Does not wait for sub-agents. Gives up at a 429 without retry-after.",
     )
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         require_supported(self.name, self.facts, context)
         settings = {
             "model": context.model,

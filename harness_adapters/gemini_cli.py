@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, require_supported
-from harness_adapters.npm import NpmHarness
-from harness_adapters.rendering import json_text, mcp_table, skill_files
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
+from harness_adapters.toolkit.npm import NpmHarness
 
 
 class GeminiCli(NpmHarness):
@@ -16,11 +16,11 @@ class GeminiCli(NpmHarness):
     default_version = "0.61.0"
     entry = "node_modules/@google/gemini-cli/bundle/gemini.js"
     needs_node = True
-    gave_up: ClassVar = {53: "its turn limit"}
-    facts = Facts(
+    limit_exit_codes: ClassVar = {53: "its turn limit"}
+    facts = HarnessInfo(
         homepage="https://geminicli.com",
         package="npm:@google/gemini-cli",
-        validated=("0.61.0", "0.61.0"),
+        tested_versions=("0.61.0", "0.61.0"),
         wire_apis=("google_generate_content",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
@@ -29,7 +29,7 @@ class GeminiCli(NpmHarness):
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
     )
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         require_supported(self.name, self.facts, context)
         settings = {
             # With a base URL of one's own it guesses an auth type that it then refuses (exit code 41).

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 
-from harness_adapters import litellm_env
-from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, Outcome, require_supported
-from harness_adapters.python_venv import VenvHarness
+from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.toolkit import litellm
+from harness_adapters.toolkit.python_venv import VenvHarness
 
 # How mini ends a run of its own accord, as its last message prints it.
 _ENDS = ("LimitsExceeded", "TimeExceeded", "RepeatedFormatError")
@@ -22,10 +22,10 @@ class MiniSweAgent(VenvHarness):
 
     name = "mini-swe-agent"
     default_version = "2.4.6"
-    facts = Facts(
+    facts = HarnessInfo(
         homepage="https://mini-swe-agent.com",
         package="pypi:mini-swe-agent",
-        validated=("2.4.6", "2.4.6"),
+        tested_versions=("2.4.6", "2.4.6"),
         wire_apis=("openai_chat", "openai_responses"),
         runtime="python 3.11 or newer",
         features=frozenset({"parallel_tools", "reasoning"}),
@@ -41,7 +41,7 @@ class MiniSweAgent(VenvHarness):
     # litellm fails to import without mcp, and mini then retries silently for minutes.
     also = ("mcp",)
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         wire_api = require_supported(self.name, self.facts, context)
         settings: dict[str, object] = {
             "agent.step_limit": context.max_steps,
@@ -71,11 +71,11 @@ class MiniSweAgent(VenvHarness):
             "MSWEA_COST_TRACKING": "ignore_errors",
             # Ten tries with waits up to a minute are the default; a dead endpoint should end the run.
             "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
-            **litellm_env.QUIET,
+            **litellm.LITELLM_ENV,
         }
         return LaunchPlan(argv=tuple(argv), env=env, mounts=installed.mounts)
 
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code is None:
             return "timed_out", "mini-swe-agent was stopped by the clock"
         if exit_code != 0:

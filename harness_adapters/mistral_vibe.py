@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from harness_adapters import rendering
 from harness_adapters.base import (
-    Facts,
+    ExitOutcome,
     HarnessError,
-    Installed,
+    HarnessInfo,
+    Installation,
     LaunchContext,
     LaunchPlan,
     McpServer,
-    Outcome,
     require_supported,
 )
-from harness_adapters.python_venv import VenvHarness
+from harness_adapters.toolkit import config_files
+from harness_adapters.toolkit.python_venv import VenvHarness
 
 _KEY_NAME = "POLAR_API_KEY"
 
@@ -23,10 +23,10 @@ class MistralVibe(VenvHarness):
 
     name = "mistral-vibe"
     default_version = "3.0.2"
-    facts = Facts(
+    facts = HarnessInfo(
         homepage="https://github.com/mistralai/mistral-vibe",
         package="pypi:mistral-vibe",
-        validated=("3.0.2", "3.0.2"),
+        tested_versions=("3.0.2", "3.0.2"),
         wire_apis=("openai_chat",),
         runtime="python 3.12 or 3.13, and its own native program",
         features=frozenset({"stream", "resume", "mcp", "skills", "parallel_tools", "reasoning"}),
@@ -36,7 +36,7 @@ class MistralVibe(VenvHarness):
     imports = "vibe.app_server, vibe.core.loop"
     pythons = ("3.12", "3.13")
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         require_supported(self.name, self.facts, context)
         argv = [str(installed.root / "bin" / "vibe"), f"--prompt={context.instruction}"]
         argv += ["--auto-approve", "--trust", "--max-turns", str(context.max_steps)]
@@ -51,10 +51,10 @@ class MistralVibe(VenvHarness):
             "PYTHONUNBUFFERED": "1",
         }
         files = {".vibe/config.toml": _config(context)}
-        files |= rendering.skill_files(".vibe/skills", context.skills)
+        files |= config_files.skill_files(".vibe/skills", context.skills)
         return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
 
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code is None:
             return "timed_out", "mistral-vibe was stopped by the clock"
         if exit_code == 3 and "Stopped: turn_limit" in stdout_tail:
@@ -86,12 +86,12 @@ def _config(context: LaunchContext) -> str:
     model: dict[str, object] = {"name": context.model, "provider": "polar", "alias": "polar"}
     tables = [("providers", provider), ("models", model)]
     tables += [("mcp_servers", _server(server)) for server in context.mcp_servers]
-    text = rendering.toml_text(general)
+    text = config_files.toml_text(general)
     for name, table in tables:
-        text += f"\n[[{name}]]\n{rendering.toml_text({k: v for k, v in table.items() if not isinstance(v, dict)})}"
+        text += f"\n[[{name}]]\n{config_files.toml_text({k: v for k, v in table.items() if not isinstance(v, dict)})}"
         for key, value in table.items():
             if isinstance(value, dict):
-                text += f"\n[{name}.{key}]\n{rendering.toml_text(value)}"
+                text += f"\n[{name}.{key}]\n{config_files.toml_text(value)}"
     # Experiments are fetched from the maker's server.
     return text + "\n[experiments]\nenable = false\n"
 

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, McpServer, WireApi, require_supported
-from harness_adapters.npm import NpmHarness
-from harness_adapters.rendering import json_text, skill_files
+from harness_adapters.base import (
+    HarnessInfo,
+    Installation,
+    LaunchContext,
+    LaunchPlan,
+    McpServer,
+    WireApi,
+    require_supported,
+)
+from harness_adapters.toolkit.config_files import json_text, skill_files
+from harness_adapters.toolkit.npm import NpmHarness
 
 _KEY = "POLAR_API_KEY"
 # It reads what it is to do from its input: an argument with spaces in it would reach the model in quotes.
@@ -23,17 +31,17 @@ class OpenCode(NpmHarness):
     name = "opencode"
     default_version = "1.18.33"
     entry = "node_modules/opencode-ai/bin/opencode.exe"
-    facts = Facts(
+    facts = HarnessInfo(
         homepage="https://opencode.ai",
         package="npm:opencode-ai",
-        validated=("1.18.33", "1.18.33"),
+        tested_versions=("1.18.33", "1.18.33"),
         wire_apis=tuple(_LIBRARIES),
         runtime="native",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
         notes="Takes an answer that broke off cleanly for a whole one. Offers gpt models other tools.",
     )
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         wire_api = require_supported(self.name, self.facts, context)
         model = f"polar/{context.model}"
         provider = {

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 
-from harness_adapters import litellm_env, rendering
 from harness_adapters.base import (
-    Facts,
+    ExitOutcome,
     HarnessError,
-    Installed,
+    HarnessInfo,
+    Installation,
     LaunchContext,
     LaunchPlan,
-    Outcome,
     require_supported,
 )
-from harness_adapters.python_venv import VenvHarness
+from harness_adapters.toolkit import config_files, litellm
+from harness_adapters.toolkit.python_venv import VenvHarness
 
 # Names for which its SDK takes the Responses API.
 _RESPONSES_NAMES = ("gpt-5", "codex-mini-latest")
@@ -31,10 +31,10 @@ class OpenHands(VenvHarness):
 
     name = "openhands"
     default_version = "1.16.0"
-    facts = Facts(
+    facts = HarnessInfo(
         homepage="https://github.com/OpenHands/OpenHands-CLI",
         package="pypi:openhands",
-        validated=("1.16.0", "1.16.0"),
+        tested_versions=("1.16.0", "1.16.0"),
         wire_apis=("openai_chat", "openai_responses", "anthropic_messages"),
         runtime="python 3.12",
         features=frozenset({"resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
@@ -46,7 +46,7 @@ class OpenHands(VenvHarness):
     imports = "litellm, openhands_cli.entrypoint, openhands_cli.tui.textual_app"
     pythons = ("3.12",)
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         wire_api = require_supported(self.name, self.facts, context)
         by_name = any(name in context.model.lower() for name in _RESPONSES_NAMES)
         if by_name != (wire_api == "openai_responses") and wire_api != "anthropic_messages":
@@ -72,15 +72,15 @@ class OpenHands(VenvHarness):
             "TERM": "xterm-256color",
             # Its terminal is a tmux session where tmux is there; two runs on one machine must not share the server.
             "TMUX_TMPDIR": context.home,
-            **litellm_env.QUIET,
+            **litellm.LITELLM_ENV,
         }
-        files = {".gitconfig": _GITCONFIG, **rendering.skill_files(".agents/skills", context.skills)}
+        files = {".gitconfig": _GITCONFIG, **config_files.skill_files(".agents/skills", context.skills)}
         if context.mcp_servers:
-            servers = {"mcpServers": rendering.mcp_table(context.mcp_servers)}
-            files[".openhands/mcp.json"] = rendering.json_text(servers)
+            servers = {"mcpServers": config_files.mcp_table(context.mcp_servers)}
+            files[".openhands/mcp.json"] = config_files.json_text(servers)
         return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
 
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code is None:
             return "timed_out", "openhands was stopped by the clock"
         if exit_code != 0:

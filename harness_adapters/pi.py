@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, WireApi, require_supported
-from harness_adapters.npm import NpmHarness
-from harness_adapters.rendering import json_text, skill_files
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi, require_supported
+from harness_adapters.toolkit.config_files import json_text, skill_files
+from harness_adapters.toolkit.npm import NpmHarness
 
 _KEY = "POLAR_API_KEY"
 _APIS: dict[WireApi, str] = {
@@ -21,10 +21,10 @@ class Pi(NpmHarness):
     default_version = "0.87.1"
     entry = "node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js"
     needs_node = True
-    facts = Facts(
+    facts = HarnessInfo(
         homepage="https://pi.dev",
         package="npm:@earendil-works/pi-coding-agent",
-        validated=("0.87.1", "0.87.1"),
+        tested_versions=("0.87.1", "0.87.1"),
         wire_apis=tuple(_APIS),
         runtime="node 22.19",
         features=frozenset({"stream", "resume", "skills", "parallel_tools", "reasoning"}),
@@ -32,7 +32,7 @@ class Pi(NpmHarness):
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
     )
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         wire_api = require_supported(self.name, self.facts, context)
         window = {} if context.context_length is None else {"contextWindow": context.context_length}
         provider = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, require_supported
-from harness_adapters.npm import NpmHarness
-from harness_adapters.rendering import json_text, mcp_table, skill_files
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
+from harness_adapters.toolkit.npm import NpmHarness
 
 
 class QwenCode(NpmHarness):
@@ -16,11 +16,11 @@ class QwenCode(NpmHarness):
     default_version = "0.24.4"
     entry = "node_modules/@qwen-code/qwen-code/cli-entry.js"
     needs_node = True
-    gave_up: ClassVar = {53: "its turn limit", 55: "its budget"}
-    facts = Facts(
+    limit_exit_codes: ClassVar = {53: "its turn limit", 55: "its budget"}
+    facts = HarnessInfo(
         homepage="https://github.com/QwenLM/qwen-code",
         package="npm:@qwen-code/qwen-code",
-        validated=("0.24.4", "0.24.4"),
+        tested_versions=("0.24.4", "0.24.4"),
         wire_apis=("openai_chat",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
@@ -28,7 +28,7 @@ class QwenCode(NpmHarness):
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
     )
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         require_supported(self.name, self.facts, context)
         settings = {
             "security": {"auth": {"selectedType": "openai"}},

@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from harness_adapters.base import (
-    Facts,
+    ExitOutcome,
     HarnessError,
-    Installed,
+    HarnessInfo,
+    Installation,
     InstallError,
     LaunchContext,
     LaunchPlan,
-    Outcome,
     require_supported,
 )
 
@@ -33,14 +33,14 @@ _KEY_NAME = "OPENAI_API_KEY"
 _NAMES = ("base_url", "root_url", "api_key_env", "model", "instruction", "home", "workdir")
 
 
-class Shell:
+class ShellCommand:
     """Adapter of one command line."""
 
     name = "shell"
-    facts = Facts(
+    facts = HarnessInfo(
         homepage="",
         package="none",
-        validated=("any", "any"),
+        tested_versions=("any", "any"),
         wire_apis=("openai_chat", "openai_responses", "anthropic_messages", "google_generate_content"),
         runtime="the sandbox's own",
         features=frozenset(),
@@ -57,7 +57,7 @@ class Shell:
         # A command line has no version; the program's name says which it is.
         self.default_version = PurePosixPath(words[0]).name if words else "-"
 
-    def install(self, cache_root: Path, version: str | None = None) -> Installed:
+    def install(self, cache_root: Path, version: str | None = None) -> Installation:
         del cache_root
         if version is not None and version != self.default_version:
             raise InstallError("a command line has no version: what the sandbox holds is run")
@@ -70,13 +70,13 @@ class Shell:
             if not path.is_absolute() or not path.exists():
                 raise InstallError(f"{{mount:{path}}} names nothing on this machine; it must be an absolute path")
         program = Path(_filled(words[0], {}))
-        return Installed(self.name, self.default_version, Path("/"), program, mounts)
+        return Installation(self.name, self.default_version, Path("/"), program, mounts)
 
     def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
         del cache_root, version
         return True
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         require_supported(self.name, self.facts, context)
         values = {
             "base_url": context.base_url,
@@ -102,7 +102,7 @@ class Shell:
         argv = tuple(_filled(word, values) for word in self._words())
         return LaunchPlan(argv=argv, env=env, mounts=installed.mounts)
 
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         program = self.default_version
         if exit_code is None:
             return "timed_out", f"{program} was stopped by the clock"

@@ -12,9 +12,17 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from harness_adapters import litellm_env
-from harness_adapters.base import Facts, Installed, LaunchContext, LaunchPlan, McpServer, Outcome, require_supported
-from harness_adapters.python_venv import VenvHarness
+from harness_adapters.base import (
+    ExitOutcome,
+    HarnessInfo,
+    Installation,
+    LaunchContext,
+    LaunchPlan,
+    McpServer,
+    require_supported,
+)
+from harness_adapters.toolkit import litellm
+from harness_adapters.toolkit.python_venv import VenvHarness
 
 _RUNNER = Path(__file__).with_name("terminus_2_runner.py")
 
@@ -24,10 +32,10 @@ class Terminus2(VenvHarness):
 
     name = "terminus-2"
     default_version = "0.24.0"
-    facts = Facts(
+    facts = HarnessInfo(
         homepage="https://github.com/harbor-framework/harbor",
         package="pypi:harbor",
-        validated=("0.24.0", "0.24.0"),
+        tested_versions=("0.24.0", "0.24.0"),
         wire_apis=("openai_chat", "openai_responses"),
         runtime="python 3.12 or 3.13",
         features=frozenset({"mcp", "skills"}),
@@ -43,11 +51,11 @@ class Terminus2(VenvHarness):
     rollout_details = False
     """Ask the endpoint for `logprobs` and `return_token_ids` and send a session id, as harbor does for training."""
 
-    def install(self, cache_root: Path, version: str | None = None) -> Installed:
+    def install(self, cache_root: Path, version: str | None = None) -> Installation:
         found = super().install(cache_root, version)
         return replace(found, mounts=(*found.mounts, _RUNNER))
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         wire_api = require_supported(self.name, self.facts, context)
         skills_dir = f"{context.home}/skills"
         argv = [str(installed.program), str(_RUNNER)]
@@ -69,12 +77,12 @@ class Terminus2(VenvHarness):
             "HOME": context.home,
             "OPENAI_API_KEY": context.api_key,
             "HARBOR_TELEMETRY": "0",
-            **litellm_env.QUIET,
+            **litellm.LITELLM_ENV,
         }
         files = {f"skills/{skill.name}/SKILL.md": skill.text for skill in context.skills}
         return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
 
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[Outcome, str]:
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code is None:
             return "timed_out", "terminus-2 was stopped by the clock"
         if exit_code != 0:

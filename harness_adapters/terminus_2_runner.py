@@ -28,7 +28,7 @@ from harbor.models.trial.paths import TrialPaths
 _SECRETS = ("OPENAI_API_KEY",)
 
 
-class Here(BaseEnvironment):
+class LocalEnvironment(BaseEnvironment):
     """The machine that this script runs on, as an environment of harbor's."""
 
     @staticmethod
@@ -100,7 +100,7 @@ async def work(options: argparse.Namespace) -> int:
     options.logs.mkdir(parents=True, exist_ok=True)
     # A socket of its own: two agents on one machine would otherwise share a tmux server and its session.
     os.environ["TMUX_TMPDIR"] = str(options.logs)
-    here = Here(
+    here = LocalEnvironment(
         environment_dir=options.logs,
         environment_name="here",
         session_id=options.session_id or "here",

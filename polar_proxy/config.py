@@ -31,7 +31,7 @@ class GatewaySettings(_Section):
     """Refuse unknown keys on loopback too. Bound to anything but loopback they are always refused."""
     shared: bool = False
     """Other gateways serve the sessions of this database, too: what they did is looked for before each request."""
-    node_port: int = Field(0, ge=0, le=65535)
+    cluster_port: int = Field(0, ge=0, le=65535)
     """Of the gateways on the nodes of a cluster; 0: each takes any free one."""
     max_body_mb: int = Field(256, ge=1)
     heartbeat_seconds: float = Field(15.0, gt=0)
@@ -48,11 +48,11 @@ class GatewaySettings(_Section):
     prompt_mode: Literal["continue", "observe"] = "continue"
     """continue: a turn is sampled from exactly the tokens of the turn before and those of what is new, wherever the
     engine can; observe: the engine renders every request afresh."""
-    older_reasoning: Literal["as_sampled", "as_template"] = "as_sampled"
+    past_reasoning: Literal["as_sampled", "as_template"] = "as_sampled"
     """Reasoning of older turns in continued prompts: kept as it was sampled; or, where the model's template drops it,
     dropped by letting the engine render that request afresh."""
     normalisers_off: frozenset[str] = frozenset()
-    """Names of normalisers that history must not use (polar_proxy/history/normalise.py lists them)."""
+    """Names of normalisers that history must not use (polar_proxy/sessions/normalisers.py lists them)."""
 
 
 class EngineSettings(_Section):

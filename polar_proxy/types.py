@@ -260,7 +260,7 @@ class CallRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class CallPlace:
+class StoredLineage:
     """Where a call stands in its session, and the marks by which history knows it again."""
 
     call_id: str

@@ -1,32 +1,32 @@
 """Sandboxes: where an agent's programs run. `base` has the contract, `choice` the way in."""
 
-from .base import (
+from sandboxes.base import (
     ExecResult,
     FileTooLarge,
-    Kind,
-    Limits,
     Mount,
+    ResourceLimits,
     Sandbox,
     SandboxEnded,
     SandboxError,
+    SandboxKind,
     SandboxSpec,
     SandboxUnavailable,
 )
-from .choice import Availability, Choice, available, choose, open_sandbox
-from .orphans import Removed, default_state_dir, sweep
+from sandboxes.choice import Availability, SandboxChoice, available, choose, open_sandbox
+from sandboxes.orphans import RemovedItem, default_state_dir, sweep
 
 __all__ = [
     "Availability",
-    "Choice",
     "ExecResult",
     "FileTooLarge",
-    "Kind",
-    "Limits",
     "Mount",
-    "Removed",
+    "RemovedItem",
+    "ResourceLimits",
     "Sandbox",
+    "SandboxChoice",
     "SandboxEnded",
     "SandboxError",
+    "SandboxKind",
     "SandboxSpec",
     "SandboxUnavailable",
     "available",

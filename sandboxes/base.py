@@ -29,12 +29,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-Kind = Literal["docker", "bubblewrap", "process"]
+SandboxKind = Literal["docker", "bubblewrap", "process"]
 OutputCallback = Callable[[bytes], None]
 
 OUTPUT_LIMIT = 4 << 20
 READ_LIMIT = 64 << 20
-MARKER = "POLAR_SANDBOX_ID"
+SANDBOX_ID_VARIABLE = "POLAR_SANDBOX_ID"
 """Environment variable that every process of a sandbox is started with; `orphans` finds strays by it."""
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Mount:
 
 
 @dataclass(frozen=True)
-class Limits:
+class ResourceLimits:
     """Upper bounds of one sandbox; None is no bound. `Sandbox.unenforced` names those that a kind cannot hold.
 
     `file_mb` is the size of any one file. Memory includes what lies in /tmp where that is in memory (bubblewrap).
@@ -84,7 +84,7 @@ class SandboxSpec:
 
     image: str | None = None
     mounts: tuple[Mount, ...] = ()
-    limits: Limits = field(default_factory=Limits)
+    limits: ResourceLimits = field(default_factory=ResourceLimits)
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
@@ -116,7 +116,7 @@ class ExecResult:
     truncated: bool = False
 
 
-class Tail:
+class OutputTail:
     """Collects bytes and keeps the last `limit` of them."""
 
     def __init__(self, limit: int) -> None:
@@ -142,7 +142,7 @@ class Tail:
         return b"".join(self._chunks)
 
 
-async def settle(work: Coroutine[Any, Any, T]) -> T:
+async def uncancellable(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` to its end even if the caller is cancelled meanwhile; the cancellation is raised afterwards.
 
     For clean-up that must not stop half-way: killing, removing, unregistering.
@@ -159,11 +159,11 @@ async def settle(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-def new_id() -> str:
+def new_sandbox_id() -> str:
     return f"polar-{uuid.uuid4().hex[:16]}"
 
 
-def tree_paths(files: Mapping[str, bytes]) -> None:
+def check_tree_paths(files: Mapping[str, bytes]) -> None:
     """Refuse keys of `write_tree` which leave its root: they come from task data."""
     for name in files:
         if posixpath.isabs(name) or ".." in name.split("/") or posixpath.normpath(name) == ".":
@@ -173,7 +173,7 @@ def tree_paths(files: Mapping[str, bytes]) -> None:
 class Sandbox(ABC):
     """One open sandbox. Made by `open_sandbox`; closed by `close` or by leaving `async with`."""
 
-    kind: ClassVar[Kind]
+    kind: ClassVar[SandboxKind]
     isolation: str
     """One honest sentence: what is kept apart and what is not."""
     unenforced: tuple[str, ...]
@@ -234,7 +234,7 @@ class Sandbox(ABC):
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:
         """Write many files below `root` (`workdir` if None). Raises ValueError for a name that leaves the root."""
-        tree_paths(files)
+        check_tree_paths(files)
         for name, data in files.items():
             await self.write(posixpath.join(root or self.workdir, name), data)
 
@@ -250,7 +250,7 @@ class Sandbox(ABC):
         return posixpath.join(self.workdir, path)
 
 
-def environment(base: Mapping[str, str], sandbox: Sandbox, *more: Mapping[str, str] | None) -> dict[str, str]:
+def command_environment(base: Mapping[str, str], sandbox: Sandbox, *more: Mapping[str, str] | None) -> dict[str, str]:
     """The environment of a command: the kind's base, home, then what specification and call give, then the marker."""
     env = {**base, "HOME": sandbox.home}
     for extra in more:
@@ -258,7 +258,7 @@ def environment(base: Mapping[str, str], sandbox: Sandbox, *more: Mapping[str, s
     for name, value in env.items():
         if not name or "=" in name or "\0" in name + value:
             raise SandboxError(f"not an environment variable: {name!r}")
-    return {**env, MARKER: sandbox.id}
+    return {**env, SANDBOX_ID_VARIABLE: sandbox.id}
 
 
 def check_argv(argv: Sequence[str]) -> list[str]:

@@ -36,7 +36,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         "nothing else of it; the kernel is shared, system calls are not filtered."
     )
 
-    def __init__(self, spec: SandboxSpec, registry: orphans.Registry) -> None:
+    def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
         super().__init__(spec, registry)
         self.home, self.workdir = HOME, spec.workdir or WORKDIR
         self.base_env = {"PATH": SEARCH_PATH, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": "/tmp"}
@@ -150,7 +150,7 @@ def why_not() -> str | None:
 
 
 async def _trial(folder: Path) -> None:
-    async with await BubblewrapSandbox.open(SandboxSpec(), orphans.Registry(folder)) as sandbox:
+    async with await BubblewrapSandbox.open(SandboxSpec(), orphans.SandboxRegistry(folder)) as sandbox:
         await sandbox.exec(["true"], timeout=30)
 
 

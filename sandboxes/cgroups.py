@@ -12,14 +12,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from .base import Limits, SandboxError
+from sandboxes.base import ResourceLimits, SandboxError
 
 ROOT = Path("/sys/fs/cgroup")
 PERIOD = 100_000
 
 
 @dataclass
-class Group:
+class ControlGroup:
     """The folders of one group (one in version 2, one for each controller in version 1)."""
 
     dirs: list[Path]
@@ -49,7 +49,7 @@ def remove(folder: Path, seconds: float = 30.0) -> None:
             return
 
 
-def settings(limits: Limits, version: int) -> dict[str, list[tuple[str, str, bool]]]:
+def settings(limits: ResourceLimits, version: int) -> dict[str, list[tuple[str, str, bool]]]:
     """controller -> (file, value, required). Swap files exist only where swap accounting is on."""
     found: dict[str, list[tuple[str, str, bool]]] = {}
     if limits.memory_mb is not None:
@@ -88,16 +88,16 @@ def parents(controllers: set[str], root: Path = ROOT, own: str | None = None) ->
     return found if set(found) == controllers else None
 
 
-def places(ident: str, limits: Limits, root: Path = ROOT, own: str | None = None) -> list[Path] | None:
+def places(ident: str, limits: ResourceLimits, root: Path = ROOT, own: str | None = None) -> list[Path] | None:
     """The folders that `create` will make; known beforehand, so that they can be registered before they exist."""
     controllers = set(settings(limits, 1))
     folders = parents(controllers, root, own) if controllers and root.is_dir() else None
     return None if folders is None else sorted({folder / ident for folder in folders.values()})
 
 
-def create(folders: list[Path], limits: Limits) -> Group | None:
+def create(folders: list[Path], limits: ResourceLimits) -> ControlGroup | None:
     """Make the group and set its limits; None if this user may not (a read-only or foreign hierarchy)."""
-    group = Group([])
+    group = ControlGroup([])
     try:
         for folder in folders:
             folder.mkdir()

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sandboxes.base import Sandbox, SandboxKind, SandboxSpec, SandboxUnavailable
+
 from . import bubblewrap, docker, docker_engine, orphans
-from .base import Kind, Sandbox, SandboxSpec, SandboxUnavailable
 from .process import ProcessSandbox
 
-STRONGEST_FIRST: tuple[Kind, ...] = ("docker", "bubblewrap", "process")
-HOW_TO_GET: dict[Kind, str] = {
+STRONGEST_FIRST: tuple[SandboxKind, ...] = ("docker", "bubblewrap", "process")
+HOW_TO_GET: dict[SandboxKind, str] = {
     "docker": "install a Docker engine, then: python -m sandboxes.images.build",
     "bubblewrap": "apt-get install bubblewrap (or your distribution's equivalent); user namespaces must be allowed",
     "process": "",
@@ -25,17 +26,17 @@ HOW_TO_GET: dict[Kind, str] = {
 class Availability:
     """Whether a kind can be used now; if not, why and what helps."""
 
-    kind: Kind
+    kind: SandboxKind
     ok: bool
     why_not: str = ""
     how_to_get: str = ""
 
 
 @dataclass(frozen=True)
-class Choice:
+class SandboxChoice:
     """The kind that was taken; `reason` is one line for people, with what was passed over and why."""
 
-    kind: Kind
+    kind: SandboxKind
     reason: str
 
 
@@ -44,25 +45,25 @@ def available(image: str | None = None) -> list[Availability]:
     return [_availability(kind, image) for kind in STRONGEST_FIRST]
 
 
-def choose(kind: Kind | Literal["auto"] = "auto", image: str | None = None) -> Choice:
+def choose(kind: SandboxKind | Literal["auto"] = "auto", image: str | None = None) -> SandboxChoice:
     """The kind asked for, or the strongest that works here. Raises `SandboxUnavailable`. Blocking."""
     if kind != "auto":
         found = _availability(kind, image)
         if not found.ok:
             raise SandboxUnavailable(f"no {kind} sandbox: {found.why_not}. To get it: {found.how_to_get}")
-        return Choice(kind, f"{kind}, as asked for")
+        return SandboxChoice(kind, f"{kind}, as asked for")
     passed_over: list[str] = []
     for candidate in STRONGEST_FIRST:
         found = _availability(candidate, image)
         if found.ok:
             missing = f" ({'; '.join(passed_over)})" if passed_over else ""
-            return Choice(candidate, f"{candidate}, the strongest sandbox here{missing}")
+            return SandboxChoice(candidate, f"{candidate}, the strongest sandbox here{missing}")
         passed_over.append(f"no {candidate}: {found.why_not}")
     raise SandboxUnavailable("; ".join(passed_over))
 
 
 async def open_sandbox(
-    kind: Kind | Literal["auto"] = "auto",
+    kind: SandboxKind | Literal["auto"] = "auto",
     spec: SandboxSpec | None = None,
     *,
     state_dir: Path | None = None,
@@ -78,7 +79,7 @@ async def open_sandbox(
         chosen = (await asyncio.to_thread(choose, "auto", spec.image)).kind
     if state_dir is None:
         state_dir = await asyncio.to_thread(orphans.default_state_dir)
-    registry = orphans.Registry(state_dir)
+    registry = orphans.SandboxRegistry(state_dir)
     if chosen == "docker":
         return await docker.DockerSandbox.open(spec, registry)
     if chosen == "bubblewrap":
@@ -88,8 +89,8 @@ async def open_sandbox(
     return await ProcessSandbox.open(spec, registry)
 
 
-def _availability(kind: Kind, image: str | None) -> Availability:
-    probes: dict[Kind, Callable[[], str | None]] = {
+def _availability(kind: SandboxKind, image: str | None) -> Availability:
+    probes: dict[SandboxKind, Callable[[], str | None]] = {
         "docker": lambda: _docker_why_not(image),
         "bubblewrap": bubblewrap.why_not,
         "process": lambda: None,
@@ -100,7 +101,7 @@ def _availability(kind: Kind, image: str | None) -> Availability:
 
 def _docker_why_not(image: str | None) -> str | None:
     async def probe() -> None:
-        async with docker_engine.client() as engine:
+        async with docker_engine.docker_client() as engine:
             await docker_engine.find_image(engine, image)
 
     try:

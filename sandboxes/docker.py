@@ -16,12 +16,10 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from . import docker_scripts as scripts
-from . import netns, orphans
-from .base import (
-    MARKER,
+from sandboxes.base import (
     OUTPUT_LIMIT,
     READ_LIMIT,
+    SANDBOX_ID_VARIABLE,
     ExecResult,
     FileTooLarge,
     OutputCallback,
@@ -30,12 +28,15 @@ from .base import (
     SandboxError,
     SandboxSpec,
     check_argv,
-    environment,
-    new_id,
-    settle,
-    tree_paths,
+    check_tree_paths,
+    command_environment,
+    new_sandbox_id,
+    uncancellable,
 )
-from .docker_engine import Run, client, find_image, module, remove_container, translated
+from sandboxes.docker_engine import CommandStream, docker_client, find_image, module, remove_container, translated
+
+from . import docker_scripts as scripts
+from . import netns, orphans
 
 if TYPE_CHECKING:
     import aiodocker
@@ -54,14 +55,14 @@ class DockerSandbox(Sandbox):
         "filter; the kernel is shared, and root inside is root of the engine's user namespace."
     )
 
-    def __init__(self, spec: SandboxSpec, registry: orphans.Registry) -> None:
-        self.id = new_id()
+    def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
+        self.id = new_sandbox_id()
         self.spec = spec
         self.home, self.workdir = HOME, spec.workdir or WORKDIR
         self._volumes = (HOME, *([] if spec.workdir else [WORKDIR]), *spec.folders)
         self.unenforced = ()
         self._registry = registry
-        self._record = orphans.Record.mine(self.id, self.kind)
+        self._record = orphans.SandboxRecord.mine(self.id, self.kind)
         self._stack = contextlib.AsyncExitStack()
         self._engine: aiodocker.Docker | None = None
         self._container: Any = None
@@ -75,26 +76,26 @@ class DockerSandbox(Sandbox):
     # ------------------------------------------------------------ life
 
     @classmethod
-    async def open(cls, spec: SandboxSpec, registry: orphans.Registry) -> Self:
+    async def open(cls, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> Self:
         spec.check()
         self = cls(spec, registry)
         try:
             await self._start()
         except BaseException:
-            await settle(self.close())
+            await uncancellable(self.close())
             raise
         return self
 
     async def _start(self) -> None:
-        engine = self._engine = await self._stack.enter_async_context(client())
+        engine = self._engine = await self._stack.enter_async_context(docker_client())
         image = await find_image(engine, self.spec.image)
         self._record.container = self.id  # the name: known before there is a container
-        await settle(asyncio.to_thread(self._registry.write, self._record))
+        await uncancellable(asyncio.to_thread(self._registry.write, self._record))
         try:
             # Cancelled half-way, the engine would make the container after we had looked for it in vain.
             creating = engine.containers.create(self._config(image), name=self.id)
-            self._container = await settle(creating)
-            await settle(self._container.start())
+            self._container = await uncancellable(creating)
+            await uncancellable(self._container.start())
         except module().DockerError as error:
             raise SandboxError(f"the engine did not start a container of {image}: {error.message}") from error
         # The volumes come owned by root; an image's own user has to be able to write to them.
@@ -151,15 +152,15 @@ class DockerSandbox(Sandbox):
             "Cmd": [],
             "Hostname": "sandbox",
             "WorkingDir": self.workdir,
-            "Env": [f"{MARKER}={self.id}", f"HOME={HOME}"],
-            "Labels": {**self.spec.labels, **orphans.labels(self._record)},
+            "Env": [f"{SANDBOX_ID_VARIABLE}={self.id}", f"HOME={HOME}"],
+            "Labels": {**self.spec.labels, **orphans.owner_labels(self._record)},
             "HostConfig": host,
         }
 
     async def close(self) -> None:
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
-        await settle(_join(self._closing))
+        await uncancellable(_join(self._closing))
 
     async def _close(self) -> None:
         try:
@@ -197,7 +198,7 @@ class DockerSandbox(Sandbox):
             await asyncio.shield(ending)
         container = self._live()
         ident = uuid.uuid4().hex
-        variables = {**environment({}, self, self.spec.env, env), EXEC_MARKER: ident}
+        variables = {**command_environment({}, self, self.spec.env, env), EXEC_MARKER: ident}
         where = self.path(cwd or self.workdir)
         args = check_argv(argv)
         shell = (
@@ -206,7 +207,7 @@ class DockerSandbox(Sandbox):
             else ["sh", "-c", scripts.RUN, "sh", where]
         )
         start = time.monotonic()
-        run = Run(stdin, on_output, output_limit)
+        run = CommandStream(stdin, on_output, output_limit)
         task: asyncio.Task[int] | None = None
         try:
             with translated():
@@ -217,7 +218,7 @@ class DockerSandbox(Sandbox):
                 await asyncio.wait({task}, timeout=timeout)
                 timed_out = not task.done()
                 if timed_out:
-                    await settle(self._kill(ident, task))
+                    await uncancellable(self._kill(ident, task))
                 if task.cancelled():
                     raise SandboxEnded("the sandbox was closed while the command ran")
                 exit_code = task.result()
@@ -229,7 +230,7 @@ class DockerSandbox(Sandbox):
             if task is not None and self._closing is None:
                 # Also when the reader failed (an error of the callback): the program may still be running.
                 try:
-                    await settle(self._kill(ident, task))
+                    await uncancellable(self._kill(ident, task))
                 except SandboxError as failed:
                     error.add_note(f"and the command could not be ended: {failed}")
             raise
@@ -259,7 +260,7 @@ class DockerSandbox(Sandbox):
             # Not by `exec`, which waits for this.
             with translated():
                 killing = ["sh", "-c", scripts.KILL, "sh", self._main, f"{EXEC_MARKER}={ident}"]
-                await Run(b"", None, OUTPUT_LIMIT).follow(await self._live().exec(killing, workdir="/"))
+                await CommandStream(b"", None, OUTPUT_LIMIT).follow(await self._live().exec(killing, workdir="/"))
             # Again if need be: the engine may have been about to start the program.
             await asyncio.wait({task}, timeout=0.5)
             if task.done():
@@ -304,7 +305,7 @@ class DockerSandbox(Sandbox):
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:
         """One archive for all: each call of the engine costs as much as a thousand small files."""
-        tree_paths(files)
+        check_tree_paths(files)
         if not files:
             return
         data = await asyncio.to_thread(_archive, files)
@@ -334,7 +335,7 @@ class DockerSandbox(Sandbox):
             return await asyncio.to_thread(netns.listen, state["Pid"], self.id, port)
         except netns.CannotEnter as error:
             assert self._engine is not None
-            labels = {**orphans.labels(self._record), orphans.LABEL: f"{self.id}-net"}
+            labels = {**orphans.owner_labels(self._record), orphans.LABEL: f"{self.id}-net"}
             return await netns.listen_by_helper(self._engine, self.id, port, labels, error)
 
 

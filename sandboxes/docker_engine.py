@@ -13,8 +13,9 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sandboxes.base import OutputCallback, OutputTail, SandboxEnded, SandboxError, SandboxUnavailable
+
 from . import images, orphans
-from .base import OutputCallback, SandboxEnded, SandboxError, SandboxUnavailable, Tail
 
 if TYPE_CHECKING:
     import aiodocker
@@ -34,7 +35,7 @@ def module() -> Any:
 
 
 @contextlib.asynccontextmanager
-async def client() -> AsyncIterator[aiodocker.Docker]:
+async def docker_client() -> AsyncIterator[aiodocker.Docker]:
     """A client of the engine that DOCKER_HOST or the current context names. Raises `SandboxUnavailable`."""
     library = module()
     try:
@@ -92,11 +93,11 @@ async def _stream_of(execution: Any) -> AsyncIterator[Any]:
             transport.abort()
 
 
-class Run:
+class CommandStream:
     """The output of one command."""
 
     def __init__(self, stdin: bytes, callback: OutputCallback | None, limit: int) -> None:
-        self.out, self.err = Tail(limit), Tail(limit)
+        self.out, self.err = OutputTail(limit), OutputTail(limit)
         self._stdin = stdin
         self._callback = callback
         self._messages = 0
@@ -172,7 +173,7 @@ async def remove_container(engine: aiodocker.Docker, name: str) -> bool:
 
 
 async def sweep_containers(
-    records: Sequence[orphans.Record], removed: list[orphans.Removed], problems: list[str]
+    records: Sequence[orphans.SandboxRecord], removed: list[orphans.RemovedItem], problems: list[str]
 ) -> set[str]:
     """Remove the containers of dead owners, by record and by label.
 
@@ -180,16 +181,16 @@ async def sweep_containers(
     """
     named = {record.container for record in records if record.container}
     try:
-        async with client() as engine:
+        async with docker_client() as engine:
             found = await engine.containers.list(all=True, filters=json.dumps({"label": [orphans.OWNER_LABEL]}))
             for container in found:
                 labels = container["Labels"]
-                if orphans.Owner.parse(json.loads(labels[orphans.OWNER_LABEL])).dead():
+                if orphans.OwnerProcess.parse(json.loads(labels[orphans.OWNER_LABEL])).dead():
                     named.add(labels[orphans.LABEL])
             for name in sorted(named):
                 try:
                     if await remove_container(engine, name):
-                        removed.append(orphans.Removed(name, "container", name))
+                        removed.append(orphans.RemovedItem(name, "container", name))
                 except SandboxError as error:
                     problems.append(f"{name}: {error}")
     except SandboxUnavailable as error:

@@ -20,7 +20,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .base import MARKER, SandboxError, settle
+from sandboxes.base import SANDBOX_ID_VARIABLE, SandboxError, uncancellable
+
 from .docker_engine import find_image, remove_container, translated
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _check(pid: int, ident: str) -> None:
         raise CannotEnter("entering a container's network needs root") from error
     except (FileNotFoundError, ProcessLookupError):
         environment = []
-    if f"{MARKER}={ident}".encode() not in environment:
+    if f"{SANDBOX_ID_VARIABLE}={ident}".encode() not in environment:
         raise CannotEnter(
             f"process {pid} of the container is not a process of this machine: the Docker engine has to run on the "
             "same Linux, not in a virtual machine or on another host"
@@ -137,8 +138,8 @@ async def listen_by_helper(
         }
         try:
             with translated():
-                container = await settle(engine.containers.create(config, name=name))
-                await settle(container.start())
+                container = await uncancellable(engine.containers.create(config, name=name))
+                await uncancellable(container.start())
                 ended = asyncio.ensure_future(container.wait())
                 handover = asyncio.ensure_future(loop.sock_accept(door))
                 await asyncio.wait({ended, handover}, timeout=HELPER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -151,9 +152,9 @@ async def listen_by_helper(
                     )
             with handover.result()[0] as connection:
                 connection.setblocking(True)
-                fds = (await settle(asyncio.to_thread(socket.recv_fds, connection, 1, 1)))[1]
+                fds = (await uncancellable(asyncio.to_thread(socket.recv_fds, connection, 1, 1)))[1]
         finally:
-            await settle(remove_container(engine, name))
+            await uncancellable(remove_container(engine, name))
     listening = socket.socket(fileno=fds[0])
     listening.setblocking(False)
     return listening

@@ -23,7 +23,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
-from .base import MARKER, SandboxError
+from sandboxes.base import SANDBOX_ID_VARIABLE, SandboxError
+
 from .supervisor.shim import descendants
 
 LABEL = "polar.sandbox"
@@ -32,7 +33,7 @@ LINUX = sys.platform == "linux"
 
 
 @dataclass(frozen=True)
-class Removed:
+class RemovedItem:
     """One thing that `sweep` removed: what = process | container | directory | cgroup | record."""
 
     sandbox: str
@@ -41,7 +42,7 @@ class Removed:
 
 
 @dataclass(frozen=True)
-class Owner:
+class OwnerProcess:
     """A process, told apart from every other one."""
 
     machine: str
@@ -51,9 +52,9 @@ class Owner:
     started: str
 
     @classmethod
-    def me(cls) -> Owner:
+    def me(cls) -> OwnerProcess:
         machine, boot, namespace = _here()
-        return cls(machine, boot, namespace, os.getpid(), started(os.getpid()) or "")
+        return cls(machine, boot, namespace, os.getpid(), start_time(os.getpid()) or "")
 
     def dead(self) -> bool:
         """True only if that is certain. False also for owners that cannot be judged from here."""
@@ -64,10 +65,10 @@ class Owner:
             return True
         if self.pid_namespace != namespace:
             return False
-        return started(self.pid) != self.started
+        return start_time(self.pid) != self.started
 
     @classmethod
-    def parse(cls, data: dict[str, Any]) -> Owner:
+    def parse(cls, data: dict[str, Any]) -> OwnerProcess:
         return cls(data["machine"], data["boot"], data["pid_namespace"], int(data["pid"]), data["started"])
 
 
@@ -86,7 +87,7 @@ def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def started(pid: int) -> str | None:
+def start_time(pid: int) -> str | None:
     """When a process started, in the system's own units; None if there is no such process (a zombie is none)."""
     if not LINUX:
         done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
@@ -99,12 +100,12 @@ def started(pid: int) -> str | None:
 
 
 @dataclass
-class Record:
+class SandboxRecord:
     """All that exists of one sandbox outside this process. `processes`: [pid, start time] of what the owner started."""
 
     id: str
     kind: str
-    owner: Owner
+    owner: OwnerProcess
     processes: list[tuple[int, str]] = field(default_factory=list)
     dirs: list[str] = field(default_factory=list)
     cgroups: list[str] = field(default_factory=list)
@@ -113,20 +114,20 @@ class Record:
 
     @classmethod
     def mine(cls, ident: str, kind: str) -> Self:
-        return cls(ident, kind, Owner.me())
+        return cls(ident, kind, OwnerProcess.me())
 
     def add_processes(self, pids: list[int]) -> None:
-        self.processes += [(pid, start) for pid in pids if (start := started(pid)) is not None]
+        self.processes += [(pid, start) for pid in pids if (start := start_time(pid)) is not None]
 
 
-class Registry:
+class SandboxRegistry:
     """The records below `state_dir`. Blocking: call it from a thread."""
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir.absolute()
         self.records = self.state_dir / "records"
 
-    def write(self, record: Record) -> None:
+    def write(self, record: SandboxRecord) -> None:
         self.records.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self.records / f"{record.id}.json"
         temporary = path.with_suffix(".tmp")
@@ -137,11 +138,11 @@ class Registry:
         for suffix in ("json", "tmp"):
             (self.records / f"{ident}.{suffix}").unlink(missing_ok=True)
 
-    def dead(self) -> list[Record]:
+    def dead(self) -> list[SandboxRecord]:
         """The records whose owner is certainly dead."""
         return [record for record in self.all() if record.owner.dead()]
 
-    def all(self) -> list[Record]:
+    def all(self) -> list[SandboxRecord]:
         found = []
         for path in sorted(self.records.glob("*.json")):
             try:
@@ -150,9 +151,9 @@ class Registry:
                 continue  # its owner closed it just now
             if data.get("version") != 1:
                 raise SandboxError(f"{path} was written by a newer version; sweep with that one")
-            data["owner"] = Owner.parse(data["owner"])
+            data["owner"] = OwnerProcess.parse(data["owner"])
             data["processes"] = [(int(pid), start) for pid, start in data["processes"]]
-            found.append(Record(**data))
+            found.append(SandboxRecord(**data))
         return found
 
 
@@ -165,7 +166,7 @@ def default_state_dir() -> Path:
     return path
 
 
-async def sweep(state_dir: Path | None = None) -> list[Removed]:
+async def sweep(state_dir: Path | None = None) -> list[RemovedItem]:
     """Remove what dead owners of this state directory left, and containers of dead owners whoever registered them.
 
     Returns what was removed. Raises `SandboxError` when something could not be; everything else is removed before.
@@ -173,9 +174,9 @@ async def sweep(state_dir: Path | None = None) -> list[Removed]:
     """
     if state_dir is None:
         state_dir = await asyncio.to_thread(default_state_dir)
-    registry = Registry(state_dir)
+    registry = SandboxRegistry(state_dir)
     records = await asyncio.to_thread(registry.dead)
-    removed: list[Removed] = []
+    removed: list[RemovedItem] = []
     problems: list[str] = []
     await asyncio.to_thread(_sweep_local, records, removed, problems)
     from . import docker_engine  # it imports this module
@@ -184,20 +185,20 @@ async def sweep(state_dir: Path | None = None) -> list[Removed]:
     for record in records:
         if record.id not in waiting and not any(problem.startswith(record.id) for problem in problems):
             await asyncio.to_thread(registry.remove, record.id)
-            removed.append(Removed(record.id, "record", f"owner {record.owner.pid}"))
+            removed.append(RemovedItem(record.id, "record", f"owner {record.owner.pid}"))
     if problems:
         raise SandboxError("left-over sandboxes could not be removed: " + "; ".join(problems))
     return removed
 
 
-def _sweep_local(records: list[Record], removed: list[Removed], problems: list[str]) -> None:
+def _sweep_local(records: list[SandboxRecord], removed: list[RemovedItem], problems: list[str]) -> None:
     for record in records:
         # The marked trees first: without its supervisor a tree would be harder to find.
         for ident, pid in kill_marked({record.id}):
-            removed.append(Removed(ident, "process", str(pid)))
+            removed.append(RemovedItem(ident, "process", str(pid)))
         for pid, start in record.processes:
             if _signal(pid, start, signal.SIGKILL):
-                removed.append(Removed(record.id, "process", str(pid)))
+                removed.append(RemovedItem(record.id, "process", str(pid)))
     for record in records:
         try:
             _remove_folders(record, removed)
@@ -205,20 +206,20 @@ def _sweep_local(records: list[Record], removed: list[Removed], problems: list[s
             problems.append(f"{record.id}: {error}")
 
 
-def _remove_folders(record: Record, removed: list[Removed]) -> None:
+def _remove_folders(record: SandboxRecord, removed: list[RemovedItem]) -> None:
     from . import cgroups
 
     for name in record.cgroups:
         if Path(name).is_dir():
             cgroups.remove(Path(name))
-            removed.append(Removed(record.id, "cgroup", name))
+            removed.append(RemovedItem(record.id, "cgroup", name))
     for name in record.dirs:
         if Path(name).exists():
             remove_dir(Path(name))
-            removed.append(Removed(record.id, "directory", name))
+            removed.append(RemovedItem(record.id, "directory", name))
 
 
-def marked(idents: set[str]) -> Iterator[tuple[str, int]]:
+def marked_processes(idents: set[str]) -> Iterator[tuple[str, int]]:
     """(sandbox id, pid) of the processes that carry the marker of one of these sandboxes. Zombies carry none."""
     if not LINUX:
         return
@@ -232,7 +233,7 @@ def _marker(pid: int) -> str:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return ""  # gone, or another user's
-    prefix = MARKER.encode() + b"="
+    prefix = SANDBOX_ID_VARIABLE.encode() + b"="
     return next((v[len(prefix) :].decode(errors="replace") for v in variables if v.startswith(prefix)), "")
 
 
@@ -243,7 +244,7 @@ def kill_marked(idents: set[str], seconds: float = 30.0) -> list[tuple[str, int]
     """
     killed: dict[tuple[int, str], str] = {}
     deadline = time.monotonic() + seconds
-    while list(marked(idents)):
+    while list(marked_processes(idents)):
         stopped: dict[tuple[int, str], str] = {}
         while fresh := _trees(idents).items() - stopped.items():
             for process, _ident in fresh:
@@ -261,9 +262,9 @@ def kill_marked(idents: set[str], seconds: float = 30.0) -> list[tuple[str, int]
 def _trees(idents: set[str]) -> dict[tuple[int, str], str]:
     """(pid, start) -> sandbox of the processes with a marker and of all below them; never this process."""
     found: dict[tuple[int, str], str] = {}
-    for ident, pid in list(marked(idents)):
+    for ident, pid in list(marked_processes(idents)):
         for member in {pid, *descendants(pid)} - {os.getpid()}:
-            if (start := started(member)) is not None:
+            if (start := start_time(member)) is not None:
                 found[member, start] = ident
     return found
 
@@ -271,7 +272,7 @@ def _trees(idents: set[str]) -> dict[tuple[int, str], str]:
 def _signal(pid: int, start: str, number: signal.Signals) -> bool:
     """Signal a process through a handle on it, so that a reused pid is never hit; False if it is gone."""
     if not LINUX:
-        if started(pid) == start:
+        if start_time(pid) == start:
             os.kill(pid, number)
             return True
         return False
@@ -280,7 +281,7 @@ def _signal(pid: int, start: str, number: signal.Signals) -> bool:
     except ProcessLookupError:
         return False
     try:
-        if started(pid) != start:
+        if start_time(pid) != start:
             return False
         signal.pidfd_send_signal(handle, number)
     except ProcessLookupError:
@@ -309,6 +310,6 @@ def _gone_is_fine(_function: object, _name: str, error: tuple[Any, BaseException
         raise error[1]
 
 
-def labels(record: Record) -> dict[str, str]:
+def owner_labels(record: SandboxRecord) -> dict[str, str]:
     """Container labels that say whose it is, should the record be lost."""
     return {LABEL: record.id, OWNER_LABEL: json.dumps(asdict(record.owner))}

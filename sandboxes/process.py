@@ -21,7 +21,7 @@ class ProcessSandbox(SupervisedSandbox):
         "only home, working directory, environment and process group are their own."
     )
 
-    def __init__(self, spec: SandboxSpec, registry: orphans.Registry) -> None:
+    def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
         super().__init__(spec, registry)
         self.home = str(self.base / "home")
         self.workdir = str(self.base / "workspace")

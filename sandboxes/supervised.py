@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from . import cgroups, orphans
-from .base import (
+from sandboxes.base import (
     OUTPUT_LIMIT,
     READ_LIMIT,
     ExecResult,
@@ -29,11 +28,13 @@ from .base import (
     SandboxError,
     SandboxSpec,
     check_argv,
-    environment,
-    new_id,
-    settle,
+    command_environment,
+    new_sandbox_id,
+    uncancellable,
 )
-from .link import Link, OutputPipe, Reply
+from sandboxes.control_link import ControlLink, OutputPipe, Reply
+
+from . import cgroups, orphans
 
 # After the program's end its own output is in the pipe already; this is for helpers that still flush
 # (`> >(tee log)`). Only a background process that holds the pipe open makes a command wait this long.
@@ -50,15 +51,15 @@ class SupervisedSandbox(Sandbox):
 
     base_env: dict[str, str]
 
-    def __init__(self, spec: SandboxSpec, registry: orphans.Registry) -> None:
-        self.id = new_id()
+    def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
+        self.id = new_sandbox_id()
         self.spec = spec
         self._registry = registry
-        self._link: Link | None = None
+        self._link: ControlLink | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pipes: set[OutputPipe] = set()
-        self._record = orphans.Record.mine(self.id, self.kind)
-        self._cgroup: cgroups.Group | None = None
+        self._record = orphans.SandboxRecord.mine(self.id, self.kind)
+        self._cgroup: cgroups.ControlGroup | None = None
         self._closing: asyncio.Task[None] | None = None
         self.unenforced = ()
         self.base = registry.state_dir / self.id
@@ -66,13 +67,13 @@ class SupervisedSandbox(Sandbox):
     # ------------------------------------------------------------ life
 
     @classmethod
-    async def open(cls, spec: SandboxSpec, registry: orphans.Registry) -> Self:
+    async def open(cls, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> Self:
         spec.check()
         self = cls(spec, registry)
         try:
             await self._start()
         except BaseException:
-            await settle(self.close())
+            await uncancellable(self.close())
             raise
         return self
 
@@ -86,11 +87,11 @@ class SupervisedSandbox(Sandbox):
 
     async def _start(self) -> None:
         self._record.dirs.append(str(self.base))
-        bwrap = await settle(asyncio.to_thread(self._make))
+        bwrap = await uncancellable(asyncio.to_thread(self._make))
         mine, theirs = socket.socketpair()
         try:
-            self._link = Link(mine)
-            await settle(asyncio.to_thread(self._spawn, theirs))
+            self._link = ControlLink(mine)
+            await uncancellable(asyncio.to_thread(self._spawn, theirs))
         finally:
             theirs.close()
         procs = self._cgroup.procs if self._cgroup else []
@@ -104,7 +105,7 @@ class SupervisedSandbox(Sandbox):
         assert self._process is not None
         pids = [self._process.pid] + ([reply["init"]] if reply["init"] else [])
         self._record.add_processes(pids)
-        await settle(asyncio.to_thread(self._registry.write, self._record))
+        await uncancellable(asyncio.to_thread(self._registry.write, self._record))
 
     def _make(self) -> list[str] | None:
         self._registry.write(self._record)
@@ -129,7 +130,7 @@ class SupervisedSandbox(Sandbox):
     async def close(self) -> None:
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close())
-        await settle(_join(self._closing))
+        await uncancellable(_join(self._closing))
 
     async def _close(self) -> None:
         if self._link is not None:
@@ -148,7 +149,7 @@ class SupervisedSandbox(Sandbox):
         orphans.remove_dir(self.base)
         self._registry.remove(self.id)
 
-    def _live(self) -> Link:
+    def _live(self) -> ControlLink:
         if self._link is None or self._closing is not None:
             raise SandboxEnded("the sandbox is closed")
         return self._link
@@ -170,7 +171,7 @@ class SupervisedSandbox(Sandbox):
         message = {
             "op": "exec",
             "argv": check_argv(argv),
-            "env": environment(self.base_env, self, self.spec.env, env),
+            "env": command_environment(self.base_env, self, self.spec.env, env),
             "cwd": self.path(cwd or self.workdir),
             "rlimits": self._rlimits(),
         }
@@ -182,7 +183,7 @@ class SupervisedSandbox(Sandbox):
         start = time.monotonic()
         try:
             # Sent for certain, even if cancelled meanwhile: so it is known that there is something to kill.
-            await settle(link.send({"id": ident, **message}, [source, out.writer, err.writer]))
+            await uncancellable(link.send({"id": ident, **message}, [source, out.writer, err.writer]))
             for pipe in (out, err):
                 pipe.close_writer()
             either: set[asyncio.Future[Any]] = {done, broken}
@@ -191,7 +192,7 @@ class SupervisedSandbox(Sandbox):
                 broken.result()  # raises the callback's error; the command is killed below
             timed_out = not done.done()
             if timed_out:
-                await settle(self._kill(link, ident, done))
+                await uncancellable(self._kill(link, ident, done))
             reply, _ = done.result()
             seconds = time.monotonic() - start
             waits = [asyncio.ensure_future(pipe.ended.wait()) for pipe in (out, err)]
@@ -207,7 +208,7 @@ class SupervisedSandbox(Sandbox):
         except BaseException as error:
             if not done.done() and not link.ended.is_set():
                 try:
-                    await settle(self._kill(link, ident, done))
+                    await uncancellable(self._kill(link, ident, done))
                 except SandboxError as failed:
                     error.add_note(f"and the command could not be ended: {failed}")
             raise
@@ -220,7 +221,7 @@ class SupervisedSandbox(Sandbox):
                 pipe.discard()
             self._pipes = {p for p in self._pipes if not p.ended.is_set()}
 
-    async def _kill(self, link: Link, ident: int, done: asyncio.Future[Reply]) -> None:
+    async def _kill(self, link: ControlLink, ident: int, done: asyncio.Future[Reply]) -> None:
         """End a command's tree and wait for its end; whatever resists takes the sandbox with it."""
         await link.call(op="kill", target=ident)
         await asyncio.wait({done}, timeout=END_SECONDS)
@@ -241,11 +242,11 @@ class SupervisedSandbox(Sandbox):
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
         _, fds = await self._live().call(op="open", path=self.path(path), write=True, mode=mode)
-        await settle(asyncio.to_thread(_write_fd, fds[0], data))
+        await uncancellable(asyncio.to_thread(_write_fd, fds[0], data))
 
     async def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
         _, fds = await self._live().call(op="open", path=self.path(path), write=False)
-        return await settle(asyncio.to_thread(_read_fd, fds[0], limit, path))
+        return await uncancellable(asyncio.to_thread(_read_fd, fds[0], limit, path))
 
 
 async def _join(task: asyncio.Task[None]) -> None:
@@ -265,7 +266,7 @@ async def _stdin_file(data: bytes) -> int:
     if not data:
         return os.open(os.devnull, os.O_RDONLY)
     with tempfile.TemporaryFile() as file:
-        await settle(asyncio.to_thread(file.write, data))
+        await uncancellable(asyncio.to_thread(file.write, data))
         file.seek(0)
         return os.dup(file.fileno())
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from benchmarks._fleet.engine import Fleet
-from polar_proxy.rollout.gates import Ticket
-from polar_proxy.rollout.pool import Pool
-from polar_proxy.rollout.scheduler import Gates
-from polar_proxy.store.stages import Held
+from polar_proxy.rollouts.pool import SandboxPool
+from polar_proxy.rollouts.stage_limits import AdmissionRequest
+from polar_proxy.rollouts.worker import StageLimits
+from polar_proxy.store.stages import Claim
 from sandboxes import ExecResult, Sandbox, SandboxSpec
-from sandboxes.base import Kind
+from sandboxes.base import SandboxKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,10 @@ class ModelSandbox:
         self._memory.add(-self._model.open_mb)
 
 
-def opener(model: AgentModel, memory: Memory, seed: int) -> Callable[[Kind, SandboxSpec], Any]:
+def opener(model: AgentModel, memory: Memory, seed: int) -> Callable[[SandboxKind, SandboxSpec], Any]:
     chance = random.Random(f"{seed} sandboxes")
 
-    async def open_one(kind: Kind, spec: SandboxSpec) -> Sandbox:
+    async def open_one(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
         await asyncio.sleep(model.cold.draw(chance))
         return cast(Sandbox, ModelSandbox(model, memory))
 
@@ -142,7 +142,7 @@ class ModelAttempt:
     """The scheduler's attempts: the stages of `rollout/runner.py` with modelled contents."""
 
     def __init__(
-        self, store: Any, fleet: Fleet, pool: Pool, model: AgentModel, seed: int, memory: Memory, warm: bool
+        self, store: Any, fleet: Fleet, pool: SandboxPool, model: AgentModel, seed: int, memory: Memory, warm: bool
     ) -> None:
         self._store = store
         self._fleet = fleet
@@ -157,7 +157,7 @@ class ModelAttempt:
         self.left: dict[str, int] = {}
         """Of each task, how many rollouts have not ended."""
 
-    async def __call__(self, held: Held, gates: Gates, ticket: Ticket) -> None:
+    async def __call__(self, held: Claim, gates: StageLimits, ticket: AdmissionRequest) -> None:
         loop = asyncio.get_running_loop()
         number, task = held.seed, str(held.config["task"])
         assert number is not None
@@ -196,7 +196,7 @@ class ModelAttempt:
             if not self.left[task]:
                 self._fleet.forget(task)
 
-    async def _work(self, held: Held, task: str, drawn: Plan, seen: Seen) -> None:
+    async def _work(self, held: Claim, task: str, drawn: Plan, seen: Seen) -> None:
         model, own = self._model, 0
         self._memory.add(model.run_mb - model.open_mb)
         with self._fleet.place(task) as engine:

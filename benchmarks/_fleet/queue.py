@@ -1,6 +1,6 @@
 """The queue of `polar_proxy.store` in a dictionary: what the scheduler calls, with the same answers, and no database.
 
-For fleets where the real one would take longer than everything else. `tests/rollout/test_fleet.py` holds both to the
+For fleets where the real one would take longer than everything else. `tests/rollouts/test_fleet.py` holds both to the
 same figures.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from polar_proxy.store import FINAL_STATUSES
 from polar_proxy.store.jobs import GroupRow, NewGroup
-from polar_proxy.store.stages import Held, NotHeldError
+from polar_proxy.store.stages import Claim, ClaimLostError
 from polar_proxy.types import Json
 
 
@@ -28,7 +28,7 @@ class _Rollout:
     status: str = "queued"
     reward: float | None = None
     incomplete: bool = False
-    held_by: str | None = None
+    claimed_by: str | None = None
     cancelled: bool = False
     completion_tokens: int = 0
 
@@ -78,15 +78,15 @@ class ThinQueue:
 
     async def claim(
         self, worker: str, limit: int, seconds: float, *, policy_version: str | None = None, job_id: str | None = None
-    ) -> list[Held]:
-        held: list[Held] = []
+    ) -> list[Claim]:
+        held: list[Claim] = []
         while self._queue and len(held) < limit:
             one = self._queue.popleft()
             if one.status != "queued":
                 continue  # cancelled meanwhile
-            one.held_by = worker
+            one.claimed_by = worker
             place = (one.rollout_id, one.group_id, "job", "task", one.group_index)
-            held.append(Held(*place, 1, "h", "process", one.seed, one.config, worker))
+            held.append(Claim(*place, 1, "h", "process", one.seed, one.config, worker))
         return held
 
     async def hold(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
@@ -98,19 +98,19 @@ class ThinQueue:
     async def unsettled_groups(self) -> list[str]:
         return []
 
-    async def enter_stage(self, held: Held, stage: str, **given: Any) -> None:
+    async def enter_stage(self, held: Claim, stage: str, **given: Any) -> None:
         self._held(held).status = stage
 
     async def add_reward(self, rollout_id: str, value: float | None, source: str, detail: Json) -> None:
         self._rollouts[rollout_id].reward = value
 
-    async def end_rollout(self, held: Held, status: str, **given: Any) -> None:
+    async def end_rollout(self, held: Claim, status: str, **given: Any) -> None:
         self._held(held).status = status
 
-    def _held(self, held: Held) -> _Rollout:
+    def _held(self, held: Claim) -> _Rollout:
         one = self._rollouts[held.rollout_id]
-        if one.final or one.held_by != held.held_by:
-            raise NotHeldError(held.rollout_id)
+        if one.final or one.claimed_by != held.claimed_by:
+            raise ClaimLostError(held.rollout_id)
         return one
 
     async def rollout(self, rollout_id: str) -> _Rollout:
@@ -137,16 +137,16 @@ class ThinQueue:
     async def cancel_group(self, group_id: str, *, reason: str) -> list[str]:
         group = self._groups[group_id]
         group.reason = reason
-        in_hand = []
+        in_flight = []
         for one in group.rollouts:
             if one.final:
                 continue
-            if one.held_by is None:
+            if one.claimed_by is None:
                 one.status = "cancelled"
             else:
                 one.cancelled = True
-                in_hand.append(one.rollout_id)
-        return in_hand
+                in_flight.append(one.rollout_id)
+        return in_flight
 
     async def keep_surplus(self, group_id: str, *, reason: str) -> dict[str, str]:
         group = self._groups[group_id]
@@ -158,7 +158,7 @@ class ThinQueue:
         for one in list(group.rollouts):
             if one.final:
                 continue
-            if one.held_by is None:
+            if one.claimed_by is None:
                 one.status = "cancelled"
                 continue
             place = next((place for place in self._places(group) if place.config == one.config), None)
@@ -181,7 +181,7 @@ class ThinQueue:
         """Those that have not begun, of other groups of the same task."""
         for other in self._of_task[group.task_id]:
             if other is not group and other.status == "open":
-                yield from (one for one in other.rollouts if one.status == "queued" and one.held_by is None)
+                yield from (one for one in other.rollouts if one.status == "queued" and one.claimed_by is None)
 
     async def settle_group(self, group_id: str) -> tuple[GroupRow, bool] | None:
         group = self._groups[group_id]

@@ -35,7 +35,7 @@ def _entry(token: int) -> dict[str, object]:
 
 
 @dataclass(frozen=True)
-class Canned:
+class CannedAnswer:
     """An HTTP answer around a hole for prompt ids."""
 
     before: bytes
@@ -51,41 +51,43 @@ class Canned:
         return [head, form % (int(size) + len(ids)), rest, ids, self.behind]
 
 
-def _canned(head: bytes, raw: bytes, size: int) -> Canned:
+def _canned(head: bytes, raw: bytes, size: int) -> CannedAnswer:
     """`raw`, which follows its length in HTTP's head or chunk framing, with its hole taken out."""
     before, behind = raw.split(_HOLE.encode())
-    return Canned(head + b"\0%d\0" % (size - len(_HOLE)) + before, behind, True)
+    return CannedAnswer(head + b"\0%d\0" % (size - len(_HOLE)) + before, behind, True)
 
 
 def _usage(prompt: int, tokens: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
 
 
-def _whole(body: dict[str, Any]) -> Canned:
+def _whole(body: dict[str, Any]) -> CannedAnswer:
     raw = json.dumps(body, separators=(",", ":")).encode()
     return _canned(
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: ", b"\r\n\r\n" + raw, len(raw)
     )
 
 
-def _streamed(chunks: list[dict[str, Any]]) -> Canned:
+def _streamed(chunks: list[dict[str, Any]]) -> CannedAnswer:
     """One HTTP chunk for each event, as uvicorn does it. The hole is in the first."""
     events = [b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n" for chunk in chunks]
     first, *rest = [*events, b"data: [DONE]\n\n"]
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
     made = _canned(head, b"\r\n" + first + b"\r\n", len(first))
-    return Canned(made.before, made.behind + b"".join(b"%x\r\n%b\r\n" % (len(e), e) for e in rest) + b"0\r\n\r\n", True)
+    return CannedAnswer(
+        made.before, made.behind + b"".join(b"%x\r\n%b\r\n" % (len(e), e) for e in rest) + b"0\r\n\r\n", True
+    )
 
 
 @dataclass(frozen=True)
 class Answers:
     """All answers of one length."""
 
-    chat: dict[bool, Canned]
+    chat: dict[bool, CannedAnswer]
     """By whether it is streamed: the one answer to a single chat."""
-    turns: list[dict[bool, Canned]]
+    turns: list[dict[bool, CannedAnswer]]
     """To each turn of a conversation on the chat route."""
-    exact: dict[bool, Canned]
+    exact: dict[bool, CannedAnswer]
     """To a conversation that comes as ids."""
 
 
@@ -103,7 +105,9 @@ def answers(tokens: int, per_chunk: int) -> Answers:
     return Answers(single, turns, _exact(ids, per_chunk))
 
 
-def _chat(ids: list[int], prompt: list[int | str], length: int, per_chunk: int, *, calls: bool) -> dict[bool, Canned]:
+def _chat(
+    ids: list[int], prompt: list[int | str], length: int, per_chunk: int, *, calls: bool
+) -> dict[bool, CannedAnswer]:
     tokens = len(ids)
     finish = "tool_calls" if calls else "stop"
     call = {"id": "call_bench", "type": "function", "function": _CALL}
@@ -128,7 +132,7 @@ def _chat(ids: list[int], prompt: list[int | str], length: int, per_chunk: int, 
     return {False: _whole(whole | {"usage": _usage(length, tokens)}), True: _streamed(chunks)}
 
 
-def _exact(ids: list[int], per_chunk: int) -> dict[bool, Canned]:
+def _exact(ids: list[int], per_chunk: int) -> dict[bool, CannedAnswer]:
     """Completions, which show the call as the text that was sampled."""
     tokens = len(ids)
     said = f'\n<tool_call>\n{{"name": "{CALL_NAME}", "arguments": {CALL_ARGUMENTS}}}\n</tool_call>'

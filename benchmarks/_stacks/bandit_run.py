@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from polar_proxy.rollout.recovery import recover
+from polar_proxy.rollouts.recovery import recover
 from polar_proxy.training.config import GrpoConfig
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 

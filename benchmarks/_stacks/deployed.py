@@ -13,10 +13,10 @@ from pathlib import Path
 
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
-from polar_proxy.rollout import RolloutService, ServiceLimits, Submission, rollouts_of, serving
+from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway, rollout_ids
 from polar_proxy.store import RolloutRow, Store, open_store
 from sandboxes import available
-from sandboxes.base import Kind
+from sandboxes.base import SandboxKind
 
 
 def python_inside() -> str:
@@ -25,10 +25,10 @@ def python_inside() -> str:
     return "/usr/bin/python3" if prefix.is_relative_to("/usr") else f"{{mount:{prefix}}}/bin/python3"
 
 
-def chosen(wanted: str | None) -> tuple[list[Kind], dict[str, str]]:
+def chosen(wanted: str | None) -> tuple[list[SandboxKind], dict[str, str]]:
     """The kinds of sandbox to use, and of the others why not. ValueError for one that was asked for and cannot be."""
     usable = {item.kind: item for item in available()}
-    kinds: list[Kind] = [kind for kind, item in usable.items() if item.ok]
+    kinds: list[SandboxKind] = [kind for kind, item in usable.items() if item.ok]
     missing = {kind: item.why_not for kind, item in usable.items() if not item.ok}
     if wanted is None:
         return kinds, missing
@@ -65,17 +65,17 @@ async def service(
     """On a new database in `folder`, with an engine that is open."""
     async with (
         open_store(str(folder / "polar.db"), artifacts=folder / "artifacts") as store,
-        serving(Settings(), engine, store) as gateway,
+        local_gateway(Settings(), engine, store) as gateway,
         RolloutService(store, gateway, engine, harnesses or folder / "harnesses", limits=limits) as running,
     ):
         yield running, store
 
 
-async def finished(running: RolloutService, store: Store, submission: Submission) -> Sequence[RolloutRow]:
+async def finished(running: RolloutService, store: Store, submission: JobSpec) -> Sequence[RolloutRow]:
     """Submit, wait for the end; the rollouts."""
     job, _ = await running.submit(submission)
     await running.until_done(job.job_id)
-    return await store.rollouts(rollout_ids=await rollouts_of(store, job.job_id))
+    return await store.rollouts(rollout_ids=await rollout_ids(store, job.job_id))
 
 
 def containers_of(pid: int) -> list[str]:

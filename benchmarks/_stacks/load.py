@@ -16,7 +16,7 @@ MAX_REQUESTS = 20_000
 
 
 @dataclass
-class Result:
+class LoadResult:
     """Latencies in seconds of the requests answered within the window; `answered` counts those behind it as well."""
 
     seconds: float = 0.0
@@ -36,10 +36,10 @@ class Result:
         return ordered[min(len(ordered) - 1, int(q * len(ordered)))] * 1e3 if ordered else float("nan")
 
 
-class Client(asyncio.Protocol):
+class LoadClient(asyncio.Protocol):
     """Sends the next request when the answer to the last one is complete."""
 
-    def __init__(self, talk: Talk, until: float, result: Result, done: asyncio.Event) -> None:
+    def __init__(self, talk: Talk, until: float, result: LoadResult, done: asyncio.Event) -> None:
         self._talk = talk
         self._until = until
         self._result = result
@@ -121,12 +121,12 @@ async def measure(
     numbers: count[int],
     kind: Kind = "calls",
     tokens: int = 250,
-) -> Result:
+) -> LoadResult:
     """`clients` connections to a stack for `seconds`; each client has a key, and so a session, of its own.
 
     `path` may name the key as `{key}`. Raises OSError when nothing listens."""
     loop = asyncio.get_running_loop()
-    result = Result()
+    result = LoadResult()
     started = time.perf_counter()
     done = []
     for number in range(clients):
@@ -135,8 +135,8 @@ async def measure(
         finished = asyncio.Event()
         done.append(finished)
 
-        def make(talk: Talk = talk, finished: asyncio.Event = finished) -> Client:
-            return Client(talk, started + seconds, result, finished)
+        def make(talk: Talk = talk, finished: asyncio.Event = finished) -> LoadClient:
+            return LoadClient(talk, started + seconds, result, finished)
 
         await loop.create_connection(make, "127.0.0.1", port)
     try:

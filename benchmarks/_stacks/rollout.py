@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 from tokenizers import Tokenizer
 
-from polar_proxy.history import SessionHistory
+from polar_proxy.sessions import SessionHistory
 from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json, Logprobs, Message, TokenIds, ToolCall
 
 MODELS = Path(__file__).parents[2] / "polar_proxy" / "models" / "polar_tiny"

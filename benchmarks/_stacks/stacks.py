@@ -22,12 +22,12 @@ START_SECONDS = 120
 PEERS = {"litellm": ("1.106.0", "litellm[proxy]"), "rllm-model-gateway": ("0.1.0", "rllm-model-gateway")}
 
 
-class Unavailable(Exception):
+class StackError(Exception):
     """A stack cannot be measured here; the message says why."""
 
 
 @dataclass
-class Running:
+class RunningStack:
     name: str
     version: str
     port: int
@@ -90,14 +90,14 @@ def spawn(
     return process, log
 
 
-def wait_ready(stack: Running, url: str) -> Running:
+def wait_ready(stack: RunningStack, url: str) -> RunningStack:
     """Until the address answers anything at all."""
     assert stack.process is not None
     assert stack.log is not None
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if stack.process.poll() is not None:
-            raise Unavailable(f"it ended at start: {tail(stack.log)}")
+            raise StackError(f"it ended at start: {tail(stack.log)}")
         try:
             urllib.request.urlopen(url, timeout=2).close()
             return stack
@@ -106,7 +106,7 @@ def wait_ready(stack: Running, url: str) -> Running:
         except OSError:
             time.sleep(0.2)
     stack.stop()
-    raise Unavailable(f"it was not ready within {START_SECONDS} s: {tail(stack.log)}")
+    raise StackError(f"it was not ready within {START_SECONDS} s: {tail(stack.log)}")
 
 
 def tail(log: Path) -> str:
@@ -122,30 +122,32 @@ def environment_for(name: str, cache: Path) -> tuple[Path, str]:
     if not (folder / ".complete").exists():
         made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], capture_output=True, text=True)
         if made.returncode:
-            raise Unavailable(f"no virtual environment: {made.stderr.strip()[-300:]}")
+            raise StackError(f"no virtual environment: {made.stderr.strip()[-300:]}")
         command = [str(python), "-m", "pip", "install", "-q", f"{package}=={version}"]
         try:
             made = subprocess.run(command, capture_output=True, text=True, timeout=900)
         except subprocess.TimeoutExpired as error:
-            raise Unavailable(f"`pip install {package}=={version}` took more than 15 minutes") from error
+            raise StackError(f"`pip install {package}=={version}` took more than 15 minutes") from error
         if made.returncode:
             errors = [line for line in made.stderr.splitlines() if line.startswith("ERROR")]
             reason = (errors or made.stderr.strip().splitlines())[-1][-300:]
-            raise Unavailable(f"`pip install {package}=={version}` failed: {reason}")
+            raise StackError(f"`pip install {package}=={version}` failed: {reason}")
         (folder / ".complete").touch()
     return python, version
 
 
-def start_passthrough(upstream: str, core: int | None, folder: Path) -> Running:
+def start_passthrough(upstream: str, core: int | None, folder: Path) -> RunningStack:
     port = free_port()
     command = [sys.executable, "-m", "benchmarks._stacks.passthrough", str(port), upstream]
     process, log = spawn("passthrough", command, core, folder)
     return wait_ready(
-        Running("passthrough", "starlette+aiohttp", port, process=process, log=log), f"http://127.0.0.1:{port}/"
+        RunningStack("passthrough", "starlette+aiohttp", port, process=process, log=log), f"http://127.0.0.1:{port}/"
     )
 
 
-def start_polar(upstream: str, core: int | None, folder: Path, name: str = "polar", mode: str = "observe") -> Running:
+def start_polar(
+    upstream: str, core: int | None, folder: Path, name: str = "polar", mode: str = "observe"
+) -> RunningStack:
     """`polar serve` in one prompt mode; its database is `name`.db."""
     from importlib.metadata import version
 
@@ -156,11 +158,11 @@ def start_polar(upstream: str, core: int | None, folder: Path, name: str = "pola
     command += ["--host", "127.0.0.1", "--port", str(port), "--db", f"sqlite:///{folder}/{name}.db"]
     command += ["--engine", "vllm", "--engine-url", upstream, "--model", MODEL, "--prompt-mode", mode]
     process, log = spawn(name, command, core, folder)
-    stack = Running(name, version("polar-proxy"), port, process=process, log=log)
+    stack = RunningStack(name, version("polar-proxy"), port, process=process, log=log)
     return wait_ready(stack, f"http://127.0.0.1:{port}/healthz")
 
 
-def start_litellm(upstream: str, core: int | None, folder: Path, cache: Path) -> Running:
+def start_litellm(upstream: str, core: int | None, folder: Path, cache: Path) -> RunningStack:
     python, version = environment_for("litellm", cache)
     port = free_port()
     config = folder / "litellm.yaml"
@@ -179,18 +181,18 @@ def start_litellm(upstream: str, core: int | None, folder: Path, cache: Path) ->
     }
     process, log = spawn("litellm", command, core, folder, **settings)
     return wait_ready(
-        Running("litellm", version, port, process=process, log=log), f"http://127.0.0.1:{port}/health/liveliness"
+        RunningStack("litellm", version, port, process=process, log=log), f"http://127.0.0.1:{port}/health/liveliness"
     )
 
 
-def start_rllm(upstream: str, core: int | None, folder: Path, cache: Path) -> Running:
+def start_rllm(upstream: str, core: int | None, folder: Path, cache: Path) -> RunningStack:
     python, version = environment_for("rllm-model-gateway", cache)
     port = free_port()
     command = [str(python), "-m", "rllm_model_gateway", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--worker", f"{upstream}/v1", "--store", "sqlite", "--db-path", str(folder / "rllm.db")]
     command += ["--log-level", "warning"]
     process, log = spawn("rllm", command, core, folder)
-    stack = Running(
+    stack = RunningStack(
         "rllm-model-gateway", version, port, "/sessions/{key}/v1/chat/completions", process=process, log=log
     )
     return wait_ready(stack, f"http://127.0.0.1:{port}/health")

@@ -20,7 +20,7 @@ from typing import cast
 
 import uvloop
 
-from benchmarks._stacks.answers import FIXED_BEGIN, VARIED, Answers, Canned, answers
+from benchmarks._stacks.answers import FIXED_BEGIN, VARIED, Answers, CannedAnswer, answers
 from benchmarks._stacks.traffic import MARK, MODEL, TURNS
 from tests.fakes.vllm_server import FakeVllm, sse
 
@@ -70,7 +70,7 @@ class Upstream(asyncio.Protocol):
             canned, ids = found
             self._transport.writelines(canned.bytes(ids))
 
-    def _canned(self, path: str, body: bytes) -> tuple[Canned, bytes] | None:
+    def _canned(self, path: str, body: bytes) -> tuple[CannedAnswer, bytes] | None:
         """The answer to a benchmark request, and the prompt ids that go into it."""
         streamed = _STREAM.search(body) is not None
         if path == "/v1/completions":

@@ -24,7 +24,7 @@ def read(given: Path) -> dict[str, Any]:
     if given.is_file():
         kept: dict[str, Any] = json.loads(given.read_text())
         return kept
-    told = curves.series(metrics.read(given))
+    told = curves.series(metrics.read_lines(given))
     return {given.name: {kind: {name: told[kind][name] for name in names} for kind, names in DRAWN.items()}}
 
 

@@ -17,7 +17,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from polar_proxy.training.bridges import nemo_rl, read_jsonl
+from polar_proxy.export.formats import nemo_rl, read_jsonl
 
 
 def datums(path: Path) -> list[dict[str, Any]]:

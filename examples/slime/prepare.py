@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from polar_proxy.training.bridges import read_jsonl, slime
+from polar_proxy.export.formats import read_jsonl, slime
 
 FLAGS = """  --load-debug-rollout-data '{out}/{{rollout_id}}.pt' --debug-train-only \\
-  --custom-reward-post-process-path polar_proxy.training.bridges.slime.reward_post_process \\
+  --custom-reward-post-process-path polar_proxy.export.formats.slime.reward_post_process \\
   --advantage-estimator grpo --use-tis --global-batch-size {rollouts}"""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from polar_proxy.tasks import Task
-from polar_proxy.tasks.evaluation import Command
+from polar_proxy.tasks.evaluation import CommandEvaluator
 
 
 def tasks() -> Iterator[Task]:
@@ -18,5 +18,5 @@ def tasks() -> Iterator[Task]:
             seed=0,
             instruction=f"Write the sum of {first} and {second} to answer.txt.",
             files={"README.md": "Nothing here yet.\n"},
-            evaluators=(Command(check),),
+            evaluators=(CommandEvaluator(check),),
         )

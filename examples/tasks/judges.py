@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from polar_proxy.rewards import Attempt, Score, Workspace
+from polar_proxy.rewards import EvaluationInput, Score, Workspace
 
 
-async def shortness(attempt: Attempt, workspace: Workspace, path: str, limit: int) -> float:
+async def shortness(attempt: EvaluationInput, workspace: Workspace, path: str, limit: int) -> float:
     """1 for an empty file, 0 for one of `limit` characters or more."""
     text = (await workspace.read(f"{workspace.workdir}/{path}")).decode()
     return max(0.0, 1 - len(text) / limit)
 
 
-def brevity(attempt: Attempt, limit: int = 200) -> Score:
+def brevity(attempt: EvaluationInput, limit: int = 200) -> Score:
     """Rewards each call: 1 for an answer of up to `limit` tokens, 0 for a longer one. The run gets their mean."""
     calls = {
         call.call_id: 1.0 if sum(len(choice.token_ids) for choice in call.choices) <= limit else 0.0

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import tinker
 
-from polar_proxy.training.bridges import read_jsonl
-from polar_proxy.training.bridges import tinker as bridge
+from polar_proxy.export.formats import read_jsonl
+from polar_proxy.export.formats import tinker as bridge
 
 
 def main() -> None:

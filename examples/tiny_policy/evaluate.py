@@ -4,7 +4,7 @@ All rollouts go side by side through one KV cache that grows turn by turn, exact
 engine: the sampled tokens stay, and only the tokens of the observation are added. Commands really run in temporary
 directories, and the hidden tests decide. The number that counts is measured with the real thing, `polar run`.
 
-    python -m examples.tiny_policy.evaluate --model out/tiny/step-01000 --tokenizer polar_proxy/models/polar_tiny
+    python -m examples.tiny_policy.evaluate --model out/tiny/step-01000 --tokenizer polar_proxy/assets/polar_tiny
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 # in the environment of `make setup`. The folder (default out/tiny) receives everything; see README.md for the times.
 set -euo pipefail
 out=${1:-out/tiny}
-model=polar_proxy/models/polar_tiny
+model=polar_proxy/assets/polar_tiny
 export PYTHONPATH=.
 mkdir -p "$out"
 

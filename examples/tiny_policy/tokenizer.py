@@ -12,7 +12,7 @@ It decides what a small model can learn to copy, and from how far.
 * Each line of the constant prompt, and the JSON around commands and observations, is one token besides (an added
   token, like Qwen's `<tool_call>`). The bug report is then a hundred tokens away from the answer, not a thousand.
 
-    python -m examples.tiny_policy.tokenizer --out polar_proxy/models/polar_tiny
+    python -m examples.tiny_policy.tokenizer --out polar_proxy/assets/polar_tiny
 """
 
 from __future__ import annotations

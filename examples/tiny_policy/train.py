@@ -5,7 +5,7 @@ recorded dialogues in the forms `short`, `partial` and `full`, renamed afresh ea
 are trained with Muon, the rest with AdamW; the learning rate rises over the first steps and falls linearly to a tenth
 over all of them.
 
-    python -m examples.tiny_policy.train demonstrations.jsonl --model polar_proxy/models/polar_tiny --out out/tiny
+    python -m examples.tiny_policy.train demonstrations.jsonl --model polar_proxy/assets/polar_tiny --out out/tiny
 """
 
 from __future__ import annotations

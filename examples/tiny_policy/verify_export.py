@@ -4,7 +4,7 @@ Only two things may differ, because they belong to the machine: the line of `una
 `unittest` took. They are read from the recording and handed to the offline play; everything else must be equal.
 
     polar export --format tokens-jsonl --where 'reward>=1' --out demonstrations.jsonl
-    python -m examples.tiny_policy.verify_export demonstrations.jsonl --tokenizer polar_proxy/models/polar_tiny
+    python -m examples.tiny_policy.verify_export demonstrations.jsonl --tokenizer polar_proxy/assets/polar_tiny
 """
 
 from __future__ import annotations

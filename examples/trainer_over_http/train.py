@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from polar_proxy.api_models import LeaseRequest
 from polar_proxy.client import Client, LeaseLostError
-from polar_proxy.client.models import LeaseRequest
 
-POLAR_TINY = Path(__file__).resolve().parents[2] / "polar_proxy" / "models" / "polar_tiny"
+POLAR_TINY = Path(__file__).resolve().parents[2] / "polar_proxy" / "assets" / "polar_tiny"
 
 
 def advantages(polar: Client, group_id: str) -> dict[str, float]:

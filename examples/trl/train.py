@@ -21,8 +21,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from polar_proxy.training.bridges import groups_of, read_jsonl
-from polar_proxy.training.bridges.trl import RecordedRollouts, recorded_ratios, recorded_reward
+from polar_proxy.export.formats import groups_of, read_jsonl
+from polar_proxy.export.formats.trl import RecordedRollouts, recorded_ratios, recorded_reward
 
 POLAR_TINY = Path(__file__).resolve().parents[2] / "polar_proxy" / "models" / "polar_tiny"
 

@@ -16,7 +16,7 @@ import importlib.util
 import json
 from pathlib import Path
 
-from polar_proxy.training.bridges import read_jsonl, verl
+from polar_proxy.export.formats import read_jsonl, verl
 
 COMMAND = """python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo \\
   data.train_files={dataset} data.val_files={dataset} data.filter_overlong_prompts=False \\
@@ -37,7 +37,7 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     path, loops = given.out / "groups.jsonl", given.out / "agent_loops.yaml"
     path.write_text("".join(json.dumps(row) + "\n" for row in dataset))
-    target = "polar_proxy.training.bridges.verl_loop.RecordedAgentLoop"
+    target = "polar_proxy.export.formats.verl_loop.RecordedAgentLoop"
     loops.write_text(f"- name: {verl.AGENT_NAME}\n  _target_: {target}\n  rows: {given.rows.absolute()}\n")
 
     recorded = verl.RecordedGroups(rows)

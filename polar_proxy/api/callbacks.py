@@ -17,11 +17,11 @@ from pathlib import Path
 import httpx
 
 from polar_proxy import __version__
-from polar_proxy.api import answers
-from polar_proxy.api.keys import write_private
+from polar_proxy.api import serializers
+from polar_proxy.api.auth import write_private
+from polar_proxy.api_models import CallbackPayload
 from polar_proxy.client.callbacks import PREFIX, signature
 from polar_proxy.client.errors import ApiError
-from polar_proxy.client.models import CallbackBody
 from polar_proxy.config import ApiSettings, Settings
 from polar_proxy.store import Store
 from polar_proxy.store.callbacks import CallbackRow
@@ -114,7 +114,7 @@ class CallbackSender:
     async def _body(self, row: CallbackRow) -> str:
         """Raises ApiError where what it is about is gone."""
         if row.group_id is not None:
-            data: Json = (await answers.group_detail(self._store, row.group_id)).model_dump(mode="json")
+            data: Json = (await serializers.group_detail(self._store, row.group_id)).model_dump(mode="json")
         else:
-            data = (await answers.job_detail(self._store, row.job_id)).model_dump(mode="json")
-        return CallbackBody(type=row.kind, timestamp=row.created_at, data=data).model_dump_json()
+            data = (await serializers.job_detail(self._store, row.job_id)).model_dump(mode="json")
+        return CallbackPayload(type=row.kind, timestamp=row.created_at, data=data).model_dump_json()

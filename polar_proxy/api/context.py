@@ -14,14 +14,14 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
+from polar_proxy.api_models import ErrorResponse, Role
 from polar_proxy.client.errors import ApiError
-from polar_proxy.client.models import ErrorAnswer, Role
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import PolarError, UsageError
-from polar_proxy.rollout import RolloutService
+from polar_proxy.rollouts import RolloutService
 from polar_proxy.store import Store
-from polar_proxy.store.feed import LeaseLostError
+from polar_proxy.store.feed import LeaseExpiredError
 from polar_proxy.store.training import MissingLinesError
 
 Authenticate = Callable[[Request], Awaitable[Role]]
@@ -29,7 +29,7 @@ Authenticate = Callable[[Request], Awaitable[Role]]
 
 
 @dataclass(frozen=True)
-class Api:
+class ApiContext:
     """One server of the API."""
 
     store: Store
@@ -46,7 +46,7 @@ class Api:
 
 
 @dataclass(frozen=True)
-class Rooms:
+class Routers:
     """The routes, by who may use them."""
 
     admin: APIRouter
@@ -54,8 +54,8 @@ class Rooms:
     """And admins."""
 
 
-def rooms(authenticate: Authenticate) -> Rooms:
-    return Rooms(_router(authenticate, frozenset({"admin"})), _router(authenticate, frozenset({"admin", "trainer"})))
+def make_routers(authenticate: Authenticate) -> Routers:
+    return Routers(_router(authenticate, frozenset({"admin"})), _router(authenticate, frozenset({"admin", "trainer"})))
 
 
 def not_found(what: str, name: str) -> ApiError:
@@ -64,7 +64,7 @@ def not_found(what: str, name: str) -> ApiError:
 
 def _router(authenticate: Authenticate, roles: frozenset[Role]) -> APIRouter:
     told: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorAnswer, "description": text}
+        status: {"model": ErrorResponse, "description": text}
         for status, text in (
             (400, "It cannot be as asked."),
             (401, "No key, or an unknown one."),
@@ -96,14 +96,14 @@ def _guarded(authenticate: Authenticate, roles: frozenset[Role]) -> type[APIRout
                         )
                     return await serve(request)
                 except (PolarError, RequestValidationError, HTTPException) as error:
-                    return _told(_translated(error))
+                    return _error_response(_to_api_error(error))
 
             return guarded
 
     return Guarded
 
 
-def _translated(error: PolarError | RequestValidationError | HTTPException) -> ApiError:
+def _to_api_error(error: PolarError | RequestValidationError | HTTPException) -> ApiError:
     """What a caller is told of it."""
     match error:
         case ApiError():
@@ -112,7 +112,7 @@ def _translated(error: PolarError | RequestValidationError | HTTPException) -> A
             found = [_problem(one) for one in error.errors()]
             first = f"{found[0]['where']}: {found[0]['problem']}" if found else "unreadable"
             return ApiError(f"Bad request: {first}.", status=422, code="invalid", detail=found)
-        case LeaseLostError():
+        case LeaseExpiredError():
             return ApiError(f"{error}.", status=409, code="lease_lost")
         case MissingLinesError():
             return ApiError(f"{error}.", status=409, code="conflict", detail={"lines": error.lines})
@@ -128,7 +128,7 @@ def _problem(error: Any) -> dict[str, str]:
     return {"where": where or "body", "problem": str(error["msg"]).removeprefix("Value error, ")}
 
 
-def _told(error: ApiError) -> JSONResponse:
+def _error_response(error: ApiError) -> JSONResponse:
     body: dict[str, Any] = {"code": error.code, "message": str(error)}
     if error.detail is not None:
         body["detail"] = jsonable_encoder(error.detail)

@@ -13,9 +13,9 @@ from typing import Annotated
 from fastapi import Header
 from fastapi.responses import StreamingResponse
 
-from polar_proxy.api.context import Api, Rooms, not_found
-from polar_proxy.store import jsontext
-from polar_proxy.store.progress import Cursor
+from polar_proxy.api.context import ApiContext, Routers, not_found
+from polar_proxy.store import json_codec
+from polar_proxy.store.job_events import EventCursor
 from polar_proxy.types import Json
 
 HEARTBEAT_SECONDS = 15.0
@@ -23,7 +23,7 @@ _LOOK_SECONDS = 0.5
 _STREAM: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}, "description": "Server-sent events."}}
 
 
-def add(rooms: Rooms, api: Api) -> None:
+def add(rooms: Routers, api: ApiContext) -> None:
     store = api.store
 
     @rooms.trainer.get("/events", tags=["events"], response_class=StreamingResponse, responses=_STREAM)
@@ -38,12 +38,12 @@ def add(rooms: Rooms, api: Api) -> None:
         if job is not None and await store.job(job) is None:
             raise not_found("job", job)
         known = last_event_id or after
-        start = await store.progress_start(job) if known is None else Cursor.parse(known)
+        start = await store.progress_start(job) if known is None else EventCursor.parse(known)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(_follow(api, job, start), media_type="text/event-stream", headers=headers)
 
 
-async def _follow(api: Api, job_id: str | None, after: Cursor) -> AsyncIterator[bytes]:
+async def _follow(api: ApiContext, job_id: str | None, after: EventCursor) -> AsyncIterator[bytes]:
     store = api.store
     yield b": polar\n\n"
     said = time.monotonic()
@@ -69,4 +69,4 @@ async def _follow(api: Api, job_id: str | None, after: Cursor) -> AsyncIterator[
 
 
 def _event(cursor: str, kind: str, data: Json) -> bytes:
-    return b"id: %s\nevent: %s\ndata: %s\n\n" % (cursor.encode(), kind.encode(), jsontext.dumps(data))
+    return b"id: %s\nevent: %s\ndata: %s\n\n" % (cursor.encode(), kind.encode(), json_codec.dumps(data))

@@ -7,18 +7,18 @@ import time
 
 from fastapi import Request
 
-from polar_proxy.api import answers
-from polar_proxy.api.context import Api, Rooms
-from polar_proxy.client import models as m
+from polar_proxy import api_models as m
+from polar_proxy.api import serializers
+from polar_proxy.api.context import ApiContext, Routers
 
 _LOOK_SECONDS = 0.25
 
 
-def add(rooms: Rooms, api: Api) -> None:
+def add(rooms: Routers, api: ApiContext) -> None:
     trainer, store = rooms.trainer, api.store
 
     @trainer.post("/feed/lease", tags=["feed"])
-    async def lease(body: m.LeaseRequest, request: Request) -> m.Offer:
+    async def lease(body: m.LeaseRequest, request: Request) -> m.LeaseResponse:
         """Finished groups, oldest first, for the consumer alone until each lease ends. What is too stale is dropped
         instead. With `wait`, the answer is kept back so long until there is one."""
         deadline = time.monotonic() + body.wait
@@ -34,24 +34,24 @@ def add(rooms: Rooms, api: Api) -> None:
             )
             dropped += offer.dropped
             if offer.leases or not await _until_waiting(api, request, deadline):
-                return m.Offer(leases=[answers.lease(one) for one in offer.leases], dropped=dropped)
+                return m.LeaseResponse(leases=[serializers.lease(one) for one in offer.leases], dropped=dropped)
 
     @trainer.post("/feed/leases/{lease_id}/ack", tags=["feed"])
-    async def acknowledge(lease_id: str) -> m.LeaseEnded:
+    async def acknowledge(lease_id: str) -> m.LeaseEndResponse:
         """The group was trained on: it is never offered again. 409 `lease_lost` where the lease has run out."""
         await store.acknowledge(lease_id)
-        return m.LeaseEnded(lease_id=lease_id, outcome="acknowledged")
+        return m.LeaseEndResponse(lease_id=lease_id, outcome="acknowledged")
 
     @trainer.post("/feed/leases/{lease_id}/return", tags=["feed"])
-    async def give_back(lease_id: str) -> m.LeaseEnded:
+    async def give_back(lease_id: str) -> m.LeaseEndResponse:
         """The group will not be used: it is offered again. 409 `lease_lost` where the lease has run out."""
         await store.give_back(lease_id)
-        return m.LeaseEnded(lease_id=lease_id, outcome="returned")
+        return m.LeaseEndResponse(lease_id=lease_id, outcome="returned")
 
     @trainer.post("/feed/leases/{lease_id}/extend", tags=["feed"])
-    async def extend(lease_id: str, body: m.ExtendRequest) -> m.LeaseExtended:
+    async def extend(lease_id: str, body: m.ExtendRequest) -> m.LeaseExtendResponse:
         """Keep the group for so long from now. 409 `lease_lost` where the lease has run out."""
-        return m.LeaseExtended(lease_id=lease_id, expires_at=await store.extend_lease(lease_id, body.seconds))
+        return m.LeaseExtendResponse(lease_id=lease_id, expires_at=await store.extend_lease(lease_id, body.seconds))
 
     @trainer.get("/feed", tags=["feed"])
     async def state() -> m.FeedState:
@@ -59,7 +59,7 @@ def add(rooms: Rooms, api: Api) -> None:
         return m.FeedState(depth=await store.feed_depth(), dropped_reasons=await store.dropped_reasons())
 
 
-async def _until_waiting(api: Api, request: Request, deadline: float) -> bool:
+async def _until_waiting(api: ApiContext, request: Request, deadline: float) -> bool:
     """Whether there may be a group before the deadline, the end of the server, or that of the connection: what is
     leased to somebody who is gone is nobody's until the lease runs out."""
     while (left := deadline - time.monotonic()) > 0 and not api.closing.is_set():

@@ -40,9 +40,9 @@ async def drain(store: Store, timeout: float | None) -> list[str]:
     return []
 
 
-def pause_timed_out(seconds: float, in_hand: int) -> ApiError:
-    message = f"After {seconds:g} s {in_hand} rollouts are still in hand: nothing stays paused."
-    return ApiError(message, status=409, code="pause_timed_out", detail={"in_hand": in_hand})
+def pause_timed_out(seconds: float, in_flight: int) -> ApiError:
+    message = f"After {seconds:g} s {in_flight} rollouts are still in hand: nothing stays paused."
+    return ApiError(message, status=409, code="pause_timed_out", detail={"in_flight": in_flight})
 
 
 async def _idle(store: Store, seconds: float | None) -> list[str]:

@@ -11,20 +11,20 @@ from urllib.parse import urlsplit
 
 from fastapi import Header, Query, Response
 
-from polar_proxy.api import answers
-from polar_proxy.api.context import Api, Rooms, not_found
-from polar_proxy.client import models as m
+from polar_proxy import api_models as m
+from polar_proxy.api import serializers
+from polar_proxy.api.context import ApiContext, Routers, not_found
 from polar_proxy.client.errors import ApiError
 from polar_proxy.errors import UsageError
-from polar_proxy.rollout import Recipe, Submission, cancel, submit
+from polar_proxy.rollouts import JobSpec, RolloutSpec, cancel, submit
 from polar_proxy.store.jobs import JobRow, JobStatus
-from polar_proxy.tasks.chosen import choose, from_rows
+from polar_proxy.tasks.chosen import load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
 _LOOK_SECONDS = 0.1
 
 
-def add(rooms: Rooms, api: Api) -> None:
+def add(rooms: Routers, api: ApiContext) -> None:
     admin, trainer, store = rooms.admin, rooms.trainer, api.store
 
     @admin.post("/jobs", status_code=201, tags=["jobs"])
@@ -38,7 +38,7 @@ def add(rooms: Rooms, api: Api) -> None:
         made = api.service.submit(submission) if api.service is not None else submit(store, submission)
         row, new = await made
         response.status_code = 201 if new else 200
-        return answers.submitted(row, new, refused)
+        return serializers.submitted(row, new, refused)
 
     @trainer.get("/jobs", tags=["jobs"])
     async def list_jobs(
@@ -53,34 +53,34 @@ def add(rooms: Rooms, api: Api) -> None:
             if one not in known:
                 raise UsageError(f"Jobs are {', '.join(known)}, never {one!r}.")
         rows = await store.jobs(statuses=states, limit=limit, before=before)
-        return m.JobList(jobs=[answers.job(row) for row in rows], feed=await store.feed_depth())
+        return m.JobList(jobs=[serializers.job(row) for row in rows], feed=await store.feed_depth())
 
     @trainer.get("/jobs/{job_id}", tags=["jobs"])
     async def get_job(job_id: str) -> m.JobDetail:
         """A job with its groups."""
-        return await answers.job_detail(store, job_id)
+        return await serializers.job_detail(store, job_id)
 
     @trainer.get("/jobs/{job_id}/rollouts", tags=["jobs"])
     async def job_rollouts(job_id: str) -> m.RolloutList:
         """A job's rollouts, in the order of submission."""
         await _job(api, job_id)
-        return m.RolloutList(rollouts=[answers.rollout(row) for row in await store.rollouts(job_id=job_id)])
+        return m.RolloutList(rollouts=[serializers.rollout(row) for row in await store.rollouts(job_id=job_id)])
 
     @admin.post("/jobs/{job_id}/cancel", tags=["jobs"])
-    async def cancel_job(job_id: str) -> m.Cancelled:
+    async def cancel_job(job_id: str) -> m.CancelResponse:
         """End a job, whatever stage its rollouts are in. When this answers nothing of it is left on this server."""
         await _job(api, job_id)
         return await _cancel(api, job_id)
 
     @admin.post("/groups/{group_id}/cancel", tags=["groups"])
-    async def cancel_group(group_id: str) -> m.Cancelled:
+    async def cancel_group(group_id: str) -> m.CancelResponse:
         """End what is left of a group."""
         if await store.group(group_id) is None:
             raise not_found("group", group_id)
         return await _cancel(api, group_id)
 
     @admin.post("/rollouts/{rollout_id}/cancel", tags=["rollouts"])
-    async def cancel_rollout(rollout_id: str) -> m.Cancelled:
+    async def cancel_rollout(rollout_id: str) -> m.CancelResponse:
         """End one rollout."""
         if await store.rollout(rollout_id) is None:
             raise not_found("rollout", rollout_id)
@@ -94,7 +94,7 @@ def add(rooms: Rooms, api: Api) -> None:
         if before.status in ("done", "cancelled"):
             raise ApiError(f"The job {job_id} is {before.status}.", status=409, code="conflict")
         await _pause(api, before, body)
-        return answers.job(await _job(api, job_id))
+        return serializers.job(await _job(api, job_id))
 
     @trainer.post("/jobs/{job_id}/resume", tags=["jobs"])
     async def resume_job(job_id: str) -> m.Job:
@@ -102,7 +102,7 @@ def add(rooms: Rooms, api: Api) -> None:
         await _job(api, job_id)
         await store.set_job(job_id, "open")
         api.wake()
-        return answers.job(await _job(api, job_id))
+        return serializers.job(await _job(api, job_id))
 
 
 async def until(idle: Callable[[], Awaitable[bool]], seconds: float) -> bool:
@@ -116,26 +116,26 @@ async def until(idle: Callable[[], Awaitable[bool]], seconds: float) -> bool:
     return True
 
 
-async def _job(api: Api, job_id: str) -> JobRow:
+async def _job(api: ApiContext, job_id: str) -> JobRow:
     row = await api.store.job(job_id)
     if row is None:
         raise not_found("job", job_id)
     return row
 
 
-async def _cancel(api: Api, what: str) -> m.Cancelled:
+async def _cancel(api: ApiContext, what: str) -> m.CancelResponse:
     ending = api.service.cancel(what) if api.service is not None else cancel(api.store, what)
-    return m.Cancelled(cancelled=what, in_hand=await ending)
+    return m.CancelResponse(cancelled=what, in_flight=await ending)
 
 
-async def _pause(api: Api, before: JobRow, body: m.PauseRequest) -> None:
+async def _pause(api: ApiContext, before: JobRow, body: m.PauseRequest) -> None:
     job_id, store = before.job_id, api.store
     if body.wait_idle is not None:
         # A pause that ends by itself if this process is killed while it waits; and only this one is undone.
         provisional = time.time() + body.wait_idle + 60.0
 
         async def idle() -> bool:
-            return await store.in_hand(job_id) == 0
+            return await store.in_flight(job_id) == 0
 
         await store.set_job(job_id, "paused", paused_until=provisional)
         mine: tuple[JobStatus, float] = ("paused", provisional)
@@ -147,20 +147,20 @@ async def _pause(api: Api, before: JobRow, body: m.PauseRequest) -> None:
                 await store.set_job(job_id, before.status, paused_until=before.paused_until, only_if=mine)
                 api.wake()
         if not done:
-            left = await store.in_hand(job_id)
+            left = await store.in_flight(job_id)
             message = f"After {body.wait_idle:g} s {left} rollouts of {job_id} still run: nothing stays paused."
-            raise ApiError(message, status=409, code="pause_timed_out", detail={"in_hand": left})
+            raise ApiError(message, status=409, code="pause_timed_out", detail={"in_flight": left})
     ends = None if body.seconds is None else time.time() + body.seconds
     await store.set_job(job_id, "paused", paused_until=ends)
 
 
-def _submission(api: Api, body: m.JobRequest, key: str | None) -> tuple[Submission, list[Json]]:
+def _submission(api: ApiContext, body: m.JobRequest, key: str | None) -> tuple[JobSpec, list[Json]]:
     """Reads files: in a thread. Raises UsageError, and ApiError where no task is left."""
     if body.task_specs is not None:
-        tasks, refusals = from_rows("task_specs", body.task_specs, body.instances)
+        tasks, refusals = tasks_from_rows("task_specs", body.task_specs, body.instances)
         refused = list(refusals)
     else:
-        tasks, found = choose(str(body.task), body.seed, body.instances)
+        tasks, found = load_tasks(str(body.task), body.seed, body.instances)
         refused = list(found or ())
     told = [asdict(refusal) for refusal in refused]
     if not tasks:
@@ -174,13 +174,13 @@ def _submission(api: Api, body: m.JobRequest, key: str | None) -> tuple[Submissi
         for name in ("harness", "sandbox", "temperature", "timeout", "max_tokens")
         if (value := getattr(body, name)) is not None
     }
-    recipe = replace(Recipe.of(run), train_timed_out=body.train_timed_out, **given)
-    submission = Submission(
+    recipe = replace(RolloutSpec.of(run), train_timed_out=body.train_timed_out, **given)
+    submission = JobSpec(
         tasks,
         recipe,
         run.samples if body.samples is None else body.samples,
         wanted=body.wanted,
-        decided_by=body.decided_by,
+        group_policy=body.group_policy,
         surplus=body.surplus,
         offered=body.offered,
         priority=body.priority,

@@ -26,7 +26,7 @@ class ServiceCollector(Collector):
         counts = self._counts()
         if counts is None:
             return
-        yield GaugeMetricFamily("polar_rollouts_in_hand", "Rollouts that this process has.", counts["in_hand"])
+        yield GaugeMetricFamily("polar_rollouts_in_hand", "Rollouts that this process has.", counts["in_flight"])
         yield from _gates(counts)
         yield from _pool(counts["pool"])
 

@@ -8,14 +8,14 @@ from typing import Annotated
 from fastapi import Query
 from fastapi.responses import StreamingResponse
 
-from polar_proxy.api import answers
-from polar_proxy.api.context import Api, Rooms, not_found
-from polar_proxy.client import models as m
+from polar_proxy import api_models as m
+from polar_proxy.api import serializers
+from polar_proxy.api.context import ApiContext, Routers, not_found
 from polar_proxy.errors import UsageError
-from polar_proxy.export.write import rollout_lines
+from polar_proxy.export.exporter import rollout_lines
 from polar_proxy.gateway import hash_key, new_key
 from polar_proxy.store import RolloutRow, Store
-from polar_proxy.trajectories import BUILDERS
+from polar_proxy.traces import BUILDERS
 from polar_proxy.types import Json
 
 NDJSON = "application/x-ndjson"
@@ -25,13 +25,13 @@ _ROWS: dict[int | str, Json] = {
 }
 
 
-def add(rooms: Rooms, api: Api) -> None:
+def add(rooms: Routers, api: ApiContext) -> None:
     admin, trainer, store = rooms.admin, rooms.trainer, api.store
 
     @trainer.get("/groups/{group_id}", tags=["groups"])
     async def get_group(group_id: str) -> m.GroupDetail:
         """A group with all of its rollouts, those without traces included: they are in its baseline."""
-        return await answers.group_detail(store, group_id)
+        return await serializers.group_detail(store, group_id)
 
     @trainer.get("/groups/{group_id}/trajectories", tags=["groups"], response_class=StreamingResponse, responses=_ROWS)
     async def group_trajectories(group_id: str, builder: str = "merged", all_grades: bool = False) -> StreamingResponse:
@@ -40,7 +40,7 @@ def add(rooms: Rooms, api: Api) -> None:
         _check(builder)
         if await store.group(group_id) is None:
             raise not_found("group", group_id)
-        rows = await answers.group_rollouts(store, group_id)
+        rows = await serializers.group_rollouts(store, group_id)
         return StreamingResponse(_lines(store, rows, builder, all_grades), media_type=NDJSON)
 
     @trainer.get("/rollouts", tags=["rollouts"])
@@ -51,12 +51,12 @@ def add(rooms: Rooms, api: Api) -> None:
     ) -> m.RolloutList:
         """The newest that fulfil a condition such as `reward>=1, harness=codex`, oldest first."""
         rows = await store.rollouts(where=where, limit=limit, before=before)
-        return m.RolloutList(rollouts=[answers.rollout(row) for row in rows])
+        return m.RolloutList(rollouts=[serializers.rollout(row) for row in rows])
 
     @trainer.get("/rollouts/{rollout_id}", tags=["rollouts"])
     async def get_rollout(rollout_id: str) -> m.RolloutDetail:
         """A rollout with the stages of its attempts and its rewards."""
-        return await answers.rollout_detail(store, rollout_id)
+        return await serializers.rollout_detail(store, rollout_id)
 
     @trainer.get(
         "/rollouts/{rollout_id}/trajectory", tags=["rollouts"], response_class=StreamingResponse, responses=_ROWS
@@ -80,16 +80,16 @@ def add(rooms: Rooms, api: Api) -> None:
             body.rollout_id, body.value, body.source, body.detail, trace_id=body.trace_id, call_id=body.call_id
         )
         (row,) = [row for row in await store.rewards(body.rollout_id) if row.reward_id == reward_id]
-        return answers.reward(row)
+        return serializers.reward(row)
 
     @admin.post("/sessions", status_code=201, tags=["sessions"])
-    async def new_session(body: m.SessionRequest) -> m.Session:
+    async def new_session(body: m.SessionRequest) -> m.CreatedSession:
         """A session and its key, for an agent that no rollout starts. The key is told once."""
         key = new_key()
-        names = ("temperature", "max_tokens", "prompt_mode", "older_reasoning")
+        names = ("temperature", "max_tokens", "prompt_mode", "past_reasoning")
         policy = {name: value for name in names if (value := getattr(body, name)) is not None}
         made = await store.create_session(key_hash=hash_key(key), label=body.label, policy=policy or None, origin="key")
-        return m.Session(session_id=made.session_id, key=key)
+        return m.CreatedSession(session_id=made.session_id, key=key)
 
 
 def _check(builder: str) -> None:

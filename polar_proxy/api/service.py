@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 
 from polar_proxy import __version__
+from polar_proxy import api_models as m
 from polar_proxy.api import fleet
-from polar_proxy.api.context import Api, Rooms
+from polar_proxy.api.context import ApiContext, Routers
 from polar_proxy.api.fleet import pause_timed_out
 from polar_proxy.api.jobs import until
-from polar_proxy.client import models as m
 from polar_proxy.client.errors import ApiError
 from polar_proxy.errors import EngineError
-from polar_proxy.rollout import RolloutService
+from polar_proxy.rollouts import RolloutService
 from polar_proxy.types import Json
 
 
-def add(rooms: Rooms, api: Api) -> None:
+def add(rooms: Routers, api: ApiContext) -> None:
     admin, trainer = rooms.admin, rooms.trainer
 
     @trainer.get("/service", tags=["service"])
@@ -37,7 +37,7 @@ def add(rooms: Rooms, api: Api) -> None:
         if body.wait_idle is not None:
 
             async def idle() -> bool:
-                return service.scheduler.in_hand == 0
+                return service.scheduler.in_flight == 0
 
             done = False
             try:
@@ -48,7 +48,7 @@ def add(rooms: Rooms, api: Api) -> None:
                 elif not done:
                     service.pause_all(None if until_then is None else max(0.0, until_then - time.time()))
             if not done:
-                raise pause_timed_out(body.wait_idle, service.scheduler.in_hand)
+                raise pause_timed_out(body.wait_idle, service.scheduler.in_flight)
         return await _state(api)
 
     @trainer.post("/service/resume", tags=["service"])
@@ -77,7 +77,7 @@ def add(rooms: Rooms, api: Api) -> None:
         return await _state(api)
 
 
-def _service(api: Api) -> RolloutService:
+def _service(api: ApiContext) -> RolloutService:
     if api.service is None:
         raise ApiError(
             "This server works on no rollouts: start it with `polar serve --work`.", status=503, code="unavailable"
@@ -85,14 +85,14 @@ def _service(api: Api) -> RolloutService:
     return api.service
 
 
-async def _state(api: Api) -> m.ServiceState:
+async def _state(api: ApiContext) -> m.ServiceState:
     version, engine = await _engine(api)
     feed = await api.store.feed_depth()
     row = await api.store.fleet()
     all_of_it: Json = {
         "state": "paused" if row.paused else "working",
         "paused_until": row.paused_until if row.paused else None,
-        "in_hand": len(await api.store.fleet_in_hand()),
+        "in_flight": len(await api.store.fleet_in_hand()),
     }
     own: Json = {}
     if (service := api.service) is not None:
@@ -102,7 +102,7 @@ async def _state(api: Api) -> m.ServiceState:
             "worker": service.scheduler.worker,
             "state": "working" if service.taking and not row.paused else "paused",
             "paused_until": service.paused_until,
-            "in_hand": counts["in_hand"],
+            "in_flight": counts["in_flight"],
             "gates": gates,
             "pool": counts["pool"],
         }
@@ -119,7 +119,7 @@ async def _state(api: Api) -> m.ServiceState:
     return m.ServiceState.model_validate(told)
 
 
-async def _engine(api: Api) -> tuple[str | None, Json | None]:
+async def _engine(api: ApiContext) -> tuple[str | None, Json | None]:
     """Its policy version and state; an engine that is away is told as such."""
     if api.engine is None:
         return None, None

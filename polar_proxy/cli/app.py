@@ -9,21 +9,21 @@ from rich.markup import escape
 
 from polar_proxy import __version__
 from polar_proxy.cli import (
+    admin,
     audit,
-    build,
     conformance,
     db,
     doctor,
     export,
     harness,
     jobs,
-    keys,
     node,
     rescore,
     run,
     serve,
     service,
     show,
+    traces,
     train,
     watch,
 )
@@ -52,12 +52,12 @@ app.command("reward")(jobs.reward)
 app.command("sessions")(show.sessions)
 app.command("show")(show.show)
 app.command("export")(export.export)
-app.command("build")(build.build)
+app.command("build")(traces.build)
 app.command("audit")(audit.audit)
 app.command("rescore")(rescore.rescore)
 app.command("conformance")(conformance.conformance)
 app.add_typer(serve.session_app, name="session")
-app.add_typer(keys.app, name="key")
+app.add_typer(admin.app, name="key")
 app.add_typer(service.app, name="service")
 app.add_typer(harness.app, name="harness")
 app.add_typer(db.app, name="db")

@@ -12,26 +12,26 @@ from typing import TYPE_CHECKING
 from polar_proxy.cli import common
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
-from polar_proxy.rollout.recipe import Recipe
-from polar_proxy.tasks import ListedTasks, TaskSource, get_source
+from polar_proxy.rollout_spec import RolloutSpec
+from polar_proxy.tasks import TaskList, TaskSource, get_source
 from polar_proxy.types import new_id
 
 if TYPE_CHECKING:  # torch and the rest take seconds, which `polar --help` should not
     from polar_proxy.engines.base import Engine
-    from polar_proxy.rollout.service import RolloutService
+    from polar_proxy.rollouts.service import RolloutService
     from polar_proxy.store import Store
-    from polar_proxy.training.checkpoint import State
+    from polar_proxy.training.checkpoint import TrainerState
     from polar_proxy.training.config import GrpoConfig
-    from polar_proxy.training.step import Learner
-    from polar_proxy.training.sync import WeightSync
+    from polar_proxy.training.model import Learner
+    from polar_proxy.training.weight_sync import WeightSync
 
 
-class Instances:
+class TaskSampler:
     """Which instances of a task source are trained on, and which are held out."""
 
     def __init__(self, source: TaskSource, config: GrpoConfig) -> None:
         self._config = config
-        if isinstance(source, ListedTasks):
+        if isinstance(source, TaskList):
             held_out = config.eval_instances if config.eval_every else 0
             seeds = list(source.seeds)
             self._train: Sequence[int] | None = seeds[: len(seeds) - held_out][: config.instances]
@@ -68,19 +68,25 @@ class ServiceRollouts:
     """
 
     def __init__(
-        self, service: RolloutService, store: Store, source: TaskSource, config: GrpoConfig, recipe: Recipe, run_id: str
+        self,
+        service: RolloutService,
+        store: Store,
+        source: TaskSource,
+        config: GrpoConfig,
+        recipe: RolloutSpec,
+        run_id: str,
     ) -> None:
         self._service, self._store, self._source, self._config = service, store, source, config
         self._recipe, self._run_id = recipe, run_id
-        self._instances = Instances(source, config)
+        self._instances = TaskSampler(source, config)
 
     async def start(self, round_number: int) -> None:
-        from polar_proxy.rollout.service import Submission
+        from polar_proxy.rollouts.service import JobSpec
 
         tasks = [self._source.task(seed) for seed in self._instances.of_round(round_number)]
         key = f"{self._run_id}/round-{round_number}"
         await self._service.submit(
-            Submission(
+            JobSpec(
                 tasks,
                 self._recipe,
                 self._config.samples,
@@ -95,27 +101,27 @@ class ServiceRollouts:
         return (await self._store.feed_depth()).get("open", 0)
 
     async def evaluate(self, step: int) -> list[float | None]:
-        from polar_proxy.rollout.service import Submission, rollouts_of
+        from polar_proxy.rollouts.service import JobSpec, rollout_ids
 
         tasks = [self._source.task(seed) for seed in self._instances.held_out]
         key = f"{self._run_id}/eval-{step}"
         samples = self._config.eval_samples
         job, _ = await self._service.submit(
-            Submission(tasks, self._recipe, samples, priority=10, label=self._run_id, idempotency_key=key)
+            JobSpec(tasks, self._recipe, samples, priority=10, label=self._run_id, idempotency_key=key)
         )
         await self._service.until_done(job.job_id)
-        rows = await self._store.rollouts(rollout_ids=await rollouts_of(self._store, job.job_id))
+        rows = await self._store.rollouts(rollout_ids=await rollout_ids(self._store, job.job_id))
         return [row.reward for row in rows]
 
 
-async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Callable[[str], None]) -> State:
+async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Callable[[str], None]) -> TrainerState:
     """Begin the run in the folder `run`, or take it up. `note` gets lines for people."""
     from polar_proxy.engines.factory import make_engine
-    from polar_proxy.rollout.recovery import recover
-    from polar_proxy.rollout.service import RolloutService, ServiceLimits, serving
-    from polar_proxy.training.published import InStore
-    from polar_proxy.training.reading import StoreReader
-    from polar_proxy.training.trainer import Trainer
+    from polar_proxy.rollouts.recovery import recover
+    from polar_proxy.rollouts.service import RolloutService, ServiceLimits, local_gateway
+    from polar_proxy.training.grpo import GrpoTrainer
+    from polar_proxy.training.published import StoreSink
+    from polar_proxy.training.reading import StoreGroupReader
     from sandboxes import choose
 
     source = get_source(config.task)
@@ -123,7 +129,7 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
     choice = choose(settings.run.sandbox)
     note(f"sandbox: {choice.reason}")
     recipe = replace(
-        Recipe.of(settings.run),
+        RolloutSpec.of(settings.run),
         sandbox=choice.kind,
         temperature=config.temperature,
         train_timed_out=config.train_timed_out,
@@ -133,13 +139,13 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
         for line in await recover(store):
             note(line)
         note(f"database: {store.display_url}")
-        async with make_engine(settings.engine) as engine, serving(settings, engine, store) as gateway:
+        async with make_engine(settings.engine) as engine, local_gateway(settings, engine, store) as gateway:
             note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
             cache = settings.harness_cache
             async with RolloutService(store, gateway, engine, cache, limits=limits, note=note) as service:
                 own_id = run_id(run)
                 rollouts = ServiceRollouts(service, store, source, config, recipe, own_id)
-                return await Trainer(
+                return await GrpoTrainer(
                     run,
                     config,
                     learner,
@@ -147,10 +153,10 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
                     engine=engine,
                     sync=_sync(settings, config, engine, run),
                     feed=store,
-                    reader=StoreReader(store),
+                    reader=StoreGroupReader(store),
                     rollouts=rollouts,
                     busy=gateway.metrics.busy.seconds,
-                    published=InStore(store, own_id, run.name, config.to_json()),
+                    published=StoreSink(store, own_id, run.name, config.to_json()),
                     note=note,
                 ).train()
 
@@ -170,13 +176,13 @@ def weights_folder(settings: Settings, config: GrpoConfig) -> Path:
 @contextlib.asynccontextmanager
 async def load_learner(weights: Path, config: GrpoConfig) -> AsyncIterator[Learner]:
     """The policy in training, with its reference where there is a KL term; over several processes if so told."""
-    from polar_proxy.training.step import Learner, load_model
+    from polar_proxy.training.model import Learner, load_model
 
     reference = Path(config.reference or weights) if config.kl else None
     if config.processes > 1:
-        from polar_proxy.training.parallel import conducting
+        from polar_proxy.training.fsdp import launch_sharded
 
-        with conducting(weights, reference, config) as conductor:
+        with launch_sharded(weights, reference, config) as conductor:
             yield conductor
     else:
         held = load_model(reference, config.device) if reference else None
@@ -185,9 +191,9 @@ async def load_learner(weights: Path, config: GrpoConfig) -> AsyncIterator[Learn
 
 def _sync(settings: Settings, config: GrpoConfig, engine: Engine, run: Path) -> WeightSync:
     from polar_proxy.engines.local import LocalEngine
-    from polar_proxy.engines.vllm import VllmEngine
-    from polar_proxy.training.sync import LocalSync, vllm_sync
+    from polar_proxy.engines.vllm.engine import VllmEngine
     from polar_proxy.training.vllm_control import VllmControl
+    from polar_proxy.training.weight_sync import LocalSync, vllm_sync
 
     if isinstance(engine, LocalEngine):
         return LocalSync(engine)

@@ -11,9 +11,9 @@ from rich.table import Table
 from polar_proxy.cli import common
 from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.cli.progress import counting
-from polar_proxy.trajectories.audit import TOLERANCE, Against
-from polar_proxy.trajectories.audit_store import Report, audit_store
-from polar_proxy.trajectories.targets import find_targets
+from polar_proxy.traces.audit import TOLERANCE, AuditReference
+from polar_proxy.traces.audit_store import AuditReport, audit_store
+from polar_proxy.traces.targets import find_targets
 from polar_proxy.types import Json
 
 Texts = list[tuple[str, str]]
@@ -46,14 +46,14 @@ def audit(
     """
     settings = common.load_settings(db, engine={"kind": engine, "url": engine_url, "model": model})
 
-    async def work() -> tuple[Report, Texts]:
+    async def work() -> tuple[AuditReport, Texts]:
         from polar_proxy.engines.factory import make_engine
 
         async with common.reader(settings) as store:
             targets = await find_targets(store, where=where, session_ids=session or (), limit=limit)
             async with make_engine(settings.engine) as entered:
                 version = policy_version or await entered.weight_version()
-                against = Against(entered.info, version, tolerance, same_model)
+                against = AuditReference(entered.info, version, tolerance, same_model)
                 with counting("audit", len(targets)) as told:
                     report = await audit_store(
                         store,
@@ -80,7 +80,7 @@ def audit(
         raise typer.Exit(1)
 
 
-def _said(report: Report) -> str:
+def _said(report: AuditReport) -> str:
     rate = report.scored.tokens / report.seconds if report.seconds else 0.0
     return f"{report.all.traces} traces, {report.grades['refused']} refused, {rate:,.0f} tokens/s"
 

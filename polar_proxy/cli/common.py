@@ -30,7 +30,7 @@ PromptModeOption = Annotated[
     str | None,
     typer.Option(help="continue (each turn from the exact tokens of the last) or observe.", show_default=False),
 ]
-OlderReasoningOption = Annotated[
+PastReasoningOption = Annotated[
     str | None,
     typer.Option(help="In continued prompts: as_sampled (kept) or as_template.", show_default=False),
 ]

@@ -17,7 +17,17 @@ from harness_adapters.base import HarnessAdapter, HarnessError, get_adapter, lis
 from polar_proxy.cli import common, fidelity
 from polar_proxy.cli.common import JsonOption
 from polar_proxy.config import Settings
-from polar_proxy.conformance import CHECKS, PROFILES, Bench, Cell, Row, document, markdown, measure, merged
+from polar_proxy.conformance import (
+    CHECK_NAMES,
+    PROFILES,
+    CheckResult,
+    HarnessRow,
+    ScenarioRunner,
+    document,
+    markdown,
+    measure,
+    merged,
+)
 from polar_proxy.conformance.fidelity import TEMPLATES
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.factory import make_engine
@@ -61,16 +71,16 @@ def conformance(
     doubled. --fidelity plays other answers, in both prompt modes, and counts the training sequences that drift splits;
     exit code 0 when there is none in continue mode.
     """
-    wanted = check or list(CHECKS)
-    if unknown := [name for name in wanted if name not in CHECKS]:
-        raise UsageError(f"There is no check {unknown[0]!r}: {', '.join(CHECKS)}.")
+    wanted = check or list(CHECK_NAMES)
+    if unknown := [name for name in wanted if name not in CHECK_NAMES]:
+        raise UsageError(f"There is no check {unknown[0]!r}: {', '.join(CHECK_NAMES)}.")
     if sandbox not in ("auto", "docker", "bubblewrap", "process"):
         raise UsageError(f"There is no sandbox {sandbox!r}: auto, docker, bubblewrap or process.")
     settings = common.load_settings(None, engine={"kind": engine, "url": engine_url, "model": model})
     adapters = _adapters(harness or ["all"])
     if tokens:
         templates = template or list(TEMPLATES)
-        _fidelity(settings, fidelity.Wanted(adapters, templates, sandbox, at_once, patience, out_dir), as_json)
+        _fidelity(settings, fidelity.FidelityOptions(adapters, templates, sandbox, at_once, patience, out_dir), as_json)
         return
     if check:
         out_dir = None
@@ -85,7 +95,7 @@ def conformance(
         raise typer.Exit(1)
 
 
-def _fidelity(settings: Settings, wanted: fidelity.Wanted, as_json: bool) -> None:
+def _fidelity(settings: Settings, wanted: fidelity.FidelityOptions, as_json: bool) -> None:
     found = common.run_async(fidelity.run(settings, wanted))
     if as_json:
         common.print_json(found)
@@ -120,7 +130,7 @@ async def _run(
     with tempfile.TemporaryDirectory(prefix="polar-conformance-") as folder:
         async with (
             open_store(f"sqlite:///{folder}/conformance.db") as store,
-            Bench(engine, store, choice.kind, patience=patience) as bench,
+            ScenarioRunner(engine, store, choice.kind, patience=patience) as bench,
         ):
             for number, (adapter, version) in enumerate(adapters, 1):
                 row = await _one(bench, settings, adapter, version, checks, slow, f"{number}/{len(adapters)}")
@@ -138,14 +148,14 @@ async def _run(
 
 
 async def _one(
-    bench: Bench,
+    bench: ScenarioRunner,
     settings: Settings,
     adapter: HarnessAdapter,
     version: str | None,
     checks: list[str],
     slow: float,
     place: str,
-) -> Row:
+) -> HarnessRow:
     name = f"{place} {adapter.name}"
     with common.err.status(escape(name)) as status:
 
@@ -159,8 +169,8 @@ async def _one(
                 progress("installing (once; a minute or two)")
             installed = await asyncio.to_thread(adapter.install, settings.harness_cache, version)
         except HarnessError as error:
-            row = Row(adapter.name, version or adapter.default_version, "-", "-")
-            row.checks = dict.fromkeys(checks, Cell("not run", f"could not be installed: {str(error)[:300]}"))
+            row = HarnessRow(adapter.name, version or adapter.default_version, "-", "-")
+            row.checks = dict.fromkeys(checks, CheckResult("not run", f"could not be installed: {str(error)[:300]}"))
         else:
             row = await measure(bench, adapter, installed, checks, slow=slow, progress=progress)
     state = "[green]ok[/]" if row.good else "[red]failed[/]"

@@ -38,7 +38,7 @@ def load_settings(url: str | None, db: str | None, **sections: dict[str, Any]) -
     return settings
 
 
-PATIENT = 12
+PATIENT_TRIES = 12
 """Tries with which a server that is started again is waited for about a minute."""
 
 
@@ -46,19 +46,19 @@ PATIENT = 12
 async def connected(settings: Settings, *, create: bool = False, patient: bool = False) -> AsyncIterator[AsyncClient]:
     """`create`: a database that is not there yet is made. `patient`: a server that went away is waited for."""
     from polar_proxy.client import AsyncClient
-    from polar_proxy.client.core import TRIES
-    from polar_proxy.client.inprocess import InProcess
+    from polar_proxy.client.inprocess import InProcessTransport
+    from polar_proxy.client.requests import MAX_TRIES
 
     if settings.url is not None:
-        tries = PATIENT if patient else TRIES
+        tries = PATIENT_TRIES if patient else MAX_TRIES
         async with AsyncClient(settings.url, key_for(settings), tries=tries) as client:
             yield client
         return
-    from polar_proxy.api import create_api, trusted
+    from polar_proxy.api import allow_all, create_api
 
     async with common.writer(settings) if create else common.reader(settings) as store:
-        application = create_api(store, settings=settings, auth=trusted)
-        async with AsyncClient("http://in-process", transport=InProcess(application)) as client:
+        application = create_api(store, settings=settings, auth=allow_all)
+        async with AsyncClient("http://in-process", transport=InProcessTransport(application)) as client:
             yield client
 
 

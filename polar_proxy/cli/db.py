@@ -18,10 +18,10 @@ from polar_proxy.cli import common
 from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.errors import UsageError
 from polar_proxy.store import display_url, normalise_url, upgrade
-from polar_proxy.store.archive import Moved
-from polar_proxy.store.prune import Pruned, Vacuumed
-from polar_proxy.store.verify import Fault
-from polar_proxy.store.verify import Progress as Told
+from polar_proxy.store.archive import ArchiveCounts
+from polar_proxy.store.maintenance import PruneResult, VacuumResult
+from polar_proxy.store.verify import IntegrityFault
+from polar_proxy.store.verify import ProgressCallback as Told
 from polar_proxy.types import Json
 
 app = typer.Typer(help="The database: its size and schema, what is old in it, copies of it.", no_args_is_help=True)
@@ -84,7 +84,7 @@ def vacuum(
     """Remove what nothing refers to any more and give the room back. Gateways may go on writing."""
     settings = common.load_settings(db)
 
-    async def work() -> Vacuumed:
+    async def work() -> VacuumResult:
         with _progress() as told:
             async with common.writer(settings) as store:
                 return await store.vacuum(full=full, progress=told)
@@ -113,9 +113,9 @@ def prune(
 ) -> None:
     """Remove rollouts and sessions that ended long ago, with all that belongs to them; never one that still runs."""
     settings = common.load_settings(db)
-    before = time.time() - age(older_than)
+    before = time.time() - parse_age(older_than)
 
-    async def work() -> Pruned:
+    async def work() -> PruneResult:
         with _progress() as told:
             async with common.writer(settings) as store:
                 return await store.prune(before, where=where, dry_run=dry_run, progress=told)
@@ -135,7 +135,7 @@ def verify(db: DbOption = None, as_json: JsonOption = False) -> None:
     """Hash every chain again, unpack every cell, count every counter. Exit code 1 when something is wrong."""
     settings = common.load_settings(db)
 
-    async def work() -> list[Fault]:
+    async def work() -> list[IntegrityFault]:
         with _progress() as told:
             async with common.reader(settings) as store:
                 return await store.verify(told)
@@ -163,7 +163,7 @@ def export_command(
     """Write a selection (without one: everything) as one archive for `polar db import`. Keys are not in it."""
     settings = common.load_settings(db)
 
-    async def work() -> Moved:
+    async def work() -> ArchiveCounts:
         async with common.reader(settings) as store:
             return await store.export_archive(file, where=where, sessions=session or (), overwrite=overwrite)
 
@@ -179,14 +179,14 @@ def import_command(
     """Take in an archive. What is there already stays; where it differs, nothing is imported."""
     settings = common.load_settings(db)
 
-    async def work() -> Moved:
+    async def work() -> ArchiveCounts:
         async with common.writer(settings) as store:
             return await store.import_archive(file)
 
     _tell(common.run_async(work()), "new", as_json)
 
 
-def age(text: str) -> float:
+def parse_age(text: str) -> float:
     """`30d` as seconds. Raises UsageError for what is no age."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if match is None:
@@ -194,7 +194,7 @@ def age(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _tell(moved: Moved, what: str, as_json: bool) -> None:
+def _tell(moved: ArchiveCounts, what: str, as_json: bool) -> None:
     if as_json:
         common.print_json(asdict(moved))
         return

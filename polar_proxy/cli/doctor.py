@@ -23,7 +23,7 @@ app.command("drift")(drift.drift)
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class InstallCheck:
     """One finding. `needed`: Polar's own demo cannot run without it."""
 
     name: str
@@ -59,7 +59,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-async def _checks(settings: Settings, engine_url: str | None) -> list[Check]:
+async def _checks(settings: Settings, engine_url: str | None) -> list[InstallCheck]:
     checks = [_python(), _program("git", "install git with your system's package manager", needed=True)]
     checks += [
         _package("torch", "the local engine", "pip install 'polar-proxy[local]'"),
@@ -76,43 +76,45 @@ async def _checks(settings: Settings, engine_url: str | None) -> list[Check]:
     return checks
 
 
-def _python() -> Check:
+def _python() -> InstallCheck:
     version = ".".join(map(str, sys.version_info[:3]))
     good = sys.version_info >= (3, 11)
-    return Check("python", "ok" if good else "failed", version, "Polar needs Python 3.11 or newer", needed=True)
+    return InstallCheck("python", "ok" if good else "failed", version, "Polar needs Python 3.11 or newer", needed=True)
 
 
-def _program(name: str, fix: str, *, needed: bool = False) -> Check:
+def _program(name: str, fix: str, *, needed: bool = False) -> InstallCheck:
     found = shutil.which(name)
-    return Check(name, "ok" if found else "missing", found or "not on PATH", fix, needed)
+    return InstallCheck(name, "ok" if found else "missing", found or "not on PATH", fix, needed)
 
 
-def _package(name: str, purpose: str, fix: str) -> Check:
+def _package(name: str, purpose: str, fix: str) -> InstallCheck:
     try:
-        return Check(name, "ok", f"{importlib.metadata.version(name)} (for {purpose})")
+        return InstallCheck(name, "ok", f"{importlib.metadata.version(name)} (for {purpose})")
     except importlib.metadata.PackageNotFoundError:
-        return Check(name, "missing", f"not installed (for {purpose})", fix)
+        return InstallCheck(name, "missing", f"not installed (for {purpose})", fix)
 
 
-def _policy() -> Check:
+def _policy() -> InstallCheck:
     from polar_proxy.engines.factory import POLAR_TINY
 
     weights = POLAR_TINY / "model.safetensors"
     if weights.is_file():
-        return Check("polar-tiny", "ok", f"bundled policy, {weights.stat().st_size / 1e6:.1f} MB")
-    return Check("polar-tiny", "missing", f"no weights in {POLAR_TINY}", "reinstall Polar")
+        return InstallCheck("polar-tiny", "ok", f"bundled policy, {weights.stat().st_size / 1e6:.1f} MB")
+    return InstallCheck("polar-tiny", "missing", f"no weights in {POLAR_TINY}", "reinstall Polar")
 
 
-def _sandboxes() -> list[Check]:
+def _sandboxes() -> list[InstallCheck]:
     from sandboxes import available
 
     return [
-        Check(f"sandbox {item.kind}", "ok" if item.ok else "missing", item.why_not or "usable", item.how_to_get or "")
+        InstallCheck(
+            f"sandbox {item.kind}", "ok" if item.ok else "missing", item.why_not or "usable", item.how_to_get or ""
+        )
         for item in available()
     ]
 
 
-def _harnesses(settings: Settings) -> list[Check]:
+def _harnesses(settings: Settings) -> list[InstallCheck]:
     from harness_adapters.base import get_adapter, list_adapters
 
     checks = []
@@ -121,19 +123,21 @@ def _harnesses(settings: Settings) -> list[Check]:
         ready = adapter.is_installed(settings.harness_cache)
         detail = f"{adapter.default_version} " + ("installed" if ready else "is installed at its first run")
         fix = "nothing to do: `polar run` does it"
-        checks.append(Check(f"harness {name}", "ok" if ready else "missing", detail, fix))
+        checks.append(InstallCheck(f"harness {name}", "ok" if ready else "missing", detail, fix))
     return checks
 
 
-async def _database(settings: Settings) -> Check:
+async def _database(settings: Settings) -> InstallCheck:
     try:
         async with common.reader(settings) as store:
-            return Check("database", "ok", f"{store.display_url}, schema {await store.schema_revision()}")
+            return InstallCheck("database", "ok", f"{store.display_url}, schema {await store.schema_revision()}")
     except PolarError as error:
-        return Check("database", "missing", str(error), "`polar db upgrade` makes it; `polar run` and `serve` do too")
+        return InstallCheck(
+            "database", "missing", str(error), "`polar db upgrade` makes it; `polar run` and `serve` do too"
+        )
 
 
-async def _engine(settings: Settings) -> list[Check]:
+async def _engine(settings: Settings) -> list[InstallCheck]:
     from polar_proxy.engines.factory import make_engine
 
     try:
@@ -144,8 +148,10 @@ async def _engine(settings: Settings) -> list[Check]:
             problem = engine.continue_problem
             exact = "turns are sampled from the exact tokens of the turn before"
             return [
-                Check("engine", "ok", told),
-                Check("continue mode", "ok", exact) if problem is None else Check("continue mode", "missing", problem),
+                InstallCheck("engine", "ok", told),
+                InstallCheck("continue mode", "ok", exact)
+                if problem is None
+                else InstallCheck("continue mode", "missing", problem),
             ]
     except PolarError as error:
-        return [Check("engine", "failed", str(error), "start the server, or correct --engine-url")]
+        return [InstallCheck("engine", "failed", str(error), "start the server, or correct --engine-url")]

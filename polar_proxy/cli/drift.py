@@ -13,14 +13,14 @@ from harness_adapters.base import HarnessError, get_adapter, split_version
 from polar_proxy.cli import common
 from polar_proxy.cli.common import JsonOption
 from polar_proxy.config import Settings
-from polar_proxy.conformance.bench import Bench
-from polar_proxy.conformance.fidelity import Difference, ForcedVllmEngine, Row
+from polar_proxy.conformance.fidelity import ExplainedDrift, FidelityRow, ForcedVllmEngine
 from polar_proxy.conformance.fidelity.watch import TASK, watch
+from polar_proxy.conformance.runner import ScenarioRunner
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.factory import make_engine
 from polar_proxy.errors import UsageError
 from polar_proxy.store import open_store
-from polar_proxy.trajectories.cause import FIXES, MEANING, Cause
+from polar_proxy.traces.drift_causes import CAUSE_FIXES, CAUSE_MEANINGS, DriftCause
 from polar_proxy.types import EngineInfo, Json
 from sandboxes import choose
 
@@ -58,7 +58,7 @@ def drift(
 
 async def _run(
     settings: Settings, harness: str, turns: int, task: str, given: bool, sandbox: str, timeout: float
-) -> tuple[Row, EngineInfo]:
+) -> tuple[FidelityRow, EngineInfo]:
     engine = _engine(settings, given)
     name, version = split_version(harness)
     try:
@@ -70,7 +70,7 @@ async def _run(
     with tempfile.TemporaryDirectory(prefix="polar-drift-") as folder:
         async with (
             open_store(f"sqlite:///{folder}/drift.db") as store,
-            Bench(engine, store, choice.kind, prompt_mode="observe") as bench,
+            ScenarioRunner(engine, store, choice.kind, prompt_mode="observe") as bench,
         ):
             row = await watch(bench, store, adapter, installed, turns=turns, task=task, scripted=given, seconds=timeout)
             return row, engine.info
@@ -86,13 +86,13 @@ def _engine(settings: Settings, given: bool) -> Engine:
     return make_engine(settings.engine)
 
 
-def _verdict(row: Row) -> str:
+def _verdict(row: FidelityRow) -> str:
     if row.drifted:
         return "drift"
     return "no_drift" if row.bases else "nothing_to_compare"
 
 
-def _document(row: Row, info: EngineInfo) -> Json:
+def _document(row: FidelityRow, info: EngineInfo) -> Json:
     first = row.differences[0] if row.differences else None
     return {
         "harness": row.harness,
@@ -105,18 +105,18 @@ def _document(row: Row, info: EngineInfo) -> Json:
         "bases": row.bases,
         "drifted": row.drifted,
         "causes": row.causes,
-        "fixes": {cause: FIXES[cause] for cause in _causes(row)},
+        "fixes": {cause: CAUSE_FIXES[cause] for cause in _causes(row)},
         "first": None if first is None else {name: getattr(first, name) for name in first.__slots__},
         "outcomes": row.outcomes,
         "fault": row.fault,
     }
 
 
-def _causes(row: Row) -> list[Cause]:
+def _causes(row: FidelityRow) -> list[DriftCause]:
     return list(dict.fromkeys(cause for difference in row.differences for cause in difference.causes))
 
 
-def _print(row: Row, info: EngineInfo) -> None:
+def _print(row: FidelityRow, info: EngineInfo) -> None:
     say = common.out.print
     if row.fault is not None:
         say(f"[red]{escape(row.harness)}[/]: {escape(row.fault)}", highlight=False)
@@ -139,13 +139,13 @@ def _print(row: Row, info: EngineInfo) -> None:
         say(f"  {number} x {named}", highlight=False)
     say("\n[bold]what it means, and what fixes it[/]", highlight=False)
     for cause in _causes(row):
-        say(f"  [bold]{cause}[/]: {MEANING[cause]}.", highlight=False)
-        say(f"    -> {escape(FIXES[cause])}", highlight=False)
+        say(f"  [bold]{cause}[/]: {CAUSE_MEANINGS[cause]}.", highlight=False)
+        say(f"    -> {escape(CAUSE_FIXES[cause])}", highlight=False)
     if "continue" not in info.capabilities:
         say(f"\nThis engine ({info.engine}) cannot continue from tokens: `polar doctor --engine-url` says why.")
 
 
-def _print_first(first: Difference) -> None:
+def _print_first(first: ExplainedDrift) -> None:
     say = common.out.print
     where = "before the answer" if first.in_answer is None else f"token {first.in_answer} of the answer"
     say(f"\n[bold]the first difference[/]: token {first.position} of the prompt ({where})", highlight=False)

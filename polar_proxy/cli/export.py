@@ -17,7 +17,7 @@ from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.errors import UsageError
 
 if TYPE_CHECKING:
-    from polar_proxy.export import Report
+    from polar_proxy.export import ExportReport
     from polar_proxy.store import Store
 
 _OF_TRAINERS = ("trl", "verl", "slime", "nemo-rl", "tinker")
@@ -54,9 +54,9 @@ def export(
     if as_json and file == "-":
         raise UsageError("--json reports on standard output, so --out must be a file.")
     settings = common.load_settings(db)
-    chosen = Chosen(where, tuple(session or ()), builder, all_grades)
+    chosen = ExportOptions(where, tuple(session or ()), builder, all_grades)
 
-    async def work() -> Report:
+    async def work() -> ExportReport:
         async with common.reader(settings) as store:
             with _target(file) as target:
                 if form in _OF_TRAINERS:
@@ -75,7 +75,7 @@ def export(
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class ExportOptions:
     """What is exported, as `export.export` takes it."""
 
     where: str | None
@@ -84,17 +84,17 @@ class Chosen:
     all_grades: bool
 
 
-async def _records(store: Store, form: str, advantage: str, target: BinaryIO, chosen: Chosen) -> Report:
+async def _records(store: Store, form: str, advantage: str, target: BinaryIO, chosen: ExportOptions) -> ExportReport:
     from polar_proxy.export import export as write_rows
+    from polar_proxy.export.formats import RecordConverter, with_advantages
     from polar_proxy.training.advantages import ADVANTAGES
-    from polar_proxy.training.bridges import Records, with_advantages
 
     if advantage not in ADVANTAGES:
         raise UsageError(f"There is no advantage {advantage!r}: choose {', '.join(ADVANTAGES)}.")
     if chosen.builder == "tree":
         raise UsageError("The records of other trainers hold whole sequences: choose --builder merged or per_call.")
     rewards = await _rewards(store)
-    records = Records(form)
+    records = RecordConverter(form)
     report = await write_rows(
         store,
         "tokens-jsonl",

@@ -10,22 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polar_proxy.cli.attached import Instances, load_learner, run_id, weights_folder
-from polar_proxy.cli.connect import PATIENT, key_for
+from polar_proxy.api_models import JobRequest, SubmittedJob
+from polar_proxy.cli.attached import TaskSampler, load_learner, run_id, weights_folder
+from polar_proxy.cli.connect import PATIENT_TRIES, key_for
 from polar_proxy.client import AsyncClient, UnreachableError
-from polar_proxy.client.models import JobRequest, SubmittedJob
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.tasks import get_source
 
 if TYPE_CHECKING:  # torch takes seconds, which `polar --help` should not
     from polar_proxy.engines.base import Engine
-    from polar_proxy.training.checkpoint import State
+    from polar_proxy.training.checkpoint import TrainerState
     from polar_proxy.training.config import GrpoConfig
-    from polar_proxy.training.sync import WeightSync
+    from polar_proxy.training.weight_sync import WeightSync
 
 
-class OthersRollouts:
+class ExternalRollouts:
     """`Rollouts` that somebody else asks for. There may always be more of them."""
 
     async def start(self, round_number: int) -> None:
@@ -38,13 +38,13 @@ class OthersRollouts:
         return []
 
 
-class AskedRollouts:
+class SubmittedRollouts:
     """`Rollouts` of jobs that the trainer submits to the server: one job an instance, each under a key that this run
     and round alone have. The server's feed should carry nothing else."""
 
     def __init__(self, client: AsyncClient, settings: Settings, config: GrpoConfig, run: str) -> None:
         self._client, self._settings, self._config, self._run = client, settings, config, run
-        self._instances = Instances(get_source(config.task), config)
+        self._instances = TaskSampler(get_source(config.task), config)
 
     async def start(self, round_number: int) -> None:
         for place, seed in enumerate(self._instances.of_round(round_number)):
@@ -88,12 +88,12 @@ class AskedRollouts:
         return await self._client.submit(request, idempotency_key=f"{self._run}/{part}")
 
 
-async def train_fed(settings: Settings, config: GrpoConfig, run: Path, note: Callable[[str], None]) -> State:
+async def train_fed(settings: Settings, config: GrpoConfig, run: Path, note: Callable[[str], None]) -> TrainerState:
     """As `attached.train_grpo`, with the groups of `config.feed`. The engine is the one that the server samples from:
     it gets the new weights."""
     from polar_proxy.engines.factory import make_engine
-    from polar_proxy.training.sync import vllm_sync
     from polar_proxy.training.vllm_control import VllmControl
+    from polar_proxy.training.weight_sync import vllm_sync
 
     if settings.engine.kind != "vllm" or settings.engine.url is None:
         raise UsageError(
@@ -114,24 +114,24 @@ async def train_with(
     *,
     engine: Engine,
     sync: WeightSync,
-) -> State:
+) -> TrainerState:
     """The same, of an engine at hand."""
-    from polar_proxy.training.published import AtServer
+    from polar_proxy.training.grpo import GrpoTrainer
+    from polar_proxy.training.published import HttpSink
     from polar_proxy.training.reading import HttpFeed
-    from polar_proxy.training.trainer import Trainer
 
     assert config.feed is not None
     weights = weights_folder(settings, config)
     key = key_for(settings.model_copy(update={"url": config.feed}))
-    async with load_learner(weights, config) as learner, AsyncClient(config.feed, key, tries=PATIENT) as client:
+    async with load_learner(weights, config) as learner, AsyncClient(config.feed, key, tries=PATIENT_TRIES) as client:
         served = await client.service()
         note(f"feed: {config.feed}, Polar {served.version}")
         if not (config.ask or config.ahead):
             note("ahead is 0: groups that others submit are trained on however stale they are")
         feed = HttpFeed(client, note)
         own_id = run_id(run)
-        asked = AskedRollouts(client, settings, config, own_id) if config.ask else OthersRollouts()
-        return await Trainer(
+        asked = SubmittedRollouts(client, settings, config, own_id) if config.ask else ExternalRollouts()
+        return await GrpoTrainer(
             run,
             config,
             learner,
@@ -141,6 +141,6 @@ async def train_with(
             feed=feed,
             reader=feed,
             rollouts=asked,
-            published=AtServer(client, own_id, run.name, config.to_json(), note),
+            published=HttpSink(client, own_id, run.name, config.to_json(), note),
             note=note,
         ).train()

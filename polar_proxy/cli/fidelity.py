@@ -19,9 +19,9 @@ from polar_proxy.conformance.fidelity import (
     CUT_EVERY,
     MODES,
     TEMPLATES,
+    FidelityJob,
+    FidelityRow,
     ForcedVllmEngine,
-    Job,
-    Row,
     document,
     markdown,
     merged,
@@ -35,7 +35,7 @@ from sandboxes import choose
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FidelityOptions:
     """What the flags ask for."""
 
     adapters: Sequence[tuple[HarnessAdapter, str | None]]
@@ -46,7 +46,7 @@ class Wanted:
     out_dir: Path | None
 
 
-def check(settings: Settings, wanted: Wanted) -> None:
+def check(settings: Settings, wanted: FidelityOptions) -> None:
     """Raises UsageError for what cannot be run."""
     if settings.engine.kind not in ("vllm", "scripted"):
         raise UsageError(
@@ -58,7 +58,7 @@ def check(settings: Settings, wanted: Wanted) -> None:
         raise UsageError(f"There is no template {unknown[0]!r}: {', '.join(TEMPLATES)}.")
 
 
-async def run(settings: Settings, wanted: Wanted) -> Json:
+async def run(settings: Settings, wanted: FidelityOptions) -> Json:
     """Play everything; the files are written after each run, so that a stop keeps what was measured."""
     check(settings, wanted)
     choice = await asyncio.to_thread(choose, wanted.sandbox)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ async def run(settings: Settings, wanted: Wanted) -> Json:
         text = None if path is None else path.read_text()
         return ForcedVllmEngine(str(settings.engine.url), model=settings.engine.model, template=text)
 
-    def began(job: Job) -> None:
+    def began(job: FidelityJob) -> None:
         common.err.print(f"{job.adapter.name}, {job.template}, {job.mode}", highlight=False, markup=False)
 
     runs = play(jobs, engine, choice.kind, at_once=wanted.at_once, patience=wanted.patience, began=began)
@@ -113,7 +113,7 @@ def show(found: Json, out_dir: Path | None) -> None:
         common.out.print(f"written: {out_dir}/fidelity.md, {out_dir}/fidelity.json", highlight=False)
 
 
-async def _jobs(settings: Settings, wanted: Wanted) -> list[Job]:
+async def _jobs(settings: Settings, wanted: FidelityOptions) -> list[FidelityJob]:
     jobs = []
     for adapter, version in wanted.adapters:
         try:
@@ -121,11 +121,11 @@ async def _jobs(settings: Settings, wanted: Wanted) -> list[Job]:
         except HarnessError as error:
             common.err.print(f"[red]{escape(adapter.name)}[/]: not run: {escape(str(error)[:300])}", highlight=False)
             continue
-        jobs += [Job(adapter, installed, template, mode) for template in wanted.templates for mode in MODES]
+        jobs += [FidelityJob(adapter, installed, template, mode) for template in wanted.templates for mode in MODES]
     return jobs
 
 
-def _progress(row: Row) -> None:
+def _progress(row: FidelityRow) -> None:
     told = row.fault or f"{row.calls} calls, {row.drifted} splits by drift, {row.traces} traces, {row.seconds:.0f} s"
     common.err.print(f"{row.harness}, {row.template}, {row.mode}: {told}", highlight=False, markup=False)
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from harness_adapters.base import (
     HarnessAdapter,
     HarnessError,
-    Installed,
+    Installation,
     LaunchContext,
     get_adapter,
     list_adapters,
@@ -27,8 +27,8 @@ from polar_proxy.cli import common
 from polar_proxy.cli.common import JsonOption
 from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.types import Json
-from sandboxes import Limits, Mount, Sandbox, SandboxError, SandboxSpec, choose, open_sandbox
-from sandboxes.base import Kind
+from sandboxes import Mount, ResourceLimits, Sandbox, SandboxError, SandboxSpec, choose, open_sandbox
+from sandboxes.base import SandboxKind
 
 app = typer.Typer(help="The agents: what there is, installing, checking.", no_args_is_help=True)
 
@@ -38,12 +38,12 @@ VersionOption = Annotated[str | None, typer.Option(help="Instead of the adapter'
 _SECONDS = 120.0
 
 
-class CheckFailed(PolarError):
+class HarnessUnusableError(PolarError):
     """The harness would not run; the findings were printed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class HarnessFinding:
     """One thing that was looked at."""
 
     name: str
@@ -121,17 +121,17 @@ def check(
         raise UsageError(f"There is no sandbox {sandbox!r}: auto, docker, bubblewrap or process.")
     cache = common.load_settings().harness_cache
     adapter, wanted = _adapter(name, version)
-    findings: list[Finding] = []
+    findings: list[HarnessFinding] = []
     installed = None
     if no_install and not adapter.is_installed(cache, wanted):
-        findings.append(Finding("installed", "missing", "not in the cache", f"polar harness install {name}"))
+        findings.append(HarnessFinding("installed", "missing", "not in the cache", f"polar harness install {name}"))
     else:
         try:
             installed = _install(adapter, wanted, cache, quiet=as_json)
-            findings.append(Finding("installed", "ok", f"{installed.version} in {installed.root}"))
+            findings.append(HarnessFinding("installed", "ok", f"{installed.version} in {installed.root}"))
             findings += _validated(adapter, installed)
         except PolarError as error:
-            findings.append(Finding("installed", "failed", str(error)))
+            findings.append(HarnessFinding("installed", "failed", str(error)))
     if installed is not None:
         findings += common.run_async(_look(adapter, installed, sandbox))  # type: ignore[arg-type]
     good = all(finding.state in ("ok", "note") for finding in findings)
@@ -158,21 +158,21 @@ def bake(
     With `run.bake` on, rollouts in docker sandboxes do this by themselves.
     """
     from sandboxes import docker_engine
-    from sandboxes.images.baked import Baked
-    from sandboxes.images.baked import bake as bake_image
+    from sandboxes.images.prebuilt import PrebuiltImage
+    from sandboxes.images.prebuilt import prebuild as bake_image
 
     adapter, wanted = _adapter(name, version)
     installed = _install(adapter, wanted, common.load_settings().harness_cache, quiet=as_json)
 
-    async def work() -> Baked:
-        async with docker_engine.client() as engine:
+    async def work() -> PrebuiltImage:
+        async with docker_engine.docker_client() as engine:
             return await bake_image(engine, base, installed.mounts)
 
     try:
         with _progress(f"baking {adapter.name} {installed.version} into an image", quiet=as_json):
             baked = common.run_async(work())
     except SandboxError as error:
-        raise CheckFailed(str(error)) from error
+        raise HarnessUnusableError(str(error)) from error
     if as_json:
         told = {"name": installed.name, "version": installed.version, "image": baked.image, "base": baked.base}
         common.print_json({**told, "already_there": not baked.made, "seconds": round(baked.seconds, 1)})
@@ -192,8 +192,8 @@ def prune(
     or the image below, have changed), and no container is made of it.
     """
     from sandboxes import docker_engine
-    from sandboxes.images.baked import Found
-    from sandboxes.images.baked import prune as prune_images
+    from sandboxes.images.prebuilt import StoredPrebuiltImage
+    from sandboxes.images.prebuilt import prune_prebuilt as prune_images
 
     cache = common.load_settings().harness_cache
     # A command line is no installed agent: what it mounts is said by each run, and baked again for the next.
@@ -201,14 +201,14 @@ def prune(
     adapters = [adapter for adapter in known if adapter.is_installed(cache)]
     agents = [] if everything else [adapter.install(cache).mounts for adapter in adapters]
 
-    async def work() -> list[Found]:
-        async with docker_engine.client() as engine:
+    async def work() -> list[StoredPrebuiltImage]:
+        async with docker_engine.docker_client() as engine:
             return await prune_images(engine, agents, base=base, everything=everything)
 
     try:
         found = common.run_async(work())
     except SandboxError as error:
-        raise CheckFailed(str(error)) from error
+        raise HarnessUnusableError(str(error)) from error
     freed = sum(one.bytes for one in found if one.removed)
     if as_json:
         removed, kept = ([asdict(one) for one in found if one.removed is which] for which in (True, False))
@@ -221,35 +221,37 @@ def prune(
     common.out.print(f"{sum(one.removed for one in found)} removed, {freed / 1e6:.0f} MB", highlight=False)
 
 
-async def _look(adapter: HarnessAdapter, installed: Installed, kind: Kind | Literal["auto"]) -> list[Finding]:
+async def _look(
+    adapter: HarnessAdapter, installed: Installation, kind: SandboxKind | Literal["auto"]
+) -> list[HarnessFinding]:
     """What can be seen from inside a sandbox."""
     try:
         choice = await asyncio.to_thread(choose, kind)
         spec = SandboxSpec(
             mounts=tuple(Mount(path, str(path)) for path in installed.mounts),
-            limits=Limits(memory_mb=None if choice.kind == "process" else 4096),
+            limits=ResourceLimits(memory_mb=None if choice.kind == "process" else 4096),
         )
         async with await open_sandbox(choice.kind, spec) as sandbox:
-            findings = [Finding("sandbox", "ok", choice.reason)]
+            findings = [HarnessFinding("sandbox", "ok", choice.reason)]
             findings += [await _program(sandbox, program) for program in adapter.facts.needs]
             findings += await _version(adapter, installed, sandbox)
             findings.append(await _dry_run(adapter, installed, sandbox))
             return findings
     except (SandboxError, OSError) as error:
-        return [Finding("sandbox", "failed", str(error), "polar doctor")]
+        return [HarnessFinding("sandbox", "failed", str(error), "polar doctor")]
 
 
-async def _program(sandbox: Sandbox, program: str) -> Finding:
+async def _program(sandbox: Sandbox, program: str) -> HarnessFinding:
     result = await sandbox.exec(["sh", "-c", 'command -v "$1"', "sh", program], timeout=_SECONDS)
     where = result.stdout.decode(errors="replace").strip()
     if result.exit_code == 0:
-        return Finding(f"needs {program}", "ok", where)
+        return HarnessFinding(f"needs {program}", "ok", where)
     place = {"docker": "in the sandbox's image", "bubblewrap": "on this machine", "process": "on this machine"}
     fix = f"install {program} {place[sandbox.kind]} with its package manager (apt-get install {program})"
-    return Finding(f"needs {program}", "missing", f"not on PATH in the {sandbox.kind} sandbox", fix)
+    return HarnessFinding(f"needs {program}", "missing", f"not on PATH in the {sandbox.kind} sandbox", fix)
 
 
-async def _version(adapter: HarnessAdapter, installed: Installed, sandbox: Sandbox) -> list[Finding]:
+async def _version(adapter: HarnessAdapter, installed: Installation, sandbox: Sandbox) -> list[HarnessFinding]:
     values = {"{program}": str(installed.program), "{root}": str(installed.root)}
     argv = []
     for word in adapter.facts.version_command:
@@ -262,16 +264,18 @@ async def _version(adapter: HarnessAdapter, installed: Installed, sandbox: Sandb
     said = (result.stdout + result.stderr).decode(errors="replace").strip()
     if result.timed_out or result.exit_code != 0:
         why = "did not end" if result.timed_out else f"exit code {result.exit_code}"
-        return [Finding("starts", "failed", f"{' '.join(argv)}: {why}: {said[-400:]}")]
+        return [HarnessFinding("starts", "failed", f"{' '.join(argv)}: {why}: {said[-400:]}")]
     line = next((line.strip() for line in said.splitlines() if installed.version in line), "")
     if not line:
         return [
-            Finding("starts", "failed", f"it says {said[-200:]!r}, not {installed.version}", "remove it and install")
+            HarnessFinding(
+                "starts", "failed", f"it says {said[-200:]!r}, not {installed.version}", "remove it and install"
+            )
         ]
-    return [Finding("starts", "ok", line[:200])]
+    return [HarnessFinding("starts", "ok", line[:200])]
 
 
-async def _dry_run(adapter: HarnessAdapter, installed: Installed, sandbox: Sandbox) -> Finding:
+async def _dry_run(adapter: HarnessAdapter, installed: Installation, sandbox: Sandbox) -> HarnessFinding:
     """Plan a run, write its files, look for its program; nothing is started."""
     key = "sk-not-a-key-0123456789"
     context = LaunchContext(
@@ -285,23 +289,27 @@ async def _dry_run(adapter: HarnessAdapter, installed: Installed, sandbox: Sandb
     try:
         plan = adapter.launch(installed, context)
     except HarnessError as error:
-        return Finding("launch", "failed", str(error))
+        return HarnessFinding("launch", "failed", str(error))
     if any(key in word for word in plan.argv):
-        return Finding("launch", "failed", "the key stands in the argument list, where every user can read it")
+        return HarnessFinding("launch", "failed", "the key stands in the argument list, where every user can read it")
     for name, text in plan.files.items():
         await sandbox.write(f"{sandbox.home}/{name}", text.encode(), 0o600)
     found = await sandbox.exec(["sh", "-c", 'command -v "$1"', "sh", plan.argv[0]], env=plan.env, timeout=_SECONDS)
     if found.exit_code != 0:
-        return Finding("launch", "missing", f"{plan.argv[0]} is not there in the {sandbox.kind} sandbox")
+        return HarnessFinding("launch", "missing", f"{plan.argv[0]} is not there in the {sandbox.kind} sandbox")
     shown = " ".join(plan.argv[:3])
-    return Finding("launch", "ok", f"{shown} ... ({len(plan.files)} files, {len(plan.env)} variables)")
+    return HarnessFinding("launch", "ok", f"{shown} ... ({len(plan.files)} files, {len(plan.env)} variables)")
 
 
-def _validated(adapter: HarnessAdapter, installed: Installed) -> list[Finding]:
-    low, high = adapter.facts.validated
+def _validated(adapter: HarnessAdapter, installed: Installation) -> list[HarnessFinding]:
+    low, high = adapter.facts.tested_versions
     if low == high == "any" or _key(low) <= _key(installed.version) <= _key(high):
         return []
-    return [Finding("validated", "note", f"this adapter was run with {low} to {high}, not with {installed.version}")]
+    return [
+        HarnessFinding(
+            "tested_versions", "note", f"this adapter was run with {low} to {high}, not with {installed.version}"
+        )
+    ]
 
 
 def _key(version: str) -> list[int]:
@@ -318,8 +326,8 @@ def _adapter(name: str, version: str | None) -> tuple[HarnessAdapter, str | None
         raise UsageError(str(error)) from error
 
 
-def _install(adapter: HarnessAdapter, version: str | None, cache: Path, *, quiet: bool) -> Installed:
-    async def work() -> Installed:
+def _install(adapter: HarnessAdapter, version: str | None, cache: Path, *, quiet: bool) -> Installation:
+    async def work() -> Installation:
         return await asyncio.to_thread(adapter.install, cache, version)
 
     try:
@@ -328,7 +336,7 @@ def _install(adapter: HarnessAdapter, version: str | None, cache: Path, *, quiet
         with _progress(f"installing {adapter.name} {version or adapter.default_version}", quiet=quiet):
             return common.run_async(work())
     except HarnessError as error:
-        raise CheckFailed(str(error)) from error
+        raise HarnessUnusableError(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -356,7 +364,7 @@ def _summary(adapter: HarnessAdapter, cache: Path) -> Json:
         "runtime": facts.runtime,
         "needs": list(facts.needs),
         "package": facts.package,
-        "validated": list(facts.validated),
+        "tested_versions": list(facts.tested_versions),
         "features": sorted(facts.features),
         "homepage": facts.homepage,
         "notes": facts.notes,
@@ -369,7 +377,7 @@ def _megabytes(root: Path) -> int:
     return round(sum(path.lstat().st_size for path in root.rglob("*") if not path.is_dir()) / 1e6)
 
 
-def _print_findings(name: str, findings: list[Finding], good: bool) -> None:
+def _print_findings(name: str, findings: list[HarnessFinding], good: bool) -> None:
     colours = {"ok": "green", "note": "cyan", "missing": "yellow", "failed": "red"}
     for finding in findings:
         mark = f"[{colours[finding.state]}]{finding.state:<7}[/]"

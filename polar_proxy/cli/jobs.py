@@ -19,7 +19,7 @@ from polar_proxy.store.jobs import JobStatus
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
-    from polar_proxy.client.models import Group, Job, Refused
+    from polar_proxy.api_models import Group, Job, RefusedTask
 
 JobArgument = Annotated[str, typer.Argument(help="A job's id, as `polar submit` prints it.")]
 
@@ -34,7 +34,7 @@ def submit(
     wanted: Annotated[
         int | None, typer.Option(min=1, help="How many of them decide a group, with --decided-by. Default: all.")
     ] = None,
-    decided_by: Annotated[
+    group_policy: Annotated[
         str, typer.Option(help="When a group needs no more: wait_for_all, first_n, no_spread_left, ...")
     ] = "wait_for_all",
     surplus: Annotated[
@@ -65,8 +65,8 @@ def submit(
     as_json: JsonOption = False,
 ) -> None:
     """Queue rollouts, and print the job's id. `polar serve --work` on the same database runs them."""
+    from polar_proxy.api_models import JobRequest, RefusedTask
     from polar_proxy.client import BadRequestError
-    from polar_proxy.client.models import JobRequest, Refused
 
     given: Json = {"seed": seed, "instances": instances, "samples": samples, "wanted": wanted, "harness": harness}
     given |= {"sandbox": sandbox, "temperature": temperature, "timeout": timeout, "label": label}
@@ -76,7 +76,7 @@ def submit(
     request = _request(
         JobRequest,
         task=_absolute(task, settings.url),
-        decided_by=decided_by,
+        group_policy=group_policy,
         train_timed_out=train_timed_out,
         offered=offered,
         priority=priority,
@@ -86,7 +86,7 @@ def submit(
         job = connect.call(settings, lambda client: client.submit(request, idempotency_key=key), create=True)
     except BadRequestError as error:
         if error.code == "bad_request" and isinstance(error.detail, list):  # none of the tasks is one
-            _refused([Refused.model_validate(one) for one in error.detail])
+            _refused([RefusedTask.model_validate(one) for one in error.detail])
         raise
     if as_json:
         common.print_json(job.model_dump())
@@ -152,7 +152,7 @@ def cancel(
     if as_json:
         common.print_json(done.model_dump())
     else:
-        common.err.print(f"[dim]{len(done.in_hand)} rollouts were under way and are being ended[/]", highlight=False)
+        common.err.print(f"[dim]{len(done.in_flight)} rollouts were under way and are being ended[/]", highlight=False)
 
 
 def pause(
@@ -188,7 +188,7 @@ def reward(
     as_json: JsonOption = False,
 ) -> None:
     """Give a reward from outside. Earlier ones stay; the newest of the rollout itself is its reward."""
-    from polar_proxy.client.models import RewardRequest
+    from polar_proxy.api_models import RewardRequest
 
     try:
         number = None if value == "none" else float(value)
@@ -221,7 +221,7 @@ def _request(kind: type[Any], **fields: Any) -> Any:
         raise UsageError(f"{where}: {message}" if where else f"{message[:1].upper()}{message[1:]}.") from error
 
 
-def _refused(refused: list[Refused]) -> None:
+def _refused(refused: list[RefusedTask]) -> None:
     for refusal in refused:
         named = f" ({refusal.name})" if refusal.name else ""
         told = f"[yellow]refused[/] {escape(f'{refusal.where}{named}: {refusal.reason}')}"

@@ -20,7 +20,7 @@ _SHOWN = 24
 
 
 @dataclass(slots=True)
-class _Line:
+class RolloutProgressLine:
     task: str
     status: str = "queued"
     detail: str = ""
@@ -31,13 +31,13 @@ class _Line:
     seconds: float = 0.0
 
 
-class LiveView:
+class RolloutProgressView:
     """A rollout listener and a call observer that draws a table, or prints a line a stage where nobody watches."""
 
     def __init__(self, console: Console, *, interactive: bool) -> None:
         self._console = console
         self._interactive = interactive and console.is_terminal
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, RolloutProgressLine] = {}
         self._sessions: dict[str, str] = {}
 
     @contextlib.contextmanager
@@ -54,7 +54,7 @@ class LiveView:
     def stage(self, rollout_id: str, status: str, detail: str = "") -> None:
         line = self._lines.get(rollout_id)
         if line is None:
-            line = self._lines[rollout_id] = _Line(task=detail or rollout_id)
+            line = self._lines[rollout_id] = RolloutProgressLine(task=detail or rollout_id)
         elif line.status == "queued":
             line.since = time.monotonic()
         line.status = status

@@ -43,20 +43,20 @@ def node(
 
 
 async def _join(address: str, sandboxes: int | None, scoring: int | None, options: list[str]) -> None:
-    from polar_proxy.rollout.cluster import SANDBOXES, TESTS, offered
-    from polar_proxy.rollout.room import free_memory_mb
+    from polar_proxy.rollouts.admission import free_memory_mb
+    from polar_proxy.rollouts.cluster import SANDBOX_RESOURCE, SCORING_RESOURCE, agent_capacity
     from sandboxes import orphans
 
     if importlib.util.find_spec("ray") is None:
         raise UsageError("Many machines need Ray: pip install 'polar-proxy[ray]' on each of them.")
     cpus = os.cpu_count() or 1
-    room = sandboxes or offered(cpus, (free_memory_mb() or 0) << 20)
+    room = sandboxes or agent_capacity(cpus, (free_memory_mb() or 0) << 20)
     if room < 1:
         raise UsageError("This machine has not the memory for one sandbox: name --sandboxes if you know better.")
     common.err.print(f"[dim]{room} agents at a time[/]", highlight=False)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
-        *("--address", address, "--resources", json.dumps({SANDBOXES: room, TESTS: scoring or cpus})),
+        *("--address", address, "--resources", json.dumps({SANDBOX_RESOURCE: room, SCORING_RESOURCE: scoring or cpus})),
         *options,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=sys.stderr,

@@ -11,7 +11,7 @@ from polar_proxy.cli import common
 from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.cli.progress import counting
 from polar_proxy.errors import UsageError
-from polar_proxy.trajectories.targets import find_targets
+from polar_proxy.traces.targets import find_targets
 from polar_proxy.types import Json
 
 
@@ -37,13 +37,13 @@ def rescore(
 
     async def work() -> Json:
         from polar_proxy.engines.factory import make_engine
-        from polar_proxy.trajectories.rescored import Report, require, rescore_session
+        from polar_proxy.traces.rescoring import RescoreReport, require_scoring_engine, rescore_session
 
-        report = Report()
+        report = RescoreReport()
         async with common.reader(settings) as store:
             targets = await find_targets(store, where=where, session_ids=session or (), limit=limit)
             async with make_engine(settings.engine) as entered:
-                require(entered)
+                require_scoring_engine(entered)
                 with counting("rescore", len(targets)) as told:
                     for number, target in enumerate(targets, 1):
                         await rescore_session(store, entered, target, report, at_once=concurrency)

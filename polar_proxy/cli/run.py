@@ -10,13 +10,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from polar_proxy.cli import common
-from polar_proxy.cli.common import DbOption, JsonOption, OlderReasoningOption, PromptModeOption
-from polar_proxy.cli.live import LiveView
+from polar_proxy.cli.common import DbOption, JsonOption, PastReasoningOption, PromptModeOption
+from polar_proxy.cli.live import RolloutProgressView
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.store import RolloutRow, display_url
 from polar_proxy.tasks import Task
-from polar_proxy.tasks.chosen import choose
+from polar_proxy.tasks.chosen import load_tasks
 from polar_proxy.types import Json
 
 
@@ -44,7 +44,7 @@ def run(
     temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature.")] = None,
     timeout: Annotated[float | None, typer.Option(help="Seconds the agent may take.")] = None,
     prompt_mode: PromptModeOption = None,
-    older_reasoning: OlderReasoningOption = None,
+    past_reasoning: PastReasoningOption = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -55,7 +55,7 @@ def run(
     settings = common.load_settings(
         db,
         engine={"kind": engine, "url": engine_url, "model": model},
-        gateway={"prompt_mode": prompt_mode, "older_reasoning": older_reasoning},
+        gateway={"prompt_mode": prompt_mode, "past_reasoning": past_reasoning},
         run={
             "samples": samples,
             "concurrency": concurrency,
@@ -65,7 +65,7 @@ def run(
             "timeout": timeout,
         },
     )
-    tasks, refused = chosen_tasks(task, seed, instances)
+    tasks, refused = load_requested_tasks(task, seed, instances)
     rows = common.run_async(_run(settings, tasks, quiet=as_json))
     url = display_url(common.database_url(settings))
     if as_json:
@@ -77,10 +77,10 @@ def run(
         _print_summary(rows, url)
 
 
-def chosen_tasks(task: str, seed: int | None, instances: int | None) -> tuple[list[Task], list[Json] | None]:
+def load_requested_tasks(task: str, seed: int | None, instances: int | None) -> tuple[list[Task], list[Json] | None]:
     """The tasks that were asked for, and those of a file or folder that were refused, which are told on stderr (None:
     not a file). Raises UsageError where nothing can be run."""
-    tasks, refused = choose(task, seed, instances)
+    tasks, refused = load_tasks(task, seed, instances)
     for refusal in refused or ():
         common.err.print(f"[yellow]refused[/] {escape(str(refusal))}", highlight=False, soft_wrap=True)
     if not tasks:
@@ -91,19 +91,19 @@ def chosen_tasks(task: str, seed: int | None, instances: int | None) -> tuple[li
 async def _run(settings: Settings, tasks: list[Task], *, quiet: bool) -> list[RolloutRow]:
     # Loaded here: torch and the rest take seconds, which `polar --help` should not.
     from polar_proxy.engines.factory import make_engine
-    from polar_proxy.rollout import Recipe, Submission, recover, run_job, serving
+    from polar_proxy.rollouts import JobSpec, RolloutSpec, local_gateway, recover, run_job
 
-    view = LiveView(common.err, interactive=not quiet)
+    view = RolloutProgressView(common.err, interactive=not quiet)
     async with common.writer(settings) as store:
         for line in await recover(store):
             view.note(line)
         view.note(f"database: {store.display_url}")
         async with make_engine(settings.engine) as engine:
             view.note(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
-            async with serving(settings, engine, store) as gateway:
+            async with local_gateway(settings, engine, store) as gateway:
                 gateway.observe(view.call)
                 with view.shown():
-                    submission = Submission(tasks, Recipe.of(settings.run), settings.run.samples)
+                    submission = JobSpec(tasks, RolloutSpec.of(settings.run), settings.run.samples)
                     ids = await run_job(submission, settings, engine, store, gateway, view, view.note)
         rows = []
         for rollout_id in ids:

@@ -13,12 +13,12 @@ import typer
 from rich.markup import escape
 
 from polar_proxy.cli import common
-from polar_proxy.cli.common import DbOption, JsonOption, OlderReasoningOption, PromptModeOption
+from polar_proxy.cli.common import DbOption, JsonOption, PastReasoningOption, PromptModeOption
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 
 if TYPE_CHECKING:
-    from polar_proxy.api import Api
+    from polar_proxy.api import ApiContext
     from polar_proxy.gateway import Gateway
 
 session_app = typer.Typer(help="Make session keys.", no_args_is_help=True)
@@ -32,7 +32,7 @@ def serve(
     model: Annotated[str | None, typer.Option(help="local: a folder; vllm, hosted: the served name.")] = None,
     closed: Annotated[bool | None, typer.Option("--closed", help="Refuse unknown keys on loopback too.")] = None,
     prompt_mode: PromptModeOption = None,
-    older_reasoning: OlderReasoningOption = None,
+    past_reasoning: PastReasoningOption = None,
     db: DbOption = None,
     work: Annotated[bool, typer.Option("--work", help="Also run the rollouts that `polar submit` queues.")] = False,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Agents at a time, with --work.")] = None,
@@ -51,7 +51,7 @@ def serve(
             "port": port,
             "closed": closed,
             "prompt_mode": prompt_mode,
-            "older_reasoning": older_reasoning,
+            "past_reasoning": past_reasoning,
             "shared": True if executor == "ray" else None,
         },
         engine={"kind": engine, "url": engine_url, "model": model},
@@ -63,10 +63,10 @@ def serve(
 
 
 async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: str | None) -> None:
-    from polar_proxy.api import Api, create_router
+    from polar_proxy.api import ApiContext, create_router
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.gateway import Gateway
-    from polar_proxy.rollout import RolloutService, ServiceLimits, recover
+    from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
 
     async with common.writer(settings) as store:
         for line in await recover(store):
@@ -79,7 +79,7 @@ async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: 
                 limits = replace(limits, scheduler=replace(limits.scheduler, backlog=settings.run.backlog))
                 service = RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=_note)
             # Before the gateway listens: a client that waits for this server would be told that it has no API.
-            api = Api(store, settings, service, engine)
+            api = ApiContext(store, settings, service, engine)
             gateway.include(create_router(api))
             await stack.enter_async_context(gateway)
             if service is not None:
@@ -97,7 +97,7 @@ async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: 
             else:
                 _welcome(gateway, store.display_url, engine.info.model, key_file)
             if ray_address is not None:
-                from polar_proxy.rollout.cluster import Cluster
+                from polar_proxy.rollouts.cluster import Cluster
 
                 await stack.enter_async_context(Cluster(settings, store, ray_address, note=_note))
             # Ends by cancellation (SIGINT, SIGTERM): what is in hand then goes back into the queue.
@@ -105,14 +105,14 @@ async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: 
 
 
 @contextlib.asynccontextmanager
-async def _kept(api: Api, gateway: Gateway) -> AsyncIterator[Path]:
+async def _kept(api: ApiContext, gateway: Gateway) -> AsyncIterator[Path]:
     """What the HTTP API does beside answering, until the block ends; gives the file with this machine's admin key."""
-    from polar_proxy.api import Housekeeping, local_admin_key
+    from polar_proxy.api import BackgroundLoops, local_admin_key
     from polar_proxy.api.metrics import ServiceCollector
 
     service = api.service
     key_file = await local_admin_key(api.store, api.settings.home)
-    async with Housekeeping(api) as keeping:
+    async with BackgroundLoops(api) as keeping:
         counts = (lambda: None) if service is None else service.counts
         gateway.metrics.registry.register(ServiceCollector(counts, lambda: keeping.feed_depth))
         yield key_file
@@ -141,12 +141,12 @@ def session_new(
     temperature: Annotated[float | None, typer.Option(min=0, help="Replaces what the client asks for.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Upper bound of one answer.")] = None,
     prompt_mode: PromptModeOption = None,
-    older_reasoning: OlderReasoningOption = None,
+    past_reasoning: PastReasoningOption = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a session and print its key. The key is shown once and stored only as a hash."""
-    modes = {"prompt_mode": prompt_mode, "older_reasoning": older_reasoning}
+    modes = {"prompt_mode": prompt_mode, "past_reasoning": past_reasoning}
     settings = common.load_settings(db, gateway=dict(modes))  # checks them
     given = {"temperature": temperature, "max_tokens": max_tokens, **modes}
     policy = {key: value for key, value in given.items() if value is not None}

@@ -11,7 +11,7 @@ from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.cli.connect import UrlOption
 
 if TYPE_CHECKING:
-    from polar_proxy.client.models import Scope, ServiceState
+    from polar_proxy.api_models import Scope, ServiceState
 
 app = typer.Typer(help="Pause, resume and drain servers.", no_args_is_help=True)
 AllOption = Annotated[
@@ -77,6 +77,6 @@ def _told(state: ServiceState, as_json: bool) -> None:
     if as_json:
         common.print_json(state.model_dump())
         return
-    own = "works on no rollouts" if state.state is None else f"{state.state}, {state.in_hand} rollouts in hand"
+    own = "works on no rollouts" if state.state is None else f"{state.state}, {state.in_flight} rollouts in hand"
     common.out.print(f"this server: {own}", highlight=False)
-    common.out.print(f"all servers: {state.fleet.state}, {state.fleet.in_hand} rollouts in hand", highlight=False)
+    common.out.print(f"all servers: {state.fleet.state}, {state.fleet.in_flight} rollouts in hand", highlight=False)

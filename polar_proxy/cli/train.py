@@ -114,7 +114,7 @@ def listed(url: UrlOption = None, db: DbOption = None, as_json: JsonOption = Fal
         return
     table = Table("run", "name", "steps", "last line", box=None)
     for run in found.runs:
-        at = "-" if run.told_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.told_at))
+        at = "-" if run.updated_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.updated_at))
         table.add_row(run.run_id, escape(run.name), str(run.step), at)
     common.out.print(table)
 
@@ -128,10 +128,10 @@ def adapter(
     """Write a LoRA adapter that changes nothing, for a vLLM whose adapter a run will reload."""
     from polar_proxy.engines.factory import POLAR_TINY
     from polar_proxy.training import lora
-    from polar_proxy.training.config import Lora
-    from polar_proxy.training.step import load_model
+    from polar_proxy.training.config import LoraSettings
+    from polar_proxy.training.model import load_model
 
-    settings = Lora(rank=rank)
+    settings = LoraSettings(rank=rank)
     made = lora.wrap(load_model(Path(model).expanduser() if model else POLAR_TINY), settings, seed=0)
     lora.save_adapter(lora.adapter(made), settings, folder)
     common.err.print(
@@ -160,7 +160,7 @@ def summary(folder: Path) -> Json:
     """A run as `--json` prints it. Raises UsageError where there is none."""
     from polar_proxy.training import checkpoint, curves, metrics
 
-    lines = list(metrics.read(folder))
+    lines = list(metrics.read_lines(folder))
     if not lines:
         raise UsageError(f"There is no run in {folder}.")
     steps = [line for line in lines if line["kind"] == "step"]
@@ -180,7 +180,7 @@ def summary(folder: Path) -> Json:
         "left_out": left_out,
         "dropped_stale": sum(step["dropped_stale"] for step in steps),
         "mismatch_max": max((step["mismatch_max"] for step in steps if step["updated"]), default=None),
-        **metrics.phases(lines),
+        **metrics.time_by_phase(lines),
         "checkpoint": None if last is None else str(last),
         "series": curves.series(lines),
     }
@@ -206,7 +206,7 @@ def _show(folder: Path, *, as_json: bool) -> None:
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for name in ("step", "reward", "+-", "solved", "entropy", "kl", "clipped", "mismatch", "trained", "s"):
         table.add_column(name, justify="right", no_wrap=True)
-    for line in [line for line in metrics.read(folder) if line["kind"] == "step"][-20:]:
+    for line in [line for line in metrics.read_lines(folder) if line["kind"] == "step"][-20:]:
         names = ("reward", "reward_interval", "solved_share", "entropy", "approx_kl", "clipped_share", "mismatch_max")
         seconds = line["waiting_seconds"] + line["training_seconds"]
         values = [_number(line.get(name)) for name in names]

@@ -20,8 +20,8 @@ from polar_proxy.cli.connect import UrlOption
 from polar_proxy.cli.jobs import JobArgument, job_json
 
 if TYPE_CHECKING:
+    from polar_proxy.api_models import Event, Job, JobDetail
     from polar_proxy.client import AsyncClient
-    from polar_proxy.client.models import Event, Job, JobDetail
 
 _FINAL = {"done": "green", "failed": "red", "timed_out": "yellow", "cancelled": "yellow"}
 _SHOWN = 24
@@ -36,7 +36,7 @@ def watch(job: JobArgument, url: UrlOption = None, db: DbOption = None, as_json:
 
     async def follow(client: AsyncClient) -> JobDetail:
         found = await client.job(job)
-        view = _View(found)
+        view = JobProgressView(found)
         # From the beginning: what was before is drawn at once, and nothing falls between two questions.
         with view.shown(quiet=as_json):
             async for event in client.events(job):
@@ -71,7 +71,7 @@ def events(
     connect.call(settings, follow, patient=True)
 
 
-class _View:
+class JobProgressView:
     """The rollouts of a job and where each of them stands: a table where somebody watches, else a line an event."""
 
     def __init__(self, job: Job) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
-from polar_proxy.client.models import CallbackBody
+from polar_proxy.api_models import CallbackPayload
 from polar_proxy.errors import PolarError, UsageError
 
 PREFIX = "whsec_"
@@ -39,7 +39,7 @@ def verify_callback(
     *,
     tolerance: float = TOLERANCE_SECONDS,
     now: float | None = None,
-) -> CallbackBody:
+) -> CallbackPayload:
     """What the callback says, once its signature is proved.
 
     `body`: the bytes as they came, not parsed and written again. A callback older or newer than `tolerance` seconds is
@@ -59,7 +59,7 @@ def verify_callback(
     if not any(hmac.compare_digest(expected.encode(), one.encode()) for one in signed.split()):
         raise BadCallbackError(f"The callback {callback_id} is not signed with this secret, or was changed on its way.")
     try:
-        return CallbackBody.model_validate_json(body)
+        return CallbackPayload.model_validate_json(body)
     except ValidationError as error:
         raise BadCallbackError(f"The callback {callback_id} cannot be read: {error.errors()[0]['msg']}") from error
 

@@ -11,23 +11,23 @@ from typing import Self, TypeVar
 
 import httpx
 
-from polar_proxy.client.core import TRIES, Call, Reading, Stream, Tries
-from polar_proxy.client.models import API, JobDetail
-from polar_proxy.client.routes import Routes
+from polar_proxy.api_models import API_PREFIX, JobDetail
+from polar_proxy.client.requests import MAX_TRIES, ApiCall, ApiStream, RetryBudget, StreamReader
+from polar_proxy.client.routes import ApiMethods
 
 T = TypeVar("T")
 
 
 def _base(url: str) -> str:
     """Without the path of the API, which somebody may have copied along."""
-    return url.rstrip("/").removesuffix(API)
+    return url.rstrip("/").removesuffix(API_PREFIX)
 
 
 def _headers(key: str | None) -> dict[str, str]:
     return {} if key is None else {"authorization": f"Bearer {key}"}
 
 
-class Client(Routes):
+class Client(ApiMethods):
     """`with Client("http://127.0.0.1:8399", key) as polar: polar.job(...)`. One thread at a time.
 
     Every method raises `ApiError` (its subclass says what it is) for what the server refuses and `UnreachableError`
@@ -40,7 +40,7 @@ class Client(Routes):
         url: str,
         key: str | None = None,
         *,
-        tries: int = TRIES,
+        tries: int = MAX_TRIES,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._tries = tries
@@ -57,9 +57,9 @@ class Client(Routes):
     def close(self) -> None:
         self._http.close()
 
-    def send(self, call: Call[T]) -> T:
+    def send(self, call: ApiCall[T]) -> T:
         """Ask, and ask again where that is right."""
-        tries = Tries(self._tries, call.repeatable)
+        tries = RetryBudget(self._tries, call.repeatable)
         while True:
             reply: httpx.Response | httpx.TransportError
             try:
@@ -71,9 +71,9 @@ class Client(Routes):
                 return call.read(reply.content)
             time.sleep(pause or 0.0)
 
-    def stream(self, stream: Stream[T]) -> Iterator[T]:
+    def stream(self, stream: ApiStream[T]) -> Iterator[T]:
         """The values of a stream, as they come."""
-        reading = Reading(stream, self._tries)
+        reading = StreamReader(stream, self._tries)
         while not reading.ended:
             time.sleep(reading.pause)
             try:
@@ -95,7 +95,7 @@ class Client(Routes):
         return self.job(job_id)
 
 
-class AsyncClient(Routes):
+class AsyncClient(ApiMethods):
     """As `Client`, every method awaited, streams by `async for`. Any number of tasks at a time."""
 
     def __init__(
@@ -103,7 +103,7 @@ class AsyncClient(Routes):
         url: str,
         key: str | None = None,
         *,
-        tries: int = TRIES,
+        tries: int = MAX_TRIES,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._tries = tries
@@ -120,9 +120,9 @@ class AsyncClient(Routes):
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def send(self, call: Call[T]) -> T:
+    async def send(self, call: ApiCall[T]) -> T:
         """Ask, and ask again where that is right."""
-        tries = Tries(self._tries, call.repeatable)
+        tries = RetryBudget(self._tries, call.repeatable)
         while True:
             reply: httpx.Response | httpx.TransportError
             try:
@@ -134,9 +134,9 @@ class AsyncClient(Routes):
                 return call.read(reply.content)
             await asyncio.sleep(pause or 0.0)
 
-    async def stream(self, stream: Stream[T]) -> AsyncIterator[T]:
+    async def stream(self, stream: ApiStream[T]) -> AsyncIterator[T]:
         """The values of a stream, as they come."""
-        reading = Reading(stream, self._tries)
+        reading = StreamReader(stream, self._tries)
         while not reading.ended:
             await asyncio.sleep(reading.pause)
             try:

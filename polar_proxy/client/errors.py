@@ -63,7 +63,7 @@ _BY_STATUS: Mapping[int, type[ApiError]] = {
 }
 
 
-def error_of(status: int, body: bytes) -> ApiError:
+def error_from_response(status: int, body: bytes) -> ApiError:
     """The error that an answer of 400 and more stands for, whoever wrote it (a proxy writes no JSON of ours)."""
     code, message, detail = f"http_{status}", "", None
     try:

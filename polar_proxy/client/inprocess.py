@@ -18,14 +18,14 @@ Application = Callable[
 ]
 
 
-class InProcess(httpx.AsyncBaseTransport):
+class InProcessTransport(httpx.AsyncBaseTransport):
     """`AsyncClient("http://in-process", transport=InProcess(app))`. What the application raises comes out."""
 
     def __init__(self, application: Application) -> None:
         self._application = application
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        exchange = _Exchange(self._application, request, await request.aread())
+        exchange = InProcessResponse(self._application, request, await request.aread())
         try:
             status, headers = await exchange.started()
         except BaseException:
@@ -34,7 +34,7 @@ class InProcess(httpx.AsyncBaseTransport):
         return httpx.Response(status, headers=headers, stream=exchange)
 
 
-class _Exchange(httpx.AsyncByteStream):
+class InProcessResponse(httpx.AsyncByteStream):
     """One request to the application, and what it says to it."""
 
     def __init__(self, application: Application, request: httpx.Request, body: bytes) -> None:

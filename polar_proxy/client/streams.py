@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar, get_args
 
 import orjson
 
-from polar_proxy.client.models import Event, EventName
+from polar_proxy.api_models import Event, EventName
 from polar_proxy.types import Json
 
 T_co = TypeVar("T_co", covariant=True)
@@ -19,7 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 _KNOWN = frozenset(get_args(EventName))
 
 
-class Decoder(Protocol[T_co]):
+class StreamDecoder(Protocol[T_co]):
     """One stream, over all the connections that it takes."""
 
     @property
@@ -50,7 +50,7 @@ class Decoder(Protocol[T_co]):
 
 
 @dataclass(slots=True)
-class _Lines:
+class LineSplitter:
     """Cut at line feeds only: what is a line end to `str.splitlines` may stand inside a JSON string."""
 
     rest: bytes = b""
@@ -61,12 +61,12 @@ class _Lines:
 
 
 @dataclass(slots=True)
-class Rows:
+class RowDecoder:
     """Newline-delimited JSON. What broke off in the middle cannot be taken up again."""
 
     ended: bool = False
     resumable: bool = True
-    _lines: _Lines = field(default_factory=_Lines)
+    _lines: LineSplitter = field(default_factory=LineSplitter)
 
     def headers(self) -> dict[str, str]:
         return {"accept": "application/x-ndjson"}
@@ -81,17 +81,17 @@ class Rows:
         self.ended = True
 
     def broken(self) -> None:
-        self._lines = _Lines()
+        self._lines = LineSplitter()
 
 
 @dataclass(slots=True)
-class Events:
+class EventDecoder:
     """Server-sent events. A connection that ends is followed by another, from the last event that was whole."""
 
     last_id: str | None = None
     ended: bool = False
     resumable: bool = True
-    _lines: _Lines = field(default_factory=_Lines)
+    _lines: LineSplitter = field(default_factory=LineSplitter)
     _id: str | None = None
     _event: str = ""
     _data: list[bytes] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Events:
         self.broken()
 
     def broken(self) -> None:
-        self._lines, self._id, self._event, self._data = _Lines(), None, "", []
+        self._lines, self._id, self._event, self._data = LineSplitter(), None, "", []
 
     def _complete(self) -> Event | None:
         name, data = self._event, b"\n".join(self._data)

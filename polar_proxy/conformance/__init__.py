@@ -5,22 +5,22 @@ answers and breaks connections; the engine answers with the tool calls which tha
 table is measured; what cannot be is said to be so. *Lost* and *doubled* are defined in `count`.
 """
 
-from polar_proxy.conformance.bench import Bench, Run, Start
-from polar_proxy.conformance.judge import JUDGES, Cell
-from polar_proxy.conformance.measure import CHECKS, Row, measure
-from polar_proxy.conformance.profiles import PROFILES, Profile, profile_of
+from polar_proxy.conformance.checks import SCENARIO_CHECKS, CheckResult
+from polar_proxy.conformance.measure import CHECK_NAMES, HarnessRow, measure
+from polar_proxy.conformance.profiles import PROFILES, HarnessProfile, profile_of
 from polar_proxy.conformance.report import document, markdown, merged
+from polar_proxy.conformance.runner import ProgramRun, ScenarioRun, ScenarioRunner
 
 __all__ = [
-    "CHECKS",
-    "JUDGES",
+    "CHECK_NAMES",
     "PROFILES",
-    "Bench",
-    "Cell",
-    "Profile",
-    "Row",
-    "Run",
-    "Start",
+    "SCENARIO_CHECKS",
+    "CheckResult",
+    "HarnessProfile",
+    "HarnessRow",
+    "ProgramRun",
+    "ScenarioRun",
+    "ScenarioRunner",
     "document",
     "markdown",
     "measure",

@@ -19,13 +19,13 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.conformance.bench import Run
+from polar_proxy.conformance.runner import ScenarioRun
 from polar_proxy.types import CallRecord
 
 _ANSWERED = ("ok", "no_tokens")
 
 
-def lost(run: Run) -> int:
+def lost(run: ScenarioRun) -> int:
     """How many calls of this run were lost."""
     stored = {call.call_id for call in run.calls}
     return sum(
@@ -66,7 +66,7 @@ def _without_marks(value: Any) -> Any:
     return [_without_marks(item) for item in value] if isinstance(value, list) else value
 
 
-def told_before_recorded(run: Run) -> int:
+def told_before_recorded(run: ScenarioRun) -> int:
     """Answers whose last byte was handed on before their call was committed."""
     return sum(
         exchange.model_call and exchange.complete and exchange.status == 200 and not exchange.committed_first
@@ -88,7 +88,7 @@ def without_evidence(calls: Iterable[CallRecord]) -> int:
     )
 
 
-def refused(run: Run) -> Counter[str]:
+def refused(run: ScenarioRun) -> Counter[str]:
     """Model requests that Polar itself answered with an error (no call was made of them), by status and path."""
     return Counter(
         f"{exchange.status} {exchange.path.partition('?')[0]}"
@@ -101,7 +101,7 @@ def edges(calls: Iterable[CallRecord]) -> Counter[str]:
     return Counter(call.edge for call in calls)
 
 
-def joined(run: Run) -> int:
+def joined(run: ScenarioRun) -> int:
     """Model requests that were answered with a call that had answered an earlier one."""
     answered = [exchange.call_id for exchange in run.exchanges if exchange.model_call and exchange.call_id is not None]
     return len(answered) - len(set(answered))

@@ -7,25 +7,25 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from harness_adapters.base import Facts, HarnessAdapter, HarnessError, Installed
+from harness_adapters.base import HarnessAdapter, HarnessError, HarnessInfo, Installation
 from polar_proxy.conformance import count
-from polar_proxy.conformance.bench import Bench, Run
-from polar_proxy.conformance.director import Director
-from polar_proxy.conformance.judge import JUDGES, Case, Cell
-from polar_proxy.conformance.profiles import Profile, profile_of
-from polar_proxy.conformance.scenario import BASIC, SCENARIOS, FaultKind, Finish, Scenario, Shell, Step
+from polar_proxy.conformance.checks import SCENARIO_CHECKS, CheckInput, CheckResult
+from polar_proxy.conformance.profiles import HarnessProfile, profile_of
+from polar_proxy.conformance.runner import ScenarioRun, ScenarioRunner
+from polar_proxy.conformance.scenarios import BASIC, SCENARIOS, FaultKind, Finish, RunCommands, Scenario, Step
+from polar_proxy.conformance.scripted_model import ScriptedModel
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.types import CallRecord, Json
 from sandboxes import SandboxError
 
-COUNTED = ("evidence", "recorded_first", "refused", "lost", "doubled")
+COUNTED_CHECKS = ("evidence", "recorded_first", "refused", "lost", "doubled")
 """Checks that are counted over all scenarios."""
-CHECKS = (*JUDGES, *COUNTED)
+CHECK_NAMES = (*SCENARIO_CHECKS, *COUNTED_CHECKS)
 Progress = Callable[[str], None]
 
 
 @dataclass(slots=True)
-class Row:
+class HarnessRow:
     """What was measured of one harness."""
 
     name: str
@@ -36,7 +36,7 @@ class Row:
     edges: dict[str, int] = field(default_factory=dict)
     lost: int = 0
     doubled: int = 0
-    checks: dict[str, Cell] = field(default_factory=dict)
+    checks: dict[str, CheckResult] = field(default_factory=dict)
     scenarios: list[Json] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -46,23 +46,23 @@ class Row:
 
 
 async def measure(
-    bench: Bench,
+    bench: ScenarioRunner,
     adapter: HarnessAdapter,
-    installed: Installed,
+    installed: Installation,
     checks: Iterable[str],
     *,
     slow: float,
     progress: Progress,
-    keep: Callable[[Run], None] = lambda run: None,
-) -> Row:
+    keep: Callable[[ScenarioRun], None] = lambda run: None,
+) -> HarnessRow:
     """Play what `checks` need and judge it. `keep` gets every run, for whoever wants to look at it."""
     profile, began = profile_of(adapter.name), time.monotonic()
     wanted = list(checks)
-    judged = {check: _without_playing(check, profile, adapter.facts) for check in wanted if check in JUDGES}
+    judged = {check: _without_playing(check, profile, adapter.facts) for check in wanted if check in SCENARIO_CHECKS}
     if not isinstance(bench.engine, ScriptedEngine):
         told = "needs the scripted engine: another one says what it likes"
-        judged = {check: cell or Cell("not run", told) for check, cell in judged.items()}
-    runs: list[Run] = []
+        judged = {check: cell or CheckResult("not run", told) for check, cell in judged.items()}
+    runs: list[ScenarioRun] = []
     for scenario in _needed(wanted, judged, isinstance(bench.engine, ScriptedEngine)):
         progress(scenario.title)
         played = await _play(bench, profile, scenario, adapter, installed, slow)
@@ -70,7 +70,7 @@ async def measure(
         for run in played:
             keep(run)
         for check in wanted:
-            if check in judged and judged[check] is None and JUDGES[check][0] == scenario.name:
+            if check in judged and judged[check] is None and SCENARIO_CHECKS[check][0] == scenario.name:
                 judged[check] = _judge(check, profile, adapter.facts, played)
     row = _row(adapter, installed, runs)
     row.checks = {check: cell for check, cell in judged.items() if cell is not None}
@@ -79,37 +79,44 @@ async def measure(
     return row
 
 
-def _without_playing(check: str, profile: Profile, facts: Facts) -> Cell | None:
+def _without_playing(check: str, profile: HarnessProfile, facts: HarnessInfo) -> CheckResult | None:
     """The cell of a check that this harness cannot have."""
     if check in profile.missing:
-        return Cell("n/a", profile.missing[check])
+        return CheckResult("n/a", profile.missing[check])
     if check == "second_turn" and "resume" not in facts.features:
-        return Cell("n/a", "it cannot go on with its last conversation without being given an id")
+        return CheckResult("n/a", "it cannot go on with its last conversation without being given an id")
     if check == "subagent" and profile.delegate is None:
-        return Cell("n/a", "it has none")
+        return CheckResult("n/a", "it has none")
     return None
 
 
-def _needed(wanted: Sequence[str], judged: Mapping[str, Cell | None], scripted: bool) -> list[Scenario]:
+def _needed(wanted: Sequence[str], judged: Mapping[str, CheckResult | None], scripted: bool) -> list[Scenario]:
     if not scripted:
         return [BASIC]
-    names = {JUDGES[check][0] for check in wanted if check in JUDGES and judged[check] is None}
+    names = {SCENARIO_CHECKS[check][0] for check in wanted if check in SCENARIO_CHECKS and judged[check] is None}
     return [scenario for scenario in SCENARIOS if scenario.name in names] or [BASIC]
 
 
 async def _play(
-    bench: Bench, profile: Profile, scenario: Scenario, adapter: HarnessAdapter, installed: Installed, slow: float
-) -> list[Run]:
+    bench: ScenarioRunner,
+    profile: HarnessProfile,
+    scenario: Scenario,
+    adapter: HarnessAdapter,
+    installed: Installation,
+    slow: float,
+) -> list[ScenarioRun]:
     if not scenario.faults:
         return [
-            await _once(bench, Director(profile, _fitting(scenario, profile, adapter.facts), slow), adapter, installed)
+            await _once(
+                bench, ScriptedModel(profile, _fitting(scenario, profile, adapter.facts), slow), adapter, installed
+            )
         ]
-    runs: list[Run] = []
+    runs: list[ScenarioRun] = []
     left: list[FaultKind] = list(scenario.faults)
     while left:
         at_once = left[:1] if profile.one_answer else left
         faults = {number + (not profile.one_answer): kind for number, kind in enumerate(at_once)}
-        director = Director(profile, scenario, slow, faults)
+        director = ScriptedModel(profile, scenario, slow, faults)
         runs.append(await _once(bench, director, adapter, installed))
         hit = {asked.fault for asked in director.asked}
         if not hit & set(left):
@@ -118,33 +125,38 @@ async def _play(
     return runs
 
 
-def _fitting(scenario: Scenario, profile: Profile, facts: Facts) -> Scenario:
+def _fitting(scenario: Scenario, profile: HarnessProfile, facts: HarnessInfo) -> Scenario:
     """Without a second turn where there can be none; with as many commands as it takes to fill a context."""
     if scenario.fills_context:
-        steps: tuple[Step, ...] = (*(Shell((profile.fills_with,)) for _ in range(profile.compaction_steps)), Finish())
-        return replace(scenario, steps=steps, second=(Shell(), Finish()) if profile.compacts_at_end else ())
+        steps: tuple[Step, ...] = (
+            *(RunCommands((profile.fills_with,)) for _ in range(profile.compaction_steps)),
+            Finish(),
+        )
+        return replace(scenario, steps=steps, second=(RunCommands(), Finish()) if profile.compacts_at_end else ())
     return scenario if "resume" in facts.features else replace(scenario, second=())
 
 
-async def _once(bench: Bench, director: Director, adapter: HarnessAdapter, installed: Installed) -> Run:
+async def _once(
+    bench: ScenarioRunner, director: ScriptedModel, adapter: HarnessAdapter, installed: Installation
+) -> ScenarioRun:
     try:
         return await bench.play(director, adapter, installed)
     except (HarnessError, SandboxError, OSError, TimeoutError) as error:
-        run = Run(director)
+        run = ScenarioRun(director)
         run.fault = f"{type(error).__name__}: {error}"
         return run
 
 
-def _judge(check: str, profile: Profile, facts: Facts, runs: Sequence[Run]) -> Cell:
+def _judge(check: str, profile: HarnessProfile, facts: HarnessInfo, runs: Sequence[ScenarioRun]) -> CheckResult:
     if broken := [run for run in runs if run.fault is not None]:
-        return Cell("not run", str(broken[0].fault))
-    cells = [JUDGES[check][1](Case(profile, facts, run)) for run in runs]
+        return CheckResult("not run", str(broken[0].fault))
+    cells = [SCENARIO_CHECKS[check][1](CheckInput(profile, facts, run)) for run in runs]
     return next((cell for cell in cells if cell.status != "not run"), cells[-1])
 
 
-def _row(adapter: HarnessAdapter, installed: Installed, runs: Sequence[Run]) -> Row:
+def _row(adapter: HarnessAdapter, installed: Installation, runs: Sequence[ScenarioRun]) -> HarnessRow:
     calls = [call for run in runs for call in run.calls]
-    row = Row(
+    row = HarnessRow(
         name=adapter.name,
         version=installed.version,
         dialect=", ".join(name for name, _ in Counter(call.dialect for call in calls).most_common()) or "-",
@@ -163,7 +175,7 @@ def _streamed(calls: Sequence[CallRecord]) -> str:
     return {frozenset({True}): "yes", frozenset({False}): "no", frozenset(): "-"}.get(frozenset(kinds), "both")
 
 
-def _counted(runs: Sequence[Run], row: Row) -> dict[str, Cell]:
+def _counted(runs: Sequence[ScenarioRun], row: HarnessRow) -> dict[str, CheckResult]:
     calls = [call for run in runs for call in run.calls]
     bare = count.without_evidence(calls)
     late = sum(count.told_before_recorded(run) for run in runs)
@@ -171,7 +183,7 @@ def _counted(runs: Sequence[Run], row: Row) -> dict[str, Cell]:
     for run in runs:
         refused += count.refused(run)
     if not calls:
-        return dict.fromkeys(COUNTED, Cell("not run", "no call was made"))
+        return dict.fromkeys(COUNTED_CHECKS, CheckResult("not run", "no call was made"))
     answers = sum(exchange.model_call and exchange.complete for run in runs for exchange in run.exchanges)
     return {
         "evidence": _number(bare, "answered calls without an id and a log-probability for every token"),
@@ -182,11 +194,11 @@ def _counted(runs: Sequence[Run], row: Row) -> dict[str, Cell]:
     }
 
 
-def _number(found: int, what: str) -> Cell:
-    return Cell("failed" if found else "ok", f"{found} {what}".strip())
+def _number(found: int, what: str) -> CheckResult:
+    return CheckResult("failed" if found else "ok", f"{found} {what}".strip())
 
 
-def _told(run: Run) -> Json:
+def _told(run: ScenarioRun) -> Json:
     """One run, for the file."""
     return {
         "scenario": run.director.scenario.name,

@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polar_proxy.conformance.scenario import Delegate, Finish, Shell, Step, Wait
+from polar_proxy.conformance.scenarios import Finish, RunCommands, StartSubagent, Step, WaitForSubagent
 from polar_proxy.engines.scripted import Reply
 from polar_proxy.types import ToolCall, new_id
 
 Arguments = Mapping[str, Any]
-Speak = Callable[["Profile", Step, str, str], Reply]
+Speak = Callable[["HarnessProfile", Step, str, str], Reply]
 
 
 @dataclass(frozen=True)
-class Profile:
+class HarnessProfile:
     """One harness. `{command}` in arguments is the command, `{prompt}` the sub-agent's task."""
 
     name: str
@@ -59,23 +59,23 @@ class Profile:
     """It summarises at the end of a turn: what comes of it is seen in the next."""
 
 
-def say(profile: Profile, step: Step, tag: str, child: str, agent: str = "") -> Reply:
+def say(profile: HarnessProfile, step: Step, tag: str, child: str, agent: str = "") -> Reply:
     """The answer that takes `step`. `tag` stands in it, so that later requests tell how far the run is. `child` marks
     the task of a sub-agent, `agent` is the id of the one that was started."""
     if profile.speak is not None:
         return profile.speak(profile, step, tag, child)
     thought = f"I thought of thought-{tag}."
-    if isinstance(step, Shell):
+    if isinstance(step, RunCommands):
         commands = [_telling(tag, number, text) + profile.lingers for number, text in enumerate(step.commands)]
         calls = [(profile.tool, _fill(profile.arguments, command=command)) for command in commands]
         return Reply(reasoning=thought, calls=_calls(calls))
-    if isinstance(step, Delegate) and profile.delegate is not None:
+    if isinstance(step, StartSubagent) and profile.delegate is not None:
         name, arguments = profile.delegate
         prompt = f"{child}: run one command in a shell, then say what it printed. ({tag})"
         return Reply(reasoning=thought, calls=_calls([(name, _fill(arguments, prompt=prompt))]))
-    if isinstance(step, Wait):
+    if isinstance(step, WaitForSubagent):
         if profile.wait is None:
-            return say(profile, Shell((f"sleep 1; echo {tag}",)), tag, child)
+            return say(profile, RunCommands((f"sleep 1; echo {tag}",)), tag, child)
         name, arguments = profile.wait
         return Reply(text=f"Waiting: {tag}.", reasoning=thought, calls=_calls([(name, _fill(arguments, agent=agent))]))
     if profile.finish is not None:
@@ -111,16 +111,16 @@ def _calls(calls: Sequence[tuple[str, Arguments]]) -> tuple[ToolCall, ...]:
     return tuple(ToolCall(new_id("call"), name, json.dumps(dict(arguments))) for name, arguments in calls)
 
 
-def _terminus(profile: Profile, step: Step, tag: str, child: str) -> Reply:
+def _terminus(profile: HarnessProfile, step: Step, tag: str, child: str) -> Reply:
     """Terminus 2 reads one JSON object: keystrokes for its terminal, or that the task is complete."""
     done = isinstance(step, Finish)
-    commands = step.commands if isinstance(step, Shell) else ()
+    commands = step.commands if isinstance(step, RunCommands) else ()
     keys = [{"keystrokes": _telling(tag, number, text) + "\n", "duration": 0.3} for number, text in enumerate(commands)]
     value = {"analysis": f"I am at {tag}.", "plan": "Go on.", "commands": keys, "task_complete": done}
     return Reply(text=json.dumps(value), reasoning=f"I thought of thought-{tag}.")
 
 
-def _aider(profile: Profile, step: Step, tag: str, child: str) -> Reply:
+def _aider(profile: HarnessProfile, step: Step, tag: str, child: str) -> Reply:
     """aider takes whole files out of the text."""
     if isinstance(step, Finish):
         return Reply(text=f"Nothing is left to do: {tag}.", reasoning=f"I thought of thought-{tag}.")
@@ -132,10 +132,10 @@ _DESCRIBED = {"command": "{command}", "description": "Runs a command"}
 _ONE_ANSWER = "it asks the model once for each message of the user"
 _NO_TOOLS = "its model acts by text, there are no tool calls"
 
-PROFILES: Mapping[str, Profile] = {
+PROFILES: Mapping[str, HarnessProfile] = {
     profile.name: profile
     for profile in (
-        Profile(
+        HarnessProfile(
             "codex",
             tool="exec_command",
             arguments={"cmd": "{command}"},
@@ -143,7 +143,7 @@ PROFILES: Mapping[str, Profile] = {
             wait=("multi_agent_v1__wait_agent", {"targets": ["{agent}"], "timeout_ms": 20000}),
             refusal=400,
         ),
-        Profile(
+        HarnessProfile(
             "claude-code",
             tool="Bash",
             arguments=_DESCRIBED,
@@ -153,7 +153,7 @@ PROFILES: Mapping[str, Profile] = {
             ),
             refusal=400,
         ),
-        Profile(
+        HarnessProfile(
             "qwen-code",
             tool="run_shell_command",
             arguments={**_DESCRIBED, "is_background": False},
@@ -165,7 +165,7 @@ PROFILES: Mapping[str, Profile] = {
             # Seen in 2 of 10 runs: `Output: (empty)`, exit code 0, for a command that had printed.
             lingers="; sleep 0.3",
         ),
-        Profile(
+        HarnessProfile(
             "gemini-cli",
             tool="run_shell_command",
             arguments=_DESCRIBED,
@@ -176,14 +176,14 @@ PROFILES: Mapping[str, Profile] = {
             fills_with="seq 10000 15000",
             compacts_at_end=True,
         ),
-        Profile("pi", window=40_000, full=30_000, fills_with="seq -s , 10000 17000", compacts_at_end=True),
-        Profile(
+        HarnessProfile("pi", window=40_000, full=30_000, fills_with="seq -s , 10000 17000", compacts_at_end=True),
+        HarnessProfile(
             "opencode",
             arguments=_DESCRIBED,
             delegate=("task", {"description": "A small task", "prompt": "{prompt}", "subagent_type": "general"}),
             full=125_000,
         ),
-        Profile(
+        HarnessProfile(
             "mini-swe-agent",
             finish=("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && {command}"}),
             missing={
@@ -191,7 +191,7 @@ PROFILES: Mapping[str, Profile] = {
                 "compaction": "it has none: it ends at its limits",
             },
         ),
-        Profile(
+        HarnessProfile(
             "openhands",
             tool="terminal",
             arguments={"command": "{command}", "security_risk": "LOW", "summary": "runs a command"},
@@ -206,7 +206,7 @@ PROFILES: Mapping[str, Profile] = {
             ),
             compaction_steps=45,
         ),
-        Profile(
+        HarnessProfile(
             "aider",
             speak=_aider,
             tool="",
@@ -219,7 +219,7 @@ PROFILES: Mapping[str, Profile] = {
                 "compaction": _ONE_ANSWER + ", so its history does not grow within a run",
             },
         ),
-        Profile(
+        HarnessProfile(
             "terminus-2",
             speak=_terminus,
             tool="",
@@ -229,7 +229,7 @@ PROFILES: Mapping[str, Profile] = {
             },
             context_error=True,
         ),
-        Profile(
+        HarnessProfile(
             "cline",
             tool="run_commands",
             arguments={"commands": ["{command}"]},
@@ -238,11 +238,11 @@ PROFILES: Mapping[str, Profile] = {
             full=39_000,
             fills_with="seq -s , 10000 17000",
         ),
-        Profile("mistral-vibe", full=400_000),
+        HarnessProfile("mistral-vibe", full=400_000),
     )
 }
 
 
-def profile_of(name: str) -> Profile:
+def profile_of(name: str) -> HarnessProfile:
     """The profile of a harness; for one that is not known here, one with a tool `bash` that takes a `command`."""
-    return PROFILES.get(name) or Profile(name)
+    return PROFILES.get(name) or HarnessProfile(name)

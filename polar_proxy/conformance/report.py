@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from polar_proxy import __version__
-from polar_proxy.conformance.judge import JUDGES
-from polar_proxy.conformance.measure import CHECKS, Row
-from polar_proxy.conformance.scenario import SCENARIOS
+from polar_proxy.conformance.checks import SCENARIO_CHECKS
+from polar_proxy.conformance.measure import CHECK_NAMES, HarnessRow
+from polar_proxy.conformance.scenarios import SCENARIOS
 from polar_proxy.types import Json
 
 TITLES = {
@@ -56,12 +56,12 @@ MEANINGS = {
 }
 
 
-def document(rows: Iterable[Row], *, engine: str, sandbox: str, slow: float, measured: str) -> Json:
+def document(rows: Iterable[HarnessRow], *, engine: str, sandbox: str, slow: float, measured: str) -> Json:
     """What is written as JSON. `measured` is a date and time."""
     made = {"measured": measured, "polar": __version__, "engine": engine, "sandbox": sandbox, "slow_seconds": slow}
     harnesses = [{**asdict(row), **made} for row in rows]
     for row in harnesses:
-        row["checks"] = {name: row["checks"][name] for name in CHECKS if name in row["checks"]}
+        row["checks"] = {name: row["checks"][name] for name in CHECK_NAMES if name in row["checks"]}
     return {"schema": 1, "harnesses": harnesses}
 
 
@@ -78,7 +78,7 @@ def markdown(found: Json) -> str:
     lines = [_HEAD, "", "## The table", ""]
     heads = ["harness", "version", "wire API", "streamed", "calls", "lost", "doubled"]
     lines += _table(heads, ([row[key] for key in _KEYS] for row in rows))
-    shown = [check for check in CHECKS if check not in ("lost", "doubled")]
+    shown = [check for check in CHECK_NAMES if check not in ("lost", "doubled")]
     lines += [""]
     lines += _table(
         ["check", *(row["name"] for row in rows)],
@@ -89,8 +89,12 @@ def markdown(found: Json) -> str:
     )
     lines += ["", "## What each check says", ""]
     scenarios = {scenario.name: scenario.title for scenario in SCENARIOS}
-    for check in CHECKS:
-        played = f" (scenario: {scenarios[JUDGES[check][0]]})" if check in JUDGES else " (over all scenarios)"
+    for check in CHECK_NAMES:
+        played = (
+            f" (scenario: {scenarios[SCENARIO_CHECKS[check][0]]})"
+            if check in SCENARIO_CHECKS
+            else " (over all scenarios)"
+        )
         lines.append(f"* **{TITLES[check]}**: {MEANINGS[check]}{played}")
     for row in rows:
         lines += ["", *_section(row)]

@@ -1,26 +1,34 @@
 """Wire formats: one module a dialect, all behind `Dialect` (base.py)."""
 
-from polar_proxy.dialects.anthropic import AnthropicMessages, AnthropicTokenCount
-from polar_proxy.dialects.base import Answer, Dialect, Earlier, Encoder, ParsedRequest, TokenCount, assistant_message
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages, AnthropicTokenCount
+from polar_proxy.dialects.base import (
+    Answer,
+    Dialect,
+    Encoder,
+    ParsedRequest,
+    PreviousCall,
+    TokenCount,
+    assistant_message,
+)
 from polar_proxy.dialects.openai_chat import OpenAIChat
-from polar_proxy.dialects.openai_responses import OpenAIResponses, ResponsesTokenCount
-from polar_proxy.dialects.openai_text import OpenAIText
-from polar_proxy.dialects.recorded import by_name, recorded_request
+from polar_proxy.dialects.openai_completions import OpenAICompletions
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses, ResponsesTokenCount
+from polar_proxy.dialects.registry import get_dialect, recorded_request
 
 __all__ = [
     "Answer",
     "AnthropicMessages",
     "AnthropicTokenCount",
     "Dialect",
-    "Earlier",
     "Encoder",
     "OpenAIChat",
+    "OpenAICompletions",
     "OpenAIResponses",
-    "OpenAIText",
     "ParsedRequest",
+    "PreviousCall",
     "ResponsesTokenCount",
     "TokenCount",
     "assistant_message",
-    "by_name",
+    "get_dialect",
     "recorded_request",
 ]

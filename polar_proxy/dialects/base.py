@@ -34,7 +34,7 @@ class ParsedRequest:
 
 
 @dataclass(slots=True)
-class ChoiceState:
+class AnswerChoice:
     """One choice as it has been heard so far."""
 
     text: list[str] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Answer:
 
     prompt_ids: Sequence[int] | None = None
     cached_tokens: int | None = None
-    choices: dict[int, ChoiceState] = field(default_factory=dict)
+    choices: dict[int, AnswerChoice] = field(default_factory=dict)
     usage: tuple[int, int] | None = None
     """As `SampleEvent.usage`; what is known by its ids is counted by them."""
 
@@ -69,7 +69,7 @@ class Answer:
             self.usage = event.usage
         state = self.choices.get(event.index)
         if state is None:
-            state = self.choices[event.index] = ChoiceState()
+            state = self.choices[event.index] = AnswerChoice()
         if event.text:
             state.text.append(event.text)
         if event.reasoning:
@@ -115,7 +115,7 @@ class Answer:
         return self.usage[1] if self.usage is not None and not sampled else sampled
 
 
-def assistant_message(state: ChoiceState) -> Json:
+def assistant_message(state: AnswerChoice) -> Json:
     """A choice as an OpenAI assistant message: what is stored, whatever the dialect."""
     text = "".join(state.text)
     message: Json = {"role": "assistant", "content": text if text or not state.tool_calls else None}
@@ -147,7 +147,7 @@ class Encoder(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
+class PreviousCall:
     """A recorded call that a body continues by reference: what it asked (raw, as stored) and what was answered."""
 
     messages: tuple[bytes, ...]
@@ -172,11 +172,11 @@ class Dialect(ABC):
         byte for byte may be taken from it, as the very same objects."""
         return self.parse(body)
 
-    def refers_to(self, body: Json) -> str | None:
+    def previous_call_id(self, body: Json) -> str | None:
         """Id of the recorded call that `body` continues by reference (`previous_response_id`), if any."""
         return None
 
-    def resume(self, body: Json, earlier: Earlier) -> Json:
+    def resume(self, body: Json, earlier: PreviousCall) -> Json:
         """`body` with the conversation that it refers to written out in front of its own input."""
         raise NotImplementedError(f"{self.name} bodies refer to no earlier call")
 

@@ -9,7 +9,7 @@ from polar_proxy.config import EngineSettings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 
-POLAR_TINY = Path(__file__).resolve().parent.parent / "models" / "polar_tiny"
+POLAR_TINY = Path(__file__).resolve().parent.parent / "assets" / "polar_tiny"
 """The bundled policy."""
 
 
@@ -20,15 +20,15 @@ def make_engine(settings: EngineSettings) -> Engine:
     if settings.kind == "vllm":
         if not settings.url:
             raise UsageError("--engine vllm needs --engine-url, such as http://127.0.0.1:8000.")
-        from polar_proxy.engines.vllm import VllmEngine
+        from polar_proxy.engines.vllm.engine import VllmEngine
 
         return VllmEngine(settings.url, model=settings.model, api_key=settings.api_key)
     if settings.kind == "hosted":
         if not settings.url:
             raise UsageError("--engine hosted needs --engine-url, such as https://api.example.com/v1.")
-        from polar_proxy.engines.hosted import HostedEngine
+        from polar_proxy.engines.openai import OpenAIEngine
 
-        return HostedEngine(settings.url, model=settings.model, api_key=settings.api_key)
+        return OpenAIEngine(settings.url, model=settings.model, api_key=settings.api_key)
     if settings.kind == "scripted":
         from polar_proxy.engines.scripted import ScriptedEngine
 

@@ -38,7 +38,7 @@ _QUOTE_OR_ESCAPE = re.compile(r'["\\]')
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class ParsedText:
     """What a chunk settled. Both texts are in the order of the answer; `tool_calls` are whole calls."""
 
     text: str = ""
@@ -64,19 +64,19 @@ class HermesParser:
         """White space that is content only if other content follows."""
         self._said = False
         """Whether content stands in front of here (since the last block)."""
-        self._scan = _StringScan()
+        self._scan = _EndTagScanner()
         self._out_text: list[str] = []
         self._out_reasoning: list[str] = []
         self._out_calls: list[ToolDelta] = []
         self.calls = 0
 
-    def feed(self, text: str) -> Parsed:
+    def feed(self, text: str) -> ParsedText:
         self._buffer += text
         while self._state(False):
             pass
         return self._take()
 
-    def close(self) -> Parsed:
+    def close(self) -> ParsedText:
         """The end of the answer: whatever is still held."""
         while self._state(True):
             pass
@@ -85,8 +85,8 @@ class HermesParser:
             self._blank = ""
         return self._take()
 
-    def _take(self) -> Parsed:
-        parsed = Parsed("".join(self._out_text), "".join(self._out_reasoning), tuple(self._out_calls))
+    def _take(self) -> ParsedText:
+        parsed = ParsedText("".join(self._out_text), "".join(self._out_reasoning), tuple(self._out_calls))
         self._out_text, self._out_reasoning, self._out_calls = [], [], []
         return parsed
 
@@ -124,7 +124,7 @@ class HermesParser:
         if tag:
             self._say(head)
             self._buffer = rest
-            self._scan = _StringScan()
+            self._scan = _EndTagScanner()
             self._state = self._call
             return True
         self._say(self._release((CALL,), final))
@@ -176,7 +176,7 @@ class HermesParser:
         return text
 
 
-class _StringScan:
+class _EndTagScanner:
     """Finds the first end tag outside JSON strings; remembers how far it came, so that a long call costs O(n)."""
 
     def __init__(self) -> None:

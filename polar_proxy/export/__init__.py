@@ -1,6 +1,6 @@
 """Datasets from the store."""
 
-from polar_proxy.export.rows import FORMATS, Selection, conversation
-from polar_proxy.export.write import Report, export
+from polar_proxy.export.datasets import DATASET_FORMATS, SessionExport, conversation
+from polar_proxy.export.exporter import ExportReport, export
 
-__all__ = ["FORMATS", "Report", "Selection", "conversation", "export"]
+__all__ = ["DATASET_FORMATS", "ExportReport", "SessionExport", "conversation", "export"]

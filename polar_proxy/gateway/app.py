@@ -13,12 +13,12 @@ from starlette.exceptions import HTTPException
 
 from polar_proxy import __version__
 from polar_proxy.dialects import Dialect
-from polar_proxy.dialects.anthropic import HELLO
-from polar_proxy.dialects.google import google_model_card, google_model_list
+from polar_proxy.dialects.anthropic.dialect import HELLO_RESPONSE
+from polar_proxy.dialects.google.dialect import google_model_card, google_model_list
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
-from polar_proxy.gateway import wire
-from polar_proxy.gateway.metrics import Metrics
+from polar_proxy.gateway import asgi
+from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.pipeline import TurnPipeline
 from polar_proxy.gateway.routes import error_shape, find_route
 
@@ -43,26 +43,26 @@ class GatewayApp:
         self._rest.include_router(router)
         self._rest.openapi_schema = None  # it is made anew when it is asked for next
 
-    async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
+    async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] == "http":
             path_key, route = split_path(scope["path"])
             found = find_route(route, scope["query_string"])
             if found is not None:
                 if scope["method"] != "POST":
                     error = RequestError(f"{route} takes POST, not {scope['method']}.", status=405)
-                    await wire.respond(send, 405, found.error(error), [(b"allow", b"POST")])
+                    await asgi.respond(send, 405, found.error(error), [(b"allow", b"POST")])
                 elif isinstance(found, Dialect):
                     await self._pipeline.serve(found, route, path_key, scope, receive, send)
                 else:
                     await self._pipeline.count(found, path_key, scope, receive, send)
                 return
-            if wire.INSIDE in scope.get("state", {}) and not _AGENTS.fullmatch(route):
+            if asgi.INSIDE_SANDBOX in scope.get("state", {}) and not _AGENTS.fullmatch(route):
                 error = RequestError(f"{route} is not served inside a sandbox.", status=404)
-                await wire.respond(send, 404, error_shape(route).error(error))
+                await asgi.respond(send, 404, error_shape(route).error(error))
                 return
             scope = {**scope, "path": route}
         elif scope["type"] == "websocket":
-            await wire.refuse_websocket(receive, send)
+            await asgi.refuse_websocket(receive, send)
             return
         await self._rest(scope, receive, send)
 
@@ -80,7 +80,7 @@ def _is_googles(request: Request) -> bool:
     return "x-goog-api-key" in request.headers or "x-goog-api-client" in request.headers
 
 
-def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> GatewayApp:
+def create_app(engine: Engine, pipeline: TurnPipeline, metrics: GatewayMetrics) -> GatewayApp:
     """The application; the lifetimes of engine and store belong to the caller."""
     app = FastAPI(title="Polar", version=__version__, docs_url="/docs", redoc_url=None)
     started = int(time.time())
@@ -128,7 +128,7 @@ def create_app(engine: Engine, pipeline: TurnPipeline, metrics: Metrics) -> Gate
 
     @app.api_route("/api/hello", methods=["GET", "HEAD"], include_in_schema=False)
     async def hello() -> Response:
-        return Response(HELLO, media_type="application/json")
+        return Response(HELLO_RESPONSE, media_type="application/json")
 
     @app.get("/healthz")
     async def healthz() -> Response:

@@ -22,9 +22,9 @@ from polar_proxy.types import new_id
 log = logging.getLogger(__name__)
 
 _RENEW_SECONDS = 5.0
-HELD_SECONDS = 15.0
+LEASE_SECONDS = 15.0
 """A gateway that renews nothing for so long is dead, or cannot write."""
-_LOOK_SECONDS = (0.05, 0.5)
+_POLL_SECONDS = (0.05, 0.5)
 """The first pause before what others are answering is looked at again, and the longest."""
 
 
@@ -35,7 +35,7 @@ class OpenCallStore(Protocol):
     async def take_open(self, session_id: str) -> Sequence[Any]: ...
 
 
-class InFlight:
+class InFlightCalls:
     """`async with InFlight(store) as in_flight:` renews what is announced until the block ends."""
 
     def __init__(self, store: OpenCallStore) -> None:
@@ -60,7 +60,7 @@ class InFlight:
         written keeps no agent from its answer; the commit sees to what that means."""
         self._mine.update(call_ids)
         try:
-            begins = await self._store.announce(self.name, session_id, call_ids, HELD_SECONDS)
+            begins = await self._store.announce(self.name, session_id, call_ids, LEASE_SECONDS)
         except StoreError:
             log.exception("call %s could not be announced to the other gateways", call_ids[0])
             return True
@@ -77,7 +77,7 @@ class InFlight:
             await asyncio.sleep(_RENEW_SECONDS)
             if self._mine:
                 try:
-                    await self._store.renew(self.name, set(self._mine), HELD_SECONDS)
+                    await self._store.renew(self.name, set(self._mine), LEASE_SECONDS)
                 except StoreError as error:
                     log.warning("the calls in flight cannot be renewed, trying again: %s", error)
 
@@ -87,10 +87,10 @@ class InFlight:
         """Wait, `patience` seconds at most, until no other gateway is answering a call of this session. What is left is
         returned: calls that still run, or whose gateway is dead."""
         deadline = time.monotonic() + patience
-        pause, silent_since = _LOOK_SECONDS[0], None
+        pause, silent_since = _POLL_SECONDS[0], None
         while calls := await self._store.open_calls(session_id, but=self.name):
             now = time.monotonic()
-            if any(call.held_until >= time.time() for call in calls):
+            if any(call.lease_expires_at >= time.time() for call in calls):
                 silent_since = None
             else:  # believed once its gateway had time to renew it: the database may have been away
                 silent_since = now if silent_since is None else silent_since
@@ -99,7 +99,7 @@ class InFlight:
             if now >= deadline:
                 break
             await asyncio.sleep(min(pause, max(0.0, deadline - now)))
-            pause = min(2 * pause, _LOOK_SECONDS[1])
+            pause = min(2 * pause, _POLL_SECONDS[1])
         return calls
 
     async def ended(self, session_id: str, patience: float, *, own: bool) -> str | None:
@@ -109,15 +109,15 @@ class InFlight:
             return None
         now = time.time()
         taken = [call for call in await self._store.take_open(session_id) if call.gateway != self.name]
-        return told(taken, now)
+        return describe_lost_calls(taken, now)
 
 
-def told(calls: Sequence[Any], now: float) -> str | None:
+def describe_lost_calls(calls: Sequence[Any], now: float) -> str | None:
     """What was lost of these calls of other gateways, or is still being answered; None where there are none."""
     lines = []
     for gateway in sorted({call.gateway for call in calls}):
         its = [call for call in calls if call.gateway == gateway]
-        if dead := sum(call.held_until < now for call in its):
+        if dead := sum(call.lease_expires_at < now for call in its):
             lines.append(
                 f"{dead} call(s) were lost on the gateway {gateway}, which was killed or could not record them"
             )

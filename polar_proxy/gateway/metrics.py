@@ -13,7 +13,7 @@ from polar_proxy.types import CallRecord
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
-class Busy:
+class BusyClock:
     """The time in which at least one call was with the engine, however many there were."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,7 +39,7 @@ class Busy:
         return self._before + (self._clock() - self._since if self._calls else 0.0)
 
 
-class Metrics:
+class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.calls = Counter(
@@ -70,7 +70,7 @@ class Metrics:
         )
         self.completion_tokens = Counter("polar_completion_tokens", "Sampled tokens.", registry=self.registry)
         self.in_flight = Gauge("polar_calls_in_flight", "Calls being answered now.", registry=self.registry)
-        self.busy = Busy()
+        self.busy = BusyClock()
         busy = Gauge(
             "polar_engine_busy_seconds",
             "Seconds in which at least one call was with the engine, since the start.",

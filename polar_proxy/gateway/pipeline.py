@@ -17,18 +17,18 @@ from urllib.parse import parse_qs
 import orjson
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects import Dialect, Earlier, ParsedRequest, TokenCount
+from polar_proxy.dialects import Dialect, ParsedRequest, PreviousCall, TokenCount
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.gateway import wire
-from polar_proxy.gateway.continuing import BaseStore, Continuer
-from polar_proxy.gateway.in_flight import InFlight
-from polar_proxy.gateway.metrics import Metrics
-from polar_proxy.gateway.recent import Recent, Recently
-from polar_proxy.gateway.replay import Replays, tape_key
-from polar_proxy.gateway.sessions import Session, Sessions, key_of
-from polar_proxy.gateway.turn import CallSink, Observer, Services, Turn, refuse
-from polar_proxy.history import read_hints
+from polar_proxy.gateway import asgi
+from polar_proxy.gateway.handler import CallObserver, CallSink, GatewayContext, RequestHandler, send_error
+from polar_proxy.gateway.in_flight import InFlightCalls
+from polar_proxy.gateway.metrics import GatewayMetrics
+from polar_proxy.gateway.retries import RetryCache, retry_key
+from polar_proxy.sessions import read_client_metadata
+from polar_proxy.sessions.prompts import BaseStore, PromptBuilder
+from polar_proxy.sessions.registry import SessionRegistry, SessionState, api_key_of
+from polar_proxy.sessions.state import CachedRequest, ParseCache
 from polar_proxy.types import Json
 
 T = TypeVar("T")
@@ -48,10 +48,10 @@ class TurnPipeline:
         self,
         engine: Engine,
         store: CallStore,
-        sessions: Sessions,
+        sessions: SessionRegistry,
         settings: GatewaySettings,
-        metrics: Metrics,
-        in_flight: InFlight | None = None,
+        metrics: GatewayMetrics,
+        in_flight: InFlightCalls | None = None,
     ) -> None:
         """`in_flight`: tells other gateways of the store what this one answers; None: there are none."""
         self.engine = engine
@@ -59,20 +59,22 @@ class TurnPipeline:
         self.sessions = sessions
         self.settings = settings
         self.metrics = metrics
-        self.observers: list[Observer] = []
-        self._replays = Replays(settings)
-        self._recent = Recent()
-        continuer = Continuer(engine, store, settings)
-        self._services = Services(engine, store, settings, metrics, self.observers, continuer, self._recent, in_flight)
+        self.observers: list[CallObserver] = []
+        self._replays = RetryCache(settings)
+        self._recent = ParseCache()
+        continuer = PromptBuilder(engine, store, settings)
+        self._services = GatewayContext(
+            engine, store, settings, metrics, self.observers, continuer, self._recent, in_flight
+        )
 
     async def serve(
         self,
         dialect: Dialect,
         route: str,
         path_key: str | None,
-        scope: wire.Scope,
-        receive: wire.Receive,
-        send: wire.Send,
+        scope: asgi.Scope,
+        receive: asgi.Receive,
+        send: asgi.Send,
     ) -> None:
         """Answer one model request. `route` is its path without the key that `/s/{key}` holds: keys are not
         recorded."""
@@ -80,23 +82,23 @@ class TurnPipeline:
         try:
             headers = _headers(scope)
             session = await self._session(headers, scope, path_key)
-            raw = await wire.read_body(receive, self.settings.max_body_mb << 20)
+            raw = await asgi.read_body(receive, self.settings.max_body_mb << 20)
             recently = self._recent.get(session.session_id, dialect.name)
             parsed = await self._parse(dialect, raw, session, recently)
-        except wire.Disconnected:
+        except asgi.ClientDisconnected:
             return
         except RequestError as error:
             self.metrics.refused.labels(error.status).inc()
-            await refuse(send, error, dialect)
+            await send_error(send, error, dialect)
             return
-        hints = read_hints(headers, parsed.params)
-        key = tape_key(session.session_id, dialect.name, parsed)
+        hints = read_client_metadata(headers, parsed.params)
+        key = retry_key(session.session_id, dialect.name, parsed)
         tape = self._replays.find(key, parsed, hints)
         if tape is not None and await tape.follow(receive, send):
             self.metrics.joined.inc()
             return
         tape = self._replays.open(key, parsed, hints)
-        turn = Turn(self._services)
+        turn = RequestHandler(self._services)
         try:
             await turn.run(dialect, session, parsed, hints, route, started, receive, send, tape, recently)
         finally:
@@ -107,38 +109,40 @@ class TurnPipeline:
         self._replays.end_session(session_id)
 
     async def count(
-        self, counter: TokenCount, path_key: str | None, scope: wire.Scope, receive: wire.Receive, send: wire.Send
+        self, counter: TokenCount, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
     ) -> None:
         """Answer how many tokens a prompt has."""
         try:
             await self._session(_headers(scope), scope, path_key)
-            raw = await wire.read_body(receive, self.settings.max_body_mb << 20)
+            raw = await asgi.read_body(receive, self.settings.max_body_mb << 20)
             value = await _offloaded(len(raw), _load, raw)
             tokens = await self.engine.count_tokens(await _offloaded(len(raw), counter.parse, value))
-        except wire.Disconnected:
+        except asgi.ClientDisconnected:
             return
         except EngineError as error:
-            await refuse(send, RequestError(str(error), status=error.status, code="engine_error"), counter)
+            await send_error(send, RequestError(str(error), status=error.status, code="engine_error"), counter)
         except RequestError as error:
             self.metrics.refused.labels(error.status).inc()
-            await refuse(send, error, counter)
+            await send_error(send, error, counter)
         else:
-            await wire.respond(send, 200, counter.respond(tokens))
+            await asgi.respond(send, 200, counter.respond(tokens))
 
-    async def _session(self, headers: Mapping[str, str], scope: wire.Scope, path_key: str | None) -> Session:
+    async def _session(self, headers: Mapping[str, str], scope: asgi.Scope, path_key: str | None) -> SessionState:
         query = scope["query_string"]
         query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
-        inside = wire.INSIDE in scope.get("state", {})
-        return await self.sessions.find(key_of(headers, query_key), path_key, inside=inside)
+        inside = asgi.INSIDE_SANDBOX in scope.get("state", {})
+        return await self.sessions.find(api_key_of(headers, query_key), path_key, inside=inside)
 
-    async def _parse(self, dialect: Dialect, raw: bytes, session: Session, recently: Recently | None) -> ParsedRequest:
+    async def _parse(
+        self, dialect: Dialect, raw: bytes, session: SessionState, recently: CachedRequest | None
+    ) -> ParsedRequest:
         before = None if recently is None else recently.parsed
 
         def parse(body: Json) -> ParsedRequest:
             return dialect.parse_after(body, before)
 
         body = await _offloaded(len(raw), _load, raw)
-        call_id = dialect.refers_to(body)
+        call_id = dialect.previous_call_id(body)
         if call_id is None:
             return await _offloaded(len(raw), parse, body)
         earlier = await self._earlier(dialect, call_id, session)
@@ -149,7 +153,7 @@ class TurnPipeline:
         # A few bytes may go on with a conversation of megabytes.
         return await _offloaded(len(raw) + sum(map(len, earlier.messages)), resume, body)
 
-    async def _earlier(self, dialect: Dialect, call_id: str, session: Session) -> Earlier:
+    async def _earlier(self, dialect: Dialect, call_id: str, session: SessionState) -> PreviousCall:
         """The call that a body continues. RequestError where there is no such answer, of this session and dialect and
         told to its end."""
         call = await self.store.call(call_id)
@@ -165,10 +169,10 @@ class TurnPipeline:
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        return Earlier(call.messages, call.choices[0].message)
+        return PreviousCall(call.messages, call.choices[0].message)
 
 
-def _headers(scope: wire.Scope) -> dict[str, str]:
+def _headers(scope: asgi.Scope) -> dict[str, str]:
     """By name in lower case, as ASGI has them; read many times for each call."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 

@@ -10,22 +10,22 @@ import numpy as np
 
 from polar_proxy.dialects import Answer, ParsedRequest, assistant_message
 from polar_proxy.engines.base import is_constrained
-from polar_proxy.gateway.continuing import Plan
-from polar_proxy.history import Place
+from polar_proxy.sessions import Lineage
+from polar_proxy.sessions.prompts import PromptPlan
 from polar_proxy.types import CallRecord, CallStatus, Choice, EngineInfo, EngineRequest, Json, Sampling, TokenIds
 
 _SAMPLING = tuple(item.name for item in fields(Sampling))
 
 
 @dataclass(slots=True)
-class Part:
+class PendingCall:
     """One engine request of an HTTP request, and what came of it."""
 
     call_id: str
     request: EngineRequest
-    place: Place
+    place: Lineage
     messages: tuple[bytes, ...]
-    plan: Plan = field(default_factory=Plan)
+    plan: PromptPlan = field(default_factory=PromptPlan)
     version: str | None = None
     """Of the policy, when it was asked."""
     answer: Answer = field(default_factory=Answer)
@@ -33,7 +33,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestContext:
     """What all calls of one HTTP request have in common."""
 
     session_id: str
@@ -44,7 +44,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class CallOutcome:
     """How an HTTP request ended."""
 
     status: CallStatus
@@ -54,7 +54,12 @@ class Ending:
 
 
 def make_record(
-    asked: Asked, part: Part, ending: Ending, info: EngineInfo, weight_version: str | None, marks: Json
+    asked: RequestContext,
+    part: PendingCall,
+    ending: CallOutcome,
+    info: EngineInfo,
+    weight_version: str | None,
+    marks: Json,
 ) -> CallRecord:
     """The call for the store. An answer without ids and log-probabilities for all it says is `no_tokens`."""
     answer = part.answer
@@ -121,15 +126,15 @@ def version_of(answer: Answer, before: str | None, after: str | None) -> str | N
     return after if before == after else f"{before}..{after}"
 
 
-def sampling_sent(request: EngineRequest, plan: Plan = Plan()) -> Json:
+def sampling_sent(request: EngineRequest, plan: PromptPlan = PromptPlan()) -> Json:
     """What was said to the engine, without what was left to it; `constrained` where a form of answer was asked for,
-    `older_reasoning` where it decided about the prompt."""
+    `past_reasoning` where it decided about the prompt."""
     said = {name: value for name in _SAMPLING if (value := getattr(request.sampling, name)) not in (None, ())}
     constrained = is_constrained(request)
     if constrained is not None:
         said["constrained"] = constrained
-    if plan.older_reasoning is not None:
-        said["older_reasoning"] = plan.older_reasoning
+    if plan.past_reasoning is not None:
+        said["past_reasoning"] = plan.past_reasoning
     return said
 
 

@@ -8,18 +8,18 @@ from polar_proxy.dialects import (
     AnthropicTokenCount,
     Dialect,
     OpenAIChat,
+    OpenAICompletions,
     OpenAIResponses,
-    OpenAIText,
     ResponsesTokenCount,
     TokenCount,
 )
-from polar_proxy.dialects.google import GoogleGenerate, google_route
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_route
 
 _FIXED: dict[str, Dialect | TokenCount] = {
     "/messages": AnthropicMessages(),
     "/messages/count_tokens": AnthropicTokenCount(),
     "/chat/completions": OpenAIChat(),
-    "/completions": OpenAIText(),
+    "/completions": OpenAICompletions(),
     "/responses": OpenAIResponses(),
     "/responses/input_tokens": ResponsesTokenCount(),
 }
@@ -38,5 +38,5 @@ def error_shape(path: str) -> Dialect | TokenCount:
     if path.removeprefix("/v1").startswith(("/messages", "/api/")):
         return _FIXED["/messages"]
     if path.startswith(("/v1beta", "/v1alpha")) or ("/models/" in path and ":" in path):
-        return GoogleGenerate("")
+        return GoogleGenerateContent("")
     return _FIXED["/chat/completions"]

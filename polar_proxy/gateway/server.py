@@ -18,13 +18,13 @@ from fastapi import APIRouter
 from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
-from polar_proxy.gateway import wire
+from polar_proxy.gateway import asgi
 from polar_proxy.gateway.app import create_app
-from polar_proxy.gateway.in_flight import InFlight
-from polar_proxy.gateway.metrics import Metrics
+from polar_proxy.gateway.handler import CallObserver
+from polar_proxy.gateway.in_flight import InFlightCalls
+from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.pipeline import TurnPipeline
-from polar_proxy.gateway.sessions import Sessions
-from polar_proxy.gateway.turn import Observer
+from polar_proxy.sessions.registry import SessionRegistry
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """uvicorn without its own signal handling: who stops is decided by whoever owns the gateway."""
 
     @contextlib.contextmanager
@@ -56,15 +56,15 @@ class Gateway:
 
     def __init__(self, engine: Engine, store: Any, settings: GatewaySettings, *, grace: float = 5.0) -> None:
         self.settings = settings
-        self.metrics = Metrics()
-        self.sessions = Sessions(
+        self.metrics = GatewayMetrics()
+        self.sessions = SessionRegistry(
             store,
             open_to_all=is_loopback(settings.host) and not settings.closed,
             normalisers_off=settings.normalisers_off,
             window=settings.retry_window_seconds,
             shared=settings.shared,
         )
-        self._in_flight = InFlight(store) if settings.shared else None
+        self._in_flight = InFlightCalls(store) if settings.shared else None
         self._pipeline = TurnPipeline(engine, store, self.sessions, settings, self.metrics, self._in_flight)
         self.app = create_app(engine, self._pipeline, self.metrics)
         self._grace = grace
@@ -74,7 +74,7 @@ class Gateway:
         """Serve these routes too, from now on; not on the sockets inside sandboxes."""
         self.app.include(router)
 
-    def observe(self, observer: Observer) -> None:
+    def observe(self, observer: CallObserver) -> None:
         """Call `observer` with every call once it is committed."""
         self._pipeline.observers.append(observer)
 
@@ -109,7 +109,7 @@ class Gateway:
             server_header=False,
             proxy_headers=False,
         )
-        self._server = _Server(self._config)
+        self._server = _UvicornServer(self._config)
         self._task = asyncio.create_task(self._server.serve([self._socket]))
         while not self._server.started:
             if self._task.done():
@@ -166,7 +166,7 @@ class Gateway:
         state, config = self._server.server_state, self._config
 
         def protocol() -> asyncio.Protocol:
-            return protocol_class(config=config, server_state=state, app_state={wire.INSIDE: True})
+            return protocol_class(config=config, server_state=state, app_state={asgi.INSIDE_SANDBOX: True})
 
         loop = asyncio.get_running_loop()
         self._extra[listener] = await loop.create_server(protocol, sock=listener, backlog=config.backlog)

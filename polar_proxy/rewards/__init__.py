@@ -1,16 +1,16 @@
 """Evaluators: how a rollout is scored."""
 
-from polar_proxy.rewards.base import Attempt, EvaluatorError, Fresh, Score, Workspace
-from polar_proxy.rewards.evaluate import budget, combined, evaluate, source_of
+from polar_proxy.rewards.base import EvaluationInput, EvaluatorError, SandboxFactory, Score, Workspace
+from polar_proxy.rewards.evaluate import combine_scores, evaluate, reward_source, scoring_seconds
 
 __all__ = [
-    "Attempt",
+    "EvaluationInput",
     "EvaluatorError",
-    "Fresh",
+    "SandboxFactory",
     "Score",
     "Workspace",
-    "budget",
-    "combined",
+    "combine_scores",
     "evaluate",
-    "source_of",
+    "reward_source",
+    "scoring_seconds",
 ]

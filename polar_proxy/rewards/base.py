@@ -60,12 +60,12 @@ class Workspace(Protocol):
     ) -> CommandResult: ...
 
 
-Fresh = Callable[[], AbstractAsyncContextManager[Workspace]]
+SandboxFactory = Callable[[], AbstractAsyncContextManager[Workspace]]
 """Opens a new sandbox in which the task's own state has been laid out, as the agent found it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class EvaluationInput:
     """What is judged."""
 
     task: Task
@@ -102,6 +102,6 @@ async def apply_patch(patch: bytes, workspace: Workspace) -> str | None:
     return result.stderr.decode(errors="replace").strip()[-2000:] or "git apply was too slow"
 
 
-def not_applied(why: str) -> Score:
+def patch_does_not_apply(why: str) -> Score:
     """The score of a patch that does not apply: bad work, so 0."""
     return Score(0.0, {"patch_applied": False, "solved": False}, why.encode())

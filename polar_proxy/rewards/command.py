@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 
-from polar_proxy.rewards.base import Attempt, Fresh, Score, apply_patch, not_applied
-from polar_proxy.tasks.evaluation import Command
+from polar_proxy.rewards.base import EvaluationInput, SandboxFactory, Score, apply_patch, patch_does_not_apply
+from polar_proxy.tasks.evaluation import CommandEvaluator
 from polar_proxy.types import Json
 
 
-async def command(evaluation: Command, attempt: Attempt, fresh: Fresh) -> Score:
-    """By its exit status, or by the last line that it prints: see `Command.reward`."""
+async def command(evaluation: CommandEvaluator, attempt: EvaluationInput, fresh: SandboxFactory) -> Score:
+    """By its exit status, or by the last line that it prints: see `CommandEvaluator.reward`."""
     async with fresh() as workspace:
         if (why := await apply_patch(attempt.patch, workspace)) is not None:
-            return not_applied(why)
+            return patch_does_not_apply(why)
         await workspace.write_tree({name: text.encode() for name, text in evaluation.files.items()})
         result = await workspace.exec(evaluation.argv, timeout=attempt.task.timeout_seconds)
     log = result.stdout + result.stderr

@@ -6,28 +6,35 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from polar_proxy.rewards.base import Attempt, Fresh, Score
+from polar_proxy.rewards.base import EvaluationInput, SandboxFactory, Score
 from polar_proxy.rewards.command import command
 from polar_proxy.rewards.harbor import harbor
-from polar_proxy.rewards.integrity import signs
+from polar_proxy.rewards.hidden_tests import hidden_tests
 from polar_proxy.rewards.python import python
+from polar_proxy.rewards.reward_hacking import reward_hacking_signs
 from polar_proxy.rewards.swebench import swebench
-from polar_proxy.rewards.tests import hidden_tests
 from polar_proxy.tasks import Task
-from polar_proxy.tasks.evaluation import Command, Evaluation, Harbor, HiddenTests, PythonFunction, Swebench
+from polar_proxy.tasks.evaluation import (
+    CommandEvaluator,
+    Evaluator,
+    HarborEvaluator,
+    HiddenTestsEvaluator,
+    PythonEvaluator,
+    SwebenchEvaluator,
+)
 
 
-async def evaluate(attempt: Attempt, fresh: Fresh) -> Score:
+async def evaluate(attempt: EvaluationInput, fresh: SandboxFactory) -> Score:
     """Judge an attempt by all evaluators of its task, each in a sandbox of its own; `detail` names the signs of a patch
     that aims at the reward (`integrity`)."""
     evaluators = attempt.task.evaluators
     scores = [await _one(evaluation, attempt, fresh) for evaluation in evaluators]
-    score = scores[0] if len(scores) == 1 else combined(evaluators, scores)
-    seen = signs(attempt.patch, attempt.task)
+    score = scores[0] if len(scores) == 1 else combine_scores(evaluators, scores)
+    seen = reward_hacking_signs(attempt.patch, attempt.task)
     return replace(score, detail={**score.detail, "signs": seen}) if seen else score
 
 
-def combined(evaluators: Sequence[Evaluation], scores: Sequence[Score]) -> Score:
+def combine_scores(evaluators: Sequence[Evaluator], scores: Sequence[Score]) -> Score:
     """reward = sum(weight_i * reward_i) / sum(weight_i); no reward where any part has none.
 
     Rewards of a call that several evaluators gave are put together in the same way, over those that did.
@@ -46,14 +53,14 @@ def combined(evaluators: Sequence[Evaluation], scores: Sequence[Score]) -> Score
     return Score(_mean([(e.weight, score.reward) for e, score in pairs]), {"parts": parts}, log, by_call)
 
 
-def source_of(task: Task) -> str:
+def reward_source(task: Task) -> str:
     """How the reward's origin is written in the store: the evaluators' kinds."""
     return "+".join(evaluation.kind for evaluation in task.evaluators)
 
 
-def budget(task: Task) -> float:
+def scoring_seconds(task: Task) -> float:
     """Seconds that all evaluators together may need for their own commands."""
-    runs = sum(2 if isinstance(e, HiddenTests) and e.before else 1 for e in task.evaluators)
+    runs = sum(2 if isinstance(e, HiddenTestsEvaluator) and e.before else 1 for e in task.evaluators)
     return runs * task.timeout_seconds
 
 
@@ -66,17 +73,17 @@ def _mean(weighted: Sequence[tuple[float, float | None]]) -> float | None:
     return total / sum(weight for weight, _ in weighted)
 
 
-async def _one(evaluation: Evaluation, attempt: Attempt, fresh: Fresh) -> Score:
+async def _one(evaluation: Evaluator, attempt: EvaluationInput, fresh: SandboxFactory) -> Score:
     match evaluation:
-        case HiddenTests():
+        case HiddenTestsEvaluator():
             return await hidden_tests(evaluation, attempt, fresh)
-        case Swebench():
+        case SwebenchEvaluator():
             return await swebench(evaluation, attempt, fresh)
-        case Harbor():
+        case HarborEvaluator():
             return await harbor(evaluation, attempt, fresh)
-        case Command():
+        case CommandEvaluator():
             return await command(evaluation, attempt, fresh)
-        case PythonFunction():
+        case PythonEvaluator():
             return await python(evaluation, attempt, fresh)
         case _:
             assert_never(evaluation)

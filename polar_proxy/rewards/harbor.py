@@ -12,8 +12,16 @@ import math
 import posixpath
 from pathlib import Path
 
-from polar_proxy.rewards.base import Attempt, EvaluatorError, Fresh, Score, Workspace, apply_patch, not_applied
-from polar_proxy.tasks.evaluation import Harbor
+from polar_proxy.rewards.base import (
+    EvaluationInput,
+    EvaluatorError,
+    SandboxFactory,
+    Score,
+    Workspace,
+    apply_patch,
+    patch_does_not_apply,
+)
+from polar_proxy.tasks.evaluation import HarborEvaluator
 from polar_proxy.tasks.harbor import LOGS, TESTS, folder_digest, folder_files
 from polar_proxy.types import Json
 
@@ -21,7 +29,7 @@ VERIFIER = f"{LOGS}/verifier"
 _LIMIT = 1 << 20
 
 
-async def harbor(evaluation: Harbor, attempt: Attempt, fresh: Fresh) -> Score:
+async def harbor(evaluation: HarborEvaluator, attempt: EvaluationInput, fresh: SandboxFactory) -> Score:
     """Run test.sh on the patched workspace. No reward where it writes none, or runs out of its time."""
     folder = Path(evaluation.tests)
     if folder_digest(folder) != evaluation.digest:
@@ -29,7 +37,7 @@ async def harbor(evaluation: Harbor, attempt: Attempt, fresh: Fresh) -> Score:
     files = folder_files(folder)
     async with fresh() as workspace:
         if (why := await apply_patch(attempt.patch, workspace)) is not None:
-            return not_applied(why)
+            return patch_does_not_apply(why)
         await workspace.write_tree({name: data for name, (data, _) in files.items()}, root=TESTS)
         programs = [f"{TESTS}/{name}" for name, (_, program) in files.items() if program]
         await workspace.exec(("chmod", "+x", f"{TESTS}/test.sh", *programs), timeout=60)

@@ -14,18 +14,25 @@ from collections.abc import Callable
 from typing import Any
 
 from polar_proxy.errors import PolarError
-from polar_proxy.rewards.base import Attempt, EvaluatorError, Fresh, Score, apply_patch, not_applied
-from polar_proxy.tasks.evaluation import PythonFunction
+from polar_proxy.rewards.base import (
+    EvaluationInput,
+    EvaluatorError,
+    SandboxFactory,
+    Score,
+    apply_patch,
+    patch_does_not_apply,
+)
+from polar_proxy.tasks.evaluation import PythonEvaluator
 from polar_proxy.tasks.functions import load_function
 
 
-async def python(evaluation: PythonFunction, attempt: Attempt, fresh: Fresh) -> Score:
+async def python(evaluation: PythonEvaluator, attempt: EvaluationInput, fresh: SandboxFactory) -> Score:
     """Call the function and check what it says. Raises `EvaluatorError` where it fails or says nothing usable."""
     function = load_function(evaluation.function)
     if inspect.iscoroutinefunction(function):
         async with fresh() as workspace:
             if (why := await apply_patch(attempt.patch, workspace)) is not None:
-                return not_applied(why)
+                return patch_does_not_apply(why)
             said = await _called(evaluation, function, attempt, workspace)
     else:
         said = await _called(evaluation, function, attempt)
@@ -41,7 +48,7 @@ async def python(evaluation: PythonFunction, attempt: Attempt, fresh: Fresh) -> 
     return Score(reward, detail, score.log, score.calls)
 
 
-async def _called(evaluation: PythonFunction, function: Callable[..., Any], *arguments: object) -> Any:
+async def _called(evaluation: PythonEvaluator, function: Callable[..., Any], *arguments: object) -> Any:
     try:
         if inspect.iscoroutinefunction(function):
             async with asyncio.timeout(_seconds(arguments[0])):
@@ -54,5 +61,5 @@ async def _called(evaluation: PythonFunction, function: Callable[..., Any], *arg
 
 
 def _seconds(attempt: object) -> float:
-    assert isinstance(attempt, Attempt)
+    assert isinstance(attempt, EvaluationInput)
     return attempt.task.timeout_seconds

@@ -16,9 +16,16 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from polar_proxy.rewards.base import Attempt, Fresh, Score, Workspace, apply_patch, not_applied
+from polar_proxy.rewards.base import (
+    EvaluationInput,
+    SandboxFactory,
+    Score,
+    Workspace,
+    apply_patch,
+    patch_does_not_apply,
+)
 from polar_proxy.tasks import Task, Verdict
-from polar_proxy.tasks.evaluation import Swebench
+from polar_proxy.tasks.evaluation import SwebenchEvaluator
 from polar_proxy.tasks.log_parsers import get_parser
 from polar_proxy.tasks.swebench import patched_files
 from polar_proxy.types import Json
@@ -37,12 +44,12 @@ _GOOD = ("passed", "xfailed")
 _BAD = ("failed", "error")
 
 
-async def swebench(evaluation: Swebench, attempt: Attempt, fresh: Fresh) -> Score:
+async def swebench(evaluation: SwebenchEvaluator, attempt: EvaluationInput, fresh: SandboxFactory) -> Score:
     """Apply the patch, put the benchmark's tests in place, run them, grade the log."""
     task = attempt.task
     async with fresh() as workspace:
         if (why := await apply_patch(attempt.patch, workspace)) is not None:
-            return not_applied(why)
+            return patch_does_not_apply(why)
         if evaluation.eval_script is None and (why := await _put_tests(evaluation, task, workspace)) is not None:
             return await _tests_do_not_apply(evaluation, task, fresh, why)
         exit_code, log, timed_out = await _run(evaluation, task, workspace)
@@ -107,7 +114,7 @@ def _doubt(verdicts: Mapping[str, Verdict], text: str, status: int | None, fail_
     return None
 
 
-def _sliced(log: str, evaluation: Swebench, exit_code: int) -> tuple[str, int | None]:
+def _sliced(log: str, evaluation: SwebenchEvaluator, exit_code: int) -> tuple[str, int | None]:
     """The tests' own output and exit status; the benchmark's script marks both, since it does more than run tests."""
     if evaluation.eval_script is None:
         return log, exit_code
@@ -116,7 +123,7 @@ def _sliced(log: str, evaluation: Swebench, exit_code: int) -> tuple[str, int | 
     return text, int(found[1]) if found else None
 
 
-async def _put_tests(evaluation: Swebench, task: Task, workspace: Workspace) -> str | None:
+async def _put_tests(evaluation: SwebenchEvaluator, task: Task, workspace: Workspace) -> str | None:
     """Put the files of the test patch back to the base commit, then apply it; the reason why that failed, or None."""
     if not evaluation.test_patch.strip():
         return None
@@ -129,7 +136,7 @@ async def _put_tests(evaluation: Swebench, task: Task, workspace: Workspace) -> 
     return await apply_patch(evaluation.test_patch.encode(), workspace)
 
 
-async def _tests_do_not_apply(evaluation: Swebench, task: Task, fresh: Fresh, why: str) -> Score:
+async def _tests_do_not_apply(evaluation: SwebenchEvaluator, task: Task, fresh: SandboxFactory, why: str) -> Score:
     """Bad work if the tests do apply without it, else a task at fault."""
     async with fresh() as workspace:
         at_fault = await _put_tests(evaluation, task, workspace)
@@ -139,7 +146,7 @@ async def _tests_do_not_apply(evaluation: Swebench, task: Task, fresh: Fresh, wh
     return Score(0.0, {"patch_applied": True, "tests_applied": False, "solved": False}, why.encode())
 
 
-async def _run(evaluation: Swebench, task: Task, workspace: Workspace) -> tuple[int, bytes, bool]:
+async def _run(evaluation: SwebenchEvaluator, task: Task, workspace: Workspace) -> tuple[int, bytes, bool]:
     """Exit status, output in its order (both streams in one), whether the time ran out."""
     script = evaluation.eval_script or evaluation.command
     place = f"{workspace.home}/polar-evaluation.sh"

@@ -32,18 +32,18 @@ class OpenCall:
     call_id: str
     session_id: str
     gateway: str
-    began_at: float
-    held_until: float
+    started_at: float
+    lease_expires_at: float
 
 
 @dataclass(slots=True)
-class _Batch:
+class _AnnouncementBatch:
     calls: Sequence[OpenCall]
     open: set[str] = field(default_factory=set)
     """The sessions among theirs that are not closed."""
 
 
-class Announcer:
+class CallAnnouncer:
     """Writes what is announced at the same time in one transaction."""
 
     def __init__(self, database: Database) -> None:
@@ -68,7 +68,7 @@ class Announcer:
         while self._waiting:
             waiting = self._waiting[:_LARGEST_BATCH]
             del self._waiting[:_LARGEST_BATCH]
-            batch = _Batch([call for call, _ in waiting])
+            batch = _AnnouncementBatch([call for call, _ in waiting])
             error: StoreError | None = None
             try:
                 await self._database.write_packed(lambda batch=batch: batch, _announce)  # type: ignore[misc]
@@ -83,7 +83,7 @@ class Announcer:
                     future.set_exception(error)
 
 
-def _announce(connection: Connection, batch: _Batch) -> None:
+def _announce(connection: Connection, batch: _AnnouncementBatch) -> None:
     ids = sorted({call.session_id for call in batch.calls})
     # Locked in one order, as by those that commit: who closes a session waits for this transaction, or this for him.
     query = select(_s.session_id).where(_s.session_id.in_(ids), _s.closed_at.is_(None)).order_by(_s.session_id)
@@ -93,8 +93,8 @@ def _announce(connection: Connection, batch: _Batch) -> None:
             "call_id": call.call_id,
             "session_id": call.session_id,
             "gateway": call.gateway,
-            "began_at": call.began_at,
-            "held_until": call.held_until,
+            "started_at": call.started_at,
+            "lease_expires_at": call.lease_expires_at,
         }
         for call in batch.calls
         if call.session_id in batch.open
@@ -103,7 +103,7 @@ def _announce(connection: Connection, batch: _Batch) -> None:
         connection.execute(_insert, rows)
 
 
-def committed(connection: Connection, call_ids: Sequence[str], insert_exclusions: Insert) -> None:
+def settle_open_calls(connection: Connection, call_ids: Sequence[str], insert_exclusions: Insert) -> None:
     """In the transaction that commits these calls: their rows go. Those whose row is gone already are excluded where
     their rollout has ended. `insert_exclusions` leaves rows that exist as they are."""
     returned = delete(schema.open_calls).where(_o.call_id.in_(call_ids)).returning(_o.call_id)

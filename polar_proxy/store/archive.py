@@ -28,13 +28,13 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.base import Part
+from polar_proxy.store.artifacts import artifact_path, write_artifact
+from polar_proxy.store.base import Repository
 from polar_proxy.store.database import Database
-from polar_proxy.store.evidence import artifact_place, keep_artifact
-from polar_proxy.store.load import chains_of
+from polar_proxy.store.filters import parse_where
+from polar_proxy.store.loader import chains_of
 from polar_proxy.store.migrate import upgrade
 from polar_proxy.store.urls import normalise_url
-from polar_proxy.store.where import parse_where
 
 _DATABASE = "polar.db"
 _ARTIFACT = re.compile(r"artifacts/([0-9a-f]{2})/(\1[0-9a-f]{62})")
@@ -45,7 +45,7 @@ _LEFT_OUT = frozenset({"jobs", "leases", "callbacks", "job_events", "api_keys", 
 _BLANKED: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},
-    "rollouts": {"job_id": None, "held_by": None, "held_until": None},
+    "rollouts": {"job_id": None, "claimed_by": None, "lease_expires_at": None},
 }
 """Columns that are not carried over, and not compared."""
 _NOT_COMPARED: dict[str, frozenset[str]] = {"nodes": frozenset({"data"})}
@@ -53,7 +53,7 @@ _NOT_COMPARED: dict[str, frozenset[str]] = {"nodes": frozenset({"data"})}
 
 
 @dataclass(slots=True)
-class Moved:
+class ArchiveCounts:
     """Rows by table, artifacts among them as files; `known`: those that were there already (import)."""
 
     rows: dict[str, int] = field(default_factory=dict)
@@ -65,15 +65,15 @@ class Moved:
             self.rows[table] = self.rows.get(table, 0) + count
 
 
-class Archive(Part):
+class ArchiveRepository(Repository):
     async def export_archive(
         self, file: Path, *, where: str | None = None, sessions: Sequence[str] = (), overwrite: bool = False
-    ) -> Moved:
+    ) -> ArchiveCounts:
         """Write the rollouts that fulfil `where` and these sessions, with all that belongs to them; neither given:
         everything. Of one moment, also while others write."""
         if file.exists() and not overwrite:
             raise UsageError(f"{file} exists already: name another file")
-        moved = Moved()
+        moved = ArchiveCounts()
         with tempfile.TemporaryDirectory(prefix="polar-export-") as folder:
             made = Path(folder) / _DATABASE
             async with _opened(made) as target, self._database.reading() as source:
@@ -87,10 +87,10 @@ class Archive(Part):
             moved.files = await asyncio.to_thread(self._write_zip, file, made, sorted(files))
         return moved
 
-    async def import_archive(self, file: Path) -> Moved:
+    async def import_archive(self, file: Path) -> ArchiveCounts:
         """Take in all of an archive, in one transaction. Raises StoreError, with nothing imported, for one that is no
         archive, of a newer schema, damaged, or with a row that is here already and differs."""
-        moved = Moved()
+        moved = ArchiveCounts()
         with tempfile.TemporaryDirectory(prefix="polar-import-") as folder:
             contents = await asyncio.to_thread(_unpack, file, Path(folder))
             async with _opened(Path(folder) / _DATABASE) as source, source.reading() as rows:
@@ -98,7 +98,7 @@ class Archive(Part):
                 if missing := wanted - contents.keys():
                     raise StoreError(f"{file} is damaged: it lacks the artifact {min(missing)}")
                 for sha256 in sorted(wanted):
-                    moved.files += await asyncio.to_thread(keep_artifact, self._artifacts, contents[sha256]) == sha256
+                    moved.files += await asyncio.to_thread(write_artifact, self._artifacts, contents[sha256]) == sha256
                 async with self._database.writing() as target:
                     for table in schema.metadata.sorted_tables:
                         if table.name not in _LEFT_OUT:
@@ -112,7 +112,7 @@ class Archive(Part):
             with os.fdopen(handle, "wb") as out, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
                 archive.write(database, _DATABASE)
                 for sha256 in files:
-                    place = artifact_place(self._artifacts, sha256)
+                    place = artifact_path(self._artifacts, sha256)
                     if not place.exists():
                         raise StoreError(f"The artifact {place} is missing: `polar db verify` tells what else is")
                     archive.write(place, f"artifacts/{sha256[:2]}/{sha256}")
@@ -234,7 +234,7 @@ async def _copy(source: AsyncConnection, target: Database, table: Table, query: 
     return count
 
 
-async def _take_in(rows: AsyncConnection, target: AsyncConnection, table: Table, moved: Moved) -> None:
+async def _take_in(rows: AsyncConnection, target: AsyncConnection, table: Table, moved: ArchiveCounts) -> None:
     if table.name == "events":
         await _take_in_events(rows, target, moved)
         return
@@ -280,7 +280,7 @@ def _parents_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return ordered
 
 
-async def _take_in_events(rows: AsyncConnection, target: AsyncConnection, moved: Moved) -> None:
+async def _take_in_events(rows: AsyncConnection, target: AsyncConnection, moved: ArchiveCounts) -> None:
     """Their numbers are each database's own; of a rollout, those that are not there yet."""
     e = schema.events.c
     for rollout_id in list(await rows.scalars(select(e.rollout_id).distinct().order_by(e.rollout_id))):

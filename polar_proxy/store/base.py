@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from polar_proxy.store.announce import Announcer
-from polar_proxy.store.commit import GroupCommit
+from polar_proxy.store.announce import CallAnnouncer
 from polar_proxy.store.database import Database
+from polar_proxy.store.group_commit import GroupCommit
 
 
-class Part:
+class Repository:
     """One family of the store's methods; `store.Store` is all of them together."""
 
     _database: Database
     _commits: GroupCommit
-    _announcer: Announcer
+    _announcer: CallAnnouncer
     _artifacts: Path

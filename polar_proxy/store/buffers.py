@@ -19,7 +19,7 @@ from polar_proxy.types import TokenIds
 _LEAST = 1024
 
 
-class _Buffer:
+class _TokenBuffer:
     """`size` tokens as bytes, which pieces come and are referred to as; an array is made of them when one is wanted."""
 
     __slots__ = ("_array", "_bytes", "_written", "size", "width")
@@ -65,15 +65,15 @@ class _Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenPrefix:
     """The first `size` tokens of a buffer."""
 
-    _buffer: _Buffer
+    _buffer: _TokenBuffer
     size: int
 
     @staticmethod
-    def none() -> Tokens:
-        return Tokens(_Buffer(), 0)
+    def none() -> TokenPrefix:
+        return TokenPrefix(_TokenBuffer(), 0)
 
     @property
     def ids(self) -> TokenIds:
@@ -86,7 +86,7 @@ class Tokens:
         """As `codec.IdsBefore` says."""
         return self._buffer.part(max(0, self.size - CONTEXT // width), self.size, width)
 
-    def and_then(self, piece: bytes | bytearray, width: int) -> Tokens:
+    def and_then(self, piece: bytes | bytearray, width: int) -> TokenPrefix:
         """These tokens and, behind them, those of `piece`, of `width` bytes each (`codec.unpack_ids_bytes`)."""
         buffer = self._buffer
         if width > buffer.width:
@@ -99,30 +99,30 @@ class Tokens:
             if buffer.part(self.size, there, width) == piece[:known]:
                 piece = piece[known:]
             else:
-                buffer = _Buffer(buffer.part(0, self.size, width), width)
+                buffer = _TokenBuffer(buffer.part(0, self.size, width), width)
         if end > buffer.size:
             buffer.add(piece)
-        return Tokens(buffer, end)
+        return TokenPrefix(buffer, end)
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextPrefix:
     """A conversation as the codec sees it: its messages in a row, of which the end matters."""
 
     _buffer: bytearray
     _size: int
 
     @staticmethod
-    def none() -> Text:
-        return Text(bytearray(), 0)
+    def none() -> TextPrefix:
+        return TextPrefix(bytearray(), 0)
 
     @property
     def end(self) -> bytearray:
         """Its last `CONTEXT` bytes, as `codec.bytes_before` gives them."""
         return self._buffer[max(0, self._size - CONTEXT) : self._size]
 
-    def and_then(self, content: bytes) -> Text:
+    def and_then(self, content: bytes) -> TextPrefix:
         """This conversation and a message behind it."""
         buffer = self._buffer if len(self._buffer) == self._size else self.end
         buffer += content
-        return Text(buffer, len(buffer))
+        return TextPrefix(buffer, len(buffer))

@@ -16,8 +16,8 @@ from typing import Literal
 from sqlalchemy import insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from polar_proxy.store import jsontext, schema
-from polar_proxy.store.base import Part
+from polar_proxy.store import json_codec, schema
+from polar_proxy.store.base import Repository
 from polar_proxy.store.secrets import without_secrets
 from polar_proxy.types import new_id
 
@@ -29,7 +29,7 @@ _j = schema.jobs.c
 
 @dataclass(frozen=True, slots=True)
 class CallbackRow:
-    """`attempts`: those that have been begun. `next_at` None: it was delivered, or given up."""
+    """`attempts`: those that have been begun. `next_attempt_at` None: it was delivered, or given up."""
 
     callback_id: str
     job_id: str
@@ -38,28 +38,33 @@ class CallbackRow:
     body: str | None
     attempts: int
     created_at: float
-    next_at: float | None
+    next_attempt_at: float | None
     delivered_at: float | None
     error: str | None
     url: str
 
 
-class Callbacks(Part):
+class CallbackRepository(Repository):
     async def claim_callbacks(self, limit: int, seconds: float) -> list[CallbackRow]:
         """Those that are due, to be sent by the caller alone within `seconds`; each has begun one more attempt."""
         now = time.time()
         async with self._database.reading() as connection:  # which hinders nobody, and mostly there is none
-            first = select(_b.callback_id).where(_b.next_at <= now).limit(1)
+            first = select(_b.callback_id).where(_b.next_attempt_at <= now).limit(1)
             if (await connection.execute(first)).scalar_one_or_none() is None:
                 return []
         async with self._database.writing() as connection:
-            due = select(_b.callback_id).where(_b.next_at <= now).order_by(_b.next_at, _b.callback_id).limit(limit)
+            due = (
+                select(_b.callback_id)
+                .where(_b.next_attempt_at <= now)
+                .order_by(_b.next_attempt_at, _b.callback_id)
+                .limit(limit)
+            )
             ids = list((await connection.execute(due.with_for_update(skip_locked=True))).scalars())
             if not ids:
                 return []
             mine = _b.callback_id.in_(ids)
             await connection.execute(
-                update(schema.callbacks).where(mine).values(attempts=_b.attempts + 1, next_at=now + seconds)
+                update(schema.callbacks).where(mine).values(attempts=_b.attempts + 1, next_attempt_at=now + seconds)
             )
             return [CallbackRow(*row) for row in await connection.execute(_callbacks.where(mine))]
 
@@ -72,19 +77,19 @@ class Callbacks(Part):
             return str((await connection.execute(select(_b.body).where(mine))).scalar_one())
 
     async def callback_delivered(self, callback_id: str) -> None:
-        values = {"next_at": None, "delivered_at": time.time(), "error": None}
+        values = {"next_attempt_at": None, "delivered_at": time.time(), "error": None}
         async with self._database.writing() as connection:
             await connection.execute(update(schema.callbacks).where(_b.callback_id == callback_id).values(**values))
 
     async def callback_failed(self, callback_id: str, error: str, again_after: float | None) -> None:
         """Not taken: to be sent again after so many seconds, or (None) never again."""
-        next_at = None if again_after is None else time.time() + again_after
-        told = jsontext.clean_text(without_secrets(error))
+        next_attempt_at = None if again_after is None else time.time() + again_after
+        told = json_codec.clean_text(without_secrets(error))
         async with self._database.writing() as connection:
             await connection.execute(
                 update(schema.callbacks)
                 .where(_b.callback_id == callback_id, _b.delivered_at.is_(None))
-                .values(next_at=next_at, error=told)
+                .values(next_attempt_at=next_attempt_at, error=told)
             )
 
     async def callbacks(self, job_id: str) -> list[CallbackRow]:
@@ -96,7 +101,7 @@ class Callbacks(Part):
 
 _callbacks = (
     select(
-        *(_b.callback_id, _b.job_id, _b.group_id, _b.kind, _b.body, _b.attempts, _b.created_at, _b.next_at),
+        *(_b.callback_id, _b.job_id, _b.group_id, _b.kind, _b.body, _b.attempts, _b.created_at, _b.next_attempt_at),
         *(_b.delivered_at, _b.error, _j.callback_url),
     )
     .join(schema.jobs, _j.job_id == _b.job_id)
@@ -118,6 +123,6 @@ async def queue_callback(
                 kind=kind,
                 attempts=0,
                 created_at=now,
-                next_at=now,
+                next_attempt_at=now,
             )
         )

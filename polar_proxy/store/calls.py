@@ -8,11 +8,11 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, func, select
 
-from polar_proxy.store.base import Part
-from polar_proxy.store.load import fetch
+from polar_proxy.store.base import Repository
+from polar_proxy.store.loader import fetch
 from polar_proxy.store.rows import CallSummary, StoredCall
 from polar_proxy.store.schema import calls, completions
-from polar_proxy.types import CallPlace, CallRecord
+from polar_proxy.types import CallRecord, StoredLineage
 
 _MOST_NAMED = 10_000
 """Values in one statement; both databases take three times as many."""
@@ -34,7 +34,7 @@ _summary: tuple[ColumnElement[Any], ...] = (
 )
 
 
-class Calls(Part):
+class CallRepository(Repository):
     async def commit_call(self, record: CallRecord) -> None:
         """Returns after the commit that holds the call. Raises StoreError when it cannot be stored.
 
@@ -63,7 +63,7 @@ class Calls(Part):
         async with self._database.reading() as connection:
             return [CallSummary(*row) for row in await connection.execute(query)]
 
-    async def call_places(self, session_id: str, *, known: Collection[str] = ()) -> list[CallPlace]:
+    async def lineages(self, session_id: str, *, known: Collection[str] = ()) -> list[StoredLineage]:
         """Where the calls of a session stand, in the order in which they started. One statement, no messages.
 
         `known`: ids of calls that need not be given; of very many all are given."""
@@ -72,4 +72,4 @@ class Calls(Part):
         if 0 < len(known) <= _MOST_NAMED:
             query = query.where(_c.call_id.not_in(list(known)))
         async with self._database.reading() as connection:
-            return [CallPlace(*row) for row in await connection.execute(query)]
+            return [StoredLineage(*row) for row in await connection.execute(query)]

@@ -33,7 +33,7 @@ SHORTEST_TURN = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ChainNode:
     """One link. `length` and `total` count tokens in a chain of tokens, bytes in others; `depth` is 0 at the root."""
 
     id: bytes
@@ -56,33 +56,33 @@ def node_id(parent: bytes | None, kind: NodeKind, content: bytes | memoryview) -
     return digest.digest()
 
 
-def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: Node | None = None) -> list[Node]:
+def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | None = None) -> list[ChainNode]:
     """The chain of messages (or the single node of a tools list), root first; `after`: the node that it continues."""
-    nodes: list[Node] = []
+    nodes: list[ChainNode] = []
     parent = None if after is None else after.id
     total = 0 if after is None else after.total
     for depth, content in enumerate(contents, 0 if after is None else after.depth + 1):
         total += len(content)
         this = node_id(parent, kind, content)
-        nodes.append(Node(this, parent, kind, depth, len(content), total, content))
+        nodes.append(ChainNode(this, parent, kind, depth, len(content), total, content))
         parent = this
     return nodes
 
 
-def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: Node | None = None) -> list[Node]:
+def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: ChainNode | None = None) -> list[ChainNode]:
     """The chain of a prompt, root first; empty for an empty prompt. `ids`: int32 [n].
 
     `after`: the node whose chain is `ids[: after.total]`, cut by the same rule; then only what follows it is made.
     """
     little = np.ascontiguousarray(ids, dtype="<i4")
     raw = little.data.cast("B")
-    nodes: list[Node] = []
+    nodes: list[ChainNode] = []
     parent = None if after is None else after.id
     offset = start = 0 if after is None else after.total
     ends = cuts(little[offset:], end_of_turn)
     for depth, end in enumerate((offset + end for end in ends), 0 if after is None else after.depth + 1):
         this = node_id(parent, "tokens", raw[4 * start : 4 * end])
-        nodes.append(Node(this, parent, "tokens", depth, end - start, end, little[start:end]))
+        nodes.append(ChainNode(this, parent, "tokens", depth, end - start, end, little[start:end]))
         parent, start = this, end
     return nodes
 
@@ -115,7 +115,7 @@ def cuts(ids: TokenIds, end_of_turn: Sequence[int]) -> list[int]:
     return ends
 
 
-class Known:
+class StoredKeys:
     """Ids that this process knows to be stored, so that the hot path does not offer them to the database again.
 
     Two generations: when the young one is full it becomes the old one and what was old is forgotten. Forgetting costs

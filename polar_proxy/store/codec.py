@@ -52,7 +52,7 @@ _TOO_LONG_FOR_DEFLATE = 16_384
 _DEFLATE_LEVEL = 5
 
 
-class IdsBefore(Protocol):
+class TokenContext(Protocol):
     """Tokens that stand before a piece, by whoever has their bytes at hand."""
 
     def low_bytes(self, width: int) -> bytes | bytearray:
@@ -60,7 +60,7 @@ class IdsBefore(Protocol):
         ...
 
 
-class Codec:
+class CellCodec:
     """Packs and unpacks cells. One instance serves one thread at a time (it holds zstd contexts)."""
 
     def __init__(self, level: int = 3) -> None:
@@ -90,11 +90,11 @@ class Codec:
         width, body = _head(cell, _BYTES)
         return _inflated(body, before[-CONTEXT:]) if cell[1] & _DEFLATE else self._body(cell, width, body)
 
-    def unpack_ids(self, cell: bytes, before: TokenIds | IdsBefore = NO_IDS) -> TokenIds:
+    def unpack_ids(self, cell: bytes, before: TokenIds | TokenContext = NO_IDS) -> TokenIds:
         body, width = self.unpack_ids_bytes(cell, before)
         return ids_of([body], width)[0]
 
-    def unpack_ids_bytes(self, cell: bytes, before: TokenIds | IdsBefore = NO_IDS) -> tuple[bytes, int]:
+    def unpack_ids_bytes(self, cell: bytes, before: TokenIds | TokenContext = NO_IDS) -> tuple[bytes, int]:
         """The ids as bytes, and how many of them, little-endian, each has: an array (`ids_of`) can be had later."""
         width, body = _head(cell, _IDS)
         if cell[1] & _DEFLATE:
@@ -161,8 +161,8 @@ class Codec:
 
 
 _USUAL_JSON = (
-    b'{"quotes":[["summary","agent_prompt"]],"compaction":true,"thread":"","skeleton":"","form":1,"asked":"0123456789ab'
-    b'cdef","ids":"","answers":[{"end":"","skeleton":"","said":"","ids":["call_","toolu_"],"length":100}]}'
+    b'{"quotes":[["summary","agent_prompt"]],"compaction":true,"thread":"","assistant_chain":"","form":1,"asked":"0123456789ab'
+    b'cdef","ids":"","answers":[{"end":"","assistant_chain":"","said":"","ids":["call_","toolu_"],"length":100}]}'
 )
 """What small JSON values begin with knowing: the keys of marks. Part of the format."""
 

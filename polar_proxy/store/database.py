@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from polar_proxy.errors import StoreError
-from polar_proxy.store import jsontext
+from polar_proxy.store import json_codec
 from polar_proxy.store.urls import display_url, sqlite_path
 
 T = TypeVar("T")
@@ -59,10 +59,10 @@ class Database:
         self._reached = False
         self._worker: ThreadPoolExecutor | None = None
         self._worker_engine: Engine | None = None
-        common: dict[str, Any] = {"json_serializer": jsontext.dumps_text, "json_deserializer": jsontext.loads}
+        common: dict[str, Any] = {"json_serializer": json_codec.dumps_text, "json_deserializer": json_codec.loads}
         try:
             if self.path is not None:
-                own = {"connect_args": {"factory": _Connection}}
+                own = {"connect_args": {"factory": _RollbackOnClose}}
                 self._writer = create_async_engine(url, pool_size=1, max_overflow=0, pool_timeout=120, **own, **common)
                 self._reader = create_async_engine(url, pool_size=4, max_overflow=4, **own, **common)
                 # aiosqlite crosses threads three times for every statement, so the hot path has a connection of its
@@ -72,7 +72,7 @@ class Database:
                     pool_size=1,
                     max_overflow=0,
                     # Closed from another thread, used in one.
-                    connect_args={"check_same_thread": False, "factory": _Connection},
+                    connect_args={"check_same_thread": False, "factory": _RollbackOnClose},
                     **common,
                 )
                 _sqlite_events(self._writer.sync_engine, durability, writes=True)
@@ -228,7 +228,7 @@ def make_file(database: Database) -> None:
             connection.execute("PRAGMA journal_mode=WAL")
 
 
-class _Connection(sqlite3.Connection):
+class _RollbackOnClose(sqlite3.Connection):
     """A connection whose transaction ends when it is closed.
 
     SQLite keeps a closed connection, with its transaction and its locks, for as long as a statement of it is known to

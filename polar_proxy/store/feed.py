@@ -21,9 +21,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.base import Part
+from polar_proxy.store.base import Repository
+from polar_proxy.store.job_events import insert_job_event
 from polar_proxy.store.jobs import cancel_rollouts
-from polar_proxy.store.progress import insert_job_event
 from polar_proxy.types import new_id
 
 _g = schema.groups.c
@@ -31,12 +31,12 @@ _l = schema.leases.c
 _r = schema.rollouts.c
 
 
-class LeaseLostError(StoreError):
+class LeaseExpiredError(StoreError):
     """The lease has run out, or never was."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class GroupLease:
     """A group that a consumer has until `expires_at` (seconds since the epoch)."""
 
     lease_id: str
@@ -50,15 +50,15 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class LeaseBatch:
     """What a consumer was given, and what could not be given any more."""
 
-    leases: tuple[Lease, ...]
+    leases: tuple[GroupLease, ...]
     dropped: tuple[str, ...]
     """Groups that were too stale."""
 
 
-class Feed(Part):
+class FeedRepository(Repository):
     async def lease_groups(
         self,
         consumer: str,
@@ -67,7 +67,7 @@ class Feed(Part):
         *,
         policy_version: str | None = None,
         max_staleness: int | None = None,
-    ) -> Offer:
+    ) -> LeaseBatch:
         """Up to `limit` finished groups, oldest first, for `seconds`.
 
         With `max_staleness`, groups begun under a policy more than so many versions before `policy_version` are
@@ -78,7 +78,7 @@ class Feed(Part):
         current = _number(policy_version)
         if max_staleness is not None and current is None:
             raise UsageError(f"A bound on staleness needs policy versions that are numbers, not {policy_version!r}.")
-        leases: list[Lease] = []
+        leases: list[GroupLease] = []
         dropped: list[str] = []
         async with self._database.writing() as connection:
             await _expire(connection, now)
@@ -100,7 +100,7 @@ class Feed(Part):
                     stale.setdefault(bound, []).append(group_id)
                     continue
                 begun = None if oldest is None else str(oldest)
-                lease = Lease(new_id("lease"), group_id, consumer, now + seconds, behind, begun)
+                lease = GroupLease(new_id("lease"), group_id, consumer, now + seconds, behind, begun)
                 await connection.execute(
                     insert(schema.leases).values(
                         lease_id=lease.lease_id,
@@ -116,7 +116,7 @@ class Feed(Part):
             for bound, groups in stale.items():
                 await _deliver(connection, now, groups, "dropped", _too_stale(bound))
                 dropped += groups
-        return Offer(tuple(leases), tuple(dropped))
+        return LeaseBatch(tuple(leases), tuple(dropped))
 
     async def any_waiting(self) -> bool:
         """Whether there may be a group for a consumer now."""
@@ -150,8 +150,8 @@ class Feed(Part):
             ids = list((await connection.execute(select(_g.group_id).where(mine).with_for_update())).scalars())
             for group_id in ids:
                 await _deliver(connection, now, [group_id], "dropped", _too_stale(bounds[group_id]))
-            in_hand = await cancel_rollouts(connection, _r.group_id.in_(ids), now)
-        return ids, in_hand
+            in_flight = await cancel_rollouts(connection, _r.group_id.in_(ids), now)
+        return ids, in_flight
 
     async def acknowledge(self, lease_id: str) -> None:
         """The group was trained on: it is never offered again. Raises LeaseLostError where the lease has
@@ -202,8 +202,8 @@ class Feed(Part):
             await _deliver(connection, now, [found.group_id], delivery)
 
 
-def _gone(lease_id: str) -> LeaseLostError:
-    return LeaseLostError(f"The lease {lease_id} has run out or never was: its group may be with another consumer")
+def _gone(lease_id: str) -> LeaseExpiredError:
+    return LeaseExpiredError(f"The lease {lease_id} has run out or never was: its group may be with another consumer")
 
 
 async def _expire(connection: AsyncConnection, now: float) -> None:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from sqlalchemy import ColumnElement, and_, or_, select, update
 
 from polar_proxy.store import schema
-from polar_proxy.store.base import Part
+from polar_proxy.store.base import Repository
 
 _f = schema.fleet.c
 _r = schema.rollouts.c
-_in_hand = and_(_r.held_by.is_not(None), _r.owner_pid.is_(None), ~schema.rollout_is_final)
+_in_hand = and_(_r.claimed_by.is_not(None), _r.owner_pid.is_(None), ~schema.rollout_is_final)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def fleet_paused(now: float) -> ColumnElement[bool]:
     return and_(_f.paused_at.is_not(None), or_(_f.paused_until.is_(None), _f.paused_until > now))
 
 
-class Fleet(Part):
+class FleetRepository(Repository):
     async def fleet(self) -> FleetRow:
         async with self._database.reading() as connection:
             row = (await connection.execute(select(_f.paused_at, _f.paused_until).where(_f.fleet_id == 1))).one()

@@ -19,12 +19,12 @@ from sqlalchemy import ColumnElement, and_, case, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
-from polar_proxy.store import jsontext, schema
+from polar_proxy.store import json_codec, schema
+from polar_proxy.store.artifacts import insert_event
 from polar_proxy.store.callbacks import CallbackKind, queue_callback
-from polar_proxy.store.evidence import insert_event
-from polar_proxy.store.progress import insert_job_event
-from polar_proxy.store.queue import CANCEL_REQUESTED, Queue, cancel_rollouts
-from polar_proxy.store.stages import Held
+from polar_proxy.store.job_events import insert_job_event
+from polar_proxy.store.queue import CANCEL_REQUESTED, QueueRepository, cancel_rollouts
+from polar_proxy.store.stages import Claim
 from polar_proxy.types import Json, new_id
 
 JobStatus = Literal["open", "paused", "done", "cancelled"]
@@ -96,7 +96,7 @@ class GroupRow:
     ended_at: float | None
 
 
-class Jobs(Queue):
+class JobRepository(QueueRepository):
     async def submit_job(
         self,
         spec: Json,
@@ -123,7 +123,7 @@ class Jobs(Queue):
                 self._database.insert_new(schema.jobs).values(
                     job_id=job_id,
                     idempotency_key=idempotency_key,
-                    label=jsontext.clean_text(label),
+                    label=json_codec.clean_text(label),
                     spec=spec,
                     priority=priority,
                     status="open" if groups else "done",
@@ -213,20 +213,20 @@ class Jobs(Queue):
                 .where(_j.job_id == job_id)
                 .values(
                     status=status,
-                    error=jsontext.clean_text(error),
+                    error=json_codec.clean_text(error),
                     ended_at=ends,
                     paused_until=paused_until if status == "paused" else None,
                 )
             )
-            in_hand: list[str] = []
+            in_flight: list[str] = []
             if status == "cancelled":
-                in_hand = await cancel_rollouts(connection, _r.job_id == job_id, now)
+                in_flight = await cancel_rollouts(connection, _r.job_id == job_id, now)
                 await _cancel_idle_groups(connection, job_id, now)
             if status != found.status:
                 await insert_job_event(connection, job_id, None, now, "job", {"status": status})
             if ends is not None:
                 await queue_callback(connection, job_id, "job.ended", None, now)
-            return in_hand
+            return in_flight
 
     async def resume_due(self) -> list[str]:
         """Open the jobs whose pause is over; returns their ids. Of these, workers take rollouts in any case."""
@@ -243,9 +243,9 @@ class Jobs(Queue):
                 await insert_job_event(connection, job_id, None, now, "job", {"status": "open"})
         return ids
 
-    async def in_hand(self, job_id: str) -> int:
+    async def in_flight(self, job_id: str) -> int:
         """How many of a job's rollouts workers have, those that wait for a place included."""
-        query = select(func.count()).where(_r.job_id == job_id, _r.held_by.is_not(None), ~_final)
+        query = select(func.count()).where(_r.job_id == job_id, _r.claimed_by.is_not(None), ~_final)
         async with self._database.reading() as connection:
             return int((await connection.execute(query)).scalar_one())
 
@@ -256,7 +256,7 @@ class Jobs(Queue):
             await connection.execute(
                 update(schema.groups)
                 .where(_g.group_id == group_id, _g.status == "open")
-                .values(reason=jsontext.clean_text(reason))
+                .values(reason=json_codec.clean_text(reason))
             )
             return await cancel_rollouts(connection, _r.group_id == group_id, now)
 
@@ -399,11 +399,11 @@ async def _cancel_idle_groups(connection: AsyncConnection, job_id: str, now: flo
 
 __all__ = [
     "CANCEL_REQUESTED",
+    "Claim",
     "GroupRow",
-    "Held",
+    "JobRepository",
     "JobRow",
     "JobStatus",
-    "Jobs",
     "NewGroup",
     "NewRollout",
     "cancel_rollouts",

@@ -12,21 +12,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from polar_proxy.bounded import Bounded
-from polar_proxy.store.chains import Node, bytes_chain, token_chain
+from polar_proxy.store.chains import ChainNode, bytes_chain, token_chain
 from polar_proxy.types import TokenIds
 
 _CAPACITY_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestChains:
     """The chains of one request. Of the prompt, the part up to the last cut that a longer prompt has as well."""
 
     messages: tuple[bytes, ...]
-    message_links: tuple[Node, ...]
+    message_links: tuple[ChainNode, ...]
     end_of_turn: tuple[int, ...]
     prompt: TokenIds
-    prompt_link: Node | None
+    prompt_link: ChainNode | None
     """The node at the end of `prompt`; None for an empty one."""
 
     @property
@@ -34,23 +34,23 @@ class Asked:
         return sum(map(len, self.messages)) + int(self.prompt.nbytes) + 200
 
 
-class LastAsked:
+class ChainCache:
     """By session. The sessions that asked least recently are forgotten first."""
 
     def __init__(self, capacity: int = _CAPACITY_BYTES) -> None:
-        self._asked = Bounded[str, Asked](capacity)
+        self._asked = Bounded[str, RequestChains](capacity)
 
-    def get(self, session_id: str) -> Asked | None:
+    def get(self, session_id: str) -> RequestChains | None:
         return self._asked.get(session_id)
 
-    def put(self, session_id: str, asked: Asked) -> None:
+    def put(self, session_id: str, asked: RequestChains) -> None:
         self._asked.put(session_id, asked, asked.size)
 
     def forget_all(self) -> None:
         self._asked.forget_all()
 
 
-def message_chain(messages: Sequence[bytes], last: Asked | None) -> tuple[tuple[Node, ...], int]:
+def message_chain(messages: Sequence[bytes], last: RequestChains | None) -> tuple[tuple[ChainNode, ...], int]:
     """The chain of a conversation, and how many of its first nodes are known to be stored."""
     shared = 0
     if last is not None:
@@ -62,7 +62,9 @@ def message_chain(messages: Sequence[bytes], last: Asked | None) -> tuple[tuple[
     return (*known, *bytes_chain("message", messages[shared:], after=known[-1] if known else None)), shared
 
 
-def prompt_chain(prompt: TokenIds, end_of_turn: tuple[int, ...], last: Asked | None) -> tuple[list[Node], Node | None]:
+def prompt_chain(
+    prompt: TokenIds, end_of_turn: tuple[int, ...], last: RequestChains | None
+) -> tuple[list[ChainNode], ChainNode | None]:
     """The nodes of a prompt that are not known to be stored, and the stored one that they continue."""
     after = None
     if last is not None and last.prompt_link is not None and last.end_of_turn == end_of_turn:

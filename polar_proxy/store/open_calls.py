@@ -20,15 +20,15 @@ from sqlalchemy import and_, delete, or_, select, update
 
 from polar_proxy.store import schema
 from polar_proxy.store.announce import OpenCall
-from polar_proxy.store.base import Part
+from polar_proxy.store.base import Repository
 
 _o = schema.open_calls.c
 _r = schema.rollouts.c
 _final = schema.rollout_is_final
-_row = (_o.call_id, _o.session_id, _o.gateway, _o.began_at, _o.held_until)
+_row = (_o.call_id, _o.session_id, _o.gateway, _o.started_at, _o.lease_expires_at)
 
 
-class OpenCalls(Part):
+class OpenCallRepository(Repository):
     async def announce(self, gateway: str, session_id: str, call_ids: Sequence[str], seconds: float) -> bool:
         """Say that `gateway` is about to answer these calls, which it holds for so long unless it renews them. Returns
         when every gateway can see it; False: the session is closed, and nothing may be answered."""
@@ -44,11 +44,13 @@ class OpenCalls(Part):
         async with self._database.writing() as connection:
             for first in range(0, len(ids), 1000):
                 mine = and_(_o.gateway == gateway, _o.call_id.in_(ids[first : first + 1000]))
-                await connection.execute(update(schema.open_calls).where(mine).values(held_until=time.time() + seconds))
+                await connection.execute(
+                    update(schema.open_calls).where(mine).values(lease_expires_at=time.time() + seconds)
+                )
 
     async def open_calls(self, session_id: str, *, but: str | None = None) -> list[OpenCall]:
         """What is being answered of a session, or was lost of it, oldest first; not by the gateway `but`."""
-        query = select(*_row).where(_o.session_id == session_id).order_by(_o.began_at, _o.call_id)
+        query = select(*_row).where(_o.session_id == session_id).order_by(_o.started_at, _o.call_id)
         if but is not None:
             query = query.where(_o.gateway != but)
         async with self._database.reading() as connection:
@@ -72,11 +74,13 @@ class OpenCalls(Part):
         stay: its end has to know what was lost."""
         now = time.time()
         goes_on = select(_r.rollout_id).where(_r.session_id == _o.session_id, ~_final).exists()
-        over = or_(_o.held_until < now, _o.gateway.in_(list(dead)))
+        over = or_(_o.lease_expires_at < now, _o.gateway.in_(list(dead)))
         async with self._database.writing() as connection:
             gone = delete(schema.open_calls).where(over, ~goes_on).returning(*_row)
             removed = [OpenCall(*row) for row in (await connection.execute(gone)).all()]
             await connection.execute(
-                update(schema.open_calls).where(_o.gateway.in_(list(dead)), _o.held_until > now).values(held_until=now)
+                update(schema.open_calls)
+                .where(_o.gateway.in_(list(dead)), _o.lease_expires_at > now)
+                .values(lease_expires_at=now)
             )
         return removed

@@ -18,11 +18,11 @@ _LEASES = 256
 _g = schema.groups.c
 _l = schema.leases.c
 _r = schema.rollouts.c
-_begun = exists().where(_r.group_id == _g.group_id, or_(_r.status != "queued", _r.held_by.is_not(None)))
+_begun = exists().where(_r.group_id == _g.group_id, or_(_r.status != "queued", _r.claimed_by.is_not(None)))
 _bounded = (_g.delivery == "open", _g.max_staleness.is_not(None))
 
 
-async def in_time(connection: AsyncConnection) -> ColumnElement[bool] | None:
+async def staleness_filter(connection: AsyncConnection) -> ColumnElement[bool] | None:
     """A condition on rollouts: their group was begun, has no bound, or can be delivered within it. None: all can."""
     query = select(_g.group_id, _g.max_staleness, _begun).where(*_bounded).order_by(_g.group_id)
     groups = (await connection.execute(query)).all()

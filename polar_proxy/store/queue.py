@@ -2,7 +2,7 @@
 
 Promises:
 
-* a rollout is held by one worker at a time; a worker that says nothing until `held_until` has lost it;
+* a rollout is held by one worker at a time; a worker that says nothing until `lease_expires_at` has lost it;
 * what was cancelled is never begun afterwards, and of a paused job nothing is begun until it goes on;
 * while all servers are paused (`fleet`) nothing is begun but what a process runs for itself.
 """
@@ -18,10 +18,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.evidence import insert_event
+from polar_proxy.store.artifacts import insert_event
 from polar_proxy.store.fleet import fleet_paused
-from polar_proxy.store.pace import in_time
-from polar_proxy.store.stages import Held, Stages, close_sessions, end_stages
+from polar_proxy.store.pace import staleness_filter
+from polar_proxy.store.stages import Claim, StageRepository, close_sessions, end_stages
 
 CANCEL_REQUESTED = "cancel_requested"
 """The cause of a rollout that a worker has in hand and is asked to end."""
@@ -33,10 +33,10 @@ _st = schema.stages.c
 _final = schema.rollout_is_final
 
 
-class Queue(Stages):
+class QueueRepository(StageRepository):
     async def claim(
         self, worker: str, limit: int, seconds: float, *, policy_version: str | None = None, job_id: str | None = None
-    ) -> list[Held]:
+    ) -> list[Claim]:
         """Take up to `limit` queued rollouts for `worker`, to be kept by `hold` before `seconds` have passed.
 
         Of one job, or of all that no process owns. Jobs of higher priority come first, then jobs take turns, the one
@@ -45,26 +45,26 @@ class Queue(Stages):
         """
         now = time.time()
         columns = (_r.rollout_id, _r.group_id, _r.job_id, _r.task_id, _r.group_index, _r.attempt)
-        more = (_r.harness, _r.sandbox, _r.seed, _r.config, _r.held_by)
+        more = (_r.harness, _r.sandbox, _r.seed, _r.config, _r.claimed_by)
         async with self._database.writing() as connection:
             may_begin = [_may_begin(now), _within(job_id)]
-            if (timely := await in_time(connection)) is not None:
+            if (timely := await staleness_filter(connection)) is not None:
                 may_begin.append(timely)
             ids = list((await connection.execute(_queued(may_begin).limit(limit))).scalars())
             if ids and job_id is None and await _fleet_paused(connection, now):
                 return []
             # Another worker may have taken some between the two statements (PostgreSQL): those are skipped.
-            lock = select(_r.rollout_id).where(_r.rollout_id.in_(ids), _r.status == "queued", _r.held_by.is_(None))
+            lock = select(_r.rollout_id).where(_r.rollout_id.in_(ids), _r.status == "queued", _r.claimed_by.is_(None))
             mine = list((await connection.execute(lock.with_for_update(skip_locked=True))).scalars())
             if not mine:
                 return []
             await connection.execute(
                 update(schema.rollouts)
                 .where(_r.rollout_id.in_(mine))
-                .values(held_by=worker, held_until=now + seconds, policy_version=policy_version)
+                .values(claimed_by=worker, lease_expires_at=now + seconds, policy_version=policy_version)
             )
             rows = (await connection.execute(select(*columns, *more).where(_r.rollout_id.in_(mine)))).all()
-        held = {row.rollout_id: Held(**row._mapping) for row in rows}
+        held = {row.rollout_id: Claim(**row._mapping) for row in rows}
         return [held[rollout_id] for rollout_id in ids if rollout_id in held]
 
     async def hold(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
@@ -73,16 +73,16 @@ class Queue(Stages):
 
         What it has not begun of a job that was paused since goes back into the queue, and is not its own any more.
         """
-        mine = and_(_r.rollout_id.in_(list(rollout_ids)), _r.held_by == worker)
+        mine = and_(_r.rollout_id.in_(list(rollout_ids)), _r.claimed_by == worker)
         now = time.time()
         paused = and_(_r.status == "queued", _r.job_id.in_(select(_j.job_id).where(_j.status == "paused")))
         async with self._database.writing() as connection:
             await connection.execute(
                 update(schema.rollouts)
                 .where(mine, paused, or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED))
-                .values(held_by=None, held_until=None)
+                .values(claimed_by=None, lease_expires_at=None)
             )
-            await connection.execute(update(schema.rollouts).where(mine).values(held_until=now + seconds))
+            await connection.execute(update(schema.rollouts).where(mine).values(lease_expires_at=now + seconds))
             asked = and_(~_final, _r.cause == CANCEL_REQUESTED)
             rows = (await connection.execute(select(_r.rollout_id, asked.label("cancelled")).where(mine))).all()
         return {row.rollout_id for row in rows if row.cancelled}, set(rollout_ids) - {row.rollout_id for row in rows}
@@ -102,21 +102,21 @@ class Queue(Stages):
         """Take rollouts from workers that fell silent: queued again, with their new attempt's number, or, after so
         many `attempts` or where they were to be cancelled, ended (attempt 0). Of one job, or of all that no process
         owns."""
-        return await self._take(and_(_r.held_until < time.time(), _within(job_id)), attempts)
+        return await self._take(and_(_r.lease_expires_at < time.time(), _within(job_id)), attempts)
 
     async def holders(self) -> set[str]:
         """The workers that hold rollouts which no process owns."""
-        query = select(_r.held_by).where(_r.held_by.is_not(None), ~_final, _within(None)).distinct()
+        query = select(_r.claimed_by).where(_r.claimed_by.is_not(None), ~_final, _within(None)).distinct()
         async with self._database.reading() as connection:
             return {str(worker) for worker in (await connection.execute(query)).scalars()}
 
     async def take_from(self, worker: str, *, attempts: int) -> dict[str, int]:
         """As `lost`, of all that this worker holds: it is known to be dead."""
-        return await self._take(and_(_r.held_by == worker, _within(None)), attempts)
+        return await self._take(and_(_r.claimed_by == worker, _within(None)), attempts)
 
     async def _take(self, which: ColumnElement[bool], attempts: int) -> dict[str, int]:
         now = time.time()
-        silent = and_(which, _r.held_by.is_not(None), ~_final)
+        silent = and_(which, _r.claimed_by.is_not(None), ~_final)
         async with self._database.writing() as connection:
             spent = (
                 await connection.execute(select(_r.rollout_id, _r.status).where(silent, _r.attempt >= attempts))
@@ -130,7 +130,7 @@ class Queue(Stages):
                 update(schema.rollouts)
                 .where(_r.rollout_id.in_(gone))
                 .values(
-                    status="failed", cause="worker_lost", error="its worker fell silent", ended_at=now, held_by=None
+                    status="failed", cause="worker_lost", error="its worker fell silent", ended_at=now, claimed_by=None
                 )
             )
             again = await _requeue(connection, silent, "worker_lost", now)
@@ -141,7 +141,7 @@ def _queued(which: Sequence[ColumnElement[bool]]) -> Select[Any]:
     """Ids of what nobody has in hand, whoever is next first."""
     busy = (
         select(_r.job_id, func.count().label("n"))
-        .where(_r.held_by.is_not(None), ~_final)
+        .where(_r.claimed_by.is_not(None), ~_final)
         .group_by(_r.job_id)
         .subquery()
     )
@@ -158,7 +158,7 @@ def _queued(which: Sequence[ColumnElement[bool]]) -> Select[Any]:
         )
         .outerjoin(schema.jobs, _j.job_id == _r.job_id)
         .outerjoin(busy, busy.c.job_id == _r.job_id)
-        .where(_r.status == "queued", _r.held_by.is_(None), *which)
+        .where(_r.status == "queued", _r.claimed_by.is_(None), *which)
         .subquery()
     )
     c = queue.c
@@ -183,17 +183,17 @@ def _may_begin(now: float) -> ColumnElement[bool]:
 
 async def cancel_rollouts(connection: AsyncConnection, which: ColumnElement[bool], now: float) -> list[str]:
     """Cancel what nobody has in hand and ask for the end of the rest, whose ids are returned."""
-    rows = (await connection.execute(select(_r.rollout_id, _r.status, _r.held_by).where(which, ~_final))).all()
-    free = [row.rollout_id for row in rows if row.held_by is None]
+    rows = (await connection.execute(select(_r.rollout_id, _r.status, _r.claimed_by).where(which, ~_final))).all()
+    free = [row.rollout_id for row in rows if row.claimed_by is None]
     for row in rows:
-        if row.held_by is None:
+        if row.claimed_by is None:
             await insert_event(connection, row.rollout_id, now, "status", {"from": row.status, "to": "cancelled"})
     await connection.execute(
         update(schema.rollouts)
         .where(_r.rollout_id.in_(free))
         .values(status="cancelled", cause="cancelled", error="cancelled before it began", ended_at=now)
     )
-    held = [row.rollout_id for row in rows if row.held_by is not None]
+    held = [row.rollout_id for row in rows if row.claimed_by is not None]
     await connection.execute(update(schema.rollouts).where(_r.rollout_id.in_(held)).values(cause=CANCEL_REQUESTED))
     return held
 
@@ -211,7 +211,7 @@ async def _requeue(connection: AsyncConnection, which: ColumnElement[bool], caus
     await end_stages(connection, _st.rollout_id.in_([*again, *ended]), now, "failed", cause)
     # In this transaction: whoever takes it next opens a session of its own, which is not to be closed.
     await close_sessions(connection, [*again, *ended], now)
-    free: dict[str, Any] = {"held_by": None, "held_until": None}
+    free: dict[str, Any] = {"claimed_by": None, "lease_expires_at": None}
     await connection.execute(
         update(schema.rollouts)
         .where(_r.rollout_id.in_(list(again)))

@@ -1,7 +1,7 @@
 """Tokens of answers that came as text: encoded and scored later by an engine that did not sample them.
 
 They stand beside the calls, never in them: a call that was recorded without tokens stays `no_tokens`. Only the traces
-of the builder `rescored` are made of them, and `substituted` is how such a trace is put together again.
+of the builder `rescored` are made of them, and `apply_rescores` is how such a trace is put together again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
-from polar_proxy.store.base import Part
+from polar_proxy.store.base import Repository
 from polar_proxy.store.chains import token_chain
-from polar_proxy.store.codec import Codec
-from polar_proxy.store.load import Fetched, engine_info, fetch, fetch_links
-from polar_proxy.store.pack import engine_row, node_row
+from polar_proxy.store.codec import CellCodec
+from polar_proxy.store.loader import CallLoader, engine_info, fetch, fetch_links
+from polar_proxy.store.serializer import engine_row, node_row
 from polar_proxy.types import CallRecord, EngineInfo, Logprobs, TokenIds
 
-BUILDER = "rescored"
+RESCORED_BUILDER = "rescored"
 """Whose traces take their tokens from here."""
 Records = Callable[[], list[CallRecord]]
 """Unpacks calls: CPU work for a thread."""
@@ -48,7 +48,7 @@ class Rescore:
     logprobs: Logprobs
 
 
-class Rescores(Part):
+class RescoreRepository(Repository):
     async def put_rescores(self, session_id: str, rescores: Sequence[Rescore]) -> None:
         """Replace what was made of the session's answers before. Raises StoreError for arrays that do not fit."""
         for one in rescores:
@@ -71,7 +71,7 @@ class Rescores(Part):
         return await asyncio.to_thread(unpack)
 
 
-def substituted(calls: Iterable[CallRecord], rescores: Iterable[Rescore]) -> list[CallRecord]:
+def apply_rescores(calls: Iterable[CallRecord], rescores: Iterable[Rescore]) -> list[CallRecord]:
     """The calls, those without tokens of their own with the later ones where there are some for every answer.
 
     Their engine stays the one that sampled the text. Pure.
@@ -96,10 +96,10 @@ def _substituted(call: CallRecord, later: dict[int, Rescore]) -> CallRecord:
 async def fetch_for(connection: AsyncConnection, where: ColumnElement[bool], builder: str) -> Records:
     """The calls that fulfil `where` (a condition on `calls`) as the traces of `builder` refer to them: without text."""
     found = await fetch(connection, where, text=False)
-    if builder != BUILDER:
+    if builder != RESCORED_BUILDER:
         return found.records
     later = await _fetch(connection, where)
-    return lambda: substituted(found.records(), later())
+    return lambda: apply_rescores(found.records(), later())
 
 
 async def _fetch(connection: AsyncConnection, where: ColumnElement[bool]) -> Callable[[], list[Rescore]]:
@@ -110,11 +110,11 @@ async def _fetch(connection: AsyncConnection, where: ColumnElement[bool]) -> Cal
     rows = (await connection.execute(query.order_by(_r.call_id, _r.choice_index))).all()
     heads = select(_r.prompt_node.label("node_id")).join(schema.calls, _c.call_id == _r.call_id).where(where)
     links = await fetch_links(connection, heads.where(_r.prompt_node.is_not(None))) if rows else ()
-    return lambda: _unpack(rows, Fetched((), (), links))
+    return lambda: _unpack(rows, CallLoader((), (), links))
 
 
-def _unpack(rows: Sequence[Any], chains: Fetched) -> list[Rescore]:
-    codec = Codec()
+def _unpack(rows: Sequence[Any], chains: CallLoader) -> list[Rescore]:
+    codec = CellCodec()
     found = []
     for row in rows:
         prompt = chains.prompt(row.prompt_node)
@@ -141,7 +141,7 @@ class _Packed:
 
 
 def _pack(rescores: Sequence[Rescore]) -> _Packed:
-    codec, now = Codec(), time.time()
+    codec, now = CellCodec(), time.time()
     engines: dict[bytes, dict[str, object]] = {}
     nodes: dict[bytes, dict[str, object]] = {}
     rows: list[dict[str, object]] = []

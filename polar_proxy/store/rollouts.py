@@ -11,9 +11,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, func, insert, select, update
 
 from polar_proxy.errors import StoreError, UsageError
-from polar_proxy.store import jsontext, schema
-from polar_proxy.store.base import Part
-from polar_proxy.store.evidence import insert_event
+from polar_proxy.store import json_codec, schema
+from polar_proxy.store.artifacts import insert_event
+from polar_proxy.store.base import Repository
+from polar_proxy.store.filters import parse_where
 from polar_proxy.store.rows import (
     FINAL_STATUSES,
     ROLLOUT_STATUSES,
@@ -22,7 +23,6 @@ from polar_proxy.store.rows import (
     TaskRow,
 )
 from polar_proxy.store.secrets import without_secrets
-from polar_proxy.store.where import parse_where
 from polar_proxy.types import Json, new_id
 
 _c = schema.rollouts.c
@@ -47,13 +47,13 @@ def _query(builder: str) -> Select[Any]:
     return select(*own, *counts).outerjoin(schema.sessions, _s.session_id == _c.session_id)
 
 
-class Rollouts(Part):
+class RolloutRepository(Repository):
     async def put_task(self, task_id: str, family: str, seed: int | None, instruction: str, spec: Json) -> None:
         """Insert or replace. The first time of storing stays."""
         values = {
             "family": family,
             "seed": seed,
-            "instruction": jsontext.clean_text(instruction),
+            "instruction": json_codec.clean_text(instruction),
             "spec": spec,
         }
         async with self._database.writing() as connection:
@@ -136,7 +136,7 @@ class Rollouts(Part):
         given = {
             "session_id": session_id,
             "exit_code": exit_code,
-            "error": None if error is None else jsontext.clean_text(without_secrets(error)),
+            "error": None if error is None else json_codec.clean_text(without_secrets(error)),
             "incomplete": incomplete,
             "sandbox": sandbox,
         }

@@ -26,7 +26,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Dialect
 
-from polar_proxy.store import codec, jsontext
+from polar_proxy.store import codec, json_codec
 from polar_proxy.store.rows import FINAL_STATUSES
 
 VERSION_TABLE = "polar_schema"
@@ -51,10 +51,10 @@ class PackedJson(TypeDecorator[Any]):
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> bytes | None:
-        return None if value is None else codec.pack_small_json(jsontext.dumps(value))
+        return None if value is None else codec.pack_small_json(json_codec.dumps(value))
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
-        return None if value is None else jsontext.loads(codec.unpack_small_json(value))
+        return None if value is None else json_codec.loads(codec.unpack_small_json(value))
 
 
 def _json(name: str, *, nullable: bool = False) -> Column[Any]:
@@ -154,8 +154,8 @@ rollouts = Table(
     Column("attempt", Integer, nullable=False, server_default="1"),
     Column("cause", Text),  # of a failure, or of the last retry
     Column("masked", Boolean, nullable=False, server_default="0"),  # in its group's baseline, not trained on
-    Column("held_by", Text, index=True),  # the worker that has it, until `held_until` unless it says so again
-    Column("held_until", Double),
+    Column("claimed_by", Text, index=True),  # the worker that has it, until `lease_expires_at` unless it says so again
+    Column("lease_expires_at", Double),
     Column("policy_version", Text),  # when it was dispatched
     Column("created_at", Double, nullable=False),
     Column("started_at", Double),  # when the agent began
@@ -171,7 +171,7 @@ stages = Table(
     Column("rollout_id", Text, ForeignKey("rollouts.rollout_id"), primary_key=True),
     Column("attempt", Integer, primary_key=True, autoincrement=False),
     Column("stage", Text, primary_key=True),
-    Column("began_at", Double, nullable=False),
+    Column("started_at", Double, nullable=False),
     Column("ended_at", Double),
     Column("outcome", Text),
     Column("cause", Text),
@@ -209,7 +209,7 @@ callbacks = Table(
     Column("body", Text),  # as it was first sent, and is sent again; null: not yet
     Column("attempts", Integer, nullable=False, server_default="0"),
     Column("created_at", Double, nullable=False),
-    Column("next_at", Double, index=True),  # when it is tried next; null: it was delivered, or given up
+    Column("next_attempt_at", Double, index=True),  # when it is tried next; null: it was delivered, or given up
     Column("delivered_at", Double),
     Column("error", Text),  # of the last attempt
 )
@@ -241,9 +241,9 @@ open_calls = Table(
     Column("call_id", Text, primary_key=True),
     # No foreign key: a row may outlive its session for a moment, and must never keep one from being pruned.
     Column("session_id", Text, nullable=False, index=True),
-    Column("gateway", Text, nullable=False, index=True),  # HOST:PID:..., which renews `held_until` while it lives
-    Column("began_at", Double, nullable=False),
-    Column("held_until", Double, nullable=False),  # over: the call is lost
+    Column("gateway", Text, nullable=False, index=True),  # HOST:PID:..., which renews `lease_expires_at` while it lives
+    Column("started_at", Double, nullable=False),
+    Column("lease_expires_at", Double, nullable=False),  # over: the call is lost
 )
 
 fleet = Table(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from polar_proxy.store import jsontext
+from polar_proxy.store import json_codec
 
 REMOVED = "[secret removed]"
 
@@ -94,11 +94,11 @@ def json_without_secrets(value: Any) -> Any:
 def bytes_without_secrets(content: bytes) -> bytes:
     """JSON bytes as they came, or written anew where something was removed; what is no JSON is taken as text."""
     try:
-        value = jsontext.loads(content)
+        value = json_codec.loads(content)
     except ValueError:
         return log_without_secrets(content)
     clean = json_without_secrets(value)
-    return content if clean is value else jsontext.dumps(clean)
+    return content if clean is value else json_codec.dumps(clean)
 
 
 def log_without_secrets(content: bytes) -> bytes:

@@ -8,8 +8,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, select, update
 
 from polar_proxy.errors import UsageError
-from polar_proxy.store import jsontext
-from polar_proxy.store.base import Part
+from polar_proxy.store import json_codec
+from polar_proxy.store.base import Repository
 from polar_proxy.store.rows import SessionOrigin, SessionRow, SessionSummary
 from polar_proxy.store.schema import sessions
 from polar_proxy.types import Json, new_id
@@ -22,7 +22,7 @@ _summary = (
 )
 
 
-class Sessions(Part):
+class SessionRepository(Repository):
     async def create_session(
         self,
         *,
@@ -42,7 +42,7 @@ class Sessions(Part):
         values = {
             "session_id": session_id,
             "key_hash": key_hash,
-            "label": jsontext.clean_text(label),
+            "label": json_codec.clean_text(label),
             "origin": origin,
             "rollout_id": rollout_id,
             "policy": policy,

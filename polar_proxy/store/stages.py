@@ -1,7 +1,7 @@
 """How far a rollout is: its stages, attempt by attempt, and its end.
 
 Promise: who does not hold a rollout any more changes nothing of it. A process that slept while another one took over
-is told so (`NotHeldError`) the next time that it wants to write.
+is told so (`ClaimLostError`) the next time that it wants to write.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from sqlalchemy import and_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
-from polar_proxy.store import jsontext, schema
-from polar_proxy.store.base import Part
-from polar_proxy.store.evidence import insert_event
+from polar_proxy.store import json_codec, schema
+from polar_proxy.store.artifacts import insert_event
+from polar_proxy.store.base import Repository
 from polar_proxy.store.rows import FINAL_STATUSES, RolloutStatus
 from polar_proxy.store.secrets import without_secrets
 from polar_proxy.types import Json
@@ -27,12 +27,12 @@ _s = schema.sessions.c
 _st = schema.stages.c
 
 
-class NotHeldError(StoreError):
+class ClaimLostError(StoreError):
     """The rollout has ended, or another worker has it now."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Claim:
     """A rollout that a worker has claimed."""
 
     rollout_id: str
@@ -45,7 +45,7 @@ class Held:
     sandbox: str
     seed: int | None
     config: Json
-    held_by: str
+    claimed_by: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ class StageRow:
     rollout_id: str
     attempt: int
     stage: str
-    began_at: float
+    started_at: float
     ended_at: float | None
     outcome: str | None
     cause: str | None
     worker: str | None
 
 
-class Stages(Part):
+class StageRepository(Repository):
     async def begin_stage(self, rollout_id: str, attempt: int, stage: str, worker: str | None = None) -> None:
         async with self._database.writing() as connection:
             await self._begin(connection, rollout_id, attempt, stage, time.time(), worker)
@@ -81,7 +81,7 @@ class Stages(Part):
 
     async def enter_stage(
         self,
-        held: Held,
+        held: Claim,
         stage: RolloutStatus,
         *,
         outcome: str = "ok",
@@ -99,11 +99,11 @@ class Stages(Part):
         async with self._database.writing() as connection:
             await _change(connection, held, stage, now, values)
             await end_stages(connection, _of(held), now, outcome)
-            await self._begin(connection, held.rollout_id, held.attempt, stage, now, held.held_by)
+            await self._begin(connection, held.rollout_id, held.attempt, stage, now, held.claimed_by)
 
     async def end_rollout(
         self,
-        held: Held,
+        held: Claim,
         status: RolloutStatus,
         *,
         outcome: str = "ok",
@@ -119,7 +119,7 @@ class Stages(Part):
         now = time.time()
         values: dict[str, Any] = {"ended_at": now, "cause": cause, "incomplete": incomplete, "masked": masked}
         if error is not None:
-            values["error"] = jsontext.clean_text(without_secrets(error))
+            values["error"] = json_codec.clean_text(without_secrets(error))
         async with self._database.writing() as connection:
             await _change(connection, held, status, now, values)
             await end_stages(connection, _of(held), now, outcome, cause)
@@ -127,10 +127,10 @@ class Stages(Part):
     async def stages(self, rollout_id: str) -> list[StageRow]:
         """In the order in which they began."""
         columns = (
-            *(_st.rollout_id, _st.attempt, _st.stage, _st.began_at),
+            *(_st.rollout_id, _st.attempt, _st.stage, _st.started_at),
             *(_st.ended_at, _st.outcome, _st.cause, _st.worker),
         )
-        query = select(*columns).where(_st.rollout_id == rollout_id).order_by(_st.began_at, _st.attempt)
+        query = select(*columns).where(_st.rollout_id == rollout_id).order_by(_st.started_at, _st.attempt)
         async with self._database.reading() as connection:
             return [StageRow(*row) for row in await connection.execute(query)]
 
@@ -146,7 +146,7 @@ class Stages(Part):
     ) -> None:
         await connection.execute(
             self._database.insert_new(schema.stages).values(
-                rollout_id=rollout_id, attempt=attempt, stage=stage, began_at=now, worker=worker
+                rollout_id=rollout_id, attempt=attempt, stage=stage, started_at=now, worker=worker
             )
         )
 
@@ -155,7 +155,7 @@ async def end_stages(
     connection: AsyncConnection, which: Any, now: float, outcome: str, cause: str | None = None
 ) -> None:
     """End those of `which` that are open."""
-    values = {"ended_at": now, "outcome": outcome, "cause": jsontext.clean_text(cause)}
+    values = {"ended_at": now, "outcome": outcome, "cause": json_codec.clean_text(cause)}
     await connection.execute(update(schema.stages).where(which, _st.ended_at.is_(None)).values(**values))
 
 
@@ -165,22 +165,22 @@ async def close_sessions(connection: AsyncConnection, rollout_ids: Sequence[str]
     await connection.execute(update(schema.sessions).where(mine).values(closed_at=now))
 
 
-def _of(held: Held) -> Any:
+def _of(held: Claim) -> Any:
     return and_(_st.rollout_id == held.rollout_id, _st.attempt == held.attempt)
 
 
 async def _change(
-    connection: AsyncConnection, held: Held, status: RolloutStatus, now: float, values: dict[str, Any]
+    connection: AsyncConnection, held: Claim, status: RolloutStatus, now: float, values: dict[str, Any]
 ) -> None:
     mine = _r.rollout_id == held.rollout_id
-    query = select(_r.status, _r.attempt, _r.held_by, _r.started_at).where(mine).with_for_update()
+    query = select(_r.status, _r.attempt, _r.claimed_by, _r.started_at).where(mine).with_for_update()
     found = (await connection.execute(query)).one_or_none()
     if (
         found is None
         or found.status in FINAL_STATUSES
-        or (found.attempt, found.held_by) != (held.attempt, held.held_by)
+        or (found.attempt, found.claimed_by) != (held.attempt, held.claimed_by)
     ):
-        raise NotHeldError(f"The rollout {held.rollout_id} has ended, or another worker has it")
+        raise ClaimLostError(f"The rollout {held.rollout_id} has ended, or another worker has it")
     if status == "running" and found.started_at is None:
         values |= {"started_at": now}
     await insert_event(connection, held.rollout_id, now, "status", {"from": found.status, "to": status})

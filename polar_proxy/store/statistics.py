@@ -5,11 +5,11 @@ from __future__ import annotations
 from sqlalchemy import func, select, text
 
 from polar_proxy.store import migrate, schema
-from polar_proxy.store.base import Part
+from polar_proxy.store.base import Repository
 from polar_proxy.types import Json
 
 
-class Statistics(Part):
+class StatisticsRepository(Repository):
     async def stats(self) -> Json:
         """Rows of every table, bytes on disk, tokens by kind, the schema revision.
 

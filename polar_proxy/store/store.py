@@ -7,51 +7,51 @@ from types import TracebackType
 from typing import Self
 
 from polar_proxy.store import migrate
-from polar_proxy.store.announce import Announcer
-from polar_proxy.store.archive import Archive
-from polar_proxy.store.callbacks import Callbacks
-from polar_proxy.store.calls import Calls
-from polar_proxy.store.commit import GroupCommit
+from polar_proxy.store.announce import CallAnnouncer
+from polar_proxy.store.api_keys import ApiKeyRepository
+from polar_proxy.store.archive import ArchiveRepository
+from polar_proxy.store.artifacts import ArtifactRepository
+from polar_proxy.store.callbacks import CallbackRepository
+from polar_proxy.store.calls import CallRepository
 from polar_proxy.store.database import Database, Durability, make_file
-from polar_proxy.store.evidence import Evidence
-from polar_proxy.store.feed import Feed
-from polar_proxy.store.fleet import Fleet
-from polar_proxy.store.jobs import Jobs
-from polar_proxy.store.keys import Keys
-from polar_proxy.store.open_calls import OpenCalls
-from polar_proxy.store.progress import Progress
-from polar_proxy.store.prune import Prune
-from polar_proxy.store.rescores import Rescores
-from polar_proxy.store.rollouts import Rollouts
-from polar_proxy.store.sessions import Sessions
-from polar_proxy.store.statistics import Statistics
-from polar_proxy.store.surplus import Surplus
-from polar_proxy.store.traces import Traces
-from polar_proxy.store.training import Training
+from polar_proxy.store.feed import FeedRepository
+from polar_proxy.store.fleet import FleetRepository
+from polar_proxy.store.group_commit import GroupCommit
+from polar_proxy.store.job_events import JobEventRepository
+from polar_proxy.store.jobs import JobRepository
+from polar_proxy.store.maintenance import MaintenanceRepository
+from polar_proxy.store.open_calls import OpenCallRepository
+from polar_proxy.store.overflow import OverflowRepository
+from polar_proxy.store.rescores import RescoreRepository
+from polar_proxy.store.rollouts import RolloutRepository
+from polar_proxy.store.sessions import SessionRepository
+from polar_proxy.store.statistics import StatisticsRepository
+from polar_proxy.store.traces import TraceRepository
+from polar_proxy.store.training import TrainingRepository
 from polar_proxy.store.urls import display_url, normalise_url
-from polar_proxy.store.verify import Verify
+from polar_proxy.store.verify import VerifyRepository
 
 
 class Store(
-    Sessions,
-    Keys,
-    Calls,
-    OpenCalls,
-    Rollouts,
-    Jobs,
-    Fleet,
-    Surplus,
-    Feed,
-    Callbacks,
-    Progress,
-    Evidence,
-    Traces,
-    Rescores,
-    Training,
-    Statistics,
-    Verify,
-    Prune,
-    Archive,
+    SessionRepository,
+    ApiKeyRepository,
+    CallRepository,
+    OpenCallRepository,
+    RolloutRepository,
+    JobRepository,
+    FleetRepository,
+    OverflowRepository,
+    FeedRepository,
+    CallbackRepository,
+    JobEventRepository,
+    ArtifactRepository,
+    TraceRepository,
+    RescoreRepository,
+    TrainingRepository,
+    StatisticsRepository,
+    VerifyRepository,
+    MaintenanceRepository,
+    ArchiveRepository,
 ):
     """One open database: `async with open_store(url) as store`. Every method raises StoreError for what the database
     refuses. Several processes may have the same database open."""
@@ -79,7 +79,7 @@ class Store(
         self._artifacts = (self._artifacts_given or here / "artifacts").absolute()
         self._commits = GroupCommit(self._database)
         self._commits.start()
-        self._announcer = Announcer(self._database)
+        self._announcer = CallAnnouncer(self._database)
         return self
 
     async def __aexit__(

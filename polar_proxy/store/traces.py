@@ -17,8 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.base import Part
-from polar_proxy.store.codec import Codec
+from polar_proxy.store.base import Repository
+from polar_proxy.store.codec import CellCodec
 from polar_proxy.store.rescores import fetch_for
 from polar_proxy.types import CallRecord, Json, Logprobs, Span, TokenIds, Trace
 
@@ -26,7 +26,7 @@ _t = schema.traces.c
 _p = schema.trace_spans.c
 
 
-class Traces(Part):
+class TraceRepository(Repository):
     async def put_traces(
         self,
         traces: Sequence[Trace],
@@ -57,7 +57,7 @@ class Traces(Part):
             calls = await asyncio.to_thread(records)
         await asyncio.to_thread(_check, traces, calls)
         now = time.time()
-        codec = Codec()
+        codec = CellCodec()
         rows = [_trace_row(trace, (certificates or {}).get(trace.trace_id), now, codec) for trace in traces]
         spans = [row for trace in traces for row in _span_rows(trace)]
         reasons = [
@@ -142,7 +142,7 @@ async def _spans(connection: AsyncConnection, where: ColumnElement[bool]) -> dic
     return {trace_id: tuple(spans) for trace_id, spans in found.items()}
 
 
-def _trace_row(trace: Trace, certificate: Json | None, now: float, codec: Codec) -> dict[str, Any]:
+def _trace_row(trace: Trace, certificate: Json | None, now: float, codec: CellCodec) -> dict[str, Any]:
     return {
         "trace_id": trace.trace_id,
         "session_id": trace.session_id,
@@ -182,7 +182,7 @@ def _rebuild(
     rows: Sequence[Any], spans: Mapping[str, tuple[Span, ...]], calls: Mapping[str, CallRecord]
 ) -> list[Trace]:
     found = []
-    codec = Codec()
+    codec = CellCodec()
     for row in rows:
         own = spans.get(row.trace_id, ())
         token_ids, loss_mask, logprobs = _sequence(row.trace_id, own, calls)

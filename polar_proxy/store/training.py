@@ -14,7 +14,7 @@ from sqlalchemy import delete, func, insert, select, update
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
-from polar_proxy.store.base import Part
+from polar_proxy.store.base import Repository
 from polar_proxy.types import Json
 
 _r = schema.training_runs.c
@@ -31,20 +31,20 @@ class MissingLinesError(StoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingRun:
+class TrainingRunRow:
     run_id: str
     name: str
     config: Json
     """Its settings, as `GrpoConfig` has them."""
     created_at: float
-    told_at: float | None
+    updated_at: float | None
     """When its last line was written."""
     step: int
     """Steps done."""
     lines: int
 
 
-class Training(Part):
+class TrainingRepository(Repository):
     async def put_training_run(self, run_id: str, name: str, config: Json, lines: Sequence[Json]) -> None:
         """Make the run known, or take it up: these are all its lines. Each has `kind`, `step` and `at`."""
         row = {"run_id": run_id, "name": name, "config": config, "created_at": time.time()}
@@ -70,19 +70,19 @@ class Training(Part):
                 new = self._database.insert_new(schema.training_lines)
                 await connection.execute(new, _rows(run_id, first, lines))
 
-    async def training_runs(self, run_id: str | None = None) -> list[TrainingRun]:
+    async def training_runs(self, run_id: str | None = None) -> list[TrainingRunRow]:
         """Newest first; or this one, if it is known."""
         told = (
             select(
                 _l.run_id,
-                func.max(_l.at).label("told_at"),
+                func.max(_l.at).label("updated_at"),
                 func.max(_l.step).label("step"),
                 func.count().label("lines"),
             )
             .group_by(_l.run_id)
             .subquery()
         )
-        query = select(schema.training_runs, told.c.told_at, told.c.step, told.c.lines).outerjoin(
+        query = select(schema.training_runs, told.c.updated_at, told.c.step, told.c.lines).outerjoin(
             told, told.c.run_id == _r.run_id
         )
         if run_id is not None:
@@ -90,7 +90,9 @@ class Training(Part):
         async with self._database.reading() as connection:
             rows = (await connection.execute(query.order_by(_r.created_at.desc(), _r.run_id.desc()))).all()
         return [
-            TrainingRun(row.run_id, row.name, row.config, row.created_at, row.told_at, row.step or 0, row.lines or 0)
+            TrainingRunRow(
+                row.run_id, row.name, row.config, row.created_at, row.updated_at, row.step or 0, row.lines or 0
+            )
             for row in rows
         ]
 

@@ -14,19 +14,19 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
-from polar_proxy.store.base import Part
+from polar_proxy.store.artifacts import artifact_path
+from polar_proxy.store.base import Repository
 from polar_proxy.store.chains import NodeKind, content_hash, node_id
-from polar_proxy.store.evidence import artifact_place
-from polar_proxy.store.load import Fetched, fetch, fetch_links
+from polar_proxy.store.loader import CallLoader, fetch, fetch_links
 
-Progress = Callable[[str, int, int], None]
+ProgressCallback = Callable[[str, int, int], None]
 """Called with what is looked at, how much is done and how much there is."""
 
 _PAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class IntegrityFault:
     """`what` names the row (table and key), `problem` says what is wrong with it."""
 
     what: str
@@ -37,14 +37,14 @@ def no_progress(what: str, done: int, total: int) -> None:
     """Says nothing."""
 
 
-class Verify(Part):
-    async def verify(self, progress: Progress = no_progress) -> list[Fault]:
+class VerifyRepository(Repository):
+    async def verify(self, progress: ProgressCallback = no_progress) -> list[IntegrityFault]:
         """All faults found; none: every row is what it says. Reads only, and may run beside writers: what is removed
         while it looks can show as missing.
 
         Checked are the hashes of chains, settings and engines; that calls, traces and sessions refer to what is there
         and count it rightly; that every packed cell unpacks; and the artifacts on disk."""
-        faults: list[Fault] = []
+        faults: list[IntegrityFault] = []
         async with self._database.reading() as connection:
             if self._database.dialect == "sqlite":
                 faults += await _of_sqlite(connection)
@@ -57,8 +57,8 @@ class Verify(Part):
         faults += await self._of_artifacts(progress)
         return faults
 
-    async def _of_sessions(self, seen: set[bytes], progress: Progress) -> list[Fault]:
-        faults: list[Fault] = []
+    async def _of_sessions(self, seen: set[bytes], progress: ProgressCallback) -> list[IntegrityFault]:
+        faults: list[IntegrityFault] = []
         c = schema.calls.c
         async with self._database.reading() as connection:
             query = select(c.session_id, func.count()).group_by(c.session_id).order_by(c.session_id)
@@ -67,14 +67,14 @@ class Verify(Part):
         for session_id, count in counts:
             async with self._database.reading() as connection:
                 found = await fetch(connection, c.session_id == session_id)
-            faults += await asyncio.to_thread(lambda: list(_Audit.of(found).calls(seen)))  # noqa: B023 (awaited here)
+            faults += await asyncio.to_thread(lambda: list(_ChainVerifier.of(found).calls(seen)))  # noqa: B023 (awaited here)
             done += count
             progress("calls", done, total)
         return faults
 
-    async def _of_other_nodes(self, seen: set[bytes], progress: Progress) -> list[Fault]:
+    async def _of_other_nodes(self, seen: set[bytes], progress: ProgressCallback) -> list[IntegrityFault]:
         """Nodes that no call leads to: rescored prompts, and what `polar db vacuum` would remove."""
-        faults: list[Fault] = []
+        faults: list[IntegrityFault] = []
         n = schema.nodes.c
         last, done = b"", 0
         async with self._database.reading() as connection:
@@ -87,40 +87,40 @@ class Verify(Part):
                 last, done = page[-1][0], done + len(page)
                 if new := [row for row in page if row[0] not in seen]:
                     heads = select(n.node_id).where(n.node_id.in_([key for key, _ in new]))
-                    audit = _Audit((), (), await fetch_links(connection, heads))
+                    audit = _ChainVerifier((), (), await fetch_links(connection, heads))
                     faults += await asyncio.to_thread(lambda: list(audit.heads(new, seen)))  # noqa: B023
                 progress("nodes", done, total)
 
-    async def _of_artifacts(self, progress: Progress) -> list[Fault]:
+    async def _of_artifacts(self, progress: ProgressCallback) -> list[IntegrityFault]:
         a = schema.artifacts.c
         async with self._database.reading() as connection:
             rows = (await connection.execute(select(a.artifact_id, a.sha256, a.bytes).order_by(a.artifact_id))).all()
-        faults: list[Fault] = []
+        faults: list[IntegrityFault] = []
         for done, row in enumerate(rows, 1):
-            place = artifact_place(self._artifacts, row.sha256)
+            place = artifact_path(self._artifacts, row.sha256)
             try:
                 content = await asyncio.to_thread(place.read_bytes)
             except OSError as error:
                 faults.append(
-                    Fault(f"artifacts {row.artifact_id}", f"its file {place} cannot be read: {error.strerror}")
+                    IntegrityFault(f"artifacts {row.artifact_id}", f"its file {place} cannot be read: {error.strerror}")
                 )
             else:
                 if len(content) != row.bytes or hashlib.sha256(content).hexdigest() != row.sha256:
-                    faults.append(Fault(f"artifacts {row.artifact_id}", f"the content of {place} is another"))
+                    faults.append(IntegrityFault(f"artifacts {row.artifact_id}", f"the content of {place} is another"))
             progress("artifacts", done, len(rows))
         return faults
 
 
-class _Audit(Fetched):
+class _ChainVerifier(CallLoader):
     """The rows behind some calls, looked at one by one."""
 
     @classmethod
-    def of(cls, found: Fetched) -> Self:
+    def of(cls, found: CallLoader) -> Self:
         audit = cls((), (), ())
         audit.__dict__.update(found.__dict__)
         return audit
 
-    def calls(self, seen: set[bytes]) -> Iterator[Fault]:
+    def calls(self, seen: set[bytes]) -> Iterator[IntegrityFault]:
         chosen: dict[str, list[Any]] = {}
         for row in self._chosen:
             chosen.setdefault(row.call_id, []).append(row)
@@ -130,17 +130,17 @@ class _Audit(Fetched):
             try:
                 (record,) = self._records([(row, own)])
             except (StoreError, ValueError, KeyError, TypeError) as error:
-                yield Fault(name, str(error) or type(error).__name__)
+                yield IntegrityFault(name, str(error) or type(error).__name__)
                 continue
             size = None if record.prompt_ids is None else int(record.prompt_ids.size)
             if size != row.prompt_tokens:
-                yield Fault(name, f"it counts {row.prompt_tokens} prompt tokens and has {size}")
+                yield IntegrityFault(name, f"it counts {row.prompt_tokens} prompt tokens and has {size}")
             sizes = [int(choice.token_ids.size) for choice in record.choices]
             if sum(sizes) != row.completion_tokens:
-                yield Fault(name, f"it counts {row.completion_tokens} sampled tokens and has {sum(sizes)}")
+                yield IntegrityFault(name, f"it counts {row.completion_tokens} sampled tokens and has {sum(sizes)}")
             for choice, answer in zip(record.choices, own, strict=True):
                 if not choice.token_ids.size == choice.logprobs.size == answer.tokens:
-                    yield Fault(
+                    yield IntegrityFault(
                         f"completions {row.call_id} {choice.index}",
                         f"it counts {answer.tokens} tokens, has {choice.token_ids.size} and {choice.logprobs.size} "
                         "log-probabilities",
@@ -150,7 +150,7 @@ class _Audit(Fetched):
             ]
             yield from self.heads([(bytes(head), kind) for head, kind in heads if head is not None], seen)
 
-    def heads(self, heads: Sequence[tuple[bytes, NodeKind]], seen: set[bytes]) -> Iterator[Fault]:
+    def heads(self, heads: Sequence[tuple[bytes, NodeKind]], seen: set[bytes]) -> Iterator[IntegrityFault]:
         """Hash again the chains that end here, up to where they were seen before."""
         for head, kind in heads:
             above: bytes | None = head
@@ -162,12 +162,12 @@ class _Audit(Fetched):
                 if chain:
                     self._unpack(head, kind)
             except StoreError as error:
-                yield Fault(f"nodes {head.hex()}", str(error))
+                yield IntegrityFault(f"nodes {head.hex()}", str(error))
                 continue
             for key in reversed(chain):
                 seen.add(key)
                 if problem := self._problem(key, kind):
-                    yield Fault(f"nodes {key.hex()}", problem)
+                    yield IntegrityFault(f"nodes {key.hex()}", problem)
 
     def _unpack(self, head: bytes, kind: NodeKind) -> None:
         if kind == "tokens":
@@ -197,19 +197,19 @@ class _Audit(Fetched):
         return None
 
 
-async def _of_sqlite(connection: AsyncConnection) -> list[Fault]:
-    faults: list[Fault] = []
+async def _of_sqlite(connection: AsyncConnection) -> list[IntegrityFault]:
+    faults: list[IntegrityFault] = []
     for line in await connection.scalars(text("PRAGMA quick_check")):
         if line != "ok":
-            faults.append(Fault("database", str(line)))
+            faults.append(IntegrityFault("database", str(line)))
     for row in (await connection.execute(text("PRAGMA foreign_key_check"))).mappings():
         name = f"{row['table']} (row {row['rowid']})"
-        faults.append(Fault(name, f"it refers to a row of {row['parent']} that is not there"))
+        faults.append(IntegrityFault(name, f"it refers to a row of {row['parent']} that is not there"))
     return faults
 
 
-async def _of_hashed(connection: AsyncConnection) -> list[Fault]:
-    faults: list[Fault] = []
+async def _of_hashed(connection: AsyncConnection) -> list[IntegrityFault]:
+    faults: list[IntegrityFault] = []
     for name, key, value in (
         ("settings", schema.settings.c.settings_hash, schema.settings.c.value),
         ("engines", schema.engines.c.engine_hash, schema.engines.c.info),
@@ -217,11 +217,11 @@ async def _of_hashed(connection: AsyncConnection) -> list[Fault]:
         # The text as it stands: read and printed again, a number could look another way.
         for row in await connection.execute(select(key, cast(value, Text))):
             if content_hash(row[1].encode()) != row[0]:
-                faults.append(Fault(f"{name} {row[0].hex()}", "its content is not what its id says"))
+                faults.append(IntegrityFault(f"{name} {row[0].hex()}", "its content is not what its id says"))
     return faults
 
 
-async def _of_counters(connection: AsyncConnection) -> list[Fault]:
+async def _of_counters(connection: AsyncConnection) -> list[IntegrityFault]:
     s, c = schema.sessions.c, schema.calls.c
     counted = (
         select(
@@ -242,15 +242,17 @@ async def _of_counters(connection: AsyncConnection) -> list[Fault]:
         .where(or_(*(s[name] != value for name, value in zip(names, real, strict=True))))
         .order_by(s.session_id)
     )
-    faults: list[Fault] = []
+    faults: list[IntegrityFault] = []
     for session_id, *numbers in await connection.execute(query):
         for name, said, found in zip(names, numbers[:4], numbers[4:], strict=True):
             if said != found:
-                faults.append(Fault(f"sessions {session_id}", f"its counter {name} says {said}, its calls {found}"))
+                faults.append(
+                    IntegrityFault(f"sessions {session_id}", f"its counter {name} says {said}, its calls {found}")
+                )
     return faults
 
 
-async def _of_traces(connection: AsyncConnection) -> list[Fault]:
+async def _of_traces(connection: AsyncConnection) -> list[IntegrityFault]:
     t, p = schema.traces.c, schema.trace_spans.c
     size = p.end_token - p.start_token
     length = func.coalesce(func.sum(size), 0)
@@ -263,6 +265,8 @@ async def _of_traces(connection: AsyncConnection) -> list[Fault]:
         .order_by(t.trace_id)
     )
     return [
-        Fault(f"traces {row[0]}", f"it counts {row[2]} trained of {row[1]} tokens, its spans {row[4]} of {row[3]}")
+        IntegrityFault(
+            f"traces {row[0]}", f"it counts {row[2]} trained of {row[1]} tokens, its spans {row[4]} of {row[3]}"
+        )
         for row in await connection.execute(query)
     ]

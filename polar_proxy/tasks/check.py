@@ -6,10 +6,17 @@ import math
 import posixpath
 from pathlib import Path
 
-from polar_proxy.tasks.base import BadTaskError, Environment, Task
-from polar_proxy.tasks.evaluation import Command, Evaluation, Harbor, HiddenTests, PythonFunction, Swebench
+from polar_proxy.tasks.evaluation import (
+    CommandEvaluator,
+    Evaluator,
+    HarborEvaluator,
+    HiddenTestsEvaluator,
+    PythonEvaluator,
+    SwebenchEvaluator,
+)
 from polar_proxy.tasks.functions import load_function
 from polar_proxy.tasks.log_parsers import get_parser
+from polar_proxy.tasks.task import BadTaskError, Environment, Task
 
 
 def check_task(task: Task) -> None:
@@ -46,30 +53,30 @@ def _positive(place: str, value: float) -> None:
         raise BadTaskError(f"{place}: must be above 0, not {value}")
 
 
-def _check_evaluation(task: Task, evaluation: Evaluation) -> None:
+def _check_evaluation(task: Task, evaluation: Evaluator) -> None:
     named = task.fail_to_pass or task.pass_to_pass
     match evaluation:
-        case HiddenTests():
+        case HiddenTestsEvaluator():
             get_parser(evaluation.parser)
             if not task.test_command:
                 raise BadTaskError("test_command: the evaluator tests needs it")
             if not named:
                 raise BadTaskError("fail_to_pass: names no test, nor does pass_to_pass; any result would be right")
-        case Swebench():
+        case SwebenchEvaluator():
             get_parser(evaluation.parser)
             if not evaluation.command and not evaluation.eval_script:
                 raise BadTaskError("no command that runs the tests")
             if not named and not evaluation.expected:
                 raise BadTaskError("FAIL_TO_PASS: names no test, nor does PASS_TO_PASS; any result would be right")
-        case Harbor():
+        case HarborEvaluator():
             if not Path(evaluation.tests).is_dir():
                 raise BadTaskError(f"{evaluation.tests}: there is no such folder")
-        case Command():
+        case CommandEvaluator():
             if not evaluation.argv:
                 raise BadTaskError("command: argv is empty")
             for name in evaluation.files:
                 check_relative("command: files", name)
-        case PythonFunction():
+        case PythonEvaluator():
             load_function(evaluation.function)
 
 

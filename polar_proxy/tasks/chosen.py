@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from polar_proxy.errors import UsageError
-from polar_proxy.tasks.base import Task, TaskSource, UnknownTaskFamilyError
-from polar_proxy.tasks.listed import ListedTasks, Refusal
 from polar_proxy.tasks.sources import from_items, get_source
+from polar_proxy.tasks.task import Task, TaskSource, UnknownTaskFamilyError
+from polar_proxy.tasks.task_list import RejectedTask, TaskList
 
 
-def choose(task: str, seed: int | None, instances: int | None) -> tuple[list[Task], tuple[Refusal, ...] | None]:
+def load_tasks(
+    task: str, seed: int | None, instances: int | None
+) -> tuple[list[Task], tuple[RejectedTask, ...] | None]:
     """The tasks of the source that `task` stands for (see `get_source`), and those of a file or folder that were
     refused (None: it is not a file). Raises UsageError where there is no such source, and for a `seed` that it does
     not hold.
@@ -24,13 +26,14 @@ def choose(task: str, seed: int | None, instances: int | None) -> tuple[list[Tas
         source = get_source(task)
     except (UnknownTaskFamilyError, TypeError) as error:
         raise UsageError(str(error)) from error
-    return _chosen(source, seed, instances), source.refused if isinstance(source, ListedTasks) else None
+    return _chosen(source, seed, instances), source.refused if isinstance(source, TaskList) else None
 
 
-def from_rows(
+def tasks_from_rows(
     name: str, rows: Sequence[Mapping[str, Any]], instances: int | None = None
-) -> tuple[list[Task], tuple[Refusal, ...]]:
-    """As `choose`, of rows as they would stand in a task file; paths in them are relative to the working directory."""
+) -> tuple[list[Task], tuple[RejectedTask, ...]]:
+    """As `load_tasks`, of rows as they would stand in a task file; paths in them are relative to the working
+    directory."""
     source = from_items(name, rows)
     return _chosen(source, None, instances), source.refused
 
@@ -38,6 +41,6 @@ def from_rows(
 def _chosen(source: TaskSource, seed: int | None, instances: int | None) -> list[Task]:
     if seed is not None:
         return [source.task(seed)]
-    if isinstance(source, ListedTasks):
+    if isinstance(source, TaskList):
         return [source.task(place) for place in source.seeds[:instances]]
     return [source.task(place) for place in range(instances or 1)]

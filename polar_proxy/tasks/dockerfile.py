@@ -9,14 +9,14 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from polar_proxy.tasks.base import BadTaskError
+from polar_proxy.tasks.task import BadTaskError
 
-_BELIEVED = {"FROM", "RUN", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "SHELL", "STOPSIGNAL"}
+_IGNORED_INSTRUCTIONS = {"FROM", "RUN", "CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "MAINTAINER", "SHELL", "STOPSIGNAL"}
 _ENV = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Layout:
+class DockerfileWorkspace:
     """The workspace, what lies in it (relative path -> text), which of it is a program, and variables."""
 
     workdir: str
@@ -25,7 +25,7 @@ class Layout:
     env: dict[str, str]
 
 
-def read_dockerfile(context: Path, workdir: str | None = None) -> Layout:
+def read_dockerfile(context: Path, workdir: str | None = None) -> DockerfileWorkspace:
     """Read ``context/Dockerfile``. `workdir` is used where it has no WORKDIR line.
 
     Raises `BadTaskError` with the line for what would need the image.
@@ -42,7 +42,7 @@ def read_dockerfile(context: Path, workdir: str | None = None) -> Layout:
             copies += [(number, source, target) for source, target in _copy(context, here, rest, number)]
         elif word == "ENV":
             env.update(_env(rest, number))
-        elif word not in _BELIEVED:
+        elif word not in _IGNORED_INSTRUCTIONS:
             raise _needs(number, word)
         stages += word == "FROM"
         if stages > 1:
@@ -64,7 +64,7 @@ def read_dockerfile(context: Path, workdir: str | None = None) -> Layout:
             ) from None
         if source.stat().st_mode & 0o100:
             programs.append(name)
-    return Layout(root, files, tuple(programs), env)
+    return DockerfileWorkspace(root, files, tuple(programs), env)
 
 
 def _needs(number: int, what: str) -> BadTaskError:

@@ -12,7 +12,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class HiddenTests:
+class HiddenTestsEvaluator:
     """`tests`: the task's `hidden_files` and `test_command`; 1 if all named tests pass, else 0."""
 
     kind: Literal["tests"] = "tests"
@@ -25,7 +25,7 @@ class HiddenTests:
 
 
 @dataclass(frozen=True)
-class Swebench:
+class SwebenchEvaluator:
     """`swebench`: graded as SWE-bench does; 1 if resolved, else 0. `fail_to_pass` and `pass_to_pass` are the task's."""
 
     kind: Literal["swebench"] = "swebench"
@@ -44,7 +44,7 @@ class Swebench:
 
 
 @dataclass(frozen=True)
-class Harbor:
+class HarborEvaluator:
     """`harbor`: the task's ``tests/test.sh`` writes ``/logs/verifier/reward.txt`` or ``reward.json``."""
 
     tests: str
@@ -59,7 +59,7 @@ class Harbor:
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandEvaluator:
     """`command`: a program of the task's author, run in the patched workspace with `files` written over it."""
 
     argv: tuple[str, ...]
@@ -71,7 +71,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class PythonFunction:
+class PythonEvaluator:
     """`python`: a function of this machine, ``module:function``, called with the `Attempt` (`rewards.base`).
 
     It runs in Polar's own process, so it is code that the user trusts. It may reward single calls.
@@ -83,11 +83,11 @@ class PythonFunction:
     options: Mapping[str, object] = field(default_factory=dict)
 
 
-Evaluation = HiddenTests | Swebench | Harbor | Command | PythonFunction
-EVALUATORS: Mapping[str, type[Evaluation]] = {
-    "tests": HiddenTests,
-    "swebench": Swebench,
-    "harbor": Harbor,
-    "command": Command,
-    "python": PythonFunction,
+Evaluator = HiddenTestsEvaluator | SwebenchEvaluator | HarborEvaluator | CommandEvaluator | PythonEvaluator
+EVALUATORS: Mapping[str, type[Evaluator]] = {
+    "tests": HiddenTestsEvaluator,
+    "swebench": SwebenchEvaluator,
+    "harbor": HarborEvaluator,
+    "command": CommandEvaluator,
+    "python": PythonEvaluator,
 }

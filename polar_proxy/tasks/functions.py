@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from polar_proxy.tasks.base import BadTaskError
+from polar_proxy.tasks.task import BadTaskError
 
 
 def load_function(name: str) -> Callable[..., Any]:

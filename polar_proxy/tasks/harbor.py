@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from polar_proxy.errors import UsageError
-from polar_proxy.tasks.base import BadTaskError, Environment, Task
 from polar_proxy.tasks.dockerfile import read_dockerfile
-from polar_proxy.tasks.evaluation import Harbor
-from polar_proxy.tasks.listed import Entry, ListedTasks, listed
+from polar_proxy.tasks.evaluation import HarborEvaluator
+from polar_proxy.tasks.task import BadTaskError, Environment, Task
+from polar_proxy.tasks.task_list import TaskCandidate, TaskList, make_task_list
 
 LOGS = "/logs"
 TESTS = "/tests"
@@ -56,19 +56,19 @@ def is_task_folder(path: Path) -> bool:
     return (path / "task.toml").is_file()
 
 
-def read_folder(path: Path) -> ListedTasks:
+def read_folder(path: Path) -> TaskList:
     """The task in this folder, or those in the folders directly below it. Raises `UsageError` where there is none."""
     if is_task_folder(path):
-        return listed(path.name, [_entry(path)])
+        return make_task_list(path.name, [_entry(path)])
     folders = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
     found = [child for child in folders if is_task_folder(child) or (child / "instruction.md").is_file()]
     if not found:
         raise UsageError(f"{path} holds no task: no task.toml in it or in a folder below it")
-    return listed(path.name, [_entry(child) for child in found])
+    return make_task_list(path.name, [_entry(child) for child in found])
 
 
-def _entry(folder: Path) -> Entry:
-    return Entry(folder.name, None, lambda position: harbor_task(folder.absolute(), position))
+def _entry(folder: Path) -> TaskCandidate:
+    return TaskCandidate(folder.name, None, lambda position: harbor_task(folder.absolute(), position))
 
 
 def harbor_task(folder: Path, position: int) -> Task:
@@ -98,7 +98,7 @@ def harbor_task(folder: Path, position: int) -> Task:
         agent_seconds=_seconds(config, "agent") if _at(config, "agent", "timeout_sec") is not None else None,
         metadata={"folder": folder.name, **_plain(_table(config, "metadata"))},
         environment=environment,
-        evaluators=(Harbor(str(tests), folder_digest(tests), env=_variables(config, "verifier")),),
+        evaluators=(HarborEvaluator(str(tests), folder_digest(tests), env=_variables(config, "verifier")),),
     )
 
 

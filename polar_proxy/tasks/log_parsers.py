@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
-from polar_proxy.tasks.base import BadTaskError
 from polar_proxy.tasks.functions import load_function
+from polar_proxy.tasks.task import BadTaskError
 from polar_proxy.tasks.unittest_output import Verdict, parse_unittest
 
 Parser = Callable[[str], Mapping[str, Verdict]]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from polar_proxy.errors import UsageError
 from polar_proxy.tasks import harbor, swebench
-from polar_proxy.tasks.base import BadTaskError, Task, TaskSource, UnknownTaskFamilyError
-from polar_proxy.tasks.listed import Entry, ListedTasks, Row, listed, read_rows, row_task
+from polar_proxy.tasks.task import BadTaskError, Task, TaskSource, UnknownTaskFamilyError
+from polar_proxy.tasks.task_list import Row, TaskCandidate, TaskList, make_task_list, read_rows, row_task
 
 _BUILT_IN: Mapping[str, str] = {"swe-task": "polar_proxy.tasks.swe_task:SweTaskSource"}
 _SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -53,7 +53,7 @@ def get_source(name: str) -> TaskSource:
 
 
 def _row(row: Row, position: int, folder: Path) -> Task:
-    if swebench.is_row(row):
+    if swebench.is_swebench_row(row):
         return swebench.swebench_task(row, position, folder)
     return row_task(row, position, folder)
 
@@ -71,15 +71,15 @@ def _from_python(target: str) -> TaskSource:
     raise TypeError(f"{target} is no task source: it needs `name` and `task(seed)`, or must return tasks")
 
 
-def from_items(target: str, items: Iterable[object]) -> ListedTasks:
+def from_items(target: str, items: Iterable[object]) -> TaskList:
     """Tasks, or rows as a task file has them; paths in a row are relative to the working directory."""
 
-    def entries() -> Iterator[Entry]:
+    def entries() -> Iterator[TaskCandidate]:
         for number, item in enumerate(items):
             where = f"{target}[{number}]"
-            yield Entry(where, _name(item), partial(_item, item))
+            yield TaskCandidate(where, _name(item), partial(_item, item))
 
-    return listed(target, entries())
+    return make_task_list(target, entries())
 
 
 def _name(item: object) -> str | None:

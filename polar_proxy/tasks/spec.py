@@ -6,17 +6,17 @@ from dataclasses import asdict
 
 from pydantic import TypeAdapter, ValidationError
 
-from polar_proxy.tasks.base import BadTaskError, Task
+from polar_proxy.tasks.task import BadTaskError, Task
 from polar_proxy.types import Json
 
 
-def to_spec(task: Task) -> Json:
+def task_to_json(task: Task) -> Json:
     """All of the task, as JSON values."""
     return asdict(task)
 
 
-def from_spec(spec: Json) -> Task:
-    """The task that `to_spec` wrote down. Raises `BadTaskError` for what this version cannot read."""
+def task_from_json(spec: Json) -> Task:
+    """The task that `task_to_json` wrote down. Raises `BadTaskError` for what this version cannot read."""
     try:
         return TypeAdapter(Task).validate_python(spec)
     except ValidationError as error:

@@ -15,7 +15,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from polar_proxy.tasks.base import Task
+from polar_proxy.tasks.task import Task
 
 EVAL_SEEDS = range(100_000)
 TRAIN_SEEDS = range(1_000_000, 1_000_000_000)
@@ -55,7 +55,7 @@ class Formula:
 
 
 @dataclass(frozen=True)
-class Function:
+class GeneratedFunction:
     """One function of the repository."""
 
     name: str
@@ -114,9 +114,9 @@ def _test_module(package: str, module: str, tests: list[tuple[str, list[tuple[in
 
 
 @dataclass(frozen=True)
-class _Instance:
+class GeneratedInstance:
     package: str
-    modules: dict[str, list[Function]]
+    modules: dict[str, list[GeneratedFunction]]
     module: str
     target: int
     right: Formula
@@ -146,20 +146,20 @@ class _Instance:
         return _test_module(self.package, self.module, tests)
 
 
-def _build(seed: int) -> _Instance:
+def _build(seed: int) -> GeneratedInstance:
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}")
     # The number rises when instances change.
     rng = random.Random(f"swe-task/4/{seed}")
     names = _names(rng)
     package, _ = next(names)
-    modules: dict[str, list[Function]] = {}
+    modules: dict[str, list[GeneratedFunction]] = {}
     for _ in range(2):
         module, _ = next(names)
         modules[module] = []
         for _ in range(rng.randrange(2, 4)):
             (name, first), (_, second) = next(names), next(names)
-            modules[module].append(Function(name, first, second, _formula(rng)))
+            modules[module].append(GeneratedFunction(name, first, second, _formula(rng)))
     module = rng.choice(sorted(modules))
     target = rng.randrange(len(modules[module]))
     right = _formula(rng)
@@ -169,7 +169,7 @@ def _build(seed: int) -> _Instance:
     others = [(rng.randrange(2, 60), rng.randrange(2, 60)) for _ in range(3)]
     name = modules[module][target].name
     report = rng.choice(_REPORTS).format(name=name, formula=right.text("x", "y"))
-    return _Instance(package, modules, module, target, right, report, cases, others)
+    return GeneratedInstance(package, modules, module, target, right, report, cases, others)
 
 
 class SweTaskSource:

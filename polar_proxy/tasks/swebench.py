@@ -23,10 +23,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from polar_proxy.tasks.base import BadTaskError, Environment, Repository, Task
-from polar_proxy.tasks.evaluation import Swebench
-from polar_proxy.tasks.listed import Row, resolved
+from polar_proxy.tasks.evaluation import SwebenchEvaluator
 from polar_proxy.tasks.log_parsers import named_tests
+from polar_proxy.tasks.task import BadTaskError, Environment, Repository, Task
+from polar_proxy.tasks.task_list import Row, resolve_path
 
 TIMEOUT_SECONDS = 1800.0
 """The benchmark's own limit of one evaluation."""
@@ -72,7 +72,7 @@ R2E_HIDDEN = (
 """Where the images of R2E-Gym keep tests and answers."""
 
 
-def is_row(row: Row) -> bool:
+def is_swebench_row(row: Row) -> bool:
     """Whether a row has this shape."""
     return "problem_statement" in row and ("base_commit" in row or "commit_hash" in row)
 
@@ -129,7 +129,7 @@ def _environment(row: Row, repo: str, folder: Path, r2e: bool, task_id: str) -> 
     return Environment(
         image=image,
         without_image=bool(row.get("without_image")) and bool(repository),
-        repository=Repository(resolved(repository, folder), commit) if repository else None,
+        repository=Repository(resolve_path(repository, folder), commit) if repository else None,
         # The row names R2E-Gym's fix; its image stands at the commit before.
         base_commit=None if r2e or repository else commit,
         workdir=workdir or None,
@@ -137,7 +137,7 @@ def _environment(row: Row, repo: str, folder: Path, r2e: bool, task_id: str) -> 
     )
 
 
-def _evaluation(row: Row, repo: str) -> Swebench:
+def _evaluation(row: Row, repo: str) -> SwebenchEvaluator:
     test_patch = _text(row, "test_patch", required=not row.get("eval_script"))
     config = row.get("install_config") or {}
     if not isinstance(config, dict):
@@ -153,7 +153,7 @@ def _evaluation(row: Row, repo: str) -> Swebench:
         raise BadTaskError(f"no test_command, eval_script or install_config.test_cmd, and {repo!r} is not known here")
     parser = row.get("parser") or row.get("log_parser") or config.get("log_parser") or known_parser or "pytest"
     image = not row.get("repository")
-    return Swebench(
+    return SwebenchEvaluator(
         test_patch=test_patch,
         command=(_CONDA if image else "") + _filled(command, test_patch) if command else "",
         eval_script=_text(row, "eval_script", required=False) or None,
@@ -162,7 +162,7 @@ def _evaluation(row: Row, repo: str) -> Swebench:
     )
 
 
-def _r2e(row: Row) -> Swebench:
+def _r2e(row: Row) -> SwebenchEvaluator:
     expected = row["expected_output_json"]
     try:
         table = json.loads(expected) if isinstance(expected, str) else expected
@@ -173,7 +173,7 @@ def _r2e(row: Row) -> Swebench:
         raise BadTaskError("expected_output_json: names no test; any result would be right")
     # The image keeps the tests outside of the repository and its script looks for them inside.
     command = "[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests\nbash run_tests.sh"
-    return Swebench(command=command, parser="r2e", expected=verdicts)
+    return SwebenchEvaluator(command=command, parser="r2e", expected=verdicts)
 
 
 def _filled(command: str, test_patch: str) -> str:

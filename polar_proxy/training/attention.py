@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polar_proxy.training.tree import Targets, Tree, visible
+from polar_proxy.training.tree import PrefixTree, Targets, visible
 
 
-def boolean_mask(tree: Tree, device: torch.device | str = "cpu") -> Tensor:
+def boolean_mask(tree: PrefixTree, device: torch.device | str = "cpu") -> Tensor:
     """bool [1, 1, n, n], True where a query may look: for `scaled_dot_product_attention`."""
     return torch.from_numpy(visible(tree)).to(device)[None, None]
 
 
-def additive_mask(tree: Tree, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+def additive_mask(tree: PrefixTree, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """The same as numbers [1, 1, n, n], 0 or the dtype's lowest: for eager attention, which adds it to the scores."""
     hidden = ~boolean_mask(tree, device)
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def mask_mod(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The mask as FlexAttention's function of (batch, head, query, key). `ends` is `Tree.ends` on the device."""
+    """The mask as FlexAttention's function of (batch, head, query, key). `ends` is `PrefixTree.ends` on the device."""
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < ends[key])
@@ -35,7 +35,7 @@ def mask_mod(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     return sees
 
 
-def block_mask(tree: Tree, device: torch.device | str) -> Any:
+def block_mask(tree: PrefixTree, device: torch.device | str) -> Any:
     """FlexAttention's `BlockMask` of the tree: blocks between branches are never computed. Memory O((n / 128)^2).
 
     Raises RuntimeError where this PyTorch has no FlexAttention.
@@ -48,7 +48,7 @@ def block_mask(tree: Tree, device: torch.device | str) -> Any:
     return create_block_mask(mask_mod(ends), None, None, len(tree), len(tree), device=device)
 
 
-def model_inputs(tree: Tree, mask: Any, device: torch.device | str = "cpu") -> dict[str, Any]:
+def model_inputs(tree: PrefixTree, mask: Any, device: torch.device | str = "cpu") -> dict[str, Any]:
     """`input_ids` and `position_ids` int64 [1, n] and the given mask, by the names of Transformers."""
     return {
         "input_ids": torch.from_numpy(tree.token_ids).to(device)[None],

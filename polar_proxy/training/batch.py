@@ -19,17 +19,17 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from polar_proxy.traces.grades import TRAINABLE
+from polar_proxy.traces.paths import trace_path
 from polar_proxy.training import advantages
 from polar_proxy.training.algorithms import ADVANTAGES
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.failures import TrainingError
-from polar_proxy.training.tree import Flags, Integers
-from polar_proxy.trajectories.grade import TRAINABLE
-from polar_proxy.trajectories.paths import path
+from polar_proxy.training.tree import BoolArray, IntArray
 from polar_proxy.types import Json, Trace
 
 
-class Outcome(Protocol):
+class RolloutOutcome(Protocol):
     """What became of a rollout, as far as training asks: a row of the store, or the API's answer."""
 
     @property
@@ -49,20 +49,20 @@ class Outcome(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GroupRollout:
     """A rollout of a group and all its traces."""
 
-    rollout: Outcome
+    rollout: RolloutOutcome
     traces: tuple[Trace, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TrainingGroup:
     """The rollouts of one task that are compared."""
 
     group_id: str
     task_id: str
-    members: tuple[Member, ...]
+    members: tuple[GroupRollout, ...]
     staleness: int | None = None
     """Policy versions behind, as the lease said."""
 
@@ -79,20 +79,20 @@ class TrainingSequence:
     group_id: str
     rollout: int
     """Number of its rollout within the batch."""
-    token_ids: Integers
+    token_ids: IntArray
     """[n]"""
-    trained: Flags
+    trained: BoolArray
     """bool [n]: sampled, and this sequence's to train."""
     recorded: npt.NDArray[np.float64]
     """[n], nats, as recorded at sampling; NaN off `trained`."""
     advantage: float
-    observed: Flags
+    observed: BoolArray
     """bool [n]: stands behind something sampled and was not: what the environment answered, with its template around
     it; this sequence's own."""
 
 
 @dataclass(slots=True)
-class Left:
+class SkippedCounts:
     """What was left out for one reason."""
 
     rollouts: int = 0
@@ -102,7 +102,7 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class TrainingBatch:
     """What one step trains on."""
 
     sequences: tuple[TrainingSequence, ...]
@@ -114,7 +114,7 @@ class Batch:
     sampled_tokens: int
     """In all traces, trained or not."""
     staleness: tuple[int, ...] = ()
-    left_out: Mapping[str, Left] = field(default_factory=dict)
+    left_out: Mapping[str, SkippedCounts] = field(default_factory=dict)
     """By reason."""
 
     @property
@@ -143,11 +143,11 @@ class Batch:
         }
 
 
-def make_batch(groups: Sequence[Group], config: GrpoConfig) -> Batch:
+def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig) -> TrainingBatch:
     """The sequences of these groups with their advantages. Raises TrainingError for a token that would be trained
     twice: the builder broke its promise."""
     sequences: list[TrainingSequence] = []
-    left_out: dict[str, Left] = {}
+    left_out: dict[str, SkippedCounts] = {}
     number = 0
     rewards = [group.rewards for group in groups]
     if config.shuffle_rewards:
@@ -157,7 +157,7 @@ def make_batch(groups: Sequence[Group], config: GrpoConfig) -> Batch:
         flat = _flat(values)
         for member, advantage in zip(group.members, values.tolist(), strict=True):
             reason = _masked(member, advantage)
-            if reason is None and flat and not config.keep_flat_groups:
+            if reason is None and flat and not config.keep_zero_variance_groups:
                 reason = "no_spread"
             if reason is not None:
                 _leave_out(left_out, reason, member.traces, rollouts=1)
@@ -165,7 +165,7 @@ def make_batch(groups: Sequence[Group], config: GrpoConfig) -> Batch:
                 sequences += _sequences(group.group_id, member, number, advantage, config, left_out)
             number += 1
     members = [member for group in groups for member in group.members]
-    return Batch(
+    return TrainingBatch(
         sequences=tuple(sequences),
         group_ids=tuple(group.group_id for group in groups),
         rewards=tuple(float(one.rollout.reward) for one in members if one.rollout.reward is not None),
@@ -176,7 +176,7 @@ def make_batch(groups: Sequence[Group], config: GrpoConfig) -> Batch:
     )
 
 
-def teaches(group: Group, config: GrpoConfig) -> bool:
+def has_signal(group: TrainingGroup, config: GrpoConfig) -> bool:
     """Whether anything of a group is worth training: some advantage is not 0."""
     return not _flat(group_advantages(group.rewards, config))
 
@@ -188,9 +188,9 @@ def _flat(values: advantages.Floats) -> bool:
 def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> advantages.Floats:
     """float64 [n]: by the chosen function, times the chosen weight of the group; NaN where there is no reward."""
     values = ADVANTAGES[config.advantage](rewards)
-    if config.weighting == "focal":
+    if config.group_weight == "focal":
         return values * advantages.focal_weight(rewards)
-    return values * advantages.variance_weight(rewards) if config.weighting == "variance" else values
+    return values * advantages.variance_weight(rewards) if config.group_weight == "variance" else values
 
 
 def _dealt_anew(rewards: Sequence[Sequence[float | None]], seed: str) -> list[list[float | None]]:
@@ -202,7 +202,7 @@ def _dealt_anew(rewards: Sequence[Sequence[float | None]], seed: str) -> list[li
     return [[None if reward is None else next(dealt) for reward in group] for group in rewards]
 
 
-def _masked(member: Member, advantage: float) -> str | None:
+def _masked(member: GroupRollout, advantage: float) -> str | None:
     """Why nothing of a rollout is trained; None where it is."""
     row = member.rollout
     if row.incomplete:
@@ -219,7 +219,12 @@ def _masked(member: Member, advantage: float) -> str | None:
 
 
 def _sequences(
-    group_id: str, member: Member, number: int, advantage: float, config: GrpoConfig, left_out: dict[str, Left]
+    group_id: str,
+    member: GroupRollout,
+    number: int,
+    advantage: float,
+    config: GrpoConfig,
+    left_out: dict[str, SkippedCounts],
 ) -> list[TrainingSequence]:
     found: list[TrainingSequence] = []
     seen: set[tuple[str, int, int]] = set()
@@ -233,7 +238,7 @@ def _sequences(
                 if (sample := (span.call_id, span.choice, position)) in seen:
                     raise TrainingError(f"token {position} of the call {span.call_id} stands in two traces as sampled")
                 seen.add(sample)
-        whole = path(trace, by_id)
+        whole = trace_path(trace, by_id)
         trained = whole.loss_mask.astype(bool)
         observed = ~trained & (np.cumsum(trained) > 0)
         trained[: whole.own] = observed[: whole.own] = False  # those belong to the traces before
@@ -264,8 +269,8 @@ def _refused(trace: Trace, config: GrpoConfig) -> str | None:
     return None
 
 
-def _leave_out(left_out: dict[str, Left], reason: str, traces: Sequence[Trace], rollouts: int = 0) -> None:
-    left = left_out.setdefault(reason, Left())
+def _leave_out(left_out: dict[str, SkippedCounts], reason: str, traces: Sequence[Trace], rollouts: int = 0) -> None:
+    left = left_out.setdefault(reason, SkippedCounts())
     left.rollouts += rollouts
     left.traces += len(traces)
     left.tokens += sum(int(trace.loss_mask.sum()) for trace in traces)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from polar_proxy.training.tree import Tree
+from polar_proxy.training.tree import PrefixTree
 
-NAME = "polar_tree"
+ATTENTION_NAME = "polar_tree"
 """By which a Transformers model is told to use it (`attn_implementation`, `set_attn_implementation`)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TreeSegment:
     """Nodes [start, stop), each the parent of the next; `seen` int64: their ancestors, then the nodes themselves."""
 
     start: int
@@ -31,24 +31,24 @@ class Run:
     seen: Tensor
 
 
-def runs(tree: Tree, device: torch.device | str = "cpu") -> list[Run]:
+def tree_segments(tree: PrefixTree, device: torch.device | str = "cpu") -> list[TreeSegment]:
     """The runs of a tree in the order of its nodes: as many as it has leaves, at most as many as sequences."""
     n = len(tree)
     begins = np.flatnonzero(np.diff(tree.positions, prepend=-1) != 1) if n else np.zeros(0, dtype=np.int64)
     begins = np.union1d(begins, [0][:n])
     path = np.zeros(0, dtype=np.int64)
-    found: list[Run] = []
+    found: list[TreeSegment] = []
     for start, stop in zip(begins.tolist(), [*begins[1:].tolist(), n], strict=True):
         path = np.concatenate([path[: tree.positions[start]], np.arange(start, stop)])
-        found.append(Run(start, stop, torch.from_numpy(path).to(device)))
+        found.append(TreeSegment(start, stop, torch.from_numpy(path).to(device)))
     return found
 
 
-def attend(
+def tree_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    tree_runs: Sequence[Run],
+    tree_segments: Sequence[TreeSegment],
     *,
     scale: float | None = None,
     dropout: float = 0.0,
@@ -59,7 +59,7 @@ def attend(
     """
     grouped = query.shape[1] != key.shape[1]
     pieces = []
-    for run in tree_runs:
+    for run in tree_segments:
         length, past = run.stop - run.start, len(run.seen) - (run.stop - run.start)
         mask = None
         if past:
@@ -79,12 +79,13 @@ def attend(
     return torch.cat(pieces, dim=2)
 
 
-def register() -> str:
-    """Make `NAME` known to Transformers, and return it. Calls of the model then need `tree_runs=runs(tree)`."""
+def register_tree_attention() -> str:
+    """Make `ATTENTION_NAME` known to Transformers, and return it. Calls of the model then need
+    `tree_segments=runs(tree)`."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _for_transformers)
-    return NAME
+    AttentionInterface.register(ATTENTION_NAME, _for_transformers)
+    return ATTENTION_NAME
 
 
 def _for_transformers(
@@ -94,7 +95,7 @@ def _for_transformers(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    tree_runs: Sequence[Run] | None = None,
+    tree_segments: Sequence[TreeSegment] | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -102,11 +103,15 @@ def _for_transformers(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention function: heads first in, [b, n, heads, d] out."""
-    if tree_runs is None or attention_mask is not None:
-        raise ValueError(f"attention {NAME!r} takes `tree_runs` and no mask: it serves training on packed trees only")
+    if tree_segments is None or attention_mask is not None:
+        raise ValueError(
+            f"attention {ATTENTION_NAME!r} takes `tree_segments` and no mask: it serves training on packed trees only"
+        )
     if sliding_window is not None or softcap is not None:
-        raise ValueError(f"attention {NAME!r} has no sliding window and no soft cap; this model needs one")
-    if tree_runs[-1].stop != query.shape[2]:
-        raise ValueError(f"the runs are of a tree of {tree_runs[-1].stop} nodes, the model was given {query.shape[2]}")
-    output = attend(query, key, value, tree_runs, scale=scaling, dropout=dropout)
+        raise ValueError(f"attention {ATTENTION_NAME!r} has no sliding window and no soft cap; this model needs one")
+    if tree_segments[-1].stop != query.shape[2]:
+        raise ValueError(
+            f"the runs are of a tree of {tree_segments[-1].stop} nodes, the model was given {query.shape[2]}"
+        )
+    output = tree_attention(query, key, value, tree_segments, scale=scaling, dropout=dropout)
     return output.transpose(1, 2).contiguous(), None

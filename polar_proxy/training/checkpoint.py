@@ -29,7 +29,7 @@ _MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class TrainerState:
     """What a resumed run must know beside weights and optimiser."""
 
     step: int
@@ -52,13 +52,19 @@ class State:
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     folder: Path
-    state: State
+    state: TrainerState
     weights: dict[str, Tensor]
     optimiser: dict[str, Any]
 
 
 def save(
-    run: Path, state: State, weights: Mapping[str, Tensor], optimiser: Mapping[str, Any], *, model: Path, keep: int
+    run: Path,
+    state: TrainerState,
+    weights: Mapping[str, Tensor],
+    optimiser: Mapping[str, Any],
+    *,
+    model: Path,
+    keep: int,
 ) -> Path:
     """Write a checkpoint and remove all but the newest `keep`. `model`: the folder whose small files go with it."""
     parent = run / "checkpoints"
@@ -99,7 +105,7 @@ def load(folder: Path, *, restore_random: bool = True) -> Checkpoint:
     raw = orjson.loads((folder / "state.json").read_bytes())
     if raw["format"] > FORMAT:
         raise TrainingError(f"{folder} was written by a newer Polar (format {raw['format']}, this one reads {FORMAT})")
-    state = State(**{**raw, "trained": tuple(raw["trained"])})
+    state = TrainerState(**{**raw, "trained": tuple(raw["trained"])})
     if restore_random:
         torch.set_rng_state(torch.load(folder / "torch_rng.pt", weights_only=True))
         _restore_random(state.rng)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from polar_proxy.errors import UsageError
 from polar_proxy.training.algorithms import ADVANTAGES, LOSSES
-from polar_proxy.training.normalise import How
+from polar_proxy.training.loss_terms import LossAggregation
 from polar_proxy.types import Json
 
 MAY_CHANGE = frozenset(
@@ -43,7 +43,7 @@ MAY_CHANGE = frozenset(
 BuilderName = Literal["merged", "per_call", "tree"]
 
 
-class Lora(BaseModel):
+class LoraSettings(BaseModel):
     """`lora = {rank = 16}` in `[grpo]`: an adapter is trained (training/lora.py), the model's weights stay."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -97,23 +97,23 @@ class GrpoConfig(BaseModel):
     """Folder of the weights to begin with; None: those that the local engine serves."""
     builder: BuilderName = "merged"
     advantage: str = "grpo"
-    weighting: Literal["none", "focal", "variance"] = "none"
+    group_weight: Literal["none", "focal", "variance"] = "none"
     """What the advantages of a group are multiplied by (docs/algorithms.md)."""
     loss: str = "dapo"
     loss_settings: dict[str, Any] = Field(default_factory=dict)
     """Handed to the loss by keyword, such as {clip_low = 0.2, clip_high = 0.28}."""
-    normalise: How = "token"
+    normalise: LossAggregation = "token"
     length: int | None = Field(None, ge=1)
     """The constant of normalise = "constant": tokens that one rollout may sample."""
     train_timed_out: bool = False
     """Rollouts that ran out of time are trained. If not, they are masked and stay in the baseline."""
-    keep_flat_groups: bool = False
+    keep_zero_variance_groups: bool = False
     """Compute groups whose rewards are all alike too. They add no gradient, but count in the normalisation."""
     shuffle_rewards: bool = False
     """A control that must not learn: the rewards of a step are dealt out anew among its rollouts."""
     max_sequence: int = Field(32_768, ge=2)
     """Longer sequences are left out and counted."""
-    tokens_per_pass: int = Field(32_768, ge=2)
+    max_tokens_per_microbatch: int = Field(32_768, ge=2)
     """Nodes of one tree-packed forward and backward pass: gradients of the passes add up to the step's."""
     epochs: int = Field(1, ge=1)
     """How often a step goes through its groups."""
@@ -123,12 +123,12 @@ class GrpoConfig(BaseModel):
     """At which rollouts are sampled, and the trainer's log-probabilities are taken."""
     kl: float = Field(0.0, ge=0)
     """Coefficient of the KL to the reference; 0: no reference is loaded."""
-    kl_kind: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     reference: str | None = None
     """Folder of the reference's weights; None: the weights that training begins with."""
     echo: float = Field(0.0, ge=0)
     """Coefficient of ECHO, which learns to predict what the environment answers (its paper: 0.05); 0: not at all."""
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     """Train an adapter instead of the weights. A checkpoint holds the merged weights, and is served like any other."""
     learning_rate: float = Field(1e-5, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -137,7 +137,7 @@ class GrpoConfig(BaseModel):
     """Steps over which the learning rate rises from 0."""
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = Field(0.0, ge=0)
-    clip_grad: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward passes; weights and optimiser are always float32."""
     device: str = "cpu"
@@ -193,8 +193,10 @@ class GrpoConfig(BaseModel):
             raise ValueError("an adapter is reloaded from disk: leave out `lora.reload`, or `transfer`")
         if self.normalise == "constant" and self.length is None:
             raise ValueError('normalise = "constant" needs `length`')
-        if self.max_sequence > self.tokens_per_pass:
-            raise ValueError("a sequence may not be longer than a pass: lower max_sequence or raise tokens_per_pass")
+        if self.max_sequence > self.max_tokens_per_microbatch:
+            raise ValueError(
+                "a sequence may not be longer than a pass: lower max_sequence or raise max_tokens_per_microbatch"
+            )
         return self
 
     @property

@@ -1,7 +1,7 @@
 """Losses for tokens that another policy sampled: an engine that computes a little differently, or weights gone stale.
 
 Three policies: mu sampled and recorded; pi_prox is the trainer's own value at the start of the step
-(`Tokens.proximal`); pi_theta is being trained. k_t = pi_prox(t) / mu(t) corrects the first gap, the clip bounds
+(`LossInputs.proximal`); pi_theta is being trained. k_t = pi_prox(t) / mu(t) corrects the first gap, the clip bounds
 u_t = pi_theta(t) / pi_prox(t).
 """
 
@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polar_proxy.training.tokens import LossStats, Tokens, clipped_objective, known_advantages, log_ratio, reduce
+from polar_proxy.training.tokens import LossInputs, LossStats, clipped_objective, known_advantages, log_ratio, reduce
 
 
 def decoupled(
-    batch: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, largest_weight: float | None = None
+    batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2, largest_weight: float | None = None
 ) -> tuple[Tensor, LossStats]:
     """Decoupled PPO for stale data: L = -sum_t w_t k_t min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t).
 
@@ -27,7 +27,9 @@ def decoupled(
     return _corrected(batch, torch.where(dropped, 0.0, weight), dropped, clip_low, clip_high)
 
 
-def tis(batch: Tokens, *, cap: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2) -> tuple[Tensor, LossStats]:
+def tis(
+    batch: LossInputs, *, cap: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2
+) -> tuple[Tensor, LossStats]:
     """Truncated importance sampling: L = -sum_t w_t min(k_t, cap) min(u_t A_t, clip(u_t, ...) A_t).
 
     Source: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (2025); the formula as in
@@ -38,7 +40,7 @@ def tis(batch: Tokens, *, cap: float = 2.0, clip_low: float = 0.2, clip_high: fl
 
 
 def icepop(
-    batch: Tokens, *, low: float = 0.5, high: float = 5.0, clip_low: float = 0.2, clip_high: float = 0.2
+    batch: LossInputs, *, low: float = 0.5, high: float = 5.0, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> tuple[Tensor, LossStats]:
     """IcePop: tokens on which trainer and engine disagree too much are left out, on both sides.
 
@@ -72,7 +74,7 @@ def interpolated_proximal(new: Tensor, recorded: Tensor, sampled_version: Tensor
     return recorded + share * (new.detach() - recorded)
 
 
-def _proximal(batch: Tokens) -> Tensor:
+def _proximal(batch: LossInputs) -> Tensor:
     if batch.proximal is None:
         raise ValueError(
             "this loss needs `proximal`: log-probabilities by the trainer's weights at the start of the step"
@@ -81,7 +83,7 @@ def _proximal(batch: Tokens) -> Tensor:
 
 
 def _corrected(
-    batch: Tokens, weight: Tensor, dropped: Tensor, clip_low: float, clip_high: float
+    batch: LossInputs, weight: Tensor, dropped: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, LossStats]:
     ratio = log_ratio(batch.new, _proximal(batch), batch.mask).exp()
     objective, clipped = clipped_objective(ratio, known_advantages(batch), 1.0 - clip_low, 1.0 + clip_high)

@@ -12,7 +12,7 @@ from typing import Any
 from polar_proxy.errors import UsageError
 from polar_proxy.types import Json
 
-STEP = (
+STEP_SERIES = (
     "reward",
     "reward_interval",
     "solved_share",
@@ -63,7 +63,7 @@ def series(lines: Iterable[Json]) -> Json:
             kept[line["kind"]].append(line)
     return {
         kind: {name: [line.get(name) for line in kept[kind]] for name in ("step", *names)}
-        for kind, names in (("step", STEP), ("eval", _EVAL), ("sync", _SYNC))
+        for kind, names in (("step", STEP_SERIES), ("eval", _EVAL), ("sync", _SYNC))
     }
 
 

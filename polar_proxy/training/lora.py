@@ -20,22 +20,22 @@ import torch
 from torch import Tensor
 
 from polar_proxy.errors import UsageError
-from polar_proxy.training.config import Lora
+from polar_proxy.training.config import LoraSettings
 from polar_proxy.training.failures import TrainingError
 
 _NAME = "default"
 """PEFT's own for an adapter."""
 
 
-class Merged(dict[str, Tensor]):
+class MergedWeights(dict[str, Tensor]):
     """Weights by the base model's names with the adapter merged in, and the adapter alone for engines that take it."""
 
-    def __init__(self, weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor], settings: Lora) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], adapter: Mapping[str, Tensor], settings: LoraSettings) -> None:
         super().__init__(weights)
         self.adapter, self.settings = adapter, settings
 
 
-def wrap(model: Any, settings: Lora, seed: int) -> Any:
+def wrap(model: Any, settings: LoraSettings, seed: int) -> Any:
     """The same model, its weights frozen, with an adapter that changes nothing yet. Raises UsageError where PEFT is
     missing or knows no place for it."""
     try:
@@ -77,7 +77,7 @@ def load_adapter(model: Any, tensors: Mapping[str, Tensor]) -> None:
             own[name].copy_(one)
 
 
-def merged(model: Any, settings: Lora) -> Merged:
+def merged(model: Any, settings: LoraSettings) -> MergedWeights:
     """What an engine without adapters computes the same with. Changed matrices are copies, the others are not."""
     weights: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -90,10 +90,10 @@ def merged(model: Any, settings: Lora) -> Merged:
             if owner != name and name.endswith(".weight"):
                 value = value + layers[owner].get_delta_weight(_NAME).to(value.dtype)
             weights[name.replace(".base_layer.", ".")] = value
-    return Merged(weights, adapter(model), settings)
+    return MergedWeights(weights, adapter(model), settings)
 
 
-def save_adapter(tensors: Mapping[str, Tensor], settings: Lora, folder: Path) -> None:
+def save_adapter(tensors: Mapping[str, Tensor], settings: LoraSettings, folder: Path) -> None:
     """In PEFT's form, as PEFT and vLLM read it: `adapter_model.safetensors`, `adapter_config.json`."""
     from safetensors.torch import save_file
 

@@ -1,8 +1,8 @@
-"""Policy losses. Each takes `Tokens`, returns the loss (a scalar to minimise, differentiable) and `LossStats`.
+"""Policy losses. Each takes `LossInputs`, returns the loss (a scalar to minimise, differentiable) and `LossStats`.
 
 Written here: r_t = pi_theta(t) / mu(t), mu being the recorded log-probability of the engine that sampled; A_t the
 advantage; w_t the weight of the token (`normalise`); sg = no gradient. The paper's normalisation is named with each
-loss and is what its formula shows; which weights are used is the caller's choice (`Tokens.weights`). `gspo` and
+loss and is what its formula shows; which weights are used is the caller's choice (`LossInputs.weights`). `gspo` and
 `minpro` look at whole sequences: a micro-batch must not cut one (`packing` never does).
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from polar_proxy.training.tokens import (
+    LossInputs,
     LossStats,
-    Tokens,
     clipped_objective,
     known_advantages,
     log_ratio,
@@ -24,7 +24,7 @@ from polar_proxy.training.tokens import (
 )
 
 
-def ppo_clip(batch: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> tuple[Tensor, LossStats]:
+def ppo_clip(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> tuple[Tensor, LossStats]:
     """L = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t).
 
     With `how="sequence"` this is the loss of GRPO without its KL term (`auxiliary.kl_to_reference`).
@@ -35,7 +35,7 @@ def ppo_clip(batch: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) ->
     return reduce(batch, objective, ratio, clipped=clipped)
 
 
-def dapo(batch: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> tuple[Tensor, LossStats]:
+def dapo(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> tuple[Tensor, LossStats]:
     """DAPO: `ppo_clip` with the upper clip higher than the lower, and every token alike (`how="token"`, the default).
 
     The room above lets unlikely tokens grow. Its dynamic sampling is `selection.select_groups`.
@@ -44,7 +44,7 @@ def dapo(batch: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> tu
     return ppo_clip(batch, clip_low=clip_low, clip_high=clip_high)
 
 
-def gspo(batch: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> tuple[Tensor, LossStats]:
+def gspo(batch: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> tuple[Tensor, LossStats]:
     """GSPO: one ratio per sequence, the geometric mean of those of its tokens, clipped as one.
 
     s_i = exp(mean_t log r_it);  L = -mean_i min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i).
@@ -61,7 +61,7 @@ def gspo(batch: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> t
     return reduce(batch, objective, ratio, clipped=clipped)
 
 
-def cispo(batch: Tokens, *, min_ratio: float = 0.0, max_ratio: float = 5.0) -> tuple[Tensor, LossStats]:
+def cispo(batch: LossInputs, *, min_ratio: float = 0.0, max_ratio: float = 5.0) -> tuple[Tensor, LossStats]:
     """CISPO: L = -sum_t w_t sg(clip(r_t, min_ratio, max_ratio)) A_t log pi_theta(t), `how="token"`.
 
     The weight is bounded, never the gradient: no token is lost. The paper has no lower bound; 5 is ScaleRL's
@@ -72,7 +72,7 @@ def cispo(batch: Tokens, *, min_ratio: float = 0.0, max_ratio: float = 5.0) -> t
     return _weighted_likelihood(batch, ratio, min_ratio, max_ratio)
 
 
-def minpro(batch: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> tuple[Tensor, LossStats]:
+def minpro(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> tuple[Tensor, LossStats]:
     """MinPRO: the ratio of the whole prefix, replaced by what cannot explode: the smallest ratio before, times its own.
 
     q_t = min_{j < t} r_j * r_t (the minimum over nothing is 1);
@@ -89,7 +89,7 @@ def minpro(batch: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ClipBounds:
     """The interval of ratios that `bapo` chose, and the share of positive contributions that it reached."""
 
     low: float
@@ -106,7 +106,7 @@ def adaptive_bounds(
     low: tuple[float, float] = (0.6, 0.9),
     high: tuple[float, float] = (1.2, 3.0),
     step: float = 0.05,
-) -> Bounds:
+) -> ClipBounds:
     """The narrowest clip, from low[0] and high[0] on, at which positive advantages carry `target` of the gradient.
 
     P = sum of r A over unclipped A > 0, N = sum of r |A| over unclipped A < 0; wanted: P / (P + N) >= target. First
@@ -125,11 +125,11 @@ def adaptive_bounds(
     while share < target and top < high[1]:
         top = min(round(top + step, 12), high[1])
         share = _positive_share(ratio, advantages, kept, bottom, top)
-    return Bounds(bottom, top, share)
+    return ClipBounds(bottom, top, share)
 
 
 def bapo(
-    batch: Tokens,
+    batch: LossInputs,
     *,
     target: float = 0.5,
     low: tuple[float, float] = (0.6, 0.9),
@@ -149,7 +149,7 @@ def bapo(
     return reduce(batch, objective, ratio, clipped=clipped)
 
 
-def _weighted_likelihood(batch: Tokens, ratio: Tensor, low: float, high: float) -> tuple[Tensor, LossStats]:
+def _weighted_likelihood(batch: LossInputs, ratio: Tensor, low: float, high: float) -> tuple[Tensor, LossStats]:
     """sg(clip(ratio)) A log pi."""
     bounded = ratio.detach().clamp(low, high)
     likelihood = torch.where(batch.mask, batch.new, 0.0)

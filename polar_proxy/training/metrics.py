@@ -19,18 +19,18 @@ import numpy as np
 import orjson
 
 from polar_proxy.training.checkpoint import write_file
-from polar_proxy.training.published import Published
+from polar_proxy.training.published import MetricsSink
 from polar_proxy.training.student import t_quantile
 from polar_proxy.types import Json
 
 FILE = "metrics.jsonl"
 
 
-class Metrics:
+class MetricsLog:
     """The writer of one run; `with Metrics(run) as metrics`. What is written is in the file at once, and published by
     `publish`."""
 
-    def __init__(self, run: Path, published: Published | None = None) -> None:
+    def __init__(self, run: Path, published: MetricsSink | None = None) -> None:
         self._run = run
         self._published = published
         self._known: int | None = None
@@ -39,13 +39,13 @@ class Metrics:
         self._file: Any = None
         self._board: Any = None
 
-    def __enter__(self) -> Metrics:
+    def __enter__(self) -> MetricsLog:
         self._run.mkdir(parents=True, exist_ok=True)
         self._file = (self._run / FILE).open("ab")
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            done = max((line["step"] for line in read(self._run)), default=0)
+            done = max((line["step"] for line in read_lines(self._run)), default=0)
             # TensorBoard forgets as the file does: what a killed process wrote of steps behind the checkpoint.
             self._board = SummaryWriter(str(self._run / "tensorboard"), purge_step=done + 1)  # type: ignore[no-untyped-call, unused-ignore]
         return self
@@ -75,14 +75,14 @@ class Metrics:
             return
         lines, self._waiting = self._waiting, []
         if self._known is None:
-            lines = list(read(self._run))
+            lines = list(read_lines(self._run))
             kept = await self._published.begin(lines)
         else:
             kept = await self._published.add(self._known, lines)
         self._known = (self._known or 0) + len(lines) if kept else None
 
 
-class Window:
+class StepTimer:
     """How long a step took, from the line of the step before it to its own, and for how much of that the engine had
     work: what each costs is then told by the sums. Evaluations are left out of both."""
 
@@ -108,7 +108,7 @@ class Window:
         return {"step_seconds": now[0] - began[0], "engine_busy_seconds": now[1] - began[1] if self._busy else None}
 
 
-def phases(lines: Sequence[Json]) -> Json:
+def time_by_phase(lines: Sequence[Json]) -> Json:
     """Where the time of a run went: seconds in all and in the mean of its steps, and the engine's busy share.
 
     `rollouts` runs from the begin of a step's first rollout to the end of its last, beside the others where rollouts
@@ -134,9 +134,10 @@ def phases(lines: Sequence[Json]) -> Json:
 _BESIDE = ("sync", "checkpoint", "eval")
 
 
-def forget_after(run: Path, step: int) -> int:
-    """Drop the lines of steps behind `step`; returns how many steps are forgotten so. Before `Metrics` is entered."""
-    lines = list(read(run))
+def drop_lines_after(run: Path, step: int) -> int:
+    """Drop the lines of steps behind `step`; returns how many steps are forgotten so. Before `MetricsLog` is
+    entered."""
+    lines = list(read_lines(run))
     kept = [line for line in lines if line["step"] <= step]
     if (run / FILE).exists():
         write_file(run / FILE, b"".join(orjson.dumps(line) + b"\n" for line in kept))
@@ -144,7 +145,7 @@ def forget_after(run: Path, step: int) -> int:
     return sum(done > step for done in steps)
 
 
-def read(run: Path) -> Iterator[Json]:
+def read_lines(run: Path) -> Iterator[Json]:
     """The lines of a run; a last one that a kill cut short is left out."""
     path = run / FILE
     if not path.exists():

@@ -48,7 +48,7 @@ class VllmNcclSync:
         self._control = control
         self._host = host
         self._device = torch.device(device)
-        self._weights = _Weights(self._device)
+        self._weights = NcclWeightSource(self._device)
         self._sender: Any = None
         """vLLM's `TrainerWeightTransferEngine`, from the first sync on."""
 
@@ -61,7 +61,7 @@ class VllmNcclSync:
                 self._sender = await self._together(lambda calls: self._join(calls, workers))
             await self._together(self._send)
 
-    def _join(self, calls: _Calls, workers: int) -> Any:
+    def _join(self, calls: NcclControlClient, workers: int) -> Any:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
@@ -70,11 +70,11 @@ class VllmNcclSync:
         )
         return WeightTransferTrainerFactory.trainer_init(told, client=calls, source=cast(Any, self._weights))
 
-    def _send(self, calls: _Calls) -> None:
+    def _send(self, calls: NcclControlClient) -> None:
         self._sender.client = calls
         self._sender.send_weights()
 
-    async def _together(self, work: Callable[[_Calls], T]) -> T:
+    async def _together(self, work: Callable[[NcclControlClient], T]) -> T:
         """What `work` returns, in a thread of its own. NCCL waits for the other side without end, so that a call that
         vLLM refuses must end this at once: the thread is then left behind, and the process may end without it."""
         ended: Future[T] = Future()
@@ -87,7 +87,7 @@ class VllmNcclSync:
             try:
                 if self._device.type != "cpu":
                     torch.accelerator.set_device_index(self._device.index or 0)  # each thread has its own
-                result = work(_Calls(self._control.url, fail))
+                result = work(NcclControlClient(self._control.url, fail))
             except TrainingError as error:
                 fail(error)
             except Exception as error:  # noqa: BLE001 - told in the caller's task
@@ -102,7 +102,7 @@ class VllmNcclSync:
         return await asyncio.wrap_future(ended)
 
 
-class _Weights:
+class NcclWeightSource:
     """vLLM's `WeightSource`: what this process sends, in one order, by the names of the checkpoint."""
 
     def __init__(self, device: torch.device) -> None:
@@ -119,7 +119,7 @@ class _Weights:
             yield name, tensor.detach().to(self._device)
 
 
-class _Calls:
+class NcclControlClient:
     """vLLM's `VLLMWeightSyncClient`, over HTTP: called by its sender, from its threads. `refused` hears of an error
     before they do."""
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from polar_proxy.training.tree import Ids, Tree, pack_sequences, shared_prefixes, unshared
+from polar_proxy.training.tree import Ids, PrefixTree, pack_sequences, shared_prefixes, unshared
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
     """One forward pass: a tree, and which of the given sequences its paths are (`tree.paths[i]` is `members[i]`)."""
 
-    tree: Tree
+    tree: PrefixTree
     members: tuple[int, ...]
 
 
@@ -64,8 +64,8 @@ def pack_trees(sequences: Sequence[Ids], max_tokens: int) -> list[Pack]:
     return [Pack(pack_sequences([sequences[index] for index in members]), tuple(members)) for members in packs]
 
 
-def pack_shared_out(sequences: Sequence[Ids], max_tokens: int, processes: int) -> list[Pack]:
-    """Packs for several processes (`deal` says which has which) that compute at the same time.
+def pack_for_processes(sequences: Sequence[Ids], max_tokens: int, processes: int) -> list[Pack]:
+    """Packs for several processes (`assign_to_processes` says which has which) that compute at the same time.
 
     Smaller packs keep more processes busy, and compute more prefixes again. Of a few sizes up to `max_tokens` the one
     is taken with which the busiest process computes least. Raises ValueError as `pack_trees` does.
@@ -79,12 +79,12 @@ def pack_shared_out(sequences: Sequence[Ids], max_tokens: int, processes: int) -
 
     def busiest(packs: Sequence[Pack]) -> int:
         lengths = [len(pack.tree) for pack in packs]
-        return max(sum(lengths[index] for index in dealt) for dealt in deal(lengths, processes))
+        return max(sum(lengths[index] for index in dealt) for dealt in assign_to_processes(lengths, processes))
 
     return min(tried, key=busiest)
 
 
-def deal(costs: Sequence[int], processes: int) -> list[list[int]]:
+def assign_to_processes(costs: Sequence[int], processes: int) -> list[list[int]]:
     """Which of the costs each process gets: the largest first, always to who has least. All processes find the same."""
     hands: list[list[int]] = [[] for _ in range(processes)]
     loads = [0] * processes
@@ -120,7 +120,7 @@ def compare(per_call: Sequence[Ids], merged: Sequence[Ids]) -> Comparison:
     return Comparison(_flat_cost(per_call), _flat_cost(merged), tree_cost(pack_sequences(merged)))
 
 
-def tree_cost(tree: Tree) -> Computed:
+def tree_cost(tree: PrefixTree) -> Computed:
     """Every node once; a node at depth d is compared with d + 1 nodes."""
     return Computed(len(tree), int((tree.positions + 1).sum()))
 

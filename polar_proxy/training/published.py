@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from polar_proxy import api_models as m
 from polar_proxy.client import AsyncClient, ConflictError, NotFoundError, UnavailableError, UnreachableError
-from polar_proxy.client import models as m
 from polar_proxy.store import Store
 from polar_proxy.types import Json
 
 
-class Published(Protocol):
+class MetricsSink(Protocol):
     """One run's. Both return whether the lines are kept; if not, the run begins again with all of them."""
 
     async def begin(self, lines: Sequence[Json]) -> bool:
@@ -23,7 +23,7 @@ class Published(Protocol):
         ...
 
 
-class InStore:
+class StoreSink:
     def __init__(self, store: Store, run_id: str, name: str, config: Json) -> None:
         self._store, self._run_id, self._name, self._config = store, run_id, name, config
 
@@ -36,7 +36,7 @@ class InStore:
         return True
 
 
-class AtServer:
+class HttpSink:
     """A server that is away gets the lines when it is back; one that does not know of training runs never does."""
 
     def __init__(self, client: AsyncClient, run_id: str, name: str, config: Json, note: Callable[[str], None]) -> None:

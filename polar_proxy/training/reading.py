@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from polar_proxy.api_models import LeaseRequest
 from polar_proxy.client import AsyncClient, UnavailableError, UnreachableError
-from polar_proxy.client.models import LeaseRequest
-from polar_proxy.client.rows import trace_of
 from polar_proxy.store import RolloutRow, Store
-from polar_proxy.store.feed import Lease, Offer
-from polar_proxy.training.batch import Group, Member
+from polar_proxy.store.feed import GroupLease, LeaseBatch
+from polar_proxy.traces import build
+from polar_proxy.traces.rows import read_trace
+from polar_proxy.training.batch import GroupRollout, TrainingGroup
 from polar_proxy.training.config import BuilderName
-from polar_proxy.trajectories import build
 from polar_proxy.types import Trace
 
 _STORED = "merged"
@@ -21,21 +21,21 @@ _STORED = "merged"
 
 
 class GroupReader(Protocol):
-    async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> Group:
+    async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> TrainingGroup:
         """A finished group with the traces of its rollouts, as `builder` makes them."""
         ...
 
 
-class StoreReader:
+class StoreGroupReader:
     """Of a database at hand."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> Group:
+    async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> TrainingGroup:
         rows = await self._store.rollouts(group_id=group_id)
-        members = [Member(row, tuple(await self._traces(row, builder))) for row in rows]
-        return Group(group_id, rows[0].task_id if rows else "", tuple(members), staleness)
+        members = [GroupRollout(row, tuple(await self._traces(row, builder))) for row in rows]
+        return TrainingGroup(group_id, rows[0].task_id if rows else "", tuple(members), staleness)
 
     async def _traces(self, row: RolloutRow, builder: BuilderName) -> Sequence[Trace]:
         found = await self._store.traces(rollout_id=row.rollout_id, builder=builder)
@@ -58,7 +58,7 @@ class HttpFeed:
 
     async def lease_groups(
         self, consumer: str, limit: int, seconds: float, *, policy_version: str | None, max_staleness: int | None
-    ) -> Offer:
+    ) -> LeaseBatch:
         """As the store's. A server that does not answer offers nothing, and is told of once: the trainer asks again,
         for as long as it would wait for a group. Raises ApiError for what is refused."""
         request = LeaseRequest(
@@ -75,10 +75,10 @@ class HttpFeed:
             if not self._away:
                 self._note(f"the feed cannot be reached: {error}")
             self._away = True
-            return Offer((), ())
+            return LeaseBatch((), ())
         self._away = False
         leases = [
-            Lease(
+            GroupLease(
                 lease.lease_id,
                 lease.group_id,
                 lease.consumer,
@@ -88,7 +88,7 @@ class HttpFeed:
             )
             for lease in offer.leases
         ]
-        return Offer(tuple(leases), tuple(offer.dropped))
+        return LeaseBatch(tuple(leases), tuple(offer.dropped))
 
     async def acknowledge(self, lease_id: str) -> None:
         await self._client.acknowledge(lease_id)
@@ -99,11 +99,11 @@ class HttpFeed:
     async def extend_lease(self, lease_id: str, seconds: float) -> float:
         return (await self._client.extend(lease_id, seconds)).expires_at
 
-    async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> Group:
+    async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> TrainingGroup:
         found = await self._client.group(group_id)
         # Of all grades: which of them are trained, and how the others are counted, is the trainer's to say.
         traces: dict[str, list[Trace]] = {rollout.rollout_id: [] for rollout in found.rollouts}
         async for row in self._client.group_trajectories(group_id, builder=builder, all_grades=True):
-            traces[row["rollout_id"]].append(trace_of(row))
-        members = [Member(rollout, tuple(traces[rollout.rollout_id])) for rollout in found.rollouts]
-        return Group(group_id, found.task_id, tuple(members), staleness)
+            traces[row["rollout_id"]].append(read_trace(row))
+        members = [GroupRollout(rollout, tuple(traces[rollout.rollout_id])) for rollout in found.rollouts]
+        return TrainingGroup(group_id, found.task_id, tuple(members), staleness)

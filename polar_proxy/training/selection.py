@@ -19,7 +19,7 @@ Verdict = Literal["train", "all_alike_best", "all_alike", "too_few"]
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class GroupSelection:
     """Groups by what becomes of them, in the order in which they came; every group is in exactly one of the three."""
 
     train: tuple[str, ...]
@@ -50,7 +50,7 @@ def select_groups(
     max_attempts: int = 2,
     best: float = 1.0,
     tolerance: float = 0.0,
-) -> Selection:
+) -> GroupSelection:
     """Groups without spread have advantage 0 and teach nothing: train the others.
 
     A group that failed whole, or in which too few were scored, is tried again until it had `max_attempts` (`attempts`
@@ -65,7 +65,7 @@ def select_groups(
         for name, found in verdicts.items()
         if found in ("all_alike", "too_few") and had.get(name, 1) < max_attempts
     }
-    return Selection(
+    return GroupSelection(
         train=tuple(name for name, found in verdicts.items() if found == "train"),
         requeue=tuple(name for name in verdicts if name in again),
         drop=tuple(name for name, found in verdicts.items() if found != "train" and name not in again),
@@ -74,7 +74,7 @@ def select_groups(
 
 
 @dataclass(frozen=True, slots=True)
-class Belief:
+class SolveRateBelief:
     """What is believed of a task's solve rate p: Beta(solved, failed); both count 1 for nothing known."""
 
     solved: float = 1.0
@@ -85,7 +85,9 @@ class Belief:
         return self.solved / (self.solved + self.failed)
 
 
-def updated(belief: Belief, rewards: Rewards, *, solved_at: float = 1.0, decay: float = 1.0) -> Belief:
+def updated(
+    belief: SolveRateBelief, rewards: Rewards, *, solved_at: float = 1.0, decay: float = 1.0
+) -> SolveRateBelief:
     """The belief after a group: what was believed fades towards Beta(1, 1) by `decay`, what was seen is added.
 
     solved' = 1 + decay * (solved - 1) + number solved; failed' likewise. Rollouts without a reward tell nothing.
@@ -94,10 +96,12 @@ def updated(belief: Belief, rewards: Rewards, *, solved_at: float = 1.0, decay: 
     values = reward_array(rewards)
     known = values[~np.isnan(values)]
     won = int(np.count_nonzero(known >= solved_at))
-    return Belief(1.0 + decay * (belief.solved - 1.0) + won, 1.0 + decay * (belief.failed - 1.0) + len(known) - won)
+    return SolveRateBelief(
+        1.0 + decay * (belief.solved - 1.0) + won, 1.0 + decay * (belief.failed - 1.0) + len(known) - won
+    )
 
 
-def chance_of_spread(belief: Belief, n: int) -> float:
+def chance_of_spread(belief: SolveRateBelief, n: int) -> float:
     """How likely n rollouts of 0-1 reward are not all alike: 1 - E[p^n] - E[(1 - p)^n], exact under the belief.
 
     E[p^n] = prod_{i < n} (solved + i) / (solved + failed + i), the Beta-binomial's ends.
@@ -105,12 +109,14 @@ def chance_of_spread(belief: Belief, n: int) -> float:
     return 0.0 if n < 2 else 1.0 - _all(belief.solved, belief.failed, n) - _all(belief.failed, belief.solved, n)
 
 
-def group_size(belief: Belief, *, wanted: float = 0.9, smallest: int = 2, largest: int = 16) -> int:
+def group_size(belief: SolveRateBelief, *, wanted: float = 0.9, smallest: int = 2, largest: int = 16) -> int:
     """The smallest group in [smallest, largest] whose chance of spread reaches `wanted`; `largest` where none does."""
     return next((n for n in range(smallest, largest) if chance_of_spread(belief, n) >= wanted), largest)
 
 
-def allocate(beliefs: Mapping[str, Belief], budget: int, *, smallest: int = 2, largest: int = 16) -> dict[str, int]:
+def allocate(
+    beliefs: Mapping[str, SolveRateBelief], budget: int, *, smallest: int = 2, largest: int = 16
+) -> dict[str, int]:
     """Group sizes that make the most groups with spread out of `budget` rollouts, in expectation.
 
     Every task gets `smallest` (at least 1), then each further rollout goes to the task whose chance of spread it
@@ -126,7 +132,7 @@ def allocate(beliefs: Mapping[str, Belief], budget: int, *, smallest: int = 2, l
     return _greedy(gains, budget, smallest)
 
 
-def choose_tasks(beliefs: Mapping[str, Belief], count: int, generator: np.random.Generator) -> list[str]:
+def choose_tasks(beliefs: Mapping[str, SolveRateBelief], count: int, generator: np.random.Generator) -> list[str]:
     """The `count` tasks of the most information, by Thompson sampling: p drawn of each belief, largest p (1 - p) first.
 
     p (1 - p) is the variance of the reward, largest at one half. A task little is known of is drawn widely, and so gets
@@ -184,7 +190,7 @@ def allocate_more(
 
 
 @dataclass(frozen=True, slots=True)
-class Replayable:
+class ReplayCandidate:
     """A rollout that was trained and could be again. `version` is the policy version that sampled it."""
 
     name: str
@@ -193,7 +199,7 @@ class Replayable:
 
 
 def replay(
-    candidates: Sequence[Replayable],
+    candidates: Sequence[ReplayCandidate],
     version: int,
     count: int,
     generator: np.random.Generator,

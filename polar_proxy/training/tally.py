@@ -44,7 +44,7 @@ class StepStats:
 
 
 @dataclass(slots=True)
-class Tally:
+class StepAccumulator:
     """Of the passes that one process makes in an epoch."""
 
     loss: float = 0.0
@@ -58,7 +58,7 @@ class Tally:
 
 
 def step_stats(
-    tallies: Sequence[Tally],
+    tallies: Sequence[StepAccumulator],
     *,
     flat_tokens: int,
     learning_rate: float,

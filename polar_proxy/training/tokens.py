@@ -12,7 +12,7 @@ LARGEST_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class LossInputs:
     """Tokens in a row, all tensors [n]; those of a sequence stand in the order in which they were sampled.
 
     Log-probabilities are natural. Outside of `mask` they and the advantages may be anything, NaN too. Raises
@@ -80,7 +80,7 @@ def clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: float
     return torch.minimum(ratio * advantages, bounded * advantages), clipped
 
 
-def known_advantages(batch: Tokens) -> Tensor:
+def known_advantages(batch: LossInputs) -> Tensor:
     """Advantages [n], 0 outside of the mask."""
     return torch.where(batch.mask, batch.advantages, 0.0)
 
@@ -93,7 +93,7 @@ def segments(sequences: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reduce(
-    batch: Tokens,
+    batch: LossInputs,
     objective: Tensor,
     ratio: Tensor,
     *,

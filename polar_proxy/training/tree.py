@@ -1,6 +1,7 @@
 """Sequences that share prefixes, laid out as a forest so that each shared prefix is computed once. Numpy, no state.
 
-A `Tree` stores every node (one token in one context) once, in preorder: a token comes before all that continue it, and
+A `PrefixTree` stores every node (one token in one context) once, in preorder: a token comes before all that continue
+it, and
 what continues it stands together. So node k is an ancestor of node q (or q itself) exactly where k <= q < ends[k],
 which is the whole attention mask; the position id of a node is its depth. A causal model then computes at each node
 what it would compute at that place of each sequence through it: the prefix is the same, token by token.
@@ -16,22 +17,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Integers = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 Ids = npt.NDArray[np.integer]
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class PrefixTree:
     """A forest of tokens in preorder; n nodes, s sequences."""
 
-    token_ids: Integers
+    token_ids: IntArray
     """[n]"""
-    positions: Integers
+    positions: IntArray
     """[n]: depth, 0 at the roots. The position ids of the model."""
-    ends: Integers
+    ends: IntArray
     """[n]: one behind the last node below. Node q sees node k where k <= q < ends[k]."""
-    paths: tuple[Integers, ...]
+    paths: tuple[IntArray, ...]
     """Of each sequence [its length]: the node of each of its tokens."""
 
     def __len__(self) -> int:
@@ -58,14 +59,14 @@ class Targets:
     logits at `rows` only.
     """
 
-    logits_at: Integers
-    nodes: Integers
-    token_ids: Integers
-    sequences: Integers
-    offsets: Integers
+    logits_at: IntArray
+    nodes: IntArray
+    token_ids: IntArray
+    sequences: IntArray
+    offsets: IntArray
     weights: npt.NDArray[np.float64]
-    rows: Integers
-    row_of: Integers
+    rows: IntArray
+    row_of: IntArray
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -84,7 +85,7 @@ def shared_prefixes(sequences: Sequence[Ids]) -> tuple[list[int], list[int]]:
     return order, common
 
 
-def pack_sequences(sequences: Sequence[Ids]) -> Tree:
+def pack_sequences(sequences: Sequence[Ids]) -> PrefixTree:
     """The tree of all prefixes that are equal token for token (int arrays, ids from 0 to 2^32 - 1, none empty)."""
     if empty := [index for index, sequence in enumerate(sequences) if len(sequence) == 0]:
         raise ValueError(f"sequences without a token: {empty}")
@@ -92,7 +93,7 @@ def pack_sequences(sequences: Sequence[Ids]) -> Tree:
     return _lay_out(sequences, order, common)
 
 
-def pack_forest(branches: Sequence[Branch]) -> Tree:
+def pack_forest(branches: Sequence[Branch]) -> PrefixTree:
     """The tree that the branches declare: only what they say is shared is shared, even where more tokens are equal.
 
     One sequence per branch, in the order given. A parent stands before its children in the list; `branch_at` is at
@@ -113,23 +114,23 @@ def pack_forest(branches: Sequence[Branch]) -> Tree:
     return _lay_out(sequences, order, common)
 
 
-def unshared(sequences: Sequence[Ids]) -> Tree:
+def unshared(sequences: Sequence[Ids]) -> PrefixTree:
     """The same sequences, packed behind each other with nothing shared."""
     return pack_forest([Branch(sequence) for sequence in sequences])
 
 
-def visible(tree: Tree) -> Flags:
+def visible(tree: PrefixTree) -> BoolArray:
     """The attention mask, bool [n, n]: row q is True at the nodes that q sees, itself among them."""
     index = np.arange(len(tree))
     return (index[None, :] <= index[:, None]) & (index[:, None] < tree.ends[None, :])
 
 
 def targets(
-    tree: Tree,
-    loss_masks: Sequence[npt.NDArray[np.integer] | Flags],
+    tree: PrefixTree,
+    loss_masks: Sequence[npt.NDArray[np.integer] | BoolArray],
     *,
     rollouts: Sequence[int] | None = None,
-    samples: Sequence[Integers] | None = None,
+    samples: Sequence[IntArray] | None = None,
 ) -> Targets:
     """Where the logits of every sampled token are, and what share of its sample it stands for.
 
@@ -147,7 +148,7 @@ def targets(
     """
     if len(loss_masks) != len(tree.paths):
         raise ValueError(f"{len(loss_masks)} masks for {len(tree.paths)} sequences")
-    offsets: list[Integers] = []
+    offsets: list[IntArray] = []
     for index, (path, mask) in enumerate(zip(tree.paths, loss_masks, strict=True)):
         if len(mask) != len(path):
             raise ValueError(f"sequence {index} has {len(path)} tokens, its mask {len(mask)}")
@@ -176,11 +177,11 @@ def targets(
     )
 
 
-def _lay_out(sequences: Sequence[Ids], order: Sequence[int], common: Sequence[int]) -> Tree:
+def _lay_out(sequences: Sequence[Ids], order: Sequence[int], common: Sequence[int]) -> PrefixTree:
     """The tree of sequences taken in `order`, each sharing `common` nodes with the one laid out before it."""
-    paths: list[Integers] = [np.zeros(0, dtype=np.int64)] * len(sequences)
+    paths: list[IntArray] = [np.zeros(0, dtype=np.int64)] * len(sequences)
     tokens: list[Ids] = []
-    depths: list[Integers] = []
+    depths: list[IntArray] = []
     ends = np.zeros(sum(len(sequence) for sequence in sequences), dtype=np.int64)
     path, n = np.zeros(0, dtype=np.int64), 0
     for index, shared in zip(order, common, strict=True):
@@ -193,7 +194,7 @@ def _lay_out(sequences: Sequence[Ids], order: Sequence[int], common: Sequence[in
         paths[index] = path
         n += length - shared
     ends[path] = n
-    return Tree(_join(tokens), _join(depths), ends[:n], tuple(paths))
+    return PrefixTree(_join(tokens), _join(depths), ends[:n], tuple(paths))
 
 
 def _whole(branches: Sequence[Branch], sequences: Sequence[Ids], index: int) -> Ids:
@@ -234,5 +235,5 @@ def _common(left: Ids, right: Ids) -> int:
     return int(different[0]) if len(different) else n
 
 
-def _join(pieces: Sequence[Ids]) -> Integers:
+def _join(pieces: Sequence[Ids]) -> IntArray:
     return np.concatenate([np.asarray(piece, dtype=np.int64) for piece in pieces] or [np.zeros(0, dtype=np.int64)])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import httpx
 from torch import Tensor
 
-from polar_proxy.engines.vllm import WEIGHT_VERSION_SECONDS, VllmEngine
+from polar_proxy.engines.vllm.engine import WEIGHT_VERSION_SECONDS, VllmEngine
 from polar_proxy.training.failures import TrainingError
 from polar_proxy.types import Json
 

@@ -12,19 +12,19 @@ from typing import Any
 import httpx
 import pytest
 
-from polar_proxy.api import Api, Housekeeping, create_router, new_api_key
+from polar_proxy.api import ApiContext, BackgroundLoops, create_router, new_api_key
 from polar_proxy.api.metrics import ServiceCollector
-from polar_proxy.client.models import API, Role
+from polar_proxy.api_models import API_PREFIX, Role
 from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.gateway import Gateway, hash_key
-from polar_proxy.rollout import RolloutService, ServiceLimits
-from polar_proxy.rollout.scheduler import Limits
+from polar_proxy.rollouts import RolloutService, ServiceLimits
+from polar_proxy.rollouts.worker import WorkerLimits
 from polar_proxy.store import Store
 from tests.fakes.player import PlayerEngine
 
 LIMITS = ServiceLimits(
-    Limits(in_hand=4, running=4, pause_seconds=0.01, poll_seconds=0.05),
+    WorkerLimits(in_flight=4, running=4, pause_seconds=0.01, poll_seconds=0.05),
     shelf=1,
     refill=False,
     admission=AdmissionSettings(memory_mb=0),  # whatever else this machine does
@@ -32,7 +32,7 @@ LIMITS = ServiceLimits(
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningServer:
     """A server, and clients of each role: `admin` and `trainer`."""
 
     gateway: Gateway
@@ -60,7 +60,7 @@ async def make_key(store: Store, role: Role) -> str:
     return key
 
 
-ServeApi = Callable[..., AbstractAsyncContextManager[Running]]
+ServeApi = Callable[..., AbstractAsyncContextManager[RunningServer]]
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def serve_api(store: Store, tmp_path: Path) -> ServeApi:
         limits: ServiceLimits = LIMITS,
         grace: float = 5.0,
         **api: Any,
-    ) -> AsyncIterator[Running]:
+    ) -> AsyncIterator[RunningServer]:
         settings = Settings(home=tmp_path / "home", api=api, gateway={"port": 0})
         async with contextlib.AsyncExitStack() as stack:
             opened = await stack.enter_async_context(engine or PlayerEngine())
@@ -91,23 +91,25 @@ def serve_api(store: Store, tmp_path: Path) -> ServeApi:
             if work:
                 made = RolloutService(store, gateway, opened, tmp_path / "harnesses", limits=limits)
                 service = await stack.enter_async_context(made)
-            parts = Api(store, settings, service, opened)
-            keeping = await stack.enter_async_context(Housekeeping(parts))
+            parts = ApiContext(store, settings, service, opened)
+            keeping = await stack.enter_async_context(BackgroundLoops(parts))
             gateway.include(create_router(parts))
             counts = service.counts if service is not None else lambda: None
             gateway.metrics.registry.register(ServiceCollector(counts, lambda: keeping.feed_depth))
 
             async def client(role: Role) -> httpx.AsyncClient:
                 headers = {"authorization": f"Bearer {await make_key(store, role)}"}
-                http = httpx.AsyncClient(base_url=gateway.url + API, headers=headers, timeout=300, trust_env=False)
+                http = httpx.AsyncClient(
+                    base_url=gateway.url + API_PREFIX, headers=headers, timeout=300, trust_env=False
+                )
                 return await stack.enter_async_context(http)
 
-            yield Running(gateway, service, await client("admin"), await client("trainer"), store)
+            yield RunningServer(gateway, service, await client("admin"), await client("trainer"), store)
 
     return serve
 
 
-def a_job(agent: str = "TinyAgent", samples: int = 1, **given: Any) -> dict[str, Any]:
+def job_request(agent: str = "TinyAgent", samples: int = 1, **given: Any) -> dict[str, Any]:
     """A request for rollouts that run anywhere."""
     return {
         "task": "swe-task",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Receiver:
+class CallbackReceiver:
     url: str = ""
     statuses: list[int] = field(default_factory=list)
     """Of the next answers, in order; then 204."""
@@ -33,8 +33,8 @@ class Receiver:
 
 
 @contextlib.asynccontextmanager
-async def receiving(*statuses: int) -> AsyncIterator[Receiver]:
-    receiver = Receiver(statuses=list(statuses))
+async def callback_receiver(*statuses: int) -> AsyncIterator[CallbackReceiver]:
+    receiver = CallbackReceiver(statuses=list(statuses))
     server = await asyncio.start_server(receiver._serve, "127.0.0.1", 0)
     receiver.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/told"
     try:

@@ -13,7 +13,7 @@ from polar_proxy.api import create_api, local_admin_key
 from polar_proxy.config import Settings
 from polar_proxy.gateway import hash_key, new_key
 from polar_proxy.store import Store
-from tests.api.conftest import ServeApi, a_job, make_key
+from tests.api.conftest import ServeApi, job_request, make_key
 from tests.fakes.scripted_engine import ScriptedEngine
 
 ADMIN_ONLY = {
@@ -111,7 +111,9 @@ async def test_there_is_no_anonymous_access_on_loopback(serve_api: ServeApi) -> 
         assert running.gateway.sessions.open  # to agents
         assert (await http.get("/api/v1/jobs")).status_code == 401
         assert (await http.get("/s/any-key/api/v1/jobs")).status_code == 401
-        assert (await http.post("/api/v1/jobs", json=a_job(), headers={"x-api-key": "any-key"})).status_code == 401
+        assert (
+            await http.post("/api/v1/jobs", json=job_request(), headers={"x-api-key": "any-key"})
+        ).status_code == 401
         told = (await http.get("/openapi.json")).json()
         assert "/api/v1/jobs" in told["paths"]
         assert told["paths"]["/api/v1/jobs"]["post"]["security"] == [{"HTTPBearer": []}]

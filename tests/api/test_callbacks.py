@@ -14,30 +14,30 @@ from polar_proxy.api.callbacks import SECRET_FILE
 from polar_proxy.client.callbacks import BadCallbackError, verify_callback
 from polar_proxy.errors import UsageError
 from polar_proxy.store.callbacks import CallbackRow
-from tests.api.conftest import Running, ServeApi, a_job
-from tests.api.receiver import receiving
+from tests.api.conftest import RunningServer, ServeApi, job_request
+from tests.api.receiver import callback_receiver
 
 SECRET = "whsec_" + base64.b64encode(b"a secret of twenty-four.").decode()
 FAST = {"callback_pause_seconds": 0.05, "callback_timeout_seconds": 60.0}
 
 
-async def cancelled_job(running: Running, url: str) -> str:
+async def cancelled_job(running: RunningServer, url: str) -> str:
     """A job that ends without being worked on."""
-    job = await running.post("/jobs", a_job(callback_url=url), status=201)
+    job = await running.post("/jobs", job_request(callback_url=url), status=201)
     await running.post(f"/jobs/{job['job_id']}/cancel")
     return str(job["job_id"])
 
 
-async def until_over(running: Running, job_id: str) -> list[CallbackRow]:
+async def until_over(running: RunningServer, job_id: str) -> list[CallbackRow]:
     async with asyncio.timeout(120):
-        while any(row.next_at is not None for row in await running.store.callbacks(job_id)):
+        while any(row.next_attempt_at is not None for row in await running.store.callbacks(job_id)):
             await asyncio.sleep(0.05)
     return await running.store.callbacks(job_id)
 
 
 async def test_each_group_and_the_end(serve_api: ServeApi) -> None:
-    async with receiving() as receiver, serve_api(work=True, callback_secret=SECRET, **FAST) as running:
-        job = await running.post("/jobs", a_job(callback_url=receiver.url), status=201)
+    async with callback_receiver() as receiver, serve_api(work=True, callback_secret=SECRET, **FAST) as running:
+        job = await running.post("/jobs", job_request(callback_url=receiver.url), status=201)
         await receiver.until(2)
         told = {}
         for headers, body in receiver.got:
@@ -57,7 +57,7 @@ async def test_each_group_and_the_end(serve_api: ServeApi) -> None:
 
 async def test_again_until_it_is_taken(serve_api: ServeApi) -> None:
     """The same id and the same bytes each time, with a signature of its own time. A redirection is not followed."""
-    async with receiving(500, 302, 429) as receiver, serve_api(callback_secret=SECRET, **FAST) as running:
+    async with callback_receiver(500, 302, 429) as receiver, serve_api(callback_secret=SECRET, **FAST) as running:
         job_id = await cancelled_job(running, receiver.url)
         (row,) = await until_over(running, job_id)
         assert (row.attempts, row.error, row.delivered_at is not None) == (4, None, True)
@@ -69,7 +69,7 @@ async def test_again_until_it_is_taken(serve_api: ServeApi) -> None:
 
 
 async def test_given_up(serve_api: ServeApi) -> None:
-    async with receiving(410) as receiver, serve_api(callback_attempts=3, **FAST) as running:
+    async with callback_receiver(410) as receiver, serve_api(callback_attempts=3, **FAST) as running:
         (gone,) = await until_over(running, await cancelled_job(running, receiver.url))
         assert (gone.attempts, gone.error, gone.delivered_at) == (1, "answered 410", None)
         (nobody,) = await until_over(running, await cancelled_job(running, "http://127.0.0.1:1/"))
@@ -79,7 +79,7 @@ async def test_given_up(serve_api: ServeApi) -> None:
 
 async def test_over_a_restart_with_the_secret_of_this_machine(serve_api: ServeApi, tmp_path: Path) -> None:
     """What a server could not deliver the next one does; its secret is in a file that only the owner reads."""
-    async with receiving(503) as receiver:
+    async with callback_receiver(503) as receiver:
         async with serve_api(callback_pause_seconds=600) as running:
             job_id = await cancelled_job(running, receiver.url)
             async with asyncio.timeout(60):
@@ -88,7 +88,7 @@ async def test_over_a_restart_with_the_secret_of_this_machine(serve_api: ServeAp
         assert len(receiver.got) == 1
         async with serve_api() as running:
             async with running.store._database.writing() as connection:  # its pause is over
-                await connection.exec_driver_sql("UPDATE callbacks SET next_at = 1")
+                await connection.exec_driver_sql("UPDATE callbacks SET next_attempt_at = 1")
             (row,) = await until_over(running, job_id)
         assert row.delivered_at is not None
         file = tmp_path / "home" / SECRET_FILE
@@ -98,7 +98,7 @@ async def test_over_a_restart_with_the_secret_of_this_machine(serve_api: ServeAp
 
 
 async def test_two_servers_send_each_once(serve_api: ServeApi) -> None:
-    async with receiving() as receiver, serve_api(**FAST) as one, serve_api(**FAST) as other:
+    async with callback_receiver() as receiver, serve_api(**FAST) as one, serve_api(**FAST) as other:
         ids = [await cancelled_job(one, receiver.url) for _ in range(10)]
         for job_id in ids:
             await until_over(other, job_id)

@@ -10,7 +10,7 @@ import httpx
 import orjson
 import pytest
 
-from tests.api.conftest import Running, ServeApi, a_job
+from tests.api.conftest import RunningServer, ServeApi, job_request
 
 Event = tuple[str, str, dict[str, Any]]
 
@@ -38,7 +38,7 @@ def words(events: list[Event]) -> list[str]:
 
 async def test_a_job_from_its_start_to_its_end(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
-        job = await running.post("/jobs", a_job(offered=True), status=201)
+        job = await running.post("/jobs", job_request(offered=True), status=201)
         async with asyncio.timeout(150):
             events = [event async for event in listen(running.trainer, {"job": job["job_id"]})]
         assert words(events) == [
@@ -57,7 +57,7 @@ async def test_a_job_from_its_start_to_its_end(serve_api: ServeApi) -> None:
 async def test_over_lost_connections_and_two_servers(serve_api: ServeApi) -> None:
     """Each connection is dropped after one event; the next is made to the other server of the database."""
 
-    async def followed(servers: list[Running], job_id: str) -> list[Event]:
+    async def followed(servers: list[RunningServer], job_id: str) -> list[Event]:
         found: list[Event] = []
         while not found or found[-1][1] != "end":
             http = servers[len(found) % 2].trainer
@@ -68,7 +68,7 @@ async def test_over_lost_connections_and_two_servers(serve_api: ServeApi) -> Non
         return found
 
     async with serve_api(work=True) as one, serve_api() as other:
-        job = await one.post("/jobs", a_job(samples=2), status=201)
+        job = await one.post("/jobs", job_request(samples=2), status=201)
         async with asyncio.timeout(200):
             events = await followed([one, other], job["job_id"])
         assert events == [event async for event in listen(other.admin, {"job": job["job_id"]})]
@@ -77,7 +77,7 @@ async def test_over_lost_connections_and_two_servers(serve_api: ServeApi) -> Non
 
 async def test_of_all_jobs_from_now_on(serve_api: ServeApi) -> None:
     async with serve_api() as running:
-        await running.post("/jobs", a_job(), status=201)
+        await running.post("/jobs", job_request(), status=201)
         seen: list[Event] = []
         listening = asyncio.Event()
 
@@ -92,7 +92,7 @@ async def test_of_all_jobs_from_now_on(serve_api: ServeApi) -> None:
 
         task = asyncio.create_task(follow())
         await asyncio.wait_for(listening.wait(), 60)
-        job = await running.post("/jobs", a_job(), status=201)
+        job = await running.post("/jobs", job_request(), status=201)
         await running.post(f"/jobs/{job['job_id']}/cancel")
         await asyncio.wait_for(task, 60)
         assert {data["job_id"] for _, _, data in seen} == {job["job_id"]}
@@ -102,7 +102,7 @@ async def test_a_server_that_stops_ends_its_streams(serve_api: ServeApi) -> None
     seen: list[Event] = []
     async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
         async with serve_api(grace=600) as running:
-            job = await running.post("/jobs", a_job(), status=201)
+            job = await running.post("/jobs", job_request(), status=201)
             http.base_url, http.headers = running.trainer.base_url, running.trainer.headers
 
             async def follow() -> None:

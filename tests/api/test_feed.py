@@ -11,12 +11,12 @@ import pytest
 
 from polar_proxy.api import feed
 from polar_proxy.store import Store
-from tests.api.conftest import Running, ServeApi, a_job
+from tests.api.conftest import RunningServer, ServeApi, job_request
 from tests.api.test_jobs import until_ended
 from tests.store.test_feed import finished
 
 
-async def lease(running: Running, **given: Any) -> Any:
+async def lease(running: RunningServer, **given: Any) -> Any:
     answer = await running.trainer.post("/feed/lease", json={"consumer": "t", **given})
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -27,7 +27,7 @@ async def test_two_consumers_never_get_one_group(serve_api: ServeApi, store: Sto
     groups = await finished(store, 16)
     async with serve_api() as one, serve_api() as other:
 
-        async def consume(running: Running, name: str) -> list[str]:
+        async def consume(running: RunningServer, name: str) -> list[str]:
             mine: list[str] = []
             while offer := (await lease(running, consumer=name, limit=2))["leases"]:
                 for one_lease in offer:
@@ -93,7 +93,7 @@ async def test_waiting_for_a_group(serve_api: ServeApi) -> None:
         assert (await lease(running, wait=0.5))["leases"] == []
         assert time.monotonic() - began >= 0.5
         waiting = asyncio.create_task(lease(running, wait=200))
-        job = await running.post("/jobs", a_job(offered=True), status=201)
+        job = await running.post("/jobs", job_request(offered=True), status=201)
         offer = await asyncio.wait_for(waiting, 250)
         (group,) = (await running.get(f"/jobs/{job['job_id']}"))["group_list"]
         assert [one["group_id"] for one in offer["leases"]] == [group["group_id"]]
@@ -124,7 +124,7 @@ async def test_whoever_hangs_up_while_it_waits_gets_nothing(
 
 async def test_rewards_from_outside(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
-        job = await running.post("/jobs", a_job(), status=201)
+        job = await running.post("/jobs", job_request(), status=201)
         await until_ended(running, job["job_id"])
         (row,) = (await running.get(f"/jobs/{job['job_id']}/rollouts"))["rollouts"]
         calls = await running.store.call_rows(row["session_id"])

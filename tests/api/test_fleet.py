@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from polar_proxy.store.fleet import FleetRow
-from tests.api.conftest import ServeApi, a_job
+from tests.api.conftest import ServeApi, job_request
 from tests.api.test_jobs import until_calls, until_ended
 
 
@@ -16,7 +16,7 @@ async def test_one_pauses_for_both(serve_api: ServeApi) -> None:
         assert paused["fleet"]["state"] == "paused"
         assert paused["fleet"]["paused_until"] is not None
         assert (await other.get("/service"))["state"] == "paused"
-        job = await other.post("/jobs", a_job(), status=201)
+        job = await other.post("/jobs", job_request(), status=201)
         await asyncio.sleep(0.5)
         assert (await one.get(f"/jobs/{job['job_id']}"))["rollouts"] == {"queued": 1}
         # Not by a server for itself alone.
@@ -29,24 +29,24 @@ async def test_one_pauses_for_both(serve_api: ServeApi) -> None:
 async def test_one_that_times_out_leaves_nothing_paused(serve_api: ServeApi) -> None:
     """What is in hand is the other's; the one that is asked works on nothing."""
     async with serve_api() as head, serve_api(work=True) as node:
-        job = await node.post("/jobs", a_job("SleepyAgent"), status=201)
+        job = await node.post("/jobs", job_request("SleepyAgent"), status=201)
         await until_calls(node, 1)
         refused = await head.post("/service/pause", {"scope": "all", "wait_idle": 0.3}, status=409)
-        assert (refused["error"]["code"], refused["error"]["detail"]) == ("pause_timed_out", {"in_hand": 1})
+        assert (refused["error"]["code"], refused["error"]["detail"]) == ("pause_timed_out", {"in_flight": 1})
         refused = await head.post("/service/drain", {"scope": "all", "timeout": 0.3}, status=409)
         assert refused["error"]["code"] == "drain_timed_out"
         assert len(refused["error"]["detail"]["left"]) == 1
         assert await head.store.fleet() == FleetRow(None, None)
         state = await head.get("/service")
-        assert (state["state"], state["fleet"]) == (None, {"state": "working", "paused_until": None, "in_hand": 1})
+        assert (state["state"], state["fleet"]) == (None, {"state": "working", "paused_until": None, "in_flight": 1})
         await node.post(f"/jobs/{job['job_id']}/cancel")
         drained = await head.post("/service/drain", {"scope": "all", "timeout": 60})
-        assert drained["fleet"] == {"state": "paused", "paused_until": None, "in_hand": 0}
+        assert drained["fleet"] == {"state": "paused", "paused_until": None, "in_flight": 0}
 
 
 async def test_a_pause_that_was_there_stays_and_somebody_elses_is_not_undone(serve_api: ServeApi) -> None:
     async with serve_api() as head, serve_api(work=True) as node:
-        job = await node.post("/jobs", a_job("SleepyAgent"), status=201)
+        job = await node.post("/jobs", job_request("SleepyAgent"), status=201)
         await until_calls(node, 1)
         await head.post("/service/pause", {"scope": "all"})
         before = await head.store.fleet()

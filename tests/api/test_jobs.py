@@ -9,11 +9,11 @@ from typing import Any
 import orjson
 import pytest
 
-from polar_proxy.rollout import runner
-from tests.api.conftest import Running, ServeApi, a_job
+from polar_proxy.rollouts import attempt
+from tests.api.conftest import RunningServer, ServeApi, job_request
 
 
-async def until_ended(running: Running, job_id: str, seconds: float = 150) -> Any:
+async def until_ended(running: RunningServer, job_id: str, seconds: float = 150) -> Any:
     async with asyncio.timeout(seconds):
         while True:
             job = await running.get(f"/jobs/{job_id}")
@@ -22,7 +22,7 @@ async def until_ended(running: Running, job_id: str, seconds: float = 150) -> An
             await asyncio.sleep(0.1)
 
 
-async def until_calls(running: Running, count: int) -> None:
+async def until_calls(running: RunningServer, count: int) -> None:
     async with asyncio.timeout(120):
         while sum(row.calls for row in await running.store.sessions()) < count:
             await asyncio.sleep(0.05)
@@ -30,7 +30,7 @@ async def until_calls(running: Running, count: int) -> None:
 
 async def test_a_job_from_submission_to_its_rows(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
-        asked = a_job(samples=2, offered=True, label="try", priority=2)
+        asked = job_request(samples=2, offered=True, label="try", priority=2)
         job = await running.post("/jobs", asked, status=201, **{"idempotency-key": "k"})
         assert (job["status"], job["groups"], job["new"], job["refused"]) == ("open", 1, True, [])
         ended = await until_ended(running, job["job_id"])
@@ -75,7 +75,7 @@ async def test_a_job_from_submission_to_its_rows(serve_api: ServeApi) -> None:
 async def test_one_key_said_at_once_is_one_job(serve_api: ServeApi) -> None:
     async with serve_api() as running:
         answers = await asyncio.gather(
-            *(running.admin.post("/jobs", json=a_job(), headers={"idempotency-key": "same"}) for _ in range(8))
+            *(running.admin.post("/jobs", json=job_request(), headers={"idempotency-key": "same"}) for _ in range(8))
         )
         assert sorted(answer.status_code for answer in answers) == [200] * 7 + [201]
         assert len({answer.json()["job_id"] for answer in answers}) == 1
@@ -87,7 +87,7 @@ async def test_bad_tasks_are_refused_by_name_and_the_good_ones_run(serve_api: Se
     bad = {"task_id": "bad", "instruction": "do it", "evaluator": {"kind": "command"}}
     file = tmp_path / "tasks.jsonl"
     file.write_bytes(b"\n".join(orjson.dumps(row) for row in (bad, good)))
-    asked = {**a_job(), "task": None, "seed": None}
+    asked = {**job_request(), "task": None, "seed": None}
     async with serve_api() as running:
         for request, where in (({"task_specs": [bad, good]}, "task_specs[0]"), ({"task": str(file)}, "tasks.jsonl:1")):
             job = await running.post("/jobs", {**asked, **request}, status=201)
@@ -108,7 +108,7 @@ async def test_bad_tasks_are_refused_by_name_and_the_good_ones_run(serve_api: Se
         ({"instances": 2}, 422, "not both"),
         ({"sampels": 2}, 422, "sampels"),
         ({"samples": 2, "wanted": 3}, 400, "cannot decide a group"),
-        ({"decided_by": "luck"}, 400, "luck"),
+        ({"group_policy": "luck"}, 400, "luck"),
         ({"harness": "no-such"}, 400, "no-such"),
         ({"temperature": -1}, 422, "temperature"),
         ({"callback_url": "file:///etc/passwd"}, 400, "callback_url"),
@@ -117,7 +117,7 @@ async def test_bad_tasks_are_refused_by_name_and_the_good_ones_run(serve_api: Se
 )
 async def test_what_cannot_be(serve_api: ServeApi, change: dict[str, Any], status: int, words: str) -> None:
     async with serve_api() as running:
-        error = (await running.post("/jobs", {**a_job(), **change}, status=status))["error"]
+        error = (await running.post("/jobs", {**job_request(), **change}, status=status))["error"]
         assert words in error["message"]
         assert "secret" not in str(error)
         assert (await running.get("/jobs"))["jobs"] == []
@@ -139,9 +139,9 @@ async def test_ids_that_are_none(serve_api: ServeApi) -> None:
 
 @pytest.mark.parametrize("what", ["job", "group", "rollout"])
 async def test_cancelled_while_the_agent_runs(serve_api: ServeApi, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "_IDLE_SECONDS", 600.0)  # which is not waited for
+    monkeypatch.setattr(attempt, "_IDLE_SECONDS", 600.0)  # which is not waited for
     async with serve_api(work=True) as running:
-        job = await running.post("/jobs", a_job("SleepyAgent"), status=201)
+        job = await running.post("/jobs", job_request("SleepyAgent"), status=201)
         await until_calls(running, 1)
         detail = await running.get(f"/jobs/{job['job_id']}")
         (row,) = (await running.get(f"/jobs/{job['job_id']}/rollouts"))["rollouts"]
@@ -151,23 +151,23 @@ async def test_cancelled_while_the_agent_runs(serve_api: ServeApi, what: str, mo
             "rollout": f"/rollouts/{row['rollout_id']}",
         }[what]
         told = await asyncio.wait_for(running.post(f"{target}/cancel"), 120)
-        assert told["in_hand"] == [row["rollout_id"]]
+        assert told["in_flight"] == [row["rollout_id"]]
         ended = await until_ended(running, job["job_id"])
         assert ended["rollouts"] == {"cancelled": 1}
-        assert (await running.post(f"{target}/cancel"))["in_hand"] in ([], [row["rollout_id"]])
+        assert (await running.post(f"{target}/cancel"))["in_flight"] in ([], [row["rollout_id"]])
         assert (await running.get(f"/rollouts/{row['rollout_id']}"))["stages"][-1]["outcome"] == "cancelled"
 
 
 async def test_cancelled_before_it_began(serve_api: ServeApi) -> None:
     async with serve_api() as running:
-        given = {"samples": 3, "wanted": 2, "decided_by": "first_n", "surplus": "keep", "max_staleness": 4}
-        job = await running.post("/jobs", a_job(offered=True, **given), status=201)
+        given = {"samples": 3, "wanted": 2, "group_policy": "first_n", "surplus": "keep", "max_staleness": 4}
+        job = await running.post("/jobs", job_request(offered=True, **given), status=201)
         row = await running.store.job(job["job_id"])
         assert row is not None
         assert row.spec.items() >= given.items()
         first, *_ = (await running.get(f"/jobs/{job['job_id']}/rollouts"))["rollouts"]
-        assert (await running.post(f"/rollouts/{first['rollout_id']}/cancel"))["in_hand"] == []
+        assert (await running.post(f"/rollouts/{first['rollout_id']}/cancel"))["in_flight"] == []
         assert (await running.get(f"/jobs/{job['job_id']}"))["rollouts"] == {"cancelled": 1, "queued": 2}
-        assert (await running.post(f"/jobs/{job['job_id']}/cancel"))["in_hand"] == []
+        assert (await running.post(f"/jobs/{job['job_id']}/cancel"))["in_flight"] == []
         ended = await running.get(f"/jobs/{job['job_id']}")
         assert (ended["status"], ended["rollouts"]) == ("cancelled", {"cancelled": 3})

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 
-from tests.api.conftest import ServeApi, a_job
+from tests.api.conftest import ServeApi, job_request
 from tests.api.test_jobs import until_calls, until_ended
 
 
 async def test_a_job_is_paused_and_goes_on(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
         await running.post("/service/pause")
-        job = await running.post("/jobs", a_job(), status=201)
+        job = await running.post("/jobs", job_request(), status=201)
         paused = (await running.trainer.post(f"/jobs/{job['job_id']}/pause", json={"wait_idle": 5})).json()
         assert (paused["status"], paused["paused_until"]) == ("paused", None)
         await running.post("/service/resume")
@@ -26,7 +26,7 @@ async def test_a_job_is_paused_and_goes_on(serve_api: ServeApi) -> None:
 
 async def test_a_pause_ends_by_itself(serve_api: ServeApi) -> None:
     async with serve_api() as running:
-        job = await running.post("/jobs", a_job(), status=201)
+        job = await running.post("/jobs", job_request(), status=201)
         before = time.time()
         paused = await running.post(f"/jobs/{job['job_id']}/pause", {"seconds": 600})
         assert paused["status"] == "paused"
@@ -39,11 +39,11 @@ async def test_a_pause_ends_by_itself(serve_api: ServeApi) -> None:
 
 async def test_a_pause_that_times_out_leaves_nothing_paused(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
-        job = await running.post("/jobs", a_job("SleepyAgent"), status=201)
+        job = await running.post("/jobs", job_request("SleepyAgent"), status=201)
         await until_calls(running, 1)
         refused = await running.post(f"/jobs/{job['job_id']}/pause", {"wait_idle": 0.3}, status=409)
         assert refused["error"]["code"] == "pause_timed_out"
-        assert refused["error"]["detail"] == {"in_hand": 1}
+        assert refused["error"]["detail"] == {"in_flight": 1}
         after = await running.get(f"/jobs/{job['job_id']}")
         assert (after["status"], after["paused_until"], after["rollouts"]) == ("open", None, {"running": 1})
 
@@ -53,15 +53,15 @@ async def test_a_pause_that_times_out_leaves_nothing_paused(serve_api: ServeApi)
         assert refused["error"]["code"] == "drain_timed_out"
         assert len(refused["error"]["detail"]["left"]) == 1
         state = await running.get("/service")
-        assert (state["state"], state["in_hand"], state["paused_until"]) == ("working", 1, None)
-        other = await running.post("/jobs", a_job(), status=201)
+        assert (state["state"], state["in_flight"], state["paused_until"]) == ("working", 1, None)
+        other = await running.post("/jobs", job_request(), status=201)
         assert (await until_ended(running, other["job_id"]))["rollouts"] == {"done": 1}
         await running.post(f"/jobs/{job['job_id']}/cancel")
 
 
 async def test_what_was_paused_before_stays_so(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
-        job = await running.post("/jobs", a_job("SleepyAgent"), status=201)
+        job = await running.post("/jobs", job_request("SleepyAgent"), status=201)
         await until_calls(running, 1)
         await running.post(f"/jobs/{job['job_id']}/pause")
         await running.post(f"/jobs/{job['job_id']}/pause", {"wait_idle": 0, "seconds": 1000}, status=409)
@@ -75,12 +75,12 @@ async def test_what_was_paused_before_stays_so(serve_api: ServeApi) -> None:
 
 async def test_drained_and_taken_up_again(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
-        job = await running.post("/jobs", a_job(), status=201)
+        job = await running.post("/jobs", job_request(), status=201)
         await until_calls(running, 1)
         state = await running.post("/service/drain", {"timeout": 200})
-        assert (state["state"], state["in_hand"]) == ("paused", 0)
+        assert (state["state"], state["in_flight"]) == ("paused", 0)
         assert (await running.get(f"/jobs/{job['job_id']}"))["status"] == "done"
-        later = await running.post("/jobs", a_job(), status=201)
+        later = await running.post("/jobs", job_request(), status=201)
         await asyncio.sleep(0.5)
         assert (await running.get(f"/jobs/{later['job_id']}"))["rollouts"] == {"queued": 1}
         assert (await running.post("/service/resume"))["state"] == "working"
@@ -89,7 +89,7 @@ async def test_drained_and_taken_up_again(serve_api: ServeApi) -> None:
 
 async def test_how_the_server_stands(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
-        job = await running.post("/jobs", a_job(offered=True), status=201)
+        job = await running.post("/jobs", job_request(offered=True), status=201)
         await until_ended(running, job["job_id"])
         state = await running.get("/service")
         assert state["engine"]["healthy"] is True
@@ -104,6 +104,6 @@ async def test_how_the_server_stands(serve_api: ServeApi) -> None:
         assert "polar_rollouts_in_hand 0.0" in metrics
     async with serve_api() as alone:
         state = await alone.get("/service")
-        assert (state["state"], state["gates"], state["in_hand"]) == (None, None, None)
+        assert (state["state"], state["gates"], state["in_flight"]) == (None, None, None)
         for path in ("/service/pause", "/service/resume", "/service/drain"):
             assert (await alone.post(path, status=503))["error"]["code"] == "unavailable"

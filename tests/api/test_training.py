@@ -22,7 +22,7 @@ async def test_a_run_from_its_begin_to_its_curves(serve_api: ServeApi, store: St
         for _ in range(2):
             assert (await running.post("/training/run_1/lines", {"first": 1, "lines": lines[1:]}))["lines"] == 3
         (listed,) = (await running.get("/training"))["runs"]
-        assert (listed["run_id"], listed["name"], listed["step"], listed["told_at"]) == ("run_1", "first", 1, 6.0)
+        assert (listed["run_id"], listed["name"], listed["step"], listed["updated_at"]) == ("run_1", "first", 1, 6.0)
         told = await running.get("/training/run_1")
         assert told["config"] == {"loss": "dapo"}
         assert told["series"]["eval"]["reward"] == [0.5]

@@ -18,7 +18,7 @@ from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import open_store
-from polar_proxy.trajectories import merged
+from polar_proxy.traces import merged
 from polar_proxy.types import Json, new_id
 
 pytestmark = pytest.mark.usefixtures("polar_home")

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from polar_proxy.cli.app import app
-from polar_proxy.cli.db import age
+from polar_proxy.cli.db import parse_age
 from polar_proxy.errors import UsageError
 from polar_proxy.store import open_store
 from tests.store.records import new_session, record
@@ -63,7 +63,7 @@ def test_a_fault_is_named_and_the_exit_code_is_1(db: Path) -> None:
 
 
 def test_ages() -> None:
-    assert (age("30d"), age("1.5h"), age("2w"), age("0s")) == (2_592_000, 5400, 1_209_600, 0)
+    assert (parse_age("30d"), parse_age("1.5h"), parse_age("2w"), parse_age("0s")) == (2_592_000, 5400, 1_209_600, 0)
     for text in ("30", "d", "-1d", "a week"):
         with pytest.raises(UsageError, match="no age"):
-            age(text)
+            parse_age(text)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import polar, polar_json, refused
+from tests.cli.process import error_text, polar, polar_json
 
 pytestmark = pytest.mark.usefixtures("polar_home")
 
@@ -47,6 +47,6 @@ def test_no_drift_is_said_too_and_turns_are_counted(tmp_path: Path) -> None:
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
     drift = ("doctor", "drift", "--harness")
-    assert "--engine-url" in refused(polar(*drift, "pi", "--engine", "vllm", "--awkward", cwd=tmp_path))
-    assert "no-such" in refused(polar(*drift, "no-such", *SCRIPTED, cwd=tmp_path))
-    assert "scripts/fidelity.sh" in refused(polar("conformance", "--fidelity", "--engine", "local", cwd=tmp_path))
+    assert "--engine-url" in error_text(polar(*drift, "pi", "--engine", "vllm", "--awkward", cwd=tmp_path))
+    assert "no-such" in error_text(polar(*drift, "no-such", *SCRIPTED, cwd=tmp_path))
+    assert "scripts/fidelity.sh" in error_text(polar("conformance", "--fidelity", "--engine", "local", cwd=tmp_path))

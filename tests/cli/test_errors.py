@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from polar_proxy.cli import main
-from tests.cli.command import polar, refused
+from tests.cli.process import error_text, polar
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -22,7 +22,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_a_real_process(polar_home: Path, tmp_path: Path) -> None:
     """Looking at a database that does not exist says so in one line, and does not make it."""
     done = polar("sessions", cwd=tmp_path)
-    assert len(refused(done).strip().splitlines()) == 1
+    assert len(error_text(done).strip().splitlines()) == 1
     assert "polar.db" in done.stderr
     assert not polar_home.exists()
 

@@ -10,22 +10,24 @@ from typing import Any
 import orjson
 import pytest
 
-from harness_adapters import Installed, LaunchContext, LaunchPlan, list_adapters
-from harness_adapters.shell import Shell
+from harness_adapters import Installation, LaunchContext, LaunchPlan, list_adapters
+from harness_adapters.shell import ShellCommand
 from polar_proxy.cli import main
 
 pytestmark = pytest.mark.usefixtures("polar_home")
 
 
-class Careful(Shell):
+class Careful(ShellCommand):
     """A harness whose facts ask for things; the subclasses lack one each."""
 
-    facts = replace(Shell.facts, needs=("sh",), version_command=("sh", "-c", "echo tool 1.2"), validated=("1.0", "1.4"))
+    facts = replace(
+        ShellCommand.facts, needs=("sh",), version_command=("sh", "-c", "echo tool 1.2"), tested_versions=("1.0", "1.4")
+    )
 
     def __init__(self) -> None:
         super().__init__("sh -c true")
 
-    def install(self, cache_root: Path, version: str | None = None) -> Installed:
+    def install(self, cache_root: Path, version: str | None = None) -> Installation:
         return replace(super().install(cache_root), version=version or "1.2")
 
 
@@ -40,12 +42,12 @@ class Crashing(Careful):
 class Telling(Careful):
     """Puts the key where everybody can read it."""
 
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         return replace(super().launch(installed, context), argv=("sh", "-c", context.api_key))
 
 
 class Vanished(Careful):
-    def launch(self, installed: Installed, context: LaunchContext) -> LaunchPlan:
+    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         return replace(super().launch(installed, context), argv=("no-such-program",))
 
 
@@ -92,7 +94,7 @@ def test_info_tells_all_facts(ask: Any) -> None:
     assert found["package"] == "pypi:openhands"
     assert "Exits with 0" in found["notes"]
     assert found["features"] == sorted(found["features"])
-    assert found["validated"] == ["1.16.0", "1.16.0"]
+    assert found["tested_versions"] == ["1.16.0", "1.16.0"]
 
 
 def test_prune_without_an_engine(ask: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -132,8 +134,8 @@ def test_check_of_what_would_run(ask: Any) -> None:
 def test_check_of_a_version_that_nobody_ran(ask: Any) -> None:
     code, found, _ = ask("check", own("Careful") + "@1.20", "--sandbox", "process")
     states = {check["name"]: check for check in found["checks"]}
-    assert states["validated"]["state"] == "note"
-    assert "1.0 to 1.4" in states["validated"]["detail"]
+    assert states["tested_versions"]["state"] == "note"
+    assert "1.0 to 1.4" in states["tested_versions"]["detail"]
     assert states["starts"]["state"] == "failed", "it says that it is another version"
     assert (code, found["ok"]) == (1, False)
 

@@ -33,13 +33,13 @@ def test_a_job_that_nobody_works_on(polar_home: Path) -> None:
     assert [(row["status"], row["attempt"], row["masked"], row["calls"]) for row in rows] == [
         ("queued", 1, False, 0)
     ] * 3
-    assert polar("cancel", rows[0]["rollout_id"])["in_hand"] == []
+    assert polar("cancel", rows[0]["rollout_id"])["in_flight"] == []
     one = polar("status", job["job_id"])
     assert one["rollouts"] == {"cancelled": 1, "queued": 2}
     assert [(group["wanted"], group["size"], group["status"]) for group in one["groups"]] == [(2, 3, "open")]
     assert polar("status")["feed"] == {"open": 1}
 
-    assert polar("cancel", job["job_id"])["in_hand"] == []
+    assert polar("cancel", job["job_id"])["in_flight"] == []
     stands = polar("status", "--state", "cancelled")
     assert [(one["label"], one["rollouts"]) for one in stands["jobs"]] == [("try", {"cancelled": 3})]
     assert stands["feed"] == {"dropped": 1}
@@ -63,7 +63,7 @@ def test_what_cannot_be(polar_home: Path) -> None:
 
 def test_all_servers_of_a_database(polar_home: Path) -> None:
     polar("submit", "swe-task")
-    assert polar("service", "status")["fleet"] == {"state": "working", "in_hand": 0, "paused_until": None}
+    assert polar("service", "status")["fleet"] == {"state": "working", "in_flight": 0, "paused_until": None}
     paused = polar("service", "pause", "--all", "--for", "600")["fleet"]
     assert (paused["state"], paused["paused_until"] is not None) == ("paused", True)
     polar("submit", "swe-task")

@@ -15,9 +15,9 @@ from polar_proxy.cli import connect
 from polar_proxy.cli.app import app
 from polar_proxy.client import UnauthorisedError, UnreachableError
 from polar_proxy.errors import UsageError
-from tests.cli.command import POLAR, ROOT, environment
+from tests.cli.process import POLAR, ROOT, environment
 from tests.cli.test_jobs import polar
-from tests.client.server import Server, polar_serve
+from tests.client.server import PolarServer, polar_serve
 
 
 def lines(*arguments: str) -> list[str]:
@@ -28,12 +28,14 @@ def lines(*arguments: str) -> list[str]:
 
 
 @pytest.fixture
-def server(polar_home: Path) -> Iterator[Server]:
+def server(polar_home: Path) -> Iterator[PolarServer]:
     with polar_serve(polar_home) as running:
         yield running
 
 
-def test_a_job_from_submission_to_its_rows(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_job_from_submission_to_its_rows(
+    server: PolarServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Nothing is said of a key: on this machine the server's own file is used."""
     monkeypatch.setenv("POLAR_URL", server.url)
     job = polar("submit", "swe-task", "--seed", "3", "--samples", "2", "--label", "far")
@@ -68,7 +70,7 @@ def test_a_job_from_submission_to_its_rows(server: Server, monkeypatch: pytest.M
 
 
 def test_a_file_of_tasks_is_found_from_where_the_server_runs(
-    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    server: PolarServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It runs in another folder. What cannot be a task is named by its line; the others are queued."""
     lines_of = (ROOT / "examples" / "tasks" / "jsonl" / "tasks.jsonl").read_text().splitlines()
@@ -87,7 +89,7 @@ def test_a_file_of_tasks_is_found_from_where_the_server_runs(
         polar("submit", "nothing.jsonl", "--url", server.url)
 
 
-def test_who_may_not_and_what_is_not_there(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_not_and_what_is_not_there(server: PolarServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLAR_API_KEY", "polar-admin-none")
     with pytest.raises(UnauthorisedError):
         polar("status", "--url", server.url)
@@ -101,7 +103,7 @@ def test_who_may_not_and_what_is_not_there(server: Server, monkeypatch: pytest.M
 
 
 def test_a_server_that_is_not_there(polar_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polar_proxy.client.core.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("polar_proxy.client.requests.LONGEST_PAUSE", 0.01)
     with pytest.raises(UnreachableError, match="Is `polar serve` running there"):
         polar("status", "--url", "http://127.0.0.1:9")
 
@@ -113,7 +115,7 @@ def test_pauses_of_a_job_that_nobody_works_on(polar_home: Path) -> None:
     assert polar("resume", job)["status"] == "open"
     assert polar("pause", job, "--wait-idle", "5")["status"] == "paused"
     polar("resume", job)
-    assert polar("cancel", job)["in_hand"] == []
+    assert polar("cancel", job)["in_flight"] == []
     done = CliRunner().invoke(app, ["watch", job], catch_exceptions=False)
     assert (done.exit_code, done.stdout) == (1, f"{job} is cancelled: 1 cancelled\n")
 

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from polar_proxy.cli.app import app
 from polar_proxy.config import GatewaySettings
-from polar_proxy.engines.hosted import HostedEngine
+from polar_proxy.engines.openai import OpenAIEngine
 from polar_proxy.engines.scripted import decode
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import open_store
-from polar_proxy.trajectories.check import check_row
+from polar_proxy.traces.check import check_row
 from polar_proxy.types import Json
 from tests.fakes.hosted_api import HostedApi
 from tests.fakes.vllm_server import Answer
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("polar_home")
 async def serve(home: Path) -> None:
     """Two turns of an agent that talks to a hosted API through the gateway."""
     home.mkdir(exist_ok=True)
-    async with HostedApi() as api, HostedEngine(api.url) as engine, open_store(f"sqlite:///{home}/polar.db") as store:
+    async with HostedApi() as api, OpenAIEngine(api.url) as engine, open_store(f"sqlite:///{home}/polar.db") as store:
         api.script(Answer("First."), Answer("Second."))
         async with (
             Gateway(engine, store, GatewaySettings(port=0)) as gateway,

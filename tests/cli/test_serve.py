@@ -12,7 +12,7 @@ import httpx
 import orjson
 import pytest
 
-from tests.cli.command import POLAR, environment, polar, polar_json
+from tests.cli.process import POLAR, environment, polar, polar_json
 
 ENGINE = "tests.fakes.scripted_engine:ScriptedEngine"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "say [bold]hi[/]"}]}

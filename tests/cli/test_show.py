@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from polar_proxy.cli.app import app
 from polar_proxy.store import open_store
 from polar_proxy.types import CallRecord, Json, new_id
-from tests.export.dialects import BODIES, recorded
+from tests.export.dialect_requests import BODIES, recorded
 
 pytestmark = pytest.mark.usefixtures("polar_home")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from polar_proxy.cli.attached import Instances
+from polar_proxy.cli.attached import TaskSampler
 from polar_proxy.cli.train import app, summary
 from polar_proxy.errors import UsageError
 from polar_proxy.tasks import get_source
@@ -18,7 +18,7 @@ SWE = get_source("swe-task")
 
 
 def test_a_family_gives_new_instances_every_round_and_others_to_measure() -> None:
-    chosen = Instances(SWE, GrpoConfig(groups=3, first_seed=1_000_000, eval_instances=2, eval_first_seed=5))
+    chosen = TaskSampler(SWE, GrpoConfig(groups=3, first_seed=1_000_000, eval_instances=2, eval_first_seed=5))
     assert [chosen.of_round(number) for number in range(2)] == [
         [1_000_000, 1_000_001, 1_000_002],
         [1_000_003, 1_000_004, 1_000_005],
@@ -28,13 +28,13 @@ def test_a_family_gives_new_instances_every_round_and_others_to_measure() -> Non
 
 def test_a_fixed_set_is_gone_through_in_an_order_of_the_runs_seed() -> None:
     config = GrpoConfig(groups=2, instances=4, first_seed=100)
-    first, second = (Instances(SWE, config) for _ in range(2))
+    first, second = (TaskSampler(SWE, config) for _ in range(2))
     rounds = [first.of_round(number) for number in range(4)]
     assert rounds == [second.of_round(number) for number in range(4)]
     epochs = [rounds[0] + rounds[1], rounds[2] + rounds[3]]
     assert [sorted(epoch) for epoch in epochs] == [[100, 101, 102, 103]] * 2
     assert epochs[0] != epochs[1]
-    other = Instances(SWE, config.model_copy(update={"seed": 1}))
+    other = TaskSampler(SWE, config.model_copy(update={"seed": 1}))
     assert [other.of_round(number) for number in range(4)] != rounds
 
 
@@ -42,8 +42,8 @@ def test_a_fixed_set_is_gone_through_in_an_order_of_the_runs_seed() -> None:
 def test_held_out_instances_are_never_trained_on(first: int, instances: int | None) -> None:
     config = GrpoConfig(first_seed=first, instances=instances, eval_first_seed=25, eval_instances=10)
     with pytest.raises(UsageError, match="overlap"):
-        Instances(SWE, config)
-    Instances(SWE, config.model_copy(update={"first_seed": 35}))
+        TaskSampler(SWE, config)
+    TaskSampler(SWE, config.model_copy(update={"first_seed": 35}))
 
 
 def invoked(*arguments: str) -> Any:

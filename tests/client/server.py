@@ -10,13 +10,13 @@ from pathlib import Path
 
 import orjson
 
-from tests.cli.command import POLAR, environment
+from tests.cli.process import POLAR, environment
 
 ENGINE = "tests.fakes.player:PlayerEngine"
 
 
 @dataclass(frozen=True)
-class Server:
+class PolarServer:
     url: str
     key: str
     """Of an admin."""
@@ -25,7 +25,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def polar_serve(home: Path, *arguments: str) -> Iterator[Server]:
+def polar_serve(home: Path, *arguments: str) -> Iterator[PolarServer]:
     """`home`: the test's own, to which POLAR_HOME and POLAR_DB point already."""
     env = environment() | {"POLAR_RUN__HARNESS": "tests.fakes.tiny_agent:TinyAgent", "POLAR_RUN__SANDBOX": "process"}
     command = [POLAR, "serve", "--work", "--engine", ENGINE, "--port", "0", "--json", *arguments]
@@ -42,7 +42,7 @@ def polar_serve(home: Path, *arguments: str) -> Iterator[Server]:
                 line = process.stdout.readline()
                 assert line, f"polar serve ended before it was ready: {log.read_text()}"
                 said += line
-            yield Server(orjson.loads(said)["url"], (home / "api-key").read_text().strip(), home, process)
+            yield PolarServer(orjson.loads(said)["url"], (home / "api-key").read_text().strip(), home, process)
         finally:
             process.terminate()
             try:

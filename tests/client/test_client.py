@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from polar_proxy import client as c
-from polar_proxy.client.inprocess import InProcess, Message
-from polar_proxy.client.models import Event, JobRequest, LeaseRequest, RewardRequest
+from polar_proxy.api_models import Event, JobRequest, LeaseRequest, RewardRequest
+from polar_proxy.client.inprocess import InProcessTransport, Message
 from polar_proxy.errors import StoreError, UsageError
 
 Reply = httpx.Response | Exception
@@ -226,7 +226,7 @@ async def test_an_application_in_this_process_answers_in_pieces() -> None:
         await more.wait()
         await send({"type": "http.response.body", "body": EVENTS[2] + b"data: {}\n\n"})
 
-    async with c.AsyncClient("http://in-process", transport=InProcess(application)) as polar:
+    async with c.AsyncClient("http://in-process", transport=InProcessTransport(application)) as polar:
         events = polar.events("job_1")
         assert (await anext(events)).id == "1"
         assert asked.is_set()

@@ -13,9 +13,9 @@ import orjson
 import pytest
 
 from polar_proxy.client import AsyncClient, Client
-from polar_proxy.client.core import route, streamed
-from tests.cli.command import ROOT, environment
-from tests.client.server import Server, polar_serve
+from polar_proxy.client.requests import api_method, api_stream
+from tests.cli.process import ROOT, environment
+from tests.client.server import PolarServer, polar_serve
 
 PAGE = (ROOT / "docs" / "api.md").read_text()
 README = (ROOT / "README.md").read_text()
@@ -27,12 +27,12 @@ def blocks(language: str, page: str = PAGE) -> list[str]:
 
 
 @pytest.fixture
-def server(polar_home: Path) -> Iterator[Server]:
+def server(polar_home: Path) -> Iterator[PolarServer]:
     with polar_serve(polar_home) as running:
         yield running
 
 
-def run(command: list[str], script: str, server: Server, folder: Path) -> str:
+def run(command: list[str], script: str, server: PolarServer, folder: Path) -> str:
     told = script.replace(THERE, server.url).replace("~/.polar", str(server.home))
     env = environment() | {
         "POLAR_API_KEY": server.key,
@@ -46,7 +46,7 @@ def run(command: list[str], script: str, server: Server, folder: Path) -> str:
 
 
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="install curl and jq")
-def test_the_examples_for_the_shell(server: Server, tmp_path: Path) -> None:
+def test_the_examples_for_the_shell(server: PolarServer, tmp_path: Path) -> None:
     first, *rest = blocks("sh")
     assert "polar serve --work &" in first  # the server of this test stands for it
     said = run(["bash", "-seuo", "pipefail"], "\n".join(rest), server, tmp_path)
@@ -57,7 +57,7 @@ def test_the_examples_for_the_shell(server: Server, tmp_path: Path) -> None:
     assert len({row["rollout_id"] for row in rows}) == 2
 
 
-def test_the_examples_in_python(server: Server, tmp_path: Path) -> None:
+def test_the_examples_in_python(server: PolarServer, tmp_path: Path) -> None:
     check = """
 assert job.status == "done" and job.rollouts == {"done": 2}, job
 assert [rollout.status for rollout in rollouts] == ["done"] * 2
@@ -78,7 +78,7 @@ assert polar.training_run("run_mine").series["eval"]["reward"] == [0.75]
 
 def test_every_route_has_an_example() -> None:
     text = "\n".join(blocks("python"))
-    named = {name for name in dir(Client) if isinstance(getattr(Client, name), route | streamed)}
+    named = {name for name in dir(Client) if isinstance(getattr(Client, name), api_method | api_stream)}
     assert len(named) > 20
     assert {name for name in named if f"polar.{name}(" not in text} == set()
     assert {name for name in named if not hasattr(AsyncClient, name)} == set()

@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from polar_proxy.api_models import Event, JobRequest
 from polar_proxy.client import Client
-from polar_proxy.client.models import Event, JobRequest
 from tests.client.server import polar_serve
 
 

@@ -6,10 +6,10 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from polar_proxy import api_models as m
 from polar_proxy.api import create_api
-from polar_proxy.client import models as m
-from polar_proxy.client.core import Call, Stream, route, streamed
-from polar_proxy.client.routes import Routes
+from polar_proxy.client.requests import ApiCall, ApiStream, api_method, api_stream
+from polar_proxy.client.routes import ApiMethods
 from polar_proxy.config import Settings
 from polar_proxy.store import open_store
 from tests.client.test_docs import PAGE
@@ -24,20 +24,20 @@ BODIES: dict[str, Any] = {
 }
 
 
-class Told(Routes):
+class Told(ApiMethods):
     """What would be asked."""
 
-    def send(self, call: Call[Any]) -> Any:
+    def send(self, call: ApiCall[Any]) -> Any:
         return call
 
-    def stream(self, stream: Stream[Any]) -> Any:
+    def stream(self, stream: ApiStream[Any]) -> Any:
         return stream
 
 
 def asked() -> set[tuple[str, str]]:
     found = set()
-    for name in dir(Routes):
-        if not isinstance(getattr(Routes, name), route | streamed):
+    for name in dir(ApiMethods):
+        if not isinstance(getattr(ApiMethods, name), api_method | api_stream):
             continue
         # Ids by the names that the server's paths give them; `cancel` takes three kinds.
         kinds = ("job_id", "group_id", "rollout_id") if name == "cancel" else (None,)
@@ -51,7 +51,7 @@ def asked() -> set[tuple[str, str]]:
             made = method(*given)
             path = made.path.replace("%3C", "{").replace("%3E", "}")
             path = path.replace(f"{str(kind)[:-2]}1", "{" + str(kind) + "}")
-            found.add((getattr(made, "method", "GET"), m.API + path))
+            found.add((getattr(made, "method", "GET"), m.API_PREFIX + path))
     return found
 
 
@@ -62,5 +62,7 @@ async def test_client_and_server_have_the_same_routes(tmp_path: Path) -> None:
     assert asked() == served
     assert len(served) > 25
     # Each path stands in an example for the shell, its ids as variables of any name.
-    words = [part for _, path in served for part in path.removeprefix(m.API).split("/") if part and part[0] != "{"]
+    words = [
+        part for _, path in served for part in path.removeprefix(m.API_PREFIX).split("/") if part and part[0] != "{"
+    ]
     assert {word for word in words if f"/{word}" not in PAGE} == set()

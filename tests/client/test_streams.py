@@ -8,8 +8,8 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_proxy.client.models import Event
-from polar_proxy.client.streams import Events, Rows
+from polar_proxy.api_models import Event
+from polar_proxy.client.streams import EventDecoder, RowDecoder
 
 # Line ends to `str.splitlines`, which JSON may hold as they are.
 ODD = "a\u2028b\u0085c\x0b"
@@ -35,14 +35,14 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 @given(st.lists(st.integers(0, 10_000), max_size=30))
 def test_events_do_not_depend_on_how_they_are_cut(places: list[int]) -> None:
-    decoder = Events()
+    decoder = EventDecoder()
     assert [event for piece in cut(WIRE, places) for event in decoder.feed(piece)] == SAID
     assert decoder.ended
 
 
 @given(st.integers(0, len(WIRE)))
 def test_a_connection_that_breaks_anywhere_is_taken_up_where_the_last_whole_event_ended(place: int) -> None:
-    decoder = Events()
+    decoder = EventDecoder()
     found = list(decoder.feed(WIRE[:place]))
     if not decoder.ended:
         decoder.closed()
@@ -57,7 +57,7 @@ def test_a_connection_that_breaks_anywhere_is_taken_up_where_the_last_whole_even
 def test_rows_do_not_depend_on_how_they_are_cut(places: list[int]) -> None:
     rows = [{"text": ODD, "n": n} for n in range(3)]
     wire = b"".join(orjson.dumps(row) + b"\n" for row in rows)
-    decoder = Rows()
+    decoder = RowDecoder()
     assert decoder.resumable
     assert [row for piece in cut(wire, places) for row in decoder.feed(piece)] == rows
     assert not decoder.resumable

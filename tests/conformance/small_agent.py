@@ -35,18 +35,18 @@ class SmallAgent:
 
     @property
     def facts(self):  # type: ignore[no-untyped-def]
-        from harness_adapters.base import Facts  # not there where the agent program itself runs
+        from harness_adapters.base import HarnessInfo  # not there where the agent program itself runs
 
         features = frozenset({"resume", "parallel_tools", "reasoning"})
-        return Facts("https://example.org", "none", ("1", "1"), ("openai_chat",), "python 3", features)
+        return HarnessInfo("https://example.org", "none", ("1", "1"), ("openai_chat",), "python 3", features)
 
     def install(self, cache_root: Path, version: str | None = None):  # type: ignore[no-untyped-def]
-        from harness_adapters.base import Installed
+        from harness_adapters.base import Installation
 
         python = Path(sys.base_prefix) / "bin" / "python3"
         here = Path(__file__).resolve()
         mounts = tuple(path for path in (Path(sys.base_prefix), here.parent) if not path.is_relative_to("/usr"))
-        return Installed(self.name, self.default_version, here.parent, python, mounts)
+        return Installation(self.name, self.default_version, here.parent, python, mounts)
 
     def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
         return True

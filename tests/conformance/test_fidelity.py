@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from harness_adapters.base import get_adapter
-from polar_proxy.conformance.bench import Bench
 from polar_proxy.conformance.fidelity import (
     LOGITS_PROCESSOR,
     PLUGIN,
     TEMPLATES,
+    FidelityJob,
+    FidelityRow,
     ForcedVllmEngine,
-    Job,
-    Row,
     document,
     markdown,
     measure_one,
@@ -25,6 +24,7 @@ from polar_proxy.conformance.fidelity import (
     play,
 )
 from polar_proxy.conformance.fidelity.measure import tell
+from polar_proxy.conformance.runner import ScenarioRunner
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.scripted import Reply, ScriptedEngine
 from polar_proxy.errors import EngineError
@@ -40,8 +40,8 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
 
 
-async def measured(store: Store, agent: SmallAgent, mode: PromptMode, engine: Engine | None = None) -> Row:
-    async with Bench(engine or ScriptedEngine(), store, "process", prompt_mode=mode) as bench:
+async def measured(store: Store, agent: SmallAgent, mode: PromptMode, engine: Engine | None = None) -> FidelityRow:
+    async with ScenarioRunner(engine or ScriptedEngine(), store, "process", prompt_mode=mode) as bench:
         row, _ = await measure_one(bench, agent, agent.install(Path("/")), mode, "keeps")
         return row
 
@@ -69,17 +69,17 @@ async def test_an_agent_that_gives_everything_back_does_not_drift(store: Store) 
 
 
 async def test_books_that_do_not_add_up_are_seen() -> None:
-    row = Row("a", "1", "observe", "keeps", recorded=10, trained=7, excluded={"side_call": 3})
+    row = FidelityRow("a", "1", "observe", "keeps", recorded=10, trained=7, excluded={"side_call": 3})
     assert row.adds_up
     assert not replace(row, trained=8).adds_up
 
 
 async def test_side_calls_are_in_the_books(store: Store) -> None:
-    async with Bench(ScriptedEngine(), store, "process") as bench:
+    async with ScenarioRunner(ScriptedEngine(), store, "process") as bench:
         agent = SmallAgent()
         _, run = await measure_one(bench, agent, agent.install(Path("/")), "continue", "keeps")
         calls = [replace(run.calls[0], edge="side_call"), *run.calls[1:]]
-        row = Row("a", "1", "continue", "keeps")
+        row = FidelityRow("a", "1", "continue", "keeps")
         await tell(row, calls, bench.engine, score=False)
     assert row.excluded == {"side_call": len(run.calls[0].choices[0].token_ids)}
     assert row.adds_up
@@ -99,7 +99,11 @@ async def test_page_and_file_say_the_same(store: Store) -> None:
 
 async def test_many_runs_at_a_time_do_not_mix() -> None:
     agents = [SmallAgent(), TidyAgent()]
-    jobs = [Job(agent, agent.install(Path("/")), "keeps", mode) for agent in agents for mode in ("continue", "observe")]
+    jobs = [
+        FidelityJob(agent, agent.install(Path("/")), "keeps", mode)
+        for agent in agents
+        for mode in ("continue", "observe")
+    ]
     rows = [done.row async for done in play(jobs, lambda template: ScriptedEngine(), "process", at_once=4, score=False)]
     assert sorted((row.calls, row.drifted > 0, row.mode) for row in rows) == [
         (9, False, "continue"),
@@ -161,7 +165,9 @@ async def test_real_agents_drift_when_observed_and_never_when_continued(forced_u
             "no harness is installed: `make test-full` installs them in its other tests, or `polar harness install`"
         )
     jobs = [
-        Job(adapter, adapter.install(cache), template, mode) for adapter in there for mode in ("continue", "observe")
+        FidelityJob(adapter, adapter.install(cache), template, mode)
+        for adapter in there
+        for mode in ("continue", "observe")
     ]
 
     def engine(name: str) -> Engine:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.conformance import CHECKS, Bench, Row, Run, measure
+from polar_proxy.conformance import CHECK_NAMES, HarnessRow, ScenarioRun, ScenarioRunner, measure
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import StoreError
 from polar_proxy.store import Store
@@ -46,15 +46,17 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def measured(store: Store, state_dir: None) -> Measure:
-    async def go(agent: SmallAgent, *checks: str, commit: Commit | None = None, runs: list[Run] | None = None) -> Row:
+    async def go(
+        agent: SmallAgent, *checks: str, commit: Commit | None = None, runs: list[ScenarioRun] | None = None
+    ) -> HarnessRow:
         used = store if commit is None else BadStore(store, commit)
         keep = (lambda run: None) if runs is None else runs.append
-        async with Bench(ScriptedEngine(), used, "process") as bench:  # type: ignore[arg-type]
+        async with ScenarioRunner(ScriptedEngine(), used, "process") as bench:  # type: ignore[arg-type]
             return await measure(
                 bench,
                 agent,
                 agent.install(Path("/")),
-                checks or CHECKS,
+                checks or CHECK_NAMES,
                 slow=0.3,
                 progress=lambda text: None,
                 keep=keep,
@@ -64,10 +66,10 @@ def measured(store: Store, state_dir: None) -> Measure:
 
 
 async def test_an_agent_that_behaves_passes_every_check(measured: Measure) -> None:
-    runs: list[Run] = []
+    runs: list[ScenarioRun] = []
     row = await measured(SmallAgent(), runs=runs)
     found = {name: (cell.status, cell.detail) for name, cell in row.checks.items()}
-    assert set(found) == set(CHECKS)
+    assert set(found) == set(CHECK_NAMES)
     allowed = {"subagent": "n/a", "compaction": "not run"}  # it has neither
     assert {name: cell for name, cell in found.items() if cell[0] != allowed.get(name, "ok")} == {}
     assert (row.lost, row.doubled, row.dialect, row.streamed) == (0, 0, "openai_chat", "no")

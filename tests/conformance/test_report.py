@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.conformance import Cell, Row, document, markdown, merged
-from tests.rollout.test_run import strays
+from polar_proxy.conformance import CheckResult, HarnessRow, document, markdown, merged
+from tests.rollouts.test_run import strays
 
 POLAR = str(Path(sys.executable).with_name("polar"))
 AGENT = ["--harness", "tests.conformance.small_agent:SmallAgent"]
 
 
 def row(name: str, **changes: object) -> dict[str, object]:
-    made = Row(name, "1.0", "openai_chat", "yes", calls=3, edges={"root": 1, "continues": 2})
-    made.checks = {"lost": Cell("ok", "0 of 3"), "long_run": Cell("failed", "a | b\nc")}
+    made = HarnessRow(name, "1.0", "openai_chat", "yes", calls=3, edges={"root": 1, "continues": 2})
+    made.checks = {"lost": CheckResult("ok", "0 of 3"), "long_run": CheckResult("failed", "a | b\nc")}
     for key, value in changes.items():
         setattr(made, key, value)
     return document([made], engine="scripted", sandbox="process", slow=20, measured="2026-01-01 00:00 UTC")

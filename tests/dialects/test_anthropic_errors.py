@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects import anthropic_signature
-from polar_proxy.dialects.anthropic import AnthropicMessages
-from polar_proxy.dialects.anthropic_signature import altered, open_seal, seal
+from polar_proxy.dialects.anthropic import signature
+from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
+from polar_proxy.dialects.anthropic.signature import altered, seal, unseal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 
@@ -87,7 +87,7 @@ def test_other_refusals_keep_their_words() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.text())
 def test_a_seal_opens_to_what_was_sealed(text: str) -> None:
-    assert open_seal(seal(text)) == text
+    assert unseal(seal(text)) == text
     assert not altered(text, seal(text))
     assert altered(text + ".", seal(text))
     assert not altered(text, "of another provider")
@@ -99,12 +99,12 @@ def test_a_damaged_seal_does_not_open(text: str, data: st.DataObject) -> None:
     whole = seal(text)
     place = data.draw(st.integers(0, len(whole) - 1))
     damaged = whole[:place] + data.draw(st.characters()) + whole[place + 1 :]
-    assert open_seal(damaged) in (None, text)
-    assert open_seal(whole[:place]) is None
-    assert open_seal(data.draw(st.text())) is None
+    assert unseal(damaged) in (None, text)
+    assert unseal(whole[:place]) is None
+    assert unseal(data.draw(st.text())) is None
 
 
 def test_a_seal_is_no_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anthropic_signature, "_LARGEST", 1000)
-    assert open_seal(seal("x" * 1000)) == "x" * 1000
-    assert open_seal(seal("x" * 1001)) is None
+    monkeypatch.setattr(signature, "_LARGEST", 1000)
+    assert unseal(seal("x" * 1000)) == "x" * 1000
+    assert unseal(seal("x" * 1001)) is None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from polar_proxy.dialects.google import GoogleGenerate
-from polar_proxy.dialects.google_signature import Signed, pack
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent
+from polar_proxy.dialects.google.signature import SignedReasoning, pack
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
-from tests.dialects.google_wire import HI, conversation, parse
+from tests.dialects.google_helpers import HI, conversation, parse
 
 
 def user(*parts: Json) -> Json:
@@ -178,16 +178,16 @@ def reasoning(*parts: Json) -> object:
 
 
 def test_reasoning_comes_back_from_signatures() -> None:
-    whole = pack(Signed(0, "so be it"))
+    whole = pack(SignedReasoning(0, "so be it"))
     assert reasoning({"text": "x", "thoughtSignature": whole}) == "so be it"
     assert reasoning({"text": "shortened", "thought": True}, {"text": "x", "thoughtSignature": whole}) == "so be it"
-    first, second = pack(Signed(0, "so ")), pack(Signed(3, "be it"))
+    first, second = pack(SignedReasoning(0, "so ")), pack(SignedReasoning(3, "be it"))
     assert reasoning({"text": "x", "thoughtSignature": first}, {"text": "y", "thoughtSignature": second}) == "so be it"
 
 
 def test_copied_signatures_change_nothing() -> None:
     """Some clients put the first call's signature on every call."""
-    whole = pack(Signed(0, "so be it"))
+    whole = pack(SignedReasoning(0, "so be it"))
     assert reasoning(*({**call(), "thoughtSignature": whole} for _ in range(3))) == "so be it"
 
 
@@ -205,7 +205,7 @@ def test_what_came_is_kept() -> None:
         "safetySettings": [{"category": "x"}],
         "labels": {"a": "b"},
     }
-    parsed = GoogleGenerate("m").parse(body)
+    parsed = GoogleGenerateContent("m").parse(body)
     assert parsed.messages == (
         (
             b'{"systemInstruction":{"parts":[{"text":"s"}]}}',

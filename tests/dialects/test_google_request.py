@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from polar_proxy.dialects.base import Dialect, TokenCount
-from polar_proxy.dialects.google import (
-    GoogleCountTokens,
-    GoogleGenerate,
+from polar_proxy.dialects.google.dialect import (
+    GoogleGenerateContent,
+    GoogleTokenCount,
     google_model_card,
     google_model_list,
     google_route,
 )
-from polar_proxy.dialects.google_tools import json_schema
+from polar_proxy.dialects.google.tools import json_schema
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
-from tests.dialects.google_wire import DECLARED, HI, parse
+from tests.dialects.google_helpers import DECLARED, HI, parse
 
 
 def asked(**fields: Any) -> ChatRequest:
@@ -199,7 +199,7 @@ def test_routes(prefix: str, model: str) -> None:
         ("streamGenerateContent", "", (True, "application/json")),
     ):
         dialect = google_route(f"{where}:{verb}", query)
-        assert isinstance(dialect, GoogleGenerate)
+        assert isinstance(dialect, GoogleGenerateContent)
         assert (dialect.stream, dialect.stream_media_type) == expected
         assert dialect.model == model
         assert dialect.heartbeat is None
@@ -210,7 +210,7 @@ def test_routes(prefix: str, model: str) -> None:
 
 def test_tuned_models_are_models() -> None:
     dialect = google_route("/v1beta/tunedModels/mine:generateContent", "")
-    assert isinstance(dialect, GoogleGenerate)
+    assert isinstance(dialect, GoogleGenerateContent)
     assert dialect.model == "mine"
 
 
@@ -229,7 +229,7 @@ def test_other_paths(path: str) -> None:
 
 
 def test_count_tokens() -> None:
-    count = GoogleCountTokens("m")
+    count = GoogleTokenCount("m")
     plain = count.parse({"contents": [HI]})
     assert plain == parse({"contents": [HI]})
     inner: Json = {"model": "models/m", "contents": [HI], "tools": [DECLARED]}
@@ -267,14 +267,14 @@ def test_model_card() -> None:
     ],
 )
 def test_errors(status: int, name: str) -> None:
-    for teller in (GoogleGenerate("m"), GoogleCountTokens("m")):
+    for teller in (GoogleGenerateContent("m"), GoogleTokenCount("m")):
         error = json.loads(teller.error(RequestError("why", status=status)))["error"]
         assert (error["code"], error["status"], error["message"]) == (status, name, "why")
 
 
 def test_error_details() -> None:
     def details(status: int, param: str | None = None) -> Any:
-        return json.loads(GoogleGenerate("m").error(RequestError("why", status=status, param=param)))["error"][
+        return json.loads(GoogleGenerateContent("m").error(RequestError("why", status=status, param=param)))["error"][
             "details"
         ]
 

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, HermesParser, Parsed, Reasoning, parse_call
+from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, HermesParser, ParsedText, Reasoning, parse_call
 
 GOOD = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 
-def parse(chunks: Iterable[str], *, tools: bool = True, reasoning: Reasoning = "off") -> Parsed:
+def parse(chunks: Iterable[str], *, tools: bool = True, reasoning: Reasoning = "off") -> ParsedText:
     numbers = itertools.count()
     parser = HermesParser(tools=tools, reasoning=reasoning, make_id=lambda: f"call_{next(numbers)}")
     parts = [*(parser.feed(chunk) for chunk in chunks), parser.close()]
-    return Parsed(
+    return ParsedText(
         "".join(part.text for part in parts),
         "".join(part.reasoning for part in parts),
         tuple(call for part in parts for call in part.tool_calls),
     )
 
 
-def calls(parsed: Parsed) -> list[tuple[str | None, str]]:
+def calls(parsed: ParsedText) -> list[tuple[str | None, str]]:
     return [(call.name, call.arguments) for call in parsed.tool_calls]
 
 
@@ -51,7 +51,7 @@ def test_a_malformed_call_stays_text_as_with_vllm() -> None:
 
 def test_a_call_cut_off_by_max_tokens_stays_text() -> None:
     text = 'Look: <tool_call>\n{"name": "get_weather", "arguments": {"ci'
-    assert parse([text]) == Parsed(text)
+    assert parse([text]) == ParsedText(text)
 
 
 def test_a_whole_call_without_its_end_tag_counts() -> None:
@@ -59,7 +59,7 @@ def test_a_whole_call_without_its_end_tag_counts() -> None:
 
 
 def test_without_tools_everything_is_text() -> None:
-    assert parse([GOOD], tools=False) == Parsed(GOOD)
+    assert parse([GOOD], tools=False) == ParsedText(GOOD)
 
 
 def test_several_calls_with_white_space_between() -> None:
@@ -94,7 +94,7 @@ def test_a_string_never_closed_does_not_swallow_the_next_call() -> None:
 )  # fmt: skip
 def test_what_is_no_call(body: str) -> None:
     assert parse_call(body) is None
-    assert parse([CALL + body + END_CALL]) == Parsed(CALL + body + END_CALL)
+    assert parse([CALL + body + END_CALL]) == ParsedText(CALL + body + END_CALL)
 
 
 def test_arguments_are_not_printed_again() -> None:
@@ -105,7 +105,7 @@ def test_arguments_are_not_printed_again() -> None:
 
 def test_deep_nesting_is_text_not_a_crash() -> None:
     text = CALL + '{"name": "f", "arguments": ' + "[" * 200_000 + END_CALL
-    assert parse([text]) == Parsed(text)
+    assert parse([text]) == ParsedText(text)
 
 
 def test_reasoning_in_tags() -> None:
@@ -114,13 +114,13 @@ def test_reasoning_in_tags() -> None:
 
 
 def test_reasoning_that_the_prompt_opened() -> None:
-    assert parse(["so</think>\n\nYes"], reasoning="open") == Parsed("\n\nYes", "so")
-    assert parse(["never ", "closed </thi"], reasoning="open") == Parsed("", "never closed </thi")
+    assert parse(["so</think>\n\nYes"], reasoning="open") == ParsedText("\n\nYes", "so")
+    assert parse(["never ", "closed </thi"], reasoning="open") == ParsedText("", "never closed </thi")
 
 
 def test_a_think_tag_inside_the_answer_is_text() -> None:
-    assert parse(["Use <think> and </think>."], reasoning="tags") == Parsed("Use <think> and </think>.")
-    assert parse(["<think>a</think>"], reasoning="off") == Parsed("<think>a</think>")
+    assert parse(["Use <think> and </think>."], reasoning="tags") == ParsedText("Use <think> and </think>.")
+    assert parse(["<think>a</think>"], reasoning="off") == ParsedText("<think>a</think>")
 
 
 def test_text_is_told_as_soon_as_it_is_certain() -> None:

@@ -17,16 +17,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import polar_proxy
 from polar_proxy.engines.local import LocalEngine, scheduler
-from polar_proxy.engines.local.kv import PrefixStore, common_prefix, ids_array
-from polar_proxy.engines.local.runner import ModelRunner
+from polar_proxy.engines.local.kv_cache import PrefixCache, common_prefix, ids_array
+from polar_proxy.engines.local.model import ModelRunner
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Message, Sampling, TextRequest
 from tests.engines.conftest import make_random_model
-from tests.engines.contract import PLAIN, WEATHER, EngineContract, Result, chat, run
+from tests.engines.engine_contract import PLAIN, WEATHER, EngineContract, Result, chat, run
 from tests.loop_watch import watched
 from tests.until import GUARD_SECONDS, until
 
-POLAR_TINY = Path(polar_proxy.__file__).parent / "models" / "polar_tiny"
+POLAR_TINY = Path(polar_proxy.__file__).parent / "assets" / "polar_tiny"
 
 
 @pytest.fixture(params=["random", "polar-tiny"], scope="module")
@@ -208,7 +208,7 @@ def test_the_prefix_store_keeps_one_row_for_a_session_and_its_bound() -> None:
     def row(length: int) -> torch.Tensor:
         return torch.arange(float(length)).view(1, 1, 1, 1, length, 1).expand(2, 2, 1, 1, length, 4)
 
-    store = PrefixStore(limit_bytes=2 * 2 * 4 * 4 * 100)
+    store = PrefixCache(limit_bytes=2 * 2 * 4 * 4 * 100)
     turn = ids_array(range(30))
     store.keep(turn, row(40))
     store.keep(ids_array([*range(30), *range(20)]), row(60))

@@ -14,7 +14,7 @@ import pytest_asyncio
 from polar_proxy.engines.local import LocalEngine, grammar
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Json, Sampling
-from tests.engines.contract import WEATHER, chat, run
+from tests.engines.engine_contract import WEATHER, chat, run
 
 pytest.importorskip("llguidance", reason="needs llguidance (the `local` extra)")
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.engines import openai_http
-from polar_proxy.engines.probe import logprob_mode
-from polar_proxy.engines.vllm import VllmEngine
+from polar_proxy.engines import openai_client
+from polar_proxy.engines.vllm.engine import VllmEngine
+from polar_proxy.engines.vllm.probe import logprob_mode
 from polar_proxy.errors import EngineError, PolarError, RequestError
 from polar_proxy.types import SampleEvent, Sampling
-from tests.engines.contract import WEATHER, chat, gather, run
+from tests.engines.engine_contract import WEATHER, chat, gather, run
 from tests.fakes.vllm_server import END, Answer, FakeVllm, Fault, ids, text_of
 from tests.until import until
 
@@ -209,7 +209,7 @@ async def test_a_stream_that_breaks_keeps_what_came(answer: Answer, words: str) 
 
 
 async def test_a_connection_that_was_closed_while_idle_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_http, "RETRY_WITHIN_SECONDS", 3600.0)
+    monkeypatch.setattr(openai_client, "RETRY_WITHIN_SECONDS", 3600.0)
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.script(Fault(status=None))
         assert (await run(engine, chat())).choices[0].text == "Hello."
@@ -295,7 +295,7 @@ async def test_alternatives_have_their_ids_and_texts() -> None:
 
 async def test_connections_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KEEPALIVE_SECONDS", "FINISH_SECONDS"):
-        monkeypatch.setattr(openai_http, name, 3600.0)
+        monkeypatch.setattr(openai_client, name, 3600.0)
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         opened = engine._http.connections
         for stream in (True, False, True):
@@ -313,8 +313,8 @@ async def test_health_says_why_not() -> None:
 
 async def test_the_weight_version_is_asked_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeVllm(weight_version="7") as fake, VllmEngine(fake.url) as engine:
-        monkeypatch.setattr("polar_proxy.engines.vllm.WEIGHT_VERSION_SECONDS", 3600.0)
+        monkeypatch.setattr("polar_proxy.engines.vllm.engine.WEIGHT_VERSION_SECONDS", 3600.0)
         fake.weight_version = "8"
         assert await engine.weight_version() == "7"
-        monkeypatch.setattr("polar_proxy.engines.vllm.WEIGHT_VERSION_SECONDS", -1.0)
+        monkeypatch.setattr("polar_proxy.engines.vllm.engine.WEIGHT_VERSION_SECONDS", -1.0)
         assert await engine.weight_version() == "8"

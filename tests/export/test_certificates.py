@@ -10,16 +10,16 @@ import orjson
 import pytest
 from sqlalchemy import update
 
-from polar_proxy.export import Report, export
-from polar_proxy.rollout.traces import build_traces, rebuild
+from polar_proxy.export import ExportReport, export
+from polar_proxy.rollouts.traces import build_traces, rebuild
 from polar_proxy.store import Store, schema
-from polar_proxy.trajectories.check import check_lines
-from polar_proxy.trajectories.targets import find_targets
+from polar_proxy.traces.check import check_lines
+from polar_proxy.traces.targets import find_targets
 from polar_proxy.types import Json
-from tests.export.recorded import loose_session, rollout
+from tests.export.recorded_runs import loose_session, rollout
 
 
-async def run(store: Store, **options: Any) -> tuple[list[bytes], Report]:
+async def run(store: Store, **options: Any) -> tuple[list[bytes], ExportReport]:
     lines: list[bytes] = []
     report = await export(store, "tokens-jsonl", lines.append, **options)
     return lines, report

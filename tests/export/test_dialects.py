@@ -6,17 +6,17 @@ import orjson
 import pytest
 
 from polar_proxy.dialects import OpenAIChat, recorded_request
-from polar_proxy.export import FORMATS, Selection, conversation
-from polar_proxy.trajectories import BUILDERS
+from polar_proxy.export import DATASET_FORMATS, SessionExport, conversation
+from polar_proxy.traces import BUILDERS
 from polar_proxy.types import CallRecord, ChatRequest, Json
-from tests.export.dialects import BODIES, recorded
+from tests.export.dialect_requests import BODIES, recorded
 
 CHAT = BODIES["openai_chat"]
 
 
 def row(form: str, call: CallRecord) -> Json:
     built = BUILDERS["merged"]([call])
-    (made,) = FORMATS[form](Selection({}, [call], built.traces, built.excluded))
+    (made,) = DATASET_FORMATS[form](SessionExport({}, [call], built.traces, built.excluded))
     read: Json = orjson.loads(orjson.dumps(made))
     return read
 

@@ -8,13 +8,13 @@ import orjson
 import pytest
 
 from polar_proxy.errors import UsageError
-from polar_proxy.export import Report, export
+from polar_proxy.export import ExportReport, export
 from polar_proxy.store import Store
 from polar_proxy.types import Json
-from tests.export.recorded import loose_session, rollout
+from tests.export.recorded_runs import loose_session, rollout
 
 
-async def run(store: Store, form: str = "tokens-jsonl", **options: Any) -> tuple[list[Json], Report]:
+async def run(store: Store, form: str = "tokens-jsonl", **options: Any) -> tuple[list[Json], ExportReport]:
     lines: list[bytes] = []
     report = await export(store, form, lines.append, **options)
     return [orjson.loads(line) for line in lines], report
@@ -57,7 +57,7 @@ async def test_the_counts_add_up(store: Store) -> None:
 
 
 async def test_more_rollouts_than_a_page(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polar_proxy.export.write._PAGE", 2)
+    monkeypatch.setattr("polar_proxy.export.exporter._PAGE", 2)
     made = [(await rollout(store, reward=1.0))[0] for _ in range(5)]
     loose = [(await loose_session(store))[0] for _ in range(3)]
     rows, report = await run(store, "jsonl")

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from polar_proxy.dialects.openai_responses_items import seal
+from polar_proxy.dialects.openai_responses.items import seal
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, Json, ToolCall

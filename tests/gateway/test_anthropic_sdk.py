@@ -13,7 +13,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types import Message
 
-from polar_proxy.dialects.anthropic_signature import open_seal
+from polar_proxy.dialects.anthropic.signature import unseal
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, TokenIds, ToolCall, ToolDelta
@@ -198,7 +198,7 @@ async def test_thinking_round_trip(serve: Serve, store: Store, stream: bool, dis
         thought, text = answer.content
         assert (thought.type, text.type) == ("thinking", "text")
         assert thought.thinking == ("" if display == "omitted" else "let me see ⚙")  # type: ignore[union-attr]
-        assert open_seal(thought.signature) == "let me see ⚙"  # type: ignore[union-attr]
+        assert unseal(thought.signature) == "let me see ⚙"  # type: ignore[union-attr]
         again: Any = [*USER, echo(answer), {"role": "user", "content": "and?"}]
         await ask(client, stream, messages=again, thinking={"type": "disabled"})
     assert answer.usage.cache_read_input_tokens == 3

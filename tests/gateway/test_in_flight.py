@@ -21,11 +21,11 @@ import pytest
 from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.scripted import Reply, ScriptedEngine
 from polar_proxy.gateway import Gateway, in_flight
-from polar_proxy.gateway.sessions import Session, Sessions
-from polar_proxy.rollout import recover
+from polar_proxy.rollouts import recover
+from polar_proxy.sessions.registry import SessionRegistry, SessionState
 from polar_proxy.store import Store, open_store
 from polar_proxy.types import CallRecord
-from tests.gateway.test_two_gateways import ask, gateway, opened
+from tests.gateway.test_shared_database import ask, gateway, opened
 from tests.store.conftest import postgres, url
 from tests.store.records import new_rollout
 
@@ -60,7 +60,7 @@ async def victim(url: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, in
     """A gateway in another process, and its port."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "tests.gateway.victim", url),
+        *("-m", "tests.gateway.killable_gateway", url),
         cwd=Path(__file__).parents[2],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         stdout=asyncio.subprocess.PIPE,
@@ -110,14 +110,14 @@ async def test_nothing_begins_once_the_session_is_closed(url: str, monkeypatch: 
     async with gateway(url) as (_, store), slow(url, 0.0) as (there, _):
         session_id = await opened(store, "k")
         assert (await ask(there, "k", HELLO)).status_code == 200
-        find = Sessions.find
+        find = SessionRegistry.find
 
-        async def then_closed(self: Sessions, *args: Any, **given: Any) -> Session:
+        async def then_closed(self: SessionRegistry, *args: Any, **given: Any) -> SessionState:
             found = await find(self, *args, **given)
             await store.close_session(session_id)
             return found
 
-        monkeypatch.setattr(Sessions, "find", then_closed)
+        monkeypatch.setattr(SessionRegistry, "find", then_closed)
         refused = await ask(there, "k", HELLO)
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "session_closed")
         assert len(await store.calls(session_id)) == 1

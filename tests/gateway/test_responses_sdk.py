@@ -15,8 +15,8 @@ from openai import AsyncOpenAI
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from polar_proxy.dialects import Earlier
-from polar_proxy.dialects.openai_responses import OpenAIResponses
+from polar_proxy.dialects import PreviousCall
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, TokenIds, ToolCall
@@ -194,7 +194,7 @@ async def test_a_short_body_that_continues_a_long_conversation_keeps_the_loop_fr
     threads: list[str] = []
     resume = OpenAIResponses.resume
 
-    def noted(self: OpenAIResponses, body: Json, earlier: Earlier) -> Json:
+    def noted(self: OpenAIResponses, body: Json, earlier: PreviousCall) -> Json:
         threads.append(threading.current_thread().name)
         return resume(self, body, earlier)
 

@@ -12,7 +12,7 @@ import pytest
 
 from polar_proxy.errors import EngineError
 from polar_proxy.gateway import Gateway
-from polar_proxy.gateway.replay import Tape
+from polar_proxy.gateway.retries import ResponseBuffer
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord
 from tests.conftest import Serve
@@ -44,7 +44,7 @@ async def settled(store: Store, calls: int) -> list[CallRecord]:
     return await recorded(store)
 
 
-def tapes(gateway: Gateway) -> list[Tape]:
+def tapes(gateway: Gateway) -> list[ResponseBuffer]:
     return [tape for tapes in gateway._pipeline._replays._tapes.values() for tape in tapes]
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from polar_proxy.gateway import hash_key, new_key
 from polar_proxy.gateway.server import is_loopback
-from polar_proxy.gateway.sessions import Sessions, apply_policy
-from polar_proxy.rollout import Recipe, Submission, submit
+from polar_proxy.rollouts import JobSpec, RolloutSpec, submit
+from polar_proxy.sessions.registry import SessionRegistry, apply_policy
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
 from polar_proxy.types import Sampling, TextRequest
@@ -80,7 +80,7 @@ async def test_the_id_of_a_rollouts_session_opens_nothing(serve: Serve, store: S
     async with serve(ScriptedEngine()) as gateway:
         own = (await ask(gateway.url, "/s/mine/v1")).headers["x-polar-session-id"]
         assert (await ask(gateway.url, f"/s/{own}/v1")).headers["x-polar-session-id"] == own
-        await submit(store, Submission([get_source("swe-task").task(1)], Recipe("shell:true")))
+        await submit(store, JobSpec([get_source("swe-task").task(1)], RolloutSpec("shell:true")))
         (held,) = await store.claim("me", 1, 60)
         theirs = await store.create_session(
             key_hash=hash_key("theirs"), label=None, rollout_id=held.rollout_id, policy=None, origin="rollout"
@@ -162,7 +162,7 @@ async def test_sessions_are_opened_side_by_side(store: Store) -> None:
                 await held.wait()
             return await store.session_by_key(key_hash)
 
-    sessions = Sessions(Slow(), open_to_all=True)
+    sessions = SessionRegistry(Slow(), open_to_all=True)
     first, second = (asyncio.create_task(sessions.find("slow", None)) for _ in range(2))
     await asyncio.sleep(0)
     async with asyncio.timeout(120):

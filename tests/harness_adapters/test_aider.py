@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import HarnessError, Installed
+from harness_adapters import HarnessError, Installation
 from harness_adapters.aider import Aider
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.harness_adapters import plans, real_run
+from tests.harness_adapters import launch_plans, real_runs
 
 ADAPTER = Aider()
 # Two starts of a program of half a gigabyte, on a machine that may be busy.
@@ -22,24 +22,24 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_the_plan() -> None:
-    plans.facts_are_complete(ADAPTER)
-    plan = plans.plan(ADAPTER)
+    launch_plans.facts_are_complete(ADAPTER)
+    plan = launch_plans.plan(ADAPTER)
     assert plan.argv[:3] == ("/cache/x/bin/python", "-m", "aider")
-    assert plan.argv[-1] == f"--message={plans.INSTRUCTION}"
+    assert plan.argv[-1] == f"--message={launch_plans.INSTRUCTION}"
     assert plan.env["OPENAI_API_BASE"] == "http://127.0.0.1:9/v1"
     assert json.loads(plan.files[".aider/caches/model_prices_and_context_window.json"])
     assert not any(word.startswith("/workspace") for word in plan.argv), "its notes would be part of the patch"
-    assert "--restore-chat-history" in plans.plan(ADAPTER, resume=True).argv
+    assert "--restore-chat-history" in launch_plans.plan(ADAPTER, resume=True).argv
     assert "--restore-chat-history" not in plan.argv
 
 
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(HarnessError, match="knows no MCP servers"):
-        plans.plan(ADAPTER, mcp_servers=plans.MCP)
+        launch_plans.plan(ADAPTER, mcp_servers=launch_plans.MCP)
     with pytest.raises(HarnessError, match="knows no skills"):
-        plans.plan(ADAPTER, skills=(plans.SKILL,))
+        launch_plans.plan(ADAPTER, skills=(launch_plans.SKILL,))
     with pytest.raises(HarnessError, match="does not speak openai_responses; it speaks openai_chat"):
-        plans.plan(ADAPTER, wire_api="openai_responses")
+        launch_plans.plan(ADAPTER, wire_api="openai_responses")
 
 
 DOWN = "litellm.InternalServerError: InternalServerError: OpenAIException - out of order"
@@ -65,8 +65,8 @@ def test_it_lies_with_its_exit_code(code: int | None, tail: str, outcome: str, t
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return real_run.install(ADAPTER, tmp_path_factory)
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    return real_runs.install(ADAPTER, tmp_path_factory)
 
 
 def edit_then_message(request: EngineRequest) -> str:
@@ -77,10 +77,10 @@ def edit_then_message(request: EngineRequest) -> str:
 
 @pytest.mark.by_command
 async def test_the_real_program_edits_and_commits(
-    installed: Installed, serve: Serve, store: Store, tmp_path: Path
+    installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
     async with serve(ScriptedEngine(edit_then_message)) as gateway:
-        ran = await real_run.run(
+        ran = await real_runs.run(
             ADAPTER, installed, gateway, store, tmp_path, instruction="In a.txt change hello to bye."
         )
     assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "answered"), ran.output[-3000:]
@@ -97,11 +97,11 @@ async def test_the_real_program_edits_and_commits(
 
 @pytest.mark.by_command
 async def test_the_real_program_fails_with_exit_code_0(
-    installed: Installed, serve: Serve, store: Store, tmp_path: Path
+    installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
     async with serve(ScriptedEngine(edit_then_message)) as gateway:
-        await real_run.run(ADAPTER, installed, gateway, store, tmp_path)
-        ran = await real_run.run(ADAPTER, installed, gateway, store, tmp_path, base_url=gateway.url + "/nothing/v1")
+        await real_runs.run(ADAPTER, installed, gateway, store, tmp_path)
+        ran = await real_runs.run(ADAPTER, installed, gateway, store, tmp_path, base_url=gateway.url + "/nothing/v1")
     outcome, detail = ADAPTER.interpret(ran.exit_code, ran.output)
     assert (ran.exit_code, outcome) == (0, "failed"), ran.output[-3000:]
     assert "NotFound" in detail

@@ -12,7 +12,7 @@ from polar_proxy.store import Store
 from polar_proxy.types import EngineRequest
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import Reply, ScriptedEngine
-from tests.harness_adapters import real_run
+from tests.harness_adapters import real_runs
 from tests.harness_adapters.test_npm_real import HANDS
 
 TURNS = 26
@@ -24,16 +24,16 @@ async def test_masked_outputs_are_named(
     serve: Serve, store: Store, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     adapter = get_adapter("gemini-cli")
-    installed = await asyncio.to_thread(real_run.install, adapter, tmp_path_factory)
+    installed = await asyncio.to_thread(real_runs.install, adapter, tmp_path_factory)
 
     def script(request: EngineRequest) -> Reply:
-        turn = real_run.answers(request)
+        turn = real_runs.answers(request)
         if turn == TURNS - 1:
             return "All done."
         return HANDS["gemini-cli"].call(f"seq {turn}00000 {turn}05000")
 
     async with serve(ScriptedEngine(script)) as gateway:
-        ran = await real_run.run(adapter, installed, gateway, store, tmp_path, max_steps=40)
+        ran = await real_runs.run(adapter, installed, gateway, store, tmp_path, max_steps=40)
         sessions = await store.sessions()
         rows = await store.call_rows(sessions[0].session_id)
     assert adapter.interpret(ran.exit_code, ran.output) == ("ok", "finished"), ran.output[-2000:]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from harness_adapters import HarnessAdapter, Installed, LaunchContext, get_adapter
-from tests.harness_adapters.scripted_openai import Reply, Scripted, bash_call, serve
+from harness_adapters import HarnessAdapter, Installation, LaunchContext, get_adapter
+from tests.harness_adapters.scripted_endpoint import Reply, ScriptedEndpoint, bash_call, serve
 
 ADAPTER = get_adapter("mini-swe-agent")
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     """The harness from `POLAR_CACHE_DIR`, where a cache exists already, or installed for this run."""
     cache = os.environ.get("POLAR_CACHE_DIR")
     return ADAPTER.install(Path(cache) if cache else tmp_path_factory.mktemp("cache"))
 
 
 def launch(
-    installed: Installed, server: Scripted, tmp_path: Path, adapter: HarnessAdapter = ADAPTER, **changes: Any
+    installed: Installation, server: ScriptedEndpoint, tmp_path: Path, adapter: HarnessAdapter = ADAPTER, **changes: Any
 ) -> subprocess.CompletedProcess[str]:
     home, workdir = tmp_path / "home", tmp_path / "work"
     home.mkdir(parents=True)
@@ -49,7 +49,7 @@ def launch(
     )  # fmt: skip
 
 
-def test_a_run_works_in_the_workspace_and_is_read_as_submitted(installed: Installed, tmp_path: Path) -> None:
+def test_a_run_works_in_the_workspace_and_is_read_as_submitted(installed: Installation, tmp_path: Path) -> None:
     commands = ["pwd > where.txt; echo $HOME >> where.txt", SUBMIT]
 
     def script(body: Mapping[str, Any]) -> Reply:
@@ -69,7 +69,7 @@ def test_a_run_works_in_the_workspace_and_is_read_as_submitted(installed: Instal
     assert body["messages"][2]["reasoning_content"] == "Let me see."
 
 
-def test_the_quick_client_says_what_the_usual_one_says(installed: Installed, tmp_path: Path) -> None:
+def test_the_quick_client_says_what_the_usual_one_says(installed: Installation, tmp_path: Path) -> None:
     """examples/learn: another client, the same agent; the policy reads the same words."""
     said: list[Any] = []
     for adapter in (ADAPTER, get_adapter("examples.learn.harness:QuickMini")):
@@ -94,14 +94,14 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
     return said | {"tool_calls": calls}
 
 
-def test_the_step_limit_ends_a_run(installed: Installed, tmp_path: Path) -> None:
+def test_the_step_limit_ends_a_run(installed: Installation, tmp_path: Path) -> None:
     with serve(lambda body: bash_call("true", len(body["messages"]))) as server:
         done = launch(installed, server, tmp_path, max_steps=3)
     assert ADAPTER.interpret(done.returncode, done.stdout) == ("ok", "ended by LimitsExceeded")
     assert len(server.requests) == 3
 
 
-def test_a_failing_endpoint_ends_the_run_soon_and_is_read_as_failed(installed: Installed, tmp_path: Path) -> None:
+def test_a_failing_endpoint_ends_the_run_soon_and_is_read_as_failed(installed: Installation, tmp_path: Path) -> None:
     error = {"error": {"message": "out of order", "type": "server_error", "code": None, "param": None}}
     with serve(lambda _: (500, error)) as server:
         done = launch(installed, server, tmp_path)

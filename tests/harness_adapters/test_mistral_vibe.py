@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import HarnessError, Installed, McpServer
+from harness_adapters import HarnessError, Installation, McpServer
 from harness_adapters.mistral_vibe import MistralVibe
 from polar_proxy.store import Store
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.harness_adapters import plans, real_run
+from tests.harness_adapters import launch_plans, real_runs
 
 ADAPTER = MistralVibe()
 # Two starts of a program of half a gigabyte, on a machine that may be busy.
@@ -21,20 +21,22 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_the_plan() -> None:
-    plans.facts_are_complete(ADAPTER)
-    plan = plans.plan(ADAPTER, max_steps=7)
-    assert plan.argv[:2] == ("/cache/x/bin/vibe", f"--prompt={plans.INSTRUCTION}")
+    launch_plans.facts_are_complete(ADAPTER)
+    plan = launch_plans.plan(ADAPTER, max_steps=7)
+    assert plan.argv[:2] == ("/cache/x/bin/vibe", f"--prompt={launch_plans.INSTRUCTION}")
     assert plan.argv[plan.argv.index("--max-turns") + 1] == "7"
     assert "--continue" not in plan.argv
-    assert plans.plan(ADAPTER, resume=True).argv[-1] == "--continue"
+    assert launch_plans.plan(ADAPTER, resume=True).argv[-1] == "--continue"
 
 
 def test_the_config_file_is_toml_and_names_the_keys_variable() -> None:
-    files = plans.plan(ADAPTER, model='a "b" \\ c', mcp_servers=plans.MCP, skills=(plans.SKILL,)).files
+    files = launch_plans.plan(
+        ADAPTER, model='a "b" \\ c', mcp_servers=launch_plans.MCP, skills=(launch_plans.SKILL,)
+    ).files
     config = tomllib.loads(files[".vibe/config.toml"])
     (provider,), (model,) = config["providers"], config["models"]
     assert provider["api_base"] == "http://127.0.0.1:9/v1"
-    assert plans.plan(ADAPTER).env[provider["api_key_env_var"]] == plans.KEY
+    assert launch_plans.plan(ADAPTER).env[provider["api_key_env_var"]] == launch_plans.KEY
     assert (model["name"], model["provider"], model["alias"]) == (
         'a "b" \\ c',
         provider["name"],
@@ -46,9 +48,9 @@ def test_the_config_file_is_toml_and_names_the_keys_variable() -> None:
     assert config["mcp_servers"][0]["command"] == ["mcp-files", "--root", "/a b"]
     assert config["mcp_servers"][0]["env"] == {"LEVEL": '"1"'}
     assert config["mcp_servers"][1]["url"] == "http://127.0.0.1:9/mcp"
-    assert files[".vibe/skills/say-hello/SKILL.md"] == plans.SKILL.text
+    assert files[".vibe/skills/say-hello/SKILL.md"] == launch_plans.SKILL.text
     with pytest.raises(HarnessError, match="neither a command nor a url"):
-        plans.plan(ADAPTER, mcp_servers=(McpServer("nothing"),))
+        launch_plans.plan(ADAPTER, mcp_servers=(McpServer("nothing"),))
 
 
 @pytest.mark.parametrize(
@@ -68,23 +70,23 @@ def test_its_exit_is_read(code: int | None, tail: str, outcome: str, told: str) 
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return real_run.install(ADAPTER, tmp_path_factory)
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    return real_runs.install(ADAPTER, tmp_path_factory)
 
 
 @pytest.mark.by_command
 async def test_the_real_program_and_a_second_turn(
-    installed: Installed, serve: Serve, store: Store, tmp_path: Path
+    installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
     action = json.dumps({"command": "pwd > where.txt"})
-    script = real_run.play(real_run.call("bash", action), "All done.", "Once more.")
+    script = real_runs.play(real_runs.call("bash", action), "All done.", "Once more.")
     async with serve(ScriptedEngine(script)) as gateway:
-        ran = await real_run.run(ADAPTER, installed, gateway, store, tmp_path)
+        ran = await real_runs.run(ADAPTER, installed, gateway, store, tmp_path)
         assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "finished"), ran.output[-3000:]
         assert (ran.workdir / "where.txt").read_text() == f"{ran.workdir}\n"
         assert [call.edge for call in ran.calls] == ["root", "continues"]
         assert all(call.stream for call in ran.calls)
-        again = await real_run.run(
+        again = await real_runs.run(
             ADAPTER, installed, gateway, store, tmp_path, resume=True, instruction="Say it again."
         )
     assert ADAPTER.interpret(again.exit_code, again.output) == ("ok", "finished"), again.output[-3000:]
@@ -92,9 +94,11 @@ async def test_the_real_program_and_a_second_turn(
 
 
 @pytest.mark.by_command
-async def test_the_real_program_at_its_limit(installed: Installed, serve: Serve, store: Store, tmp_path: Path) -> None:
-    script = real_run.play(real_run.call("bash", '{"command": "true"}'))
+async def test_the_real_program_at_its_limit(
+    installed: Installation, serve: Serve, store: Store, tmp_path: Path
+) -> None:
+    script = real_runs.play(real_runs.call("bash", '{"command": "true"}'))
     async with serve(ScriptedEngine(script)) as gateway:
-        ran = await real_run.run(ADAPTER, installed, gateway, store, tmp_path, max_steps=2)
+        ran = await real_runs.run(ADAPTER, installed, gateway, store, tmp_path, max_steps=2)
     assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "ended by its limit of turns"), ran.output[-3000:]
     assert len(ran.calls) == 2

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import InstallError, LaunchContext, McpServer, Skill, cache, node, npm, rendering
+from harness_adapters import InstallError, LaunchContext, McpServer, Skill
 from harness_adapters.base import HarnessError
 from harness_adapters.codex import Codex
-from harness_adapters.npm import NpmRecipe
 from harness_adapters.qwen_code import QwenCode
+from harness_adapters.toolkit import cache, config_files, node, npm
+from harness_adapters.toolkit.npm import NpmRecipe
 
 RECIPE = NpmRecipe(
     name="tiny", version="1.2.3", package="@x/tiny", entry="node_modules/@x/*/bin/tiny", needs_node=False
@@ -70,7 +71,7 @@ def test_a_script_brings_its_node(tmp_path: Path, steps: list[list[str]]) -> Non
     recipe = replace(RECIPE, needs_node=True)
     installed = npm.ensure(recipe, tmp_path)
     runtime = node.folder(tmp_path)
-    assert installed.program == node.Node(runtime).program
+    assert installed.program == node.NodeRuntime(runtime).program
     assert installed.mounts == (installed.root, runtime)
     assert not (runtime / "venv").exists()
     (runtime / ".complete").unlink()
@@ -156,18 +157,18 @@ def test_toml_says_what_was_meant() -> None:
         "deep": {"a b": {"x": "y"}, "z": "plain value after a table", "é": 1},
         "empty": {},
     }
-    assert tomllib.loads(rendering.toml_text(table)) == table
+    assert tomllib.loads(config_files.toml_text(table)) == table
 
 
 @pytest.mark.parametrize("name", ["../up", "Big", "a/b", "", "a--b"])
 def test_a_skill_stays_in_its_folder(name: str) -> None:
     with pytest.raises(HarnessError, match="skill is named"):
-        rendering.skill_files("skills", [Skill(name, "text")])
+        config_files.skill_files("skills", [Skill(name, "text")])
 
 
 def test_an_mcp_server_needs_a_command_or_a_url() -> None:
     with pytest.raises(HarnessError, match="neither a command nor a url"):
-        rendering.mcp_table([McpServer("empty")])
+        config_files.mcp_table([McpServer("empty")])
 
 
 def test_the_root_url_has_no_version() -> None:

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from harness_adapters import HarnessAdapter, Installed, McpServer, Skill, get_adapter
+from harness_adapters import HarnessAdapter, Installation, McpServer, Skill, get_adapter
 from harness_adapters.base import WireApi
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, ToolCall
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import Reply, ScriptedEngine
-from tests.harness_adapters import real_run
+from tests.harness_adapters import real_runs
 
 # Several starts of programs of some hundred megabytes, on a machine that may be busy.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
-class Hand:
+class AgentTools:
     """How a model runs a command with a harness's own tool."""
 
     tool: str
@@ -32,18 +32,18 @@ class Hand:
 
     def call(self, command: str) -> ToolCall:
         value: object = [command] if self.as_list else command
-        return real_run.call(self.tool, json.dumps({self.command: value, **self.arguments}), number=len(command))
+        return real_runs.call(self.tool, json.dumps({self.command: value, **self.arguments}), number=len(command))
 
 
 _DESCRIBED = {"description": "Runs a command"}
 HANDS = {
-    "claude-code": Hand("Bash", _DESCRIBED),
-    "cline": Hand("run_commands", command="commands", as_list=True),
-    "codex": Hand("exec_command", command="cmd"),
-    "gemini-cli": Hand("run_shell_command", _DESCRIBED),
-    "opencode": Hand("bash", _DESCRIBED),
-    "pi": Hand("bash"),
-    "qwen-code": Hand("run_shell_command", {**_DESCRIBED, "is_background": False}),
+    "claude-code": AgentTools("Bash", _DESCRIBED),
+    "cline": AgentTools("run_commands", command="commands", as_list=True),
+    "codex": AgentTools("exec_command", command="cmd"),
+    "gemini-cli": AgentTools("run_shell_command", _DESCRIBED),
+    "opencode": AgentTools("bash", _DESCRIBED),
+    "pi": AgentTools("bash"),
+    "qwen-code": AgentTools("run_shell_command", {**_DESCRIBED, "is_background": False}),
 }
 WIRES: list[tuple[str, WireApi]] = [(name, api) for name in HANDS for api in get_adapter(name).facts.wire_apis]
 SKILL = Skill("say-hello", "---\nname: say-hello\ndescription: Says hello in a quaint way.\n---\nSay hello.\n")
@@ -69,23 +69,23 @@ for line in sys.stdin:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Installed]:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Installation]:
     """Filled as the tests go, so that one harness can be tested without installing the others."""
     return {}
 
 
 def ready(
-    name: str, installed: dict[str, Installed], factory: pytest.TempPathFactory
-) -> tuple[HarnessAdapter, Installed]:
+    name: str, installed: dict[str, Installation], factory: pytest.TempPathFactory
+) -> tuple[HarnessAdapter, Installation]:
     adapter = get_adapter(name)
     if name not in installed:
-        installed[name] = real_run.install(adapter, factory)
+        installed[name] = real_runs.install(adapter, factory)
     return adapter, installed[name]
 
 
-def script(hand: Hand, *replies: Reply) -> Any:
+def script(hand: AgentTools, *replies: Reply) -> Any:
     """`replies` for the conversation; a request that does not offer the shell is a side call."""
-    play = real_run.play(*replies)
+    play = real_runs.play(*replies)
 
     def answer(request: EngineRequest) -> Reply:
         assert isinstance(request, ChatRequest)
@@ -111,7 +111,7 @@ def main(calls: list[CallRecord], tool: str) -> list[str]:
 async def test_a_run_and_a_second_turn(
     name: str,
     wire_api: WireApi,
-    installed: dict[str, Installed],
+    installed: dict[str, Installation],
     tmp_path_factory: pytest.TempPathFactory,
     serve: Serve,
     store: Store,
@@ -122,17 +122,17 @@ async def test_a_run_and_a_second_turn(
     # Seen once on a busy machine: qwen-code had read nothing of a command that ended as soon as it had printed.
     replies = [hand.call("pwd > where.txt; rev a.txt; sleep 1"), "All done.", "Still done."]
     async with serve(ScriptedEngine(script(hand, *replies))) as gateway:
-        ran = await real_run.run(adapter, harness, gateway, store, tmp_path, wire_api=wire_api)
+        ran = await real_runs.run(adapter, harness, gateway, store, tmp_path, wire_api=wire_api)
         assert adapter.interpret(ran.exit_code, ran.output) == ("ok", "finished"), ran.output[-3000:]
         assert (ran.workdir / "where.txt").read_text() == f"{ran.workdir}\n"
         requests = main(ran.calls, hand.tool)
         assert len(requests) == 2
-        assert json.dumps(real_run.INSTRUCTION)[1:-1] in requests[0]
+        assert json.dumps(real_runs.INSTRUCTION)[1:-1] in requests[0]
         assert "olleh" in requests[1], "the model does not see what its command printed"
         assert all(call.stream for call in ran.calls)
-        assert real_run.KEY not in ran.output
+        assert real_runs.KEY not in ran.output
         if "resume" in adapter.facts.features:
-            again = await real_run.run(
+            again = await real_runs.run(
                 adapter, harness, gateway, store, tmp_path, wire_api=wire_api, resume=True, instruction="And now?"
             )
             assert adapter.interpret(again.exit_code, again.output) == ("ok", "finished"), again.output[-3000:]
@@ -144,7 +144,7 @@ async def test_a_run_and_a_second_turn(
 @pytest.mark.parametrize("name", ["claude-code", "gemini-cli", "qwen-code"])
 async def test_the_step_limit_ends_a_run(
     name: str,
-    installed: dict[str, Installed],
+    installed: dict[str, Installation],
     tmp_path_factory: pytest.TempPathFactory,
     serve: Serve,
     store: Store,
@@ -154,7 +154,7 @@ async def test_the_step_limit_ends_a_run(
     hand = HANDS[name]
     replies = [hand.call(f"echo {number}") for number in range(9)]
     async with serve(ScriptedEngine(script(hand, *replies))) as gateway:
-        ran = await real_run.run(adapter, harness, gateway, store, tmp_path, max_steps=3)
+        ran = await real_runs.run(adapter, harness, gateway, store, tmp_path, max_steps=3)
     assert adapter.interpret(ran.exit_code, ran.output) == ("ok", "ended by its turn limit"), ran.output[-3000:]
     assert len(main(ran.calls, hand.tool)) == 3
 
@@ -162,7 +162,7 @@ async def test_the_step_limit_ends_a_run(
 @pytest.mark.parametrize("name", sorted(HANDS))
 async def test_skills_and_mcp_servers_reach_the_model(
     name: str,
-    installed: dict[str, Installed],
+    installed: dict[str, Installation],
     tmp_path_factory: pytest.TempPathFactory,
     serve: Serve,
     store: Store,
@@ -176,7 +176,7 @@ async def test_skills_and_mcp_servers_reach_the_model(
     # The tools of a server may come a moment after the first request.
     wait = f"for i in $(seq 900); do if [ -e {told} ]; then break; fi; sleep 0.1; done; sleep 1" if servers else "true"
     async with serve(ScriptedEngine(script(hand, hand.call(wait), "All done."))) as gateway:
-        ran = await real_run.run(adapter, harness, gateway, store, tmp_path, skills=(SKILL,), mcp_servers=servers)
+        ran = await real_runs.run(adapter, harness, gateway, store, tmp_path, skills=(SKILL,), mcp_servers=servers)
     assert adapter.interpret(ran.exit_code, ran.output) == ("ok", "finished"), ran.output[-3000:]
     last = main(ran.calls, hand.tool)[-1]
     # Cline tells the name only, the others the description as well.

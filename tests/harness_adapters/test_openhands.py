@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import HarnessError, Installed
+from harness_adapters import HarnessError, Installation
 from harness_adapters.openhands import OpenHands
 from polar_proxy.store import Store
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.harness_adapters import plans, real_run
+from tests.harness_adapters import launch_plans, real_runs
 
 ADAPTER = OpenHands()
 # Two starts of a program of half a gigabyte, on a machine that may be busy.
@@ -20,35 +20,35 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_the_plan() -> None:
-    plans.facts_are_complete(ADAPTER)
-    plan = plans.plan(ADAPTER)
+    launch_plans.facts_are_complete(ADAPTER)
+    plan = launch_plans.plan(ADAPTER)
     assert plan.argv[0] == "/cache/x/bin/openhands"
-    assert plan.argv[-1] == f"--task={plans.INSTRUCTION}"
+    assert plan.argv[-1] == f"--task={launch_plans.INSTRUCTION}"
     assert plan.env["LLM_BASE_URL"] == "http://127.0.0.1:9/v1"
     assert plan.env["LLM_MODEL"] == "openai/polar-tiny"
     assert plan.env["TMUX_TMPDIR"] == "/home/agent", "the terminals of two runs would share a server"
-    assert plans.plan(ADAPTER, resume=True).argv[-3:-1] == ("--resume", "--last")
+    assert launch_plans.plan(ADAPTER, resume=True).argv[-3:-1] == ("--resume", "--last")
 
 
 def test_the_wire_api_follows_the_models_name() -> None:
-    messages = plans.plan(ADAPTER, wire_api="anthropic_messages")
+    messages = launch_plans.plan(ADAPTER, wire_api="anthropic_messages")
     assert messages.env["LLM_MODEL"] == "anthropic/polar-tiny"
     assert messages.env["LLM_BASE_URL"] == "http://127.0.0.1:9"
-    assert plans.plan(ADAPTER, wire_api="openai_responses", model="gpt-5-x").env["LLM_MODEL"] == "openai/gpt-5-x"
+    assert launch_plans.plan(ADAPTER, wire_api="openai_responses", model="gpt-5-x").env["LLM_MODEL"] == "openai/gpt-5-x"
     with pytest.raises(HarnessError, match="needs a name that contains gpt-5"):
-        plans.plan(ADAPTER, wire_api="openai_responses")
+        launch_plans.plan(ADAPTER, wire_api="openai_responses")
     with pytest.raises(HarnessError, match="Chat one that does not"):
-        plans.plan(ADAPTER, model="gpt-5-x")
+        launch_plans.plan(ADAPTER, model="gpt-5-x")
     with pytest.raises(HarnessError, match="does not speak google_generate"):
-        plans.plan(ADAPTER, wire_api="google_generate_content")
+        launch_plans.plan(ADAPTER, wire_api="google_generate_content")
 
 
 def test_mcp_servers_and_skills_are_files() -> None:
-    files = plans.plan(ADAPTER, mcp_servers=plans.MCP, skills=(plans.SKILL,)).files
+    files = launch_plans.plan(ADAPTER, mcp_servers=launch_plans.MCP, skills=(launch_plans.SKILL,)).files
     servers = json.loads(files[".openhands/mcp.json"])["mcpServers"]
     assert servers["files"] == {"command": "mcp-files", "args": ["--root", "/a b"], "env": {"LEVEL": '"1"'}}
     assert servers["web"]["url"] == "http://127.0.0.1:9/mcp"
-    assert files[".agents/skills/say-hello/SKILL.md"] == plans.SKILL.text
+    assert files[".agents/skills/say-hello/SKILL.md"] == launch_plans.SKILL.text
 
 
 MESSAGE = '{"id": "1", "source": "agent", "kind": "MessageEvent"}\n'
@@ -79,22 +79,22 @@ def test_it_lies_with_its_exit_code(code: int | None, tail: str, outcome: str, t
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return real_run.install(ADAPTER, tmp_path_factory)
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    return real_runs.install(ADAPTER, tmp_path_factory)
 
 
 @pytest.mark.by_command
 async def test_the_real_program_and_a_second_turn(
-    installed: Installed, serve: Serve, store: Store, tmp_path: Path
+    installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
     action = json.dumps({"command": "pwd > where.txt", "security_risk": "LOW", "summary": "look"})
-    script = real_run.play(real_run.call("terminal", action), "All done.", "Once more.")
+    script = real_runs.play(real_runs.call("terminal", action), "All done.", "Once more.")
     async with serve(ScriptedEngine(script)) as gateway:
-        ran = await real_run.run(ADAPTER, installed, gateway, store, tmp_path)
+        ran = await real_runs.run(ADAPTER, installed, gateway, store, tmp_path)
         assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "finished"), ran.output[-3000:]
         assert (ran.workdir / "where.txt").read_text() == f"{ran.workdir}\n"
         assert [call.edge for call in ran.calls] == ["root", "continues"]
-        again = await real_run.run(
+        again = await real_runs.run(
             ADAPTER, installed, gateway, store, tmp_path, resume=True, instruction="Say it again."
         )
     assert ADAPTER.interpret(again.exit_code, again.output) == ("ok", "finished"), again.output[-3000:]
@@ -103,11 +103,11 @@ async def test_the_real_program_and_a_second_turn(
 
 @pytest.mark.by_command
 async def test_the_real_program_fails_with_exit_code_0(
-    installed: Installed, serve: Serve, store: Store, tmp_path: Path
+    installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
     async with serve(ScriptedEngine()) as gateway:
-        await real_run.run(ADAPTER, installed, gateway, store, tmp_path)
-        ran = await real_run.run(ADAPTER, installed, gateway, store, tmp_path, base_url=gateway.url + "/nothing/v1")
+        await real_runs.run(ADAPTER, installed, gateway, store, tmp_path)
+        ran = await real_runs.run(ADAPTER, installed, gateway, store, tmp_path, base_url=gateway.url + "/nothing/v1")
     outcome, detail = ADAPTER.interpret(ran.exit_code, ran.output)
     assert (ran.exit_code, outcome) == (0, "failed"), ran.output[-3000:]
     assert "NotFound" in detail

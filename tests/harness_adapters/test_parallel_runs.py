@@ -14,7 +14,7 @@ from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, EngineRequest
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import Reply, ScriptedEngine
-from tests.harness_adapters import real_run
+from tests.harness_adapters import real_runs
 from tests.harness_adapters.test_npm_real import HANDS
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
@@ -28,7 +28,7 @@ def script(name: str) -> ScriptedEngine:
     """Each run is told to print its own fruit, and then nothing that tells it from the others."""
 
     def answer(request: EngineRequest) -> Reply:
-        turn = real_run.answers(request)
+        turn = real_runs.answers(request)
         return COMMANDS[name](f"echo turn {turn}") if turn < TURNS - 1 else "All done."
 
     return ScriptedEngine(answer)
@@ -46,7 +46,7 @@ async def test_three_runs_at_once(
     name: str, shared: bool, serve: Serve, store: Store, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     adapter = get_adapter(name)
-    installed = await asyncio.to_thread(real_run.install, adapter, tmp_path_factory)
+    installed = await asyncio.to_thread(real_runs.install, adapter, tmp_path_factory)
 
     async def run(fruit: str, url: str) -> None:
         home, workdir = tmp_path / fruit / "home", tmp_path / fruit / "work"
@@ -64,7 +64,7 @@ async def test_three_runs_at_once(
         for file, text in plan.files.items():
             (home / file).parent.mkdir(parents=True, exist_ok=True)
             (home / file).write_text(text)
-        code, output = await real_run._program(plan.argv, workdir, plan.env, 600)
+        code, output = await real_runs._program(plan.argv, workdir, plan.env, 600)
         assert code == 0, output[-2000:]
 
     async with serve(script(name)) as gateway:

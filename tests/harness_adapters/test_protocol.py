@@ -12,16 +12,16 @@ import pytest
 from harness_adapters import (
     HarnessAdapter,
     HarnessError,
-    Installed,
+    Installation,
     InstallError,
     LaunchContext,
     UnknownHarnessError,
     get_adapter,
     list_adapters,
-    python_venv,
 )
 from harness_adapters.mini_swe_agent import MiniSweAgent
-from harness_adapters.python_venv import VenvRecipe
+from harness_adapters.toolkit import python_venv
+from harness_adapters.toolkit.python_venv import VenvRecipe
 
 CONTEXT = LaunchContext(
     base_url="http://127.0.0.1:9/v1",
@@ -73,7 +73,7 @@ def test_the_adapters_know_nothing_of_polar() -> None:
 
 def test_the_plan_is_pure_and_hides_the_key(tmp_path: Path) -> None:
     adapter = get_adapter("mini-swe-agent")
-    installed = Installed("mini-swe-agent", "2.4.6", tmp_path, tmp_path / "bin" / "python", (tmp_path,))
+    installed = Installation("mini-swe-agent", "2.4.6", tmp_path, tmp_path / "bin" / "python", (tmp_path,))
     plan = adapter.launch(installed, CONTEXT)
     assert plan == adapter.launch(installed, CONTEXT)
     assert "sk-secret" not in " ".join(plan.argv)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import InstallError, python_runtime, python_venv
-from harness_adapters.python_venv import VenvRecipe
+from harness_adapters import InstallError
+from harness_adapters.toolkit import python_runtime, python_venv
+from harness_adapters.toolkit.python_venv import VenvRecipe
 from tests.harness_adapters.test_protocol import no_pip  # noqa: F401  a fixture
 
 OWN = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -41,7 +42,7 @@ def test_one_that_works_is_found_behind_one_that_does_not(nothing_else: Path) ->
     managed = nothing_else / "home" / ".pyenv" / "versions" / f"{OTHER}.1" / "bin"
     good = fake_python(managed, f"python{OTHER}", """echo '[[3, 99, 1], "/base"]'""")
     found = python_runtime.find((OTHER,), nothing_else)
-    assert found == python_runtime.Interpreter(good, (3, 99, 1), Path("/base"))
+    assert found == python_runtime.PythonInterpreter(good, (3, 99, 1), Path("/base"))
 
 
 def test_another_version_than_its_name_says_is_not_taken(nothing_else: Path) -> None:

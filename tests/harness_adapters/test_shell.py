@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 
 from harness_adapters import HarnessError, InstallError, LaunchPlan, get_adapter
 from harness_adapters.base import split_version
-from harness_adapters.shell import Shell
-from tests.harness_adapters import plans
+from harness_adapters.shell import ShellCommand
+from tests.harness_adapters import launch_plans
 
 CACHE = Path("/cache")
 
 
 def plan(command: str, **changes: object) -> LaunchPlan:
     adapter = get_adapter(f"shell:{command}")
-    context = replace(plans.CONTEXT, **changes)  # type: ignore[arg-type]
+    context = replace(launch_plans.CONTEXT, **changes)  # type: ignore[arg-type]
     planned = adapter.launch(adapter.install(CACHE), context)
     assert planned == adapter.launch(adapter.install(CACHE), context)
-    assert not any(plans.KEY in word for word in planned.argv)
+    assert not any(launch_plans.KEY in word for word in planned.argv)
     return planned
 
 
@@ -35,7 +35,7 @@ def test_placeholders_are_filled_within_their_words() -> None:
     )
     assert plan(command).argv == (
         "my-agent", "--url=http://127.0.0.1:9/v1", "--root", "http://127.0.0.1:9", "-k", "OPENAI_API_KEY",
-        "-m", "polar-tiny x", "/home/agent/x", "/workspace", plans.INSTRUCTION,
+        "-m", "polar-tiny x", "/home/agent/x", "/workspace", launch_plans.INSTRUCTION,
     )  # fmt: skip
 
 
@@ -73,8 +73,8 @@ def test_the_endpoint_and_the_key_are_under_every_name() -> None:
         assert env[f"{provider}_BASE_URL"] == f"http://127.0.0.1:9{url}"
     assert env["OPENAI_API_BASE"] == "http://127.0.0.1:9/v1"
     for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"):
-        assert env[name] == plans.KEY
-    assert env["POLAR_INSTRUCTION"] == plans.INSTRUCTION
+        assert env[name] == launch_plans.KEY
+    assert env["POLAR_INSTRUCTION"] == launch_plans.INSTRUCTION
 
 
 def test_a_mount_is_shown_at_its_own_place(tmp_path: Path) -> None:
@@ -85,11 +85,11 @@ def test_a_mount_is_shown_at_its_own_place(tmp_path: Path) -> None:
 
 
 def test_what_it_cannot_do_is_refused() -> None:
-    for changes in ({"resume": True}, {"mcp_servers": plans.MCP}, {"skills": (plans.SKILL,)}):
+    for changes in ({"resume": True}, {"mcp_servers": launch_plans.MCP}, {"skills": (launch_plans.SKILL,)}):
         with pytest.raises(HarnessError):
             plan("a", **changes)
     with pytest.raises(InstallError, match="has no version"):
-        Shell("a").install(CACHE, "1.0")
+        ShellCommand("a").install(CACHE, "1.0")
     assert split_version("shell:a@1 b") == ("shell:a@1 b", None)
     assert split_version("aider@0.86.1") == ("aider", "0.86.1")
     assert split_version("aider") == ("aider", None)
@@ -100,7 +100,7 @@ def test_its_exit_status_is_its_own(code: int, expected: tuple[str, int]) -> Non
     program = "import os, sys; print(os.environ['POLAR_INSTRUCTION']); sys.exit(int(sys.argv[1]))"
     planned = plan(shlex.join([sys.executable, "-c", program, str(code)]), instruction="last words")
     done = subprocess.run(planned.argv, env=dict(planned.env), capture_output=True, text=True, check=False)
-    outcome, detail = Shell("a").interpret(done.returncode, done.stdout)
+    outcome, detail = ShellCommand("a").interpret(done.returncode, done.stdout)
     assert (outcome, done.returncode) == expected
     assert ("last words" in detail) == (code != 0)
-    assert Shell("a").interpret(None, "")[0] == "timed_out"
+    assert ShellCommand("a").interpret(None, "")[0] == "timed_out"

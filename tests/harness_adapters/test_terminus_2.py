@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from harness_adapters import HarnessError, Installed, get_adapter
+from harness_adapters import HarnessError, Installation, get_adapter
 from harness_adapters.terminus_2 import Terminus2, Terminus2RolloutDetails
 from polar_proxy.store import Store
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import ScriptedEngine
-from tests.harness_adapters import plans, real_run
+from tests.harness_adapters import launch_plans, real_runs
 
 ADAPTER = Terminus2()
 # Two starts of a program of half a gigabyte, on a machine that may be busy.
@@ -21,39 +21,39 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_the_plan() -> None:
-    plans.facts_are_complete(ADAPTER)
-    plan = plans.plan(ADAPTER, max_steps=7)
+    launch_plans.facts_are_complete(ADAPTER)
+    plan = launch_plans.plan(ADAPTER, max_steps=7)
     assert plan.argv[0] == "/cache/x/bin/python"
     assert Path(plan.argv[1]).is_file()
-    assert plan.argv[-2:] == ("--", plans.INSTRUCTION)
+    assert plan.argv[-2:] == ("--", launch_plans.INSTRUCTION)
     assert plan.argv[plan.argv.index("--max-turns") + 1] == "7"
     assert plan.argv[plan.argv.index("--api-base") + 1] == "http://127.0.0.1:9/v1"
     assert "--responses" not in plan.argv
     assert "--rollout-details" not in plan.argv
-    assert "--responses" in plans.plan(ADAPTER, wire_api="openai_responses").argv
+    assert "--responses" in launch_plans.plan(ADAPTER, wire_api="openai_responses").argv
     with pytest.raises(HarnessError, match="keeps no conversation"):
-        plans.plan(ADAPTER, resume=True)
+        launch_plans.plan(ADAPTER, resume=True)
 
 
 def test_rollout_details_come_with_a_session_id_that_does_not_tell_the_key() -> None:
     adapter = get_adapter("harness_adapters.terminus_2:Terminus2RolloutDetails")
-    plan = plans.plan(adapter)
+    plan = launch_plans.plan(adapter)
     assert "--rollout-details" in plan.argv
     session = plan.argv[plan.argv.index("--session-id") + 1]
     assert len(session) == 16
-    other = plans.replace(plans.CONTEXT, api_key="sk-other")
-    assert session not in adapter.launch(plans.installed(adapter), other).argv
+    other = launch_plans.replace(launch_plans.CONTEXT, api_key="sk-other")
+    assert session not in adapter.launch(launch_plans.installed(adapter), other).argv
 
 
 def test_mcp_servers_and_skills() -> None:
-    plan = plans.plan(ADAPTER, mcp_servers=plans.MCP, skills=(plans.SKILL,))
+    plan = launch_plans.plan(ADAPTER, mcp_servers=launch_plans.MCP, skills=(launch_plans.SKILL,))
     servers = json.loads(plan.argv[plan.argv.index("--mcp") + 1])
     assert servers[0] == {
         "name": "files", "transport": "stdio", "command": "mcp-files", "args": ["--root", "/a b"]
     }  # fmt: skip
     assert servers[1] == {"name": "web", "transport": "streamable-http", "url": "http://127.0.0.1:9/mcp"}
     assert plan.argv[plan.argv.index("--skills-dir") + 1] == "/home/agent/skills"
-    assert plan.files == {"skills/say-hello/SKILL.md": plans.SKILL.text}
+    assert plan.files == {"skills/say-hello/SKILL.md": launch_plans.SKILL.text}
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_its_exit_is_read(code: int | None, tail: str, outcome: str, told: str) 
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     if shutil.which("tmux") is None:
         pytest.skip("terminus-2 needs tmux: apt-get install tmux")
-    return real_run.install(ADAPTER, tmp_path_factory)
+    return real_runs.install(ADAPTER, tmp_path_factory)
 
 
 def keys(text: str, *, complete: bool = False) -> str:
@@ -87,10 +87,10 @@ LOOK = keys("pwd > where.txt; env | grep -c OPENAI >> where.txt\n")
 
 
 @pytest.mark.by_command
-async def test_the_real_agent(installed: Installed, serve: Serve, store: Store, tmp_path: Path) -> None:
-    script = real_run.play(LOOK, keys("", complete=True))
+async def test_the_real_agent(installed: Installation, serve: Serve, store: Store, tmp_path: Path) -> None:
+    script = real_runs.play(LOOK, keys("", complete=True))
     async with serve(ScriptedEngine(script)) as gateway:
-        ran = await real_run.run(ADAPTER, installed, gateway, store, tmp_path)
+        ran = await real_runs.run(ADAPTER, installed, gateway, store, tmp_path)
     assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "declared the task complete"), ran.output[-3000:]
     # Its terminal does not know the key.
     assert (ran.workdir / "where.txt").read_text() == f"{ran.workdir}\n0\n"
@@ -99,11 +99,11 @@ async def test_the_real_agent(installed: Installed, serve: Serve, store: Store, 
 
 @pytest.mark.by_command
 async def test_the_real_agent_out_of_turns_and_with_rollout_details(
-    installed: Installed, serve: Serve, store: Store, tmp_path: Path
+    installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
-    engine = ScriptedEngine(real_run.play(LOOK))
+    engine = ScriptedEngine(real_runs.play(LOOK))
     async with serve(engine) as gateway:
-        ran = await real_run.run(Terminus2RolloutDetails(), installed, gateway, store, tmp_path, max_steps=2)
+        ran = await real_runs.run(Terminus2RolloutDetails(), installed, gateway, store, tmp_path, max_steps=2)
     assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "ended by its limit of turns"), ran.output[-3000:]
     assert len(ran.calls) == 2
     context = json.loads((ran.home / "terminus-2" / "context.json").read_text())
@@ -114,10 +114,10 @@ async def test_the_real_agent_out_of_turns_and_with_rollout_details(
 
 
 @pytest.mark.by_command
-async def test_the_real_agent_fails(installed: Installed, serve: Serve, store: Store, tmp_path: Path) -> None:
-    async with serve(ScriptedEngine(real_run.play(LOOK, keys("", complete=True)))) as gateway:
-        await real_run.run(ADAPTER, installed, gateway, store, tmp_path)
-        ran = await real_run.run(ADAPTER, installed, gateway, store, tmp_path, base_url=gateway.url + "/nothing/v1")
+async def test_the_real_agent_fails(installed: Installation, serve: Serve, store: Store, tmp_path: Path) -> None:
+    async with serve(ScriptedEngine(real_runs.play(LOOK, keys("", complete=True)))) as gateway:
+        await real_runs.run(ADAPTER, installed, gateway, store, tmp_path)
+        ran = await real_runs.run(ADAPTER, installed, gateway, store, tmp_path, base_url=gateway.url + "/nothing/v1")
     outcome, detail = ADAPTER.interpret(ran.exit_code, ran.output)
     assert (ran.exit_code, outcome) == (1, "failed"), ran.output[-3000:]
     assert "NotFound" in detail

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.rewards import Attempt, Score, evaluate
-from polar_proxy.rollout.environment import Environments
-from polar_proxy.rollout.workspace import lay_out, read_patch
+from polar_proxy.rewards import EvaluationInput, Score, evaluate
+from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
+from polar_proxy.rollouts.workspace import prepare_workspace, read_patch
 from polar_proxy.tasks import Task
 from sandboxes import Mount, available, images, open_sandbox
-from sandboxes.base import Kind
+from sandboxes.base import SandboxKind
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 Try = Callable[..., Awaitable[Score]]
 USABLE = {item.kind: item for item in available()}
 
 
-def needs(kind: Kind) -> Any:
+def needs(kind: SandboxKind) -> Any:
     """The kind as a parameter that skips, saying what to install, where there is no such sandbox."""
     item = USABLE[kind]
     skip = pytest.mark.skipif(not item.ok, reason=f"{kind}: {item.why_not}. {item.how_to_get}")
@@ -49,16 +49,16 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def attempt() -> Try:
     """`await attempt(task, "shell script of the agent", kind)`: its score. `mount`: what the script may read."""
 
-    async def run(task: Task, script: str, kind: Kind = "process", *, mount: Path | None = None) -> Score:
-        environments = Environments(kind)
+    async def run(task: Task, script: str, kind: SandboxKind = "process", *, mount: Path | None = None) -> Score:
+        environments = TaskSandboxes(kind)
         mounts = (Mount(mount, str(mount)),) if mount else ()
         spec = await environments.spec(task, memory_mb=1024, labels={}, mounts=mounts)
         async with await open_sandbox(kind, spec) as sandbox:
-            base = await lay_out(task, sandbox, await environments.bundle(task))
+            base = await prepare_workspace(task, sandbox, await environments.bundle(task))
             done = await sandbox.exec(("sh", "-c", script), timeout=60)
             assert done.exit_code == 0, done.stderr
             await sandbox.kill_all()
             patch, _ = await read_patch(sandbox, base, snapshot=task.environment.snapshot)
-        return await evaluate(Attempt(task, patch, 0), lambda: environments.fresh(task, {}))
+        return await evaluate(EvaluationInput(task, patch, 0), lambda: environments.fresh(task, {}))
 
     return run

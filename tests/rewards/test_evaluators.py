@@ -7,11 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from polar_proxy.rewards import Attempt, EvaluatorError, Score, Workspace, budget, combined, evaluate, source_of
+from polar_proxy.rewards import (
+    EvaluationInput,
+    EvaluatorError,
+    Score,
+    Workspace,
+    combine_scores,
+    evaluate,
+    reward_source,
+    scoring_seconds,
+)
 from polar_proxy.rewards.python import python
-from polar_proxy.rollout.environment import Environments
+from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.tasks import Task, get_source
-from polar_proxy.tasks.evaluation import Command, HiddenTests, PythonFunction
+from polar_proxy.tasks.evaluation import CommandEvaluator, HiddenTestsEvaluator, PythonEvaluator
 from tests.rewards.conftest import EXAMPLES, Try, needs
 
 SOURCE = get_source(str(EXAMPLES / "jsonl" / "tasks.jsonl"))
@@ -33,14 +42,14 @@ async def test_a_task_whose_tests_are_green_before_the_fix_gives_no_reward(attem
     score = await attempt(fixed, "true")
     assert score.reward is None
     assert score.detail["already_green"] == ["test_greet.TestGreet.test_name"]
-    unchecked = replace(fixed, evaluators=(HiddenTests(),))
+    unchecked = replace(fixed, evaluators=(HiddenTestsEvaluator(),))
     assert (await attempt(unchecked, "true")).reward == 1.0
 
 
 async def test_a_command_by_its_exit_status(attempt: Try) -> None:
     assert (await attempt(SORTED, "sort words.txt >sorted.txt")).reward == 1.0
     assert (await attempt(SORTED, "cp words.txt sorted.txt")).reward == 0.0
-    slow = replace(SORTED, timeout_seconds=0.3, evaluators=(Command(("sleep", "30")),))
+    slow = replace(SORTED, timeout_seconds=0.3, evaluators=(CommandEvaluator(("sleep", "30")),))
     assert (await attempt(slow, "true")).reward == 0.0
 
 
@@ -55,24 +64,28 @@ async def test_a_command_by_its_exit_status(attempt: Try) -> None:
     ],
 )
 async def test_a_command_by_its_last_line(attempt: Try, script: str, reward: float | None) -> None:
-    own = replace(SORTED, evaluators=(Command(("sh", "judge.sh"), files={"judge.sh": script}, reward="last_line"),))
+    own = replace(
+        SORTED, evaluators=(CommandEvaluator(("sh", "judge.sh"), files={"judge.sh": script}, reward="last_line"),)
+    )
     score = await attempt(own, "echo 'echo 1' >judge.sh")
     assert score.reward == reward
     assert ("no_reward" in score.detail) == (reward is None)
-    assert (await attempt(replace(own, evaluators=(Command(("false",), reward="last_line"),)), "true")).reward is None
+    assert (
+        await attempt(replace(own, evaluators=(CommandEvaluator(("false",), reward="last_line"),)), "true")
+    ).reward is None
 
 
 async def test_several_by_weight(attempt: Try) -> None:
     score = await attempt(SHORT, "echo 'print(42)' >answer.py")
     assert score.reward == pytest.approx((3 * 1.0 + 1 * 0.9) / 4)
     assert [part["kind"] for part in score.detail["parts"]] == ["command", "python"]
-    assert source_of(SHORT) == "command+python"
+    assert reward_source(SHORT) == "command+python"
     wrong = await attempt(SHORT, "echo 'print(41)' >answer.py")
     assert wrong.reward == pytest.approx(0.9 / 4)
 
 
 async def test_a_part_without_a_reward_leaves_the_whole_without_one(attempt: Try) -> None:
-    silent = Command(("true",), reward="last_line")
+    silent = CommandEvaluator(("true",), reward="last_line")
     score = await attempt(replace(SORTED, evaluators=(*SORTED.evaluators, silent)), "sort words.txt >sorted.txt")
     assert score.reward is None
     assert [part["reward"] for part in score.detail["parts"]] == [1.0, None]
@@ -81,50 +94,50 @@ async def test_a_part_without_a_reward_leaves_the_whole_without_one(attempt: Try
 @pytest.mark.parametrize("number", [0, 1])
 async def test_a_patch_that_does_not_apply_is_bad_work(number: int) -> None:
     task = SOURCE.task(number)
-    environments = Environments("process")
+    environments = TaskSandboxes("process")
     for patch in (
         b"no patch at all",
         b"--- a/../x\n+++ b/../x\n@@ -0,0 +1 @@\n+x\n",
         b"diff --git a/.git/config b/.git/config\nnew file mode 100644\n"
         b"--- /dev/null\n+++ b/.git/config\n@@ -0,0 +1 @@\n+x\n",
     ):
-        score = await evaluate(Attempt(task, patch, 0), lambda: environments.fresh(task, {}))
+        score = await evaluate(EvaluationInput(task, patch, 0), lambda: environments.fresh(task, {}))
         assert (score.reward, score.detail["patch_applied"]) == (0.0, False)
 
 
 # ---------------------------------------------------------------- python
 
 
-def whole(attempt: Attempt, factor: float = 1.0) -> float:
+def whole(attempt: EvaluationInput, factor: float = 1.0) -> float:
     return factor * len(attempt.patch)
 
 
-def nothing(attempt: Attempt) -> None:
+def nothing(attempt: EvaluationInput) -> None:
     return None
 
 
-def by_call(attempt: Attempt) -> Score:
+def by_call(attempt: EvaluationInput) -> Score:
     return Score(None, {"why": "calls only"}, calls={call.call_id: 0.5 for call in attempt.calls})
 
 
-def stranger(attempt: Attempt) -> Score:
+def stranger(attempt: EvaluationInput) -> Score:
     return Score(1.0, calls={"call-of-another-run": 1.0})
 
 
-def broken(attempt: Attempt) -> float:
+def broken(attempt: EvaluationInput) -> float:
     raise ValueError("a bug")
 
 
-def infinite(attempt: Attempt) -> float:
+def infinite(attempt: EvaluationInput) -> float:
     return float("inf")
 
 
-async def reads(attempt: Attempt, workspace: Workspace) -> float:
+async def reads(attempt: EvaluationInput, workspace: Workspace) -> float:
     return float((await workspace.read(f"{workspace.workdir}/words.txt")).count(b"\n"))
 
 
 def judged_by(name: str, **options: object) -> Task:
-    return replace(SORTED, evaluators=(PythonFunction(f"{__name__}:{name}", options=options),))
+    return replace(SORTED, evaluators=(PythonEvaluator(f"{__name__}:{name}", options=options),))
 
 
 async def test_python_functions(attempt: Try) -> None:
@@ -141,11 +154,11 @@ async def test_single_calls_are_rewarded() -> None:
     calls = [SimpleNamespace(call_id=name) for name in ("call-1", "call-2")]
     task = judged_by("by_call")
     evaluation = task.evaluators[0]
-    assert isinstance(evaluation, PythonFunction)
-    score = await python(evaluation, Attempt(task, b"", 0, calls), lambda: pytest.fail("no sandbox is needed"))  # type: ignore[arg-type]
+    assert isinstance(evaluation, PythonEvaluator)
+    score = await python(evaluation, EvaluationInput(task, b"", 0, calls), lambda: pytest.fail("no sandbox is needed"))  # type: ignore[arg-type]
     assert (score.reward, score.calls) == (None, {"call-1": 0.5, "call-2": 0.5})
-    both = combined(
-        (PythonFunction("a:b", weight=1), PythonFunction("a:b", weight=3)),
+    both = combine_scores(
+        (PythonEvaluator("a:b", weight=1), PythonEvaluator("a:b", weight=3)),
         (Score(1.0, calls={"call-1": 1.0}), Score(0.0, calls={"call-1": 0.0, "call-2": None})),
     )
     assert both.reward == 0.25
@@ -153,6 +166,6 @@ async def test_single_calls_are_rewarded() -> None:
 
 
 def test_the_budget_counts_every_run_of_the_tests() -> None:
-    assert budget(SORTED) == 30
-    assert budget(SHORT) == 60
-    assert budget(GREET) == 60  # before and after
+    assert scoring_seconds(SORTED) == 30
+    assert scoring_seconds(SHORT) == 60
+    assert scoring_seconds(GREET) == 60  # before and after

@@ -10,10 +10,10 @@ import pytest
 
 from polar_proxy.rewards import EvaluatorError
 from polar_proxy.rewards.harbor import parse_reward
-from polar_proxy.rollout.git import WorkspaceError
-from polar_proxy.rollout.workspace import TaskNotPossibleError
+from polar_proxy.rollouts.git import WorkspaceError
+from polar_proxy.rollouts.workspace import TaskNotPossibleError
 from polar_proxy.tasks import Task, get_source
-from polar_proxy.tasks.evaluation import Harbor
+from polar_proxy.tasks.evaluation import HarborEvaluator
 from polar_proxy.tasks.harbor import folder_digest
 from tests.rewards.conftest import EXAMPLES, Try, needs, with_local_image
 
@@ -154,4 +154,4 @@ def test_the_digest_sees_names_modes_and_bytes(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("")
     seen.add(folder_digest(tmp_path))
     assert len(seen) == 4
-    assert isinstance(task().evaluators[0], Harbor)
+    assert isinstance(task().evaluators[0], HarborEvaluator)

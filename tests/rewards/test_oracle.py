@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from polar_proxy.store import open_store
-from polar_proxy.tasks import get_source, to_spec
+from polar_proxy.tasks import get_source, task_to_json
 from tests.rewards.conftest import EXAMPLES, needs
 
 POLAR = str(Path(sys.executable).with_name("polar"))
@@ -77,7 +77,7 @@ async def test_a_rollout_without_a_reward_keeps_null(polar_home: Path, tmp_path:
 
 async def test_calls_are_rewarded_one_by_one(polar_home: Path, tmp_path: Path) -> None:
     """An instance of the family as a row, with a judge of single calls beside its tests."""
-    row = to_spec(get_source("swe-task").task(0))
+    row = task_to_json(get_source("swe-task").task(0))
     del row["seed"]
     judge = {"kind": "python", "weight": 1, "function": "examples.tasks.judges:brevity", "options": {"limit": 10_000}}
     row["evaluators"] = [{"kind": "tests", "weight": 3}, judge]

@@ -10,7 +10,7 @@ import pytest
 
 from polar_proxy.rewards.swebench import grade, grade_exactly
 from polar_proxy.tasks import Environment, Task, get_source
-from polar_proxy.tasks.evaluation import Swebench
+from polar_proxy.tasks.evaluation import SwebenchEvaluator
 from sandboxes import images
 from tests.rewards.conftest import EXAMPLES, Try, needs
 
@@ -70,7 +70,7 @@ async def test_tests_of_the_same_name_do_not_hinder_a_right_fix(attempt: Try) ->
 
 async def test_a_test_patch_that_never_applied_is_no_reward(attempt: Try) -> None:
     (evaluation,) = task().evaluators
-    assert isinstance(evaluation, Swebench)
+    assert isinstance(evaluation, SwebenchEvaluator)
     broken = replace(evaluation, test_patch="diff --git a/no b/no\n--- a/no\n+++ b/no\n@@ -1 +1 @@\n-x\n+y\n")
     score = await attempt(replace(task(), evaluators=(broken,)), gold(), mount=ROWS)
     assert score.reward is None
@@ -79,7 +79,7 @@ async def test_a_test_patch_that_never_applied_is_no_reward(attempt: Try) -> Non
 
 async def test_the_benchmarks_own_script_is_graded_between_its_marks(attempt: Try) -> None:
     (evaluation,) = task().evaluators
-    assert isinstance(evaluation, Swebench)
+    assert isinstance(evaluation, SwebenchEvaluator)
     script = f"""
     echo 'test_order (tests.test_most_common.TestMostCommon.test_order) ... FAIL'
     git apply - <<'EOF_114329324912'
@@ -91,7 +91,7 @@ async def test_the_benchmarks_own_script_is_graded_between_its_marks(attempt: Tr
     : '>>>>> End Test Output'
     echo ">>>>> Test Exit Code: $code"
     """
-    own = replace(task(), evaluators=(Swebench(eval_script=script, parser="unittest"),))
+    own = replace(task(), evaluators=(SwebenchEvaluator(eval_script=script, parser="unittest"),))
     solved = await attempt(own, gold(), mount=ROWS)
     assert (solved.reward, solved.detail["exit_code"]) == (1.0, 0)
     assert (await attempt(own, "true")).reward == 0.0
@@ -100,7 +100,7 @@ async def test_the_benchmarks_own_script_is_graded_between_its_marks(attempt: Tr
 async def test_a_failing_exit_without_a_failing_test_is_not_believed(attempt: Try) -> None:
     names = task().fail_to_pass + task().pass_to_pass
     claims = "".join(f"echo '{n.rpartition('.')[2]} ({n}) ... ok'\n" for n in names)
-    own = replace(task(), evaluators=(Swebench(command=claims + "exit 1", parser="unittest"),))
+    own = replace(task(), evaluators=(SwebenchEvaluator(command=claims + "exit 1", parser="unittest"),))
     score = await attempt(own, "true")
     assert score.reward == 0.0
     assert "exited with 1" in score.detail["not_believed"]

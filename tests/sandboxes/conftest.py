@@ -53,8 +53,8 @@ async def opener(kind: str, state_dir: Path) -> AsyncIterator[Opener]:
 
 
 async def my_containers() -> list[str]:
-    owner = json.dumps(asdict(orphans.Owner.me()))
-    async with docker_engine.client() as engine:
+    owner = json.dumps(asdict(orphans.OwnerProcess.me()))
+    async with docker_engine.docker_client() as engine:
         label = {"label": [f"{orphans.OWNER_LABEL}={owner}"]}
         found = await engine.containers.list(all=True, filters=json.dumps(label))
         return [container["Labels"][orphans.LABEL] for container in found]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import Limits, SandboxEnded, SandboxSpec, open_sandbox, orphans
+from sandboxes import ResourceLimits, SandboxEnded, SandboxSpec, open_sandbox, orphans
 
 pytestmark = pytest.mark.parametrize("kind", ["bubblewrap"], indirect=True)
 
@@ -70,7 +70,7 @@ async def test_killing_everything_inside_is_told(kind: str, state_dir: Path) -> 
             await sandbox.exec(["sh", "-c", "sleep 1000 & kill -9 -1; sleep 1000"], timeout=120)
         with pytest.raises(SandboxEnded):
             await sandbox.exec(["true"], timeout=120)
-    assert orphans.Registry(state_dir).all() == []
+    assert orphans.SandboxRegistry(state_dir).all() == []
 
 
 async def test_links_do_not_lead_the_owner_out(kind: str, state_dir: Path, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ async def test_a_program_cannot_lock_its_folders_against_removal(kind: str, stat
 
 
 async def test_memory_is_limited_for_all_processes_together(kind: str, state_dir: Path) -> None:
-    spec = SandboxSpec(limits=Limits(memory_mb=100, pids=50))
+    spec = SandboxSpec(limits=ResourceLimits(memory_mb=100, pids=50))
     async with await open_sandbox("bubblewrap", spec, state_dir=state_dir) as sandbox:
         if sandbox.unenforced:
             assert any(line.startswith("memory_mb") for line in sandbox.unenforced)

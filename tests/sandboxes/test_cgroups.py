@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import Limits, SandboxError, cgroups
+from sandboxes import ResourceLimits, SandboxError, cgroups
 
-LIMITS = Limits(memory_mb=100, cpus=1.5, pids=20)
+LIMITS = ResourceLimits(memory_mb=100, cpus=1.5, pids=20)
 
 
 def test_version_2_below_the_root(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_version_2_below_the_root(tmp_path: Path) -> None:
 def test_version_2_that_does_not_delegate_is_none(tmp_path: Path) -> None:
     (tmp_path / "cgroup.subtree_control").write_text("pids\n")
     assert cgroups.places("polar-x", LIMITS, tmp_path, "0::/\n") is None
-    assert cgroups.places("polar-x", Limits(None, None, 20, None), tmp_path, "0::/\n") is not None
+    assert cgroups.places("polar-x", ResourceLimits(None, None, 20, None), tmp_path, "0::/\n") is not None
 
 
 def test_version_1_below_the_own_group_of_each_controller(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_version_1_below_the_own_group_of_each_controller(tmp_path: Path) -> Non
 
 
 def test_nothing_to_limit_needs_no_group(tmp_path: Path) -> None:
-    assert cgroups.places("polar-x", Limits(None, None, None, 5), tmp_path, "") is None
+    assert cgroups.places("polar-x", ResourceLimits(None, None, None, 5), tmp_path, "") is None
 
 
 def test_values() -> None:

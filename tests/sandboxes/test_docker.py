@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes import (
-    Limits,
+    ResourceLimits,
     SandboxEnded,
     SandboxError,
     SandboxSpec,
@@ -39,7 +39,7 @@ async def test_no_privilege_and_no_way_to_one(kind: str, state_dir: Path) -> Non
 
 @on_docker
 async def test_an_out_of_memory_kill_is_137_and_the_sandbox_lives_on(kind: str, state_dir: Path) -> None:
-    spec = SandboxSpec(limits=Limits(memory_mb=64))
+    spec = SandboxSpec(limits=ResourceLimits(memory_mb=64))
     async with await open_sandbox("docker", spec, state_dir=state_dir) as sandbox:
         done = await sandbox.exec(["python3", "-c", "x = bytearray(200 << 20)"], timeout=120)
         assert (done.exit_code, done.timed_out) == (137, False)
@@ -59,20 +59,20 @@ async def test_a_container_killed_from_outside_is_told(kind: str, state_dir: Pat
             await task
         with pytest.raises(SandboxEnded):
             await sandbox.exec(["true"])
-    assert orphans.Registry(state_dir).all() == []
+    assert orphans.SandboxRegistry(state_dir).all() == []
 
 
 @on_docker
 async def test_a_missing_image_names_the_cure(kind: str, state_dir: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="docker pull no-such-image:1"):
         await open_sandbox("docker", SandboxSpec(image="no-such-image:1"), state_dir=state_dir)
-    assert orphans.Registry(state_dir).all() == []
+    assert orphans.SandboxRegistry(state_dir).all() == []
 
 
 @on_docker
 async def test_labels(kind: str, state_dir: Path) -> None:
     async with await open_sandbox("docker", SandboxSpec(labels={"task": "7"}), state_dir=state_dir) as sandbox:
-        async with docker_engine.client() as engine:
+        async with docker_engine.docker_client() as engine:
             labels = (await engine.containers.container(sandbox.id).show())["Config"]["Labels"]
         assert labels["task"] == "7"
         assert labels[orphans.LABEL] == sandbox.id
@@ -100,7 +100,7 @@ async def test_the_listening_socket_without_root(kind: str, state_dir: Path, mon
         assert done.stdout == b"hello\n"
         with pytest.raises(SandboxError, match="helper"):
             await sandbox.listen(80_000)
-        async with docker_engine.client() as engine:
+        async with docker_engine.docker_client() as engine:
             names = [name for c in await engine.containers.list(all=True) for name in c["Names"]]
         assert f"/{sandbox.id}-net" not in names
 
@@ -134,9 +134,9 @@ async def test_an_image_with_its_own_user_and_entrypoint(kind: str, state_dir: P
 
 async def test_records_of_containers_wait_for_an_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    dead = replace(orphans.Owner.me(), started="1")
-    registry = orphans.Registry(tmp_path)
-    registry.write(orphans.Record("polar-x", "docker", dead, container="polar-x"))
+    dead = replace(orphans.OwnerProcess.me(), started="1")
+    registry = orphans.SandboxRegistry(tmp_path)
+    registry.write(orphans.SandboxRecord("polar-x", "docker", dead, container="polar-x"))
     assert await sweep(tmp_path) == []
     assert [record.id for record in registry.all()] == ["polar-x"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from sandboxes.docker_engine import DRAIN_SECONDS, Run
+from sandboxes.docker_engine import DRAIN_SECONDS, CommandStream
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Execution:
 
 
 async def test_what_comes_slowly_behind_the_end_is_read() -> None:
-    run = Run(b"", None, 100)
+    run = CommandStream(b"", None, 100)
     execution = Execution([0.0, 0.3, *[DRAIN_SECONDS / 5] * 20])
     assert await run.follow(execution) == 0
     assert run.out.value() == b"x" * 22
@@ -64,12 +64,12 @@ async def test_what_comes_slowly_behind_the_end_is_read() -> None:
 
 
 async def test_what_came_while_this_process_stood_still_is_read() -> None:
-    run = Run(b"", None, 100)
+    run = CommandStream(b"", None, 100)
     assert await run.follow(Execution([0.25 + DRAIN_SECONDS / 3, *[0.0] * 5], stalls=True)) == 0
     assert run.out.value() == b"x" * 6
 
 
 async def test_nobody_waits_for_who_is_left_running() -> None:
-    run = Run(b"", None, 100)
+    run = CommandStream(b"", None, 100)
     assert await asyncio.wait_for(run.follow(Execution([0.0])), 60) == 0
     assert run.out.value() == b"x"

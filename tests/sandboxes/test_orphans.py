@@ -70,7 +70,7 @@ def alive(process: asyncio.subprocess.Process) -> int:
 
 
 async def containers(ident: str) -> int:
-    async with docker_engine.client() as engine:
+    async with docker_engine.docker_client() as engine:
         label = json.dumps({"label": [f"{orphans.LABEL}={ident}"]})
         return len(await engine.containers.list(all=True, filters=label))
 
@@ -79,15 +79,15 @@ async def test_the_sweep_removes_what_a_killed_owner_left(
     owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
 ) -> None:
     process, ident = owner
-    assert list(orphans.marked({ident}))
+    assert list(orphans.marked_processes({ident}))
     assert alive(process) == 3
     process.kill()
     await process.wait()
     if kind != "docker":
         # The supervisor's lifeline is cut: everything ends without any sweep, in a moment.
-        await until(lambda: not list(orphans.marked({ident})) and not alive(process))
+        await until(lambda: not list(orphans.marked_processes({ident})) and not alive(process))
     removed = await sweep(state_dir)
-    assert not list(orphans.marked({ident}))
+    assert not list(orphans.marked_processes({ident}))
     assert alive(process) == 0
     assert [p for p in state_dir.rglob("*") if p.name != "records"] == []
     kinds = {r.what for r in removed if r.sandbox == ident}
@@ -108,7 +108,7 @@ async def test_the_sweep_ends_processes_whose_supervisor_was_killed_too(
     process.kill()
     await process.wait()
     await sweep(state_dir)
-    assert not list(orphans.marked({ident}))
+    assert not list(orphans.marked_processes({ident}))
     assert alive(process) == 0
     assert [p for p in state_dir.rglob("*") if p.name != "records"] == []
 
@@ -120,7 +120,7 @@ async def test_the_sweep_spares_living_owners(
     assert alive(process) == 3
     assert await sweep(state_dir) == []
     assert alive(process) == 3
-    assert [record.id for record in orphans.Registry(state_dir).all()] == [ident]
+    assert [record.id for record in orphans.SandboxRegistry(state_dir).all()] == [ident]
     assert process.returncode is None
 
 
@@ -141,7 +141,7 @@ async def test_a_container_is_found_by_its_label_when_its_record_is_lost(
 
 
 def test_an_owner_is_dead_only_if_that_is_certain() -> None:
-    me = orphans.Owner.me()
+    me = orphans.OwnerProcess.me()
     assert not me.dead()
     assert replace(me, started="1").dead()  # the pid was given to another process
     assert replace(me, boot="before").dead()
@@ -151,7 +151,7 @@ def test_an_owner_is_dead_only_if_that_is_certain() -> None:
 
 def test_a_zombie_owner_is_dead() -> None:
     process = subprocess.Popen(["sleep", "1000"])
-    owner = replace(orphans.Owner.me(), pid=process.pid, started=orphans.started(process.pid) or "")
+    owner = replace(orphans.OwnerProcess.me(), pid=process.pid, started=orphans.start_time(process.pid) or "")
     assert not owner.dead()
     os.kill(process.pid, signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and not reaped
@@ -161,9 +161,9 @@ def test_a_zombie_owner_is_dead() -> None:
 
 def test_a_process_with_a_reused_pid_is_not_killed(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", "1000"])
-    dead = replace(orphans.Owner.me(), started="1")
-    record = orphans.Record("polar-x", "process", dead, processes=[(process.pid, "1")])
-    registry = orphans.Registry(tmp_path)
+    dead = replace(orphans.OwnerProcess.me(), started="1")
+    record = orphans.SandboxRecord("polar-x", "process", dead, processes=[(process.pid, "1")])
+    registry = orphans.SandboxRegistry(tmp_path)
     registry.write(record)
     asyncio.run(sweep(tmp_path))
     assert process.poll() is None
@@ -173,8 +173,8 @@ def test_a_process_with_a_reused_pid_is_not_killed(tmp_path: Path) -> None:
 
 
 def test_records_of_a_newer_version_are_refused(tmp_path: Path) -> None:
-    registry = orphans.Registry(tmp_path)
-    record = orphans.Record("polar-x", "process", orphans.Owner.me())
+    registry = orphans.SandboxRegistry(tmp_path)
+    record = orphans.SandboxRecord("polar-x", "process", orphans.OwnerProcess.me())
     registry.write(record)
     path = tmp_path / "records" / "polar-x.json"
     path.write_text(json.dumps({**asdict(record), "version": 2}))

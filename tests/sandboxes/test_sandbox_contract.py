@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sandboxes import ExecResult, FileTooLarge, Limits, Mount, Sandbox, SandboxEnded, SandboxError, SandboxSpec
+from sandboxes import ExecResult, FileTooLarge, Mount, ResourceLimits, Sandbox, SandboxEnded, SandboxError, SandboxSpec
 from tests.loop_watch import watched
 
 Opener = Callable[..., Awaitable[Sandbox]]
@@ -355,7 +355,7 @@ async def test_git_works(sandbox: Sandbox) -> None:
 
 
 async def test_memory_limit(opener: Opener) -> None:
-    sandbox = await opener(SandboxSpec(limits=Limits(memory_mb=64)))
+    sandbox = await opener(SandboxSpec(limits=ResourceLimits(memory_mb=64)))
     hog = 'x="0123456789abcdef"; while :; do x="$x$x"; done'  # doubles until it is refused or killed
     result = await sh(sandbox, hog, timeout=240)
     assert result.exit_code != 0
@@ -364,13 +364,13 @@ async def test_memory_limit(opener: Opener) -> None:
 
 
 async def test_file_size_limit(opener: Opener) -> None:
-    sandbox = await opener(SandboxSpec(limits=Limits(file_mb=1)))
+    sandbox = await opener(SandboxSpec(limits=ResourceLimits(file_mb=1)))
     assert (await sh(sandbox, "head -c 3000000 /dev/zero >big")).exit_code != 0
     assert int((await sh(sandbox, "stat -c %s big")).stdout) <= 1 << 20
 
 
 async def test_process_limit_or_the_word_that_there_is_none(opener: Opener) -> None:
-    sandbox = await opener(SandboxSpec(limits=Limits(pids=40)))
+    sandbox = await opener(SandboxSpec(limits=ResourceLimits(pids=40)))
     if any(line.startswith("pids") for line in sandbox.unenforced):
         return
     # Forks 100 sleeps and counts those that live; a refused fork ends the shell.

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.store.buffers import Text, Tokens
-from polar_proxy.store.codec import CONTEXT, Codec, bytes_before, low_bytes
+from polar_proxy.store.buffers import TextPrefix, TokenPrefix
+from polar_proxy.store.codec import CONTEXT, CellCodec, bytes_before, low_bytes
 from tests.store.records import ids
 
 
-def then(before: Tokens, *piece: int) -> Tokens:
+def then(before: TokenPrefix, *piece: int) -> TokenPrefix:
     """With a piece as the store has it: in as few bytes as its ids need."""
-    return before.and_then(*Codec().unpack_ids_bytes(Codec().pack_ids(ids(*piece))))
+    return before.and_then(*CellCodec().unpack_ids_bytes(CellCodec().pack_ids(ids(*piece))))
 
 
 def test_what_extends_shares() -> None:
-    first = then(Tokens.none(), 1, 2, 3)
+    first = then(TokenPrefix.none(), 1, 2, 3)
     opening = then(first, 4)
     longer = then(first, 4, 5, 6)  # the opening of an answer, and then the answer
     assert opening.ids.tolist() == [1, 2, 3, 4]
@@ -28,14 +28,14 @@ def test_what_extends_shares() -> None:
 
 
 def test_what_goes_on_otherwise_does_not() -> None:
-    first = then(Tokens.none(), 1, 2, 3)
+    first = then(TokenPrefix.none(), 1, 2, 3)
     one, other = then(first, 4), then(first, 5)
     assert (one.ids.tolist(), other.ids.tolist()) == ([1, 2, 3, 4], [1, 2, 3, 5])
     assert not np.shares_memory(one.ids, other.ids)
 
 
 def test_nobody_can_write_into_it() -> None:
-    tokens = then(Tokens.none(), 1, 2).ids
+    tokens = then(TokenPrefix.none(), 1, 2).ids
     with pytest.raises(ValueError, match="read-only"):
         tokens[0] = 5
 
@@ -49,7 +49,7 @@ _pieces = st.lists(
 @settings(max_examples=100, deadline=None)
 @given(pieces=_pieces)
 def test_whatever_is_added_to_whatever(pieces: list[tuple[int, list[int]]]) -> None:
-    made: list[tuple[Tokens, list[int]]] = [(Tokens.none(), [])]
+    made: list[tuple[TokenPrefix, list[int]]] = [(TokenPrefix.none(), [])]
     views = []
     for place, piece in pieces:
         before, expected = made[place % len(made)]
@@ -66,7 +66,7 @@ def test_whatever_is_added_to_whatever(pieces: list[tuple[int, list[int]]]) -> N
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.binary(max_size=CONTEXT // 2)), max_size=12))
 def test_the_end_of_a_conversation(messages: list[tuple[int, bytes]]) -> None:
-    made: list[tuple[Text, list[bytes]]] = [(Text.none(), [])]
+    made: list[tuple[TextPrefix, list[bytes]]] = [(TextPrefix.none(), [])]
     for place, message in messages:
         before, above = made[place % len(made)]
         made.append((before.and_then(message), [*above, message]))

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_proxy.store.chains import Known, bytes_chain, cuts, node_id, token_chain
-from polar_proxy.store.memo import Asked, LastAsked
-from polar_proxy.store.pack import Packer
+from polar_proxy.store.chains import StoredKeys, bytes_chain, cuts, node_id, token_chain
+from polar_proxy.store.memo import ChainCache, RequestChains
+from polar_proxy.store.serializer import CallSerializer
 from tests.store.records import END, INFO, ids, record
 
 _tokens = st.lists(st.integers(0, 20), max_size=400).map(lambda values: np.array(values, dtype=np.int32))
@@ -62,7 +62,7 @@ def test_ids_stand_for_the_whole_chain() -> None:
 
 
 def test_known_forgets_the_oldest_first() -> None:
-    known = Known(capacity=4)
+    known = StoredKeys(capacity=4)
     for key in (b"a", b"b", b"c"):
         known.add(key)
     assert b"a" in known  # asking keeps it
@@ -86,12 +86,12 @@ def test_what_was_asked_last_changes_nothing_but_the_work(
     asked: list[tuple[list[bytes], np.ndarray, tuple[int, ...]]], growing: bool
 ) -> None:
     """A packer that remembers makes the rows of one that hashes everything, less those it has made before."""
-    remembering, seen, before = Packer(), {}, ids()
+    remembering, seen, before = CallSerializer(), {}, ids()
     for messages, prompt, ends in asked:
         if growing:
             before = prompt = np.concatenate([before, prompt])
         call = record("sess_1", messages=tuple(messages), prompt_ids=prompt, engine=replace(INFO, eos_token_ids=ends))
-        fresh, _ = Packer().pack([call])
+        fresh, _ = CallSerializer().pack([call])
         mine, _ = remembering.pack([call])
         assert mine.calls == fresh.calls
         assert {key: seen[key] for key in fresh.nodes if key in seen} | mine.nodes == fresh.nodes
@@ -100,8 +100,8 @@ def test_what_was_asked_last_changes_nothing_but_the_work(
 
 
 def test_last_asked_is_bounded() -> None:
-    last = LastAsked(capacity=10_000)
+    last = ChainCache(capacity=10_000)
     for number in range(50):
-        last.put(f"sess_{number}", Asked((bytes(1000),), (), (), ids(), None))
+        last.put(f"sess_{number}", RequestChains((bytes(1000),), (), (), ids(), None))
     kept = [number for number in range(50) if last.get(f"sess_{number}")]
     assert kept == list(range(42, 50))

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from polar_proxy.errors import StoreError
-from polar_proxy.store.codec import CONTEXT, VERSION, Codec, bytes_before, pack_small_json, unpack_small_json
+from polar_proxy.store.codec import CONTEXT, VERSION, CellCodec, bytes_before, pack_small_json, unpack_small_json
 
-codec = Codec()
+codec = CellCodec()
 
 
 @given(st.binary(max_size=3000))

@@ -13,11 +13,11 @@ from alembic.config import Config
 from sqlalchemy import Connection, MetaData, insert
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from polar_proxy.store import jsontext, migrate, open_store
+from polar_proxy.store import json_codec, migrate, open_store
 from polar_proxy.store.chains import bytes_chain, token_chain
-from polar_proxy.store.codec import Codec, pack_small_json
+from polar_proxy.store.codec import CellCodec, pack_small_json
 from polar_proxy.store.database import Database, make_file
-from polar_proxy.store.pack import Packer
+from polar_proxy.store.serializer import CallSerializer
 from polar_proxy.store.urls import normalise_url
 from polar_proxy.types import CallRecord
 from tests.store.records import END, assert_same, ids, record, trace_of
@@ -54,7 +54,7 @@ async def _write(connection: AsyncConnection, calls: list[CallRecord], revision:
     """The rows as that schema's Polar wrote them: whole prompts as chains, cells without what stands before them."""
     tables = MetaData()
     await connection.run_sync(lambda plain: tables.reflect(plain))
-    codec = Codec()
+    codec = CellCodec()
 
     async def put(name: str, rows: list[dict[str, Any]]) -> None:
         columns = set(tables.tables[name].columns.keys())
@@ -62,7 +62,7 @@ async def _write(connection: AsyncConnection, calls: list[CallRecord], revision:
         for row in rows:
             await connection.execute(insert(tables.tables[name]), row)
 
-    batch, refused = Packer().pack(calls)
+    batch, refused = CallSerializer().pack(calls)
     assert not refused
     nodes: dict[bytes, dict[str, Any]] = {}
     heads: dict[str, bytes | None] = {}
@@ -105,7 +105,7 @@ async def _write(connection: AsyncConnection, calls: list[CallRecord], revision:
     await put("nodes", list(nodes.values()))
     rows = [{**row, "prompt_node": heads[str(row["call_id"])], "prompt_tail": None} for row in batch.calls]
     if revision >= "0005":
-        rows = [{**row, "marks": row["marks"] and pack_small_json(jsontext.dumps(row["marks"]))} for row in rows]
+        rows = [{**row, "marks": row["marks"] and pack_small_json(json_codec.dumps(row["marks"]))} for row in rows]
     await put("calls", rows)
     cells = [
         {
@@ -113,7 +113,7 @@ async def _write(connection: AsyncConnection, calls: list[CallRecord], revision:
             "choice_index": choice.index,
             "finish_reason": choice.finish_reason,
             "tokens": choice.token_ids.size,
-            "message": codec.pack_bytes(jsontext.dumps(choice.message)),
+            "message": codec.pack_bytes(json_codec.dumps(choice.message)),
             "token_ids": codec.pack_ids(choice.token_ids),
             "logprobs": codec.pack_logprobs(choice.logprobs),
         }
@@ -147,7 +147,7 @@ async def test_data_comes_up(url: str, tmp_path: Path, revision: str) -> None:
     async with open_store(url, artifacts=tmp_path / "artifacts") as store:
         assert await store.schema_revision() == migrate.HEAD
         assert_same(await store.calls("sess_old"), calls)
-        assert [place.marks for place in await store.call_places("sess_old")] == [placed.get("marks"), None, None]
+        assert [place.marks for place in await store.lineages("sess_old")] == [placed.get("marks"), None, None]
         assert await store.verify() == []
         trace = trace_of([calls[0]])
         await store.put_traces([trace], {}, "merged", "sess_old")

@@ -21,7 +21,7 @@ async def test_nothing_of_a_paused_job_is_begun(store: Store) -> None:
     assert await store.claim("w", 9, 60) == []
     # What waits for a place goes back into the queue; what was begun goes on.
     assert await store.hold("w", [begun.rollout_id, waiting.rollout_id], 60) == (set(), {waiting.rollout_id})
-    assert await store.in_hand(job_id) == 1
+    assert await store.in_flight(job_id) == 1
     await store.set_job(job_id, "open")
     assert [held.rollout_id for held in await store.claim("w", 1, 60)] == [waiting.rollout_id]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 
 from polar_proxy.store import Store, schema
-from polar_proxy.store.codec import Codec, bytes_before, unpack_small_json
+from polar_proxy.store.codec import CellCodec, bytes_before, unpack_small_json
 from polar_proxy.store.secrets import (
     REMOVED,
     bytes_without_secrets,
@@ -121,7 +121,7 @@ def test_twice_is_once(value: Any) -> None:
 
 async def _everything(store: Store, artifacts: Path) -> bytes:
     """All that is stored, unpacked: every cell of every table, and the files."""
-    codec, found = Codec(), []
+    codec, found = CellCodec(), []
     async with store._database.reading() as connection:
         for table in schema.metadata.sorted_tables:
             if table.name not in ("nodes", "completions"):

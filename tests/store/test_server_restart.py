@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from benchmarks._stacks.stacks import Unavailable
-from benchmarks._stacks.victims import Postgres
+from benchmarks._stacks.kill_targets import Postgres
+from benchmarks._stacks.stacks import StackError
 from polar_proxy.errors import StoreError
 from polar_proxy.store import Store, open_store
 from polar_proxy.store import database as database_module
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.full
 def server() -> Iterator[Postgres]:
     try:
         made = Postgres()
-    except Unavailable as error:
+    except StackError as error:
         pytest.skip(str(error))
     yield made
     made.stop()

@@ -27,7 +27,7 @@ async def test_lines_are_added_and_told_in_order(store: Store) -> None:
     assert await store.training_lines("run_1") == LINES
     (run,) = await store.training_runs()
     assert (run.run_id, run.name, run.config, run.step, run.lines) == ("run_1", "first", {"loss": "dapo"}, 2, 4)
-    assert run.told_at == 1002.5
+    assert run.updated_at == 1002.5
     assert abs(run.created_at - time.time()) < 60
 
 
@@ -48,7 +48,7 @@ async def test_what_cannot_be_is_refused_whole(store: Store) -> None:
     with pytest.raises(StoreError, match="has 0 lines here: line 2 cannot follow"):
         await store.add_training_lines("run_1", 2, LINES)
     assert await store.training_lines("run_1") == await store.training_lines("run_none") == []
-    assert [(run.step, run.lines, run.told_at) for run in await store.training_runs()] == [(0, 0, None)]
+    assert [(run.step, run.lines, run.updated_at) for run in await store.training_runs()] == [(0, 0, None)]
     assert await store.training_runs("run_none") == []
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.tasks import ListedTasks, get_source
-from polar_proxy.tasks.base import BadTaskError
+from polar_proxy.tasks import TaskList, get_source
 from polar_proxy.tasks.dockerfile import read_dockerfile
-from polar_proxy.tasks.evaluation import Harbor
+from polar_proxy.tasks.evaluation import HarborEvaluator
+from polar_proxy.tasks.task import BadTaskError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tasks" / "harbor" / "running-mean"
 
@@ -21,9 +21,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "set" / "one"
 
 
-def read(folder: Path) -> ListedTasks:
+def read(folder: Path) -> TaskList:
     found = get_source(str(folder))
-    assert isinstance(found, ListedTasks)
+    assert isinstance(found, TaskList)
     return found
 
 
@@ -42,7 +42,7 @@ def test_the_example() -> None:
     assert not environment.needs_image
     # Neither tests nor solution are anywhere that the agent gets to see.
     (evaluation,) = task.evaluators
-    assert isinstance(evaluation, Harbor)
+    assert isinstance(evaluation, HarborEvaluator)
     assert not any("judge" in text or "solve" in text for text in (*task.files, *task.files.values()))
 
 

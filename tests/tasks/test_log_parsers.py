@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.tasks.base import BadTaskError
 from polar_proxy.tasks.log_parsers import PARSERS, get_parser, named_tests
+from polar_proxy.tasks.task import BadTaskError
 
 PYTEST = """
 import pytest

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from examples.tasks.swebench.make import make
-from polar_proxy.tasks import Environment, ListedTasks, Task, get_source
-from polar_proxy.tasks.evaluation import Swebench
+from polar_proxy.tasks import Environment, Task, TaskList, get_source
+from polar_proxy.tasks.evaluation import SwebenchEvaluator
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 PATCH = (
@@ -29,19 +29,19 @@ BASE: dict[str, Any] = {
 }
 
 
-def read(tmp_path: Path, *rows: dict[str, Any]) -> ListedTasks:
+def read(tmp_path: Path, *rows: dict[str, Any]) -> TaskList:
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     found = get_source(str(tmp_path / "rows.jsonl"))
-    assert isinstance(found, ListedTasks)
+    assert isinstance(found, TaskList)
     return found
 
 
-def one(tmp_path: Path, *rows: dict[str, Any]) -> tuple[Task, Environment, Swebench]:
+def one(tmp_path: Path, *rows: dict[str, Any]) -> tuple[Task, Environment, SwebenchEvaluator]:
     found = read(tmp_path, *rows)
     assert found.refused == ()
     task = found.task(0)
     (evaluation,) = task.evaluators
-    assert isinstance(evaluation, Swebench)
+    assert isinstance(evaluation, SwebenchEvaluator)
     return task, task.environment, evaluation
 
 

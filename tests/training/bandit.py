@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from polar_proxy.engines.local import LocalEngine
-from polar_proxy.rollout.traces import build_traces
+from polar_proxy.rollouts.traces import build_traces
 from polar_proxy.store import Store, open_store
-from polar_proxy.store.jobs import Held, NewGroup, NewRollout
+from polar_proxy.store.jobs import Claim, NewGroup, NewRollout
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.reading import StoreReader
-from polar_proxy.training.step import Learner, load_model
-from polar_proxy.training.sync import LocalSync
-from polar_proxy.training.trainer import Trainer
+from polar_proxy.training.grpo import GrpoTrainer
+from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.reading import StoreGroupReader
+from polar_proxy.training.weight_sync import LocalSync
 from polar_proxy.types import CallRecord, Choice, Sampling, TextRequest, new_id
 
 PROMPT = (11, 12, 13, 14)
@@ -67,7 +67,7 @@ class Bandit:
         """Works the queue off; so nothing is under way when it returns."""
         version = await self.engine.weight_version() if self.tells_versions else None
         held = await self.store.claim(self.worker, 1000, 60, policy_version=version)
-        by_group: dict[str, list[Held]] = {}
+        by_group: dict[str, list[Claim]] = {}
         for one in held:
             by_group.setdefault(one.group_id, []).append(one)
         for group_id, members in by_group.items():
@@ -83,7 +83,7 @@ class Bandit:
     async def evaluate(self, step: int) -> list[float | None]:
         return []
 
-    async def _sample(self, held: Held) -> CallRecord:
+    async def _sample(self, held: Claim) -> CallRecord:
         session = await self.store.create_session(
             key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout"
         )
@@ -145,17 +145,17 @@ def trainer(
     *,
     at: Callable[[str], None] = lambda point: None,
     **parts: Any,
-) -> Trainer:
+) -> GrpoTrainer:
     """A trainer of the run `folder/run`, its model loaded afresh, as a new process would."""
     run = folder / "run"
     given: dict[str, Any] = {
         "sync": LocalSync(engine),
         "feed": store,
-        "reader": StoreReader(store),
+        "reader": StoreGroupReader(store),
         "rollouts": Bandit(store, engine, str(run), config.groups, config.samples),
     }
     learner = Learner(load_model(model), config)
-    return Trainer(run, config, learner, model=model, engine=engine, at=at, **{**given, **parts})
+    return GrpoTrainer(run, config, learner, model=model, engine=engine, at=at, **{**given, **parts})
 
 
 async def _main(folder: Path, model: Path, steps: int) -> None:

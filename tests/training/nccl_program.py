@@ -11,13 +11,13 @@ import time
 import torch
 
 from polar_proxy.engines.factory import POLAR_TINY
-from polar_proxy.engines.vllm import VllmEngine
+from polar_proxy.engines.vllm.engine import VllmEngine
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.model import Learner, load_model
 from polar_proxy.training.nccl import VllmNcclSync
-from polar_proxy.training.step import Learner, load_model
-from polar_proxy.training.sync import probe, probe_ids
 from polar_proxy.training.vllm_control import VllmControl
+from polar_proxy.training.weight_sync import probe, probe_ids
 from tests.fakes import nccl_on_cpu
 
 

@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 
 from polar_proxy.errors import UsageError
-from polar_proxy.training.batch import Batch, Member, make_batch
+from polar_proxy.training.batch import GroupRollout, TrainingBatch, make_batch
 from polar_proxy.training.config import GrpoConfig, differences, make_config, read_assignments, read_toml
 from polar_proxy.training.failures import TrainingError
-from tests.training.groups import group, rollout, trace
+from tests.training.group_factories import group, rollout, trace
 
 CONFIG = GrpoConfig(advantage="dr_grpo")
 
 
-def adds_up(batch: Batch) -> bool:
+def adds_up(batch: TrainingBatch) -> bool:
     return batch.trained_tokens + sum(left.tokens for left in batch.left_out.values()) == batch.sampled_tokens
 
 
 def test_a_rollout_with_several_traces_counts_once() -> None:
     """Rewards 1 and 0: mean 1/2 whatever the traces are; by traces it would be 3/4."""
-    winner = Member(rollout(0, 1.0), tuple(trace(f"a{n}", [1, 2], [3, n]) for n in range(3)))
-    loser = Member(rollout(1, 0.0), (trace("b", [1, 2], [4]),))
+    winner = GroupRollout(rollout(0, 1.0), tuple(trace(f"a{n}", [1, 2], [3, n]) for n in range(3)))
+    loser = GroupRollout(rollout(1, 0.0), (trace("b", [1, 2], [4]),))
     batch = make_batch([group(winner, loser)], CONFIG)
     assert [(one.rollout, one.advantage) for one in batch.sequences] == [(0, 0.5)] * 3 + [(1, -0.5)]
     assert batch.trained_rollouts == 2
@@ -30,13 +30,13 @@ def test_a_rollout_with_several_traces_counts_once() -> None:
 
 def test_masked_rollouts_stay_in_the_baseline_and_unscored_ones_do_not() -> None:
     members = [
-        Member(rollout(0, 1.0), (trace("a", [1], [2, 3]),)),
-        Member(rollout(1, 0.0, incomplete=True), (trace("b", [1], [2]),)),
-        Member(rollout(2, 0.0, status="timed_out", masked=True), (trace("c", [1], [2, 2, 2]),)),
-        Member(rollout(3, None, status="failed"), (trace("d", [1], [4]),)),
-        Member(rollout(4, None), (trace("e", [1], [4]),)),
-        Member(rollout(5, 1.0), ()),
-        Member(rollout(6, None, status="cancelled"), ()),
+        GroupRollout(rollout(0, 1.0), (trace("a", [1], [2, 3]),)),
+        GroupRollout(rollout(1, 0.0, incomplete=True), (trace("b", [1], [2]),)),
+        GroupRollout(rollout(2, 0.0, status="timed_out", masked=True), (trace("c", [1], [2, 2, 2]),)),
+        GroupRollout(rollout(3, None, status="failed"), (trace("d", [1], [4]),)),
+        GroupRollout(rollout(4, None), (trace("e", [1], [4]),)),
+        GroupRollout(rollout(5, 1.0), ()),
+        GroupRollout(rollout(6, None, status="cancelled"), ()),
     ]
     batch = make_batch([group(*members)], CONFIG)
     assert [(one.trace_id, one.advantage) for one in batch.sequences] == [("a", 0.5)]
@@ -50,7 +50,7 @@ def test_masked_rollouts_stay_in_the_baseline_and_unscored_ones_do_not() -> None
     }
     assert batch.rewards == (1.0, 0.0, 0.0, 1.0)
     assert adds_up(batch)
-    members[2] = Member(rollout(2, 0.0, status="timed_out"), members[2].traces)
+    members[2] = GroupRollout(rollout(2, 0.0, status="timed_out"), members[2].traces)
     assert [one.trace_id for one in make_batch([group(*members)], CONFIG).sequences] == ["a", "c"]
 
 
@@ -63,9 +63,9 @@ def test_only_what_is_proved_is_trained() -> None:
         trace("long", [1] * 9, [2]),
         trace("lost", [1], [2], logprobs=[float("nan")]),
     )
-    other = Member(rollout(1, 0.0), (trace("b", [1], [4]),))
+    other = GroupRollout(rollout(1, 0.0), (trace("b", [1], [4]),))
     short = CONFIG.model_copy(update={"max_sequence": 8})
-    batch = make_batch([group(Member(rollout(0, 1.0), traces), other)], short)
+    batch = make_batch([group(GroupRollout(rollout(0, 1.0), traces), other)], short)
     assert [one.trace_id for one in batch.sequences] == ["exact", "spliced", "b"]
     assert {reason: left.tokens for reason, left in batch.left_out.items()} == {
         "grade_marked": 1,
@@ -77,16 +77,18 @@ def test_only_what_is_proved_is_trained() -> None:
 
 
 def test_a_group_without_spread_is_left_out_unless_it_is_asked_for() -> None:
-    alike = group(*(Member(rollout(n, 1.0), (trace(f"t{n}", [1], [2]),)) for n in range(2)))
+    alike = group(*(GroupRollout(rollout(n, 1.0), (trace(f"t{n}", [1], [2]),)) for n in range(2)))
     batch = make_batch([alike], CONFIG)
     assert batch.sequences == ()
     assert batch.left_out["no_spread"].rollouts == 2
-    kept = make_batch([alike], CONFIG.model_copy(update={"keep_flat_groups": True}))
+    kept = make_batch([alike], CONFIG.model_copy(update={"keep_zero_variance_groups": True}))
     assert [one.advantage for one in kept.sequences] == [0.0, 0.0]
 
 
 def test_the_pivot_of_mc_grpo_is_not_trained() -> None:
-    members = [Member(rollout(n, reward), (trace(f"t{n}", [1], [2]),)) for n, reward in enumerate((0.0, 0.5, 1.0))]
+    members = [
+        GroupRollout(rollout(n, reward), (trace(f"t{n}", [1], [2]),)) for n, reward in enumerate((0.0, 0.5, 1.0))
+    ]
     batch = make_batch([group(*members)], CONFIG.model_copy(update={"advantage": "mc_grpo"}))
     assert [one.trace_id for one in batch.sequences] == ["t0", "t2"]
     assert batch.left_out["no_advantage"].rollouts == 1
@@ -94,7 +96,12 @@ def test_the_pivot_of_mc_grpo_is_not_trained() -> None:
 
 def test_raft_trains_what_was_rewarded_also_where_all_were() -> None:
     mixed, solved, failed = (
-        group(*(Member(rollout(n, reward), (trace(f"t{rewards}{n}", [1], [2]),)) for n, reward in enumerate(rewards)))
+        group(
+            *(
+                GroupRollout(rollout(n, reward), (trace(f"t{rewards}{n}", [1], [2]),))
+                for n, reward in enumerate(rewards)
+            )
+        )
         for rewards in ((0.0, 1.0), (1.0, 0.5), (0.0, 0.0))
     )
     batch = make_batch([mixed, solved, failed], CONFIG.model_copy(update={"advantage": "raft"}))
@@ -106,8 +113,8 @@ def test_a_branch_is_trained_from_where_it_leaves_its_parent() -> None:
     """The parent's first answer is context of the branch: trained once, with the parent."""
     parent = trace("parent", [1, 2], [3, 4])
     branch = trace("branch", [9], [5, 6], parent="parent", branch_at=3)
-    other = Member(rollout(1, 0.0), (trace("b", [1], [4]),))
-    batch = make_batch([group(Member(rollout(0, 1.0), (parent, branch)), other)], CONFIG)
+    other = GroupRollout(rollout(1, 0.0), (trace("b", [1], [4]),))
+    batch = make_batch([group(GroupRollout(rollout(0, 1.0), (parent, branch)), other)], CONFIG)
     whole = batch.sequences[1]
     assert whole.token_ids.tolist() == [1, 2, 3, 9, 5, 6]
     assert whole.trained.tolist() == [False] * 4 + [True] * 2
@@ -117,20 +124,20 @@ def test_a_branch_is_trained_from_where_it_leaves_its_parent() -> None:
 
 def test_a_sampled_token_in_two_traces_stops_the_run() -> None:
     twice = (trace("a", [1], [2], call="c"), trace("b", [1], [2], call="c"))
-    other = Member(rollout(1, 0.0), (trace("x", [1], [4]),))
+    other = GroupRollout(rollout(1, 0.0), (trace("x", [1], [4]),))
     with pytest.raises(TrainingError, match="two traces"):
-        make_batch([group(Member(rollout(0, 1.0), twice), other)], CONFIG)
+        make_batch([group(GroupRollout(rollout(0, 1.0), twice), other)], CONFIG)
 
 
 def test_weighting_multiplies_the_advantages_of_the_group() -> None:
-    members = [Member(rollout(n, float(n == 0)), (trace(f"t{n}", [1], [2]),)) for n in range(4)]
-    batch = make_batch([group(*members)], CONFIG.model_copy(update={"weighting": "focal"}))
+    members = [GroupRollout(rollout(n, float(n == 0)), (trace(f"t{n}", [1], [2]),)) for n in range(4)]
+    batch = make_batch([group(*members)], CONFIG.model_copy(update={"group_weight": "focal"}))
     assert batch.sequences[0].advantage == pytest.approx(0.75 * 0.75)
 
 
 def test_the_control_deals_the_same_rewards_to_other_rollouts() -> None:
     rewards = (1.0, 0.0, None, 0.25, 0.5)
-    members = [Member(rollout(n, reward), (trace(f"t{n}", [1], [2]),)) for n, reward in enumerate(rewards)]
+    members = [GroupRollout(rollout(n, reward), (trace(f"t{n}", [1], [2]),)) for n, reward in enumerate(rewards)]
     honest = make_batch([group(*members)], CONFIG)
     control = make_batch([group(*members)], CONFIG.model_copy(update={"shuffle_rewards": True}))
     assert [one.trace_id for one in control.sequences] == ["t0", "t1", "t3", "t4"]
@@ -143,7 +150,7 @@ def test_the_control_deals_the_same_rewards_to_other_rollouts() -> None:
 def test_the_control_says_nothing_of_a_task_either() -> None:
     """One task is always done, the other never: dealt out within their groups, those rewards would teach which."""
     groups = [
-        group(*(Member(rollout(n, reward), (trace(f"{name}{n}", [1], [2]),)) for n in range(2)), name=name)
+        group(*(GroupRollout(rollout(n, reward), (trace(f"{name}{n}", [1], [2]),)) for n in range(2)), name=name)
         for name, reward in (("done", 1.0), ("failed", 0.0))
     ]
     raft = CONFIG.model_copy(update={"advantage": "raft"})
@@ -173,11 +180,16 @@ def test_configuration(tmp_path) -> None:  # type: ignore[no-untyped-def]
 def test_any_setting_may_be_given_as_a_flag() -> None:
     own = {"lora": {"rank": 4, "scale": 1.0}, "loss_settings": {"clip_low": 0.1}, "kl": 0.5}
     flags = ["lora.rank=16", "schedule = cosine", "kl=0.01", "betas=[0.8, 0.9]", "loss_settings={clip_high = 0.3}"]
-    config = make_config(own, read_assignments([*flags, "keep_flat_groups=true", "weights=models/a b=c"]))
+    config = make_config(own, read_assignments([*flags, "keep_zero_variance_groups=true", "weights=models/a b=c"]))
     assert config.lora is not None
     assert (config.lora.rank, config.lora.scale) == (16, 1.0)
     assert config.loss_settings == {"clip_low": 0.1, "clip_high": 0.3}
-    assert (config.schedule, config.kl, config.betas, config.keep_flat_groups) == ("cosine", 0.01, (0.8, 0.9), True)
+    assert (config.schedule, config.kl, config.betas, config.keep_zero_variance_groups) == (
+        "cosine",
+        0.01,
+        (0.8, 0.9),
+        True,
+    )
     assert config.weights == "models/a b=c"
     for wrong in ("kl", "=3", "k l=3", "kl.=1"):
         with pytest.raises(UsageError, match="--set"):

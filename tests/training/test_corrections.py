@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polar_proxy.training.corrections import decoupled, icepop, interpolated_proximal, tis
-from tests.training.by_hand import gradient, tokens
+from tests.training.loss_inputs import gradient, tokens
 
 
 def test_decoupled_by_hand() -> None:

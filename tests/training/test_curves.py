@@ -11,7 +11,7 @@ import pytest
 from polar_proxy.errors import UsageError
 from polar_proxy.training import curves
 from polar_proxy.types import Json
-from tests.cli.command import polar, polar_json, refused
+from tests.cli.process import error_text, polar, polar_json
 
 
 def line(kind: str, step: int, **values: object) -> Json:
@@ -83,5 +83,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert told["series"]["step"]["entropy"] == [1.9, None, 1.7]
     assert told["seconds"]["waiting"] == 6.0
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert "Cannot write" in refused(polar("train", "status", str(run), "--png", str(tmp_path), cwd=tmp_path))
-    assert "no run" in refused(polar("train", "status", str(tmp_path / "none"), cwd=tmp_path))
+    assert "Cannot write" in error_text(polar("train", "status", str(run), "--png", str(tmp_path), cwd=tmp_path))
+    assert "no run" in error_text(polar("train", "status", str(tmp_path / "none"), cwd=tmp_path))

@@ -27,12 +27,21 @@ from polar_proxy.training.attention import (
     model_inputs,
     target_logprobs,
 )
-from polar_proxy.training.branches import register, runs
-from polar_proxy.training.normalise import How, token_weights
+from polar_proxy.training.branches import register_tree_attention, tree_segments
+from polar_proxy.training.loss_terms import LossAggregation, token_weights
 from polar_proxy.training.packing import pack_flat, pack_trees
-from polar_proxy.training.tokens import Tokens
-from polar_proxy.training.tree import Branch, Targets, Tree, pack_forest, pack_sequences, targets, unshared, visible
-from tests.training.forests import Sample, grown
+from polar_proxy.training.tokens import LossInputs
+from polar_proxy.training.tree import (
+    Branch,
+    PrefixTree,
+    Targets,
+    pack_forest,
+    pack_sequences,
+    targets,
+    unshared,
+    visible,
+)
+from tests.training.tree_factories import Sample, grown
 
 VOCABULARY = 30
 
@@ -66,7 +75,7 @@ def model(kind: str, attention: str, dtype: torch.dtype = torch.float64, seed: i
 class Step:
     """What a training step knows of a sample, in the order of `targets`: recorded values, advantages, weights."""
 
-    def __init__(self, sample: Sample, seed: int, how: How) -> None:
+    def __init__(self, sample: Sample, seed: int, how: LossAggregation) -> None:
         random = np.random.default_rng(seed + 1000)
         self.wanted = targets(unshared(sample.sequences), sample.masks, rollouts=sample.rollouts)
         shares = targets(pack_sequences(sample.sequences), sample.masks, rollouts=sample.rollouts).weights
@@ -78,11 +87,11 @@ class Step:
         shares_tensor = torch.from_numpy(shares)
         self.weights = token_weights(shares_tensor, self.sequences, torch.from_numpy(rollouts), how=how)
 
-    def tokens(self, new: Tensor, places: Tensor) -> Tokens:
+    def tokens(self, new: Tensor, places: Tensor) -> LossInputs:
         def here(values: Tensor) -> Tensor:
             return values[places]
 
-        return Tokens(
+        return LossInputs(
             new=new,
             recorded=here(self.recorded).to(new.dtype),
             advantages=here(self.advantages).to(new.dtype),
@@ -113,19 +122,19 @@ def reference(policy: Any, sample: Sample, step: Step, loss: str) -> tuple[float
 def packed(
     policy: Any,
     members: tuple[int, ...],
-    tree: Tree,
+    tree: PrefixTree,
     sample: Sample,
     step: Step,
     loss: str,
-    mask: Callable[[Tree], Any],
+    mask: Callable[[PrefixTree], Any],
 ) -> float:
     """One pack, forward and backward; gradients add up in the model."""
     wanted = targets(tree, [sample.masks[index] for index in members])
     if not len(wanted):
         return 0.0
-    inputs = model_inputs(tree, None if mask is runs else mask(tree))
-    if mask is runs:
-        inputs["tree_runs"] = runs(tree)
+    inputs = model_inputs(tree, None if mask is tree_segments else mask(tree))
+    if mask is tree_segments:
+        inputs["tree_segments"] = tree_segments(tree)
     logits = policy(**inputs, logits_to_keep=torch.from_numpy(wanted.rows)).logits[0]
     places = torch.from_numpy(places_of(step, members, wanted))
     value, _ = LOSSES[loss](step.tokens(target_logprobs(logits, wanted), places))
@@ -156,10 +165,10 @@ def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> flo
     return max(float((left[name] - right[name]).abs().max()) for name in left) / scale
 
 
-MASKS: dict[str, Callable[[Tree], Any]] = {
+MASKS: dict[str, Callable[[PrefixTree], Any]] = {
     "eager": lambda tree: additive_mask(tree, torch.float64),
     "sdpa": boolean_mask,
-    register(): runs,
+    register_tree_attention(): tree_segments,
 }
 
 
@@ -171,7 +180,7 @@ CASES += [("qwen3", sorted(MASKS)[seed % 3], seed) for seed in range(6)]
 def test_a_tree_has_the_gradient_of_its_sequences(kind: str, attention: str, seed: int) -> None:
     """float64, random trees; another loss and another normalisation with every seed."""
     loss = sorted(set(LOSSES) - {"bapo"})[seed % 8]
-    how: How = ("token", "sequence", "rollout")[seed % 3]  # type: ignore[assignment]
+    how: LossAggregation = ("token", "sequence", "rollout")[seed % 3]  # type: ignore[assignment]
     sample = grown(seed, vocabulary=VOCABULARY if seed % 4 < 2 else 3)
     step, policy = Step(sample, seed, how), model(kind, "eager", seed=seed)
     wanted_loss, wanted = reference(policy, sample, step, loss)
@@ -235,8 +244,8 @@ def test_mask_and_positions_are_what_makes_it_exact() -> None:
     step, policy = Step(sample, 1, "token"), model("gpt2", "sdpa")
     _, wanted = reference(policy, sample, step, "ppo_clip")
     tree = pack_sequences(sample.sequences)
-    causal = Tree(tree.token_ids, tree.positions, np.full(len(tree), len(tree)), tree.paths)
-    in_a_row = Tree(tree.token_ids, np.arange(len(tree)), tree.ends, tree.paths)
+    causal = PrefixTree(tree.token_ids, tree.positions, np.full(len(tree), len(tree)), tree.paths)
+    in_a_row = PrefixTree(tree.token_ids, np.arange(len(tree)), tree.ends, tree.paths)
     for wrong in (causal, in_a_row):
         policy.zero_grad()
         packed(policy, whole(sample), wrong, sample, step, "ppo_clip", boolean_mask)
@@ -266,7 +275,7 @@ def test_flex_attention_has_the_same_mask() -> None:
     np.testing.assert_array_equal(dense[0, 0].numpy(), visible(tree))
 
 
-def flex_and_sdpa(tree: Tree, device: str, gradient: bool) -> tuple[list[Tensor], list[Tensor]]:
+def flex_and_sdpa(tree: PrefixTree, device: str, gradient: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Output, and the gradients of query, key and value, by FlexAttention and by SDPA."""
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     torch.manual_seed(0)

@@ -16,10 +16,10 @@ import pytest
 import torch
 import uvicorn
 
-from polar_proxy.api import create_api, trusted
-from polar_proxy.cli.fed import AskedRollouts, OthersRollouts, train_with
+from polar_proxy.api import allow_all, create_api
+from polar_proxy.cli.fed import ExternalRollouts, SubmittedRollouts, train_with
 from polar_proxy.client import AsyncClient, Client, UnauthorisedError, UnreachableError
-from polar_proxy.client.inprocess import InProcess
+from polar_proxy.client.inprocess import InProcessTransport
 from polar_proxy.config import Settings
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.errors import UsageError
@@ -27,8 +27,8 @@ from polar_proxy.gateway import hash_key
 from polar_proxy.store import Store
 from polar_proxy.training import metrics
 from polar_proxy.training.config import make_config
-from polar_proxy.training.reading import HttpFeed, StoreReader
-from polar_proxy.training.sync import LocalSync
+from polar_proxy.training.reading import HttpFeed, StoreGroupReader
+from polar_proxy.training.weight_sync import LocalSync
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 from tests.training.test_resume import weights
 
@@ -68,7 +68,7 @@ async def test_a_group_is_read_bit_by_bit(tmp_path: Path, model: Path, builder: 
         await bandit.start(0)
         await bandit.under_way()
         (row,) = await store.groups((await store.jobs())[0].job_id)
-        here = await StoreReader(store).read_group(row.group_id, builder, 2)
+        here = await StoreGroupReader(store).read_group(row.group_id, builder, 2)
         async with AsyncClient(url, key) as client:
             there = await HttpFeed(client, print).read_group(row.group_id, builder, 2)
     assert (there.group_id, there.task_id, there.staleness) == (here.group_id, here.task_id, 2)
@@ -95,14 +95,14 @@ async def test_steps_from_a_feed_over_http_are_the_steps_from_the_store(tmp_path
     shutil.copytree(near, far)
     config = CONFIG.model_copy(update={"groups": 1, "samples": 4, "steps": 2})
     async with opened(near, model) as (store, engine):
-        await trainer(near, model, store, engine, config, rollouts=OthersRollouts()).train()
+        await trainer(near, model, store, engine, config, rollouts=ExternalRollouts()).train()
     async with (
         opened(far, model) as (store, engine),
         served(store, engine) as (url, key),
         AsyncClient(url, key) as http,
     ):
         feed = HttpFeed(http, print)
-        run = trainer(far, model, store, engine, config, feed=feed, reader=feed, rollouts=OthersRollouts())
+        run = trainer(far, model, store, engine, config, feed=feed, reader=feed, rollouts=ExternalRollouts())
         assert (await run.train()).updates == 2
         assert await store.feed_depth() == {"delivered": 2}
     ours, theirs, start = weights(near), weights(far), weights_of(model)
@@ -112,7 +112,7 @@ async def test_steps_from_a_feed_over_http_are_the_steps_from_the_store(tmp_path
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    from polar_proxy.training.step import load_model
+    from polar_proxy.training.model import load_model
 
     return {name: parameter.detach() for name, parameter in load_model(folder).named_parameters()}
 
@@ -145,14 +145,14 @@ async def test_a_trainer_of_groups_that_others_submit(tmp_path: Path, model: Pat
             await asyncio.gather(submitting, return_exceptions=True)
         assert (state.step, state.updates) == (3, 3)
         assert any(line.startswith(f"feed: {url}") for line in said)
-        steps = [line for line in metrics.read(tmp_path / "run") if line["kind"] == "step"]
+        steps = [line for line in metrics.read_lines(tmp_path / "run") if line["kind"] == "step"]
         assert max(step["staleness"] for step in steps) <= 1
         depth = await store.feed_depth()
         assert depth["delivered"] == 3
         assert depth.get("dropped", 0) == sum(step["dropped_stale"] for step in steps)
         (run,) = await store.training_runs()
         assert (run.name, run.step) == ("run", 3)
-        assert await store.training_lines(run.run_id) == list(metrics.read(tmp_path / "run"))
+        assert await store.training_lines(run.run_id) == list(metrics.read_lines(tmp_path / "run"))
 
 
 async def test_a_feed_that_is_away_for_a_while(tmp_path: Path, model: Path) -> None:
@@ -197,9 +197,9 @@ async def test_rounds_that_the_trainer_asks_for_itself(tmp_path: Path, model: Pa
     settings = Settings()
     settings.run.harness = "shell:true"
     async with opened(tmp_path, model) as (store, _):
-        application = create_api(store, settings=settings, auth=trusted)
-        async with AsyncClient("http://in-process", transport=InProcess(application)) as client:
-            rollouts = AskedRollouts(client, settings, config, "run_1")
+        application = create_api(store, settings=settings, auth=allow_all)
+        async with AsyncClient("http://in-process", transport=InProcessTransport(application)) as client:
+            rollouts = SubmittedRollouts(client, settings, config, "run_1")
             for _ in range(2):
                 await rollouts.start(4)
             assert await rollouts.under_way() == 2

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polar_proxy.training import metrics
 from polar_proxy.training.failures import TrainingError
-from polar_proxy.training.sync import LocalSync
+from polar_proxy.training.weight_sync import LocalSync
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,7 +25,7 @@ async def rewards(folder: Path, model: Path, *, shuffled: bool) -> tuple[list[fl
         state = await trainer(folder, model, store, engine, config).train()
         assert (state.step, await engine.weight_version()) == (LEARN.steps, str(LEARN.steps))
         assert await store.feed_depth() == {"delivered": LEARN.groups * LEARN.steps}
-    lines = list(metrics.read(folder / "run"))
+    lines = list(metrics.read_lines(folder / "run"))
     return [line["reward"] for line in lines if line["kind"] == "step"], lines
 
 
@@ -50,7 +50,7 @@ async def test_rollouts_that_run_ahead_are_stale_by_no_more_than_the_bound(tmp_p
     config = CONFIG.model_copy(update={"ahead": 1, "loss": "decoupled", "samples": 4})
     async with opened(tmp_path, model) as (store, engine):
         await trainer(tmp_path, model, store, engine, config).train()
-    steps = [line for line in metrics.read(tmp_path / "run") if line["kind"] == "step"]
+    steps = [line for line in metrics.read_lines(tmp_path / "run") if line["kind"] == "step"]
     assert [line["staleness"] for line in steps] == [0, 1, 1]
     # What was sampled a step ago is off policy by what that step taught.
     assert steps[0]["mismatch_max"] < 1e-3 < steps[1]["mismatch_max"]

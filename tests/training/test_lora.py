@@ -13,17 +13,17 @@ from safetensors.torch import load_file
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.errors import UsageError
 from polar_proxy.training import checkpoint, lora, metrics
-from polar_proxy.training.checkpoint import State
-from polar_proxy.training.config import Lora, make_config
+from polar_proxy.training.checkpoint import TrainerState
+from polar_proxy.training.config import LoraSettings, make_config
 from polar_proxy.training.failures import TrainingError
-from polar_proxy.training.step import Learner, load_model
-from polar_proxy.training.sync import LocalSync, probe, probe_ids
+from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.weight_sync import LocalSync, probe, probe_ids
 from tests.engines.conftest import make_random_model
 from tests.training.bandit import CONFIG, opened, trainer
-from tests.training.test_step import ANSWERS, PROMPT, batch, learner
+from tests.training.test_model import ANSWERS, PROMPT, batch, learner
 
 IDS = [*PROMPT, *ANSWERS[0]]
-ON: dict[str, Any] = {"lora": Lora(rank=4), "learning_rate": 1e-2}
+ON: dict[str, Any] = {"lora": LoraSettings(rank=4), "learning_rate": 1e-2}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ async def test_merged_weights_are_the_policy_and_the_engine_takes_them(folder: P
 
 def test_a_checkpoint_resumes_exactly_and_is_a_plain_model(folder: Path, tmp_path: Path) -> None:
     def saved(policy: Learner, step: int) -> checkpoint.Checkpoint:
-        state = State(step, step, str(step), ())
+        state = TrainerState(step, step, str(step), ())
         path = checkpoint.save(tmp_path, state, policy.weights(), policy.state(), model=folder, keep=1)
         return checkpoint.load(path)
 
@@ -108,7 +108,7 @@ def test_an_adapter_of_another_base_or_rank_is_refused(folder: Path) -> None:
     with pytest.raises(TrainingError, match="other weights"):
         Learner(other, make_config({"lora": {"rank": 4}})).restore(policy.weights(), policy.state())
     with pytest.raises(TrainingError, match="another adapter"):
-        learner(folder, lora=Lora(rank=2)).restore(policy.weights(), policy.state())
+        learner(folder, lora=LoraSettings(rank=2)).restore(policy.weights(), policy.state())
 
 
 def test_the_saved_adapter_is_pefts_own(folder: Path, tmp_path: Path) -> None:
@@ -125,14 +125,14 @@ def test_the_saved_adapter_is_pefts_own(folder: Path, tmp_path: Path) -> None:
 
 async def test_the_loop_trains_an_adapter_and_takes_it_up_again(folder: Path, tmp_path: Path) -> None:
     """Rollouts, steps, checkpoints and the probe after each sync, with a new process between two steps."""
-    config = CONFIG.model_copy(update={"lora": Lora(rank=4), "learning_rate": 5e-3, "steps": 2})
+    config = CONFIG.model_copy(update={"lora": LoraSettings(rank=4), "learning_rate": 5e-3, "steps": 2})
     async with opened(tmp_path, folder) as (store, engine):
         await trainer(tmp_path, folder, store, engine, config).train()
     more = config.model_copy(update={"steps": 4})
     async with opened(tmp_path, folder) as (store, engine):
         state = await trainer(tmp_path, folder, store, engine, more).train()
         assert (state.step, await engine.weight_version()) == (4, "4")
-    lines = list(metrics.read(tmp_path / "run"))
+    lines = list(metrics.read_lines(tmp_path / "run"))
     steps = [line for line in lines if line["kind"] == "step"]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     assert max(line["mismatch_max"] for line in steps if line["updated"]) < 1e-3  # the engine has the adapter

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from polar_proxy.training.algorithms import LOSSES
+from polar_proxy.training.loss_terms import token_weights
 from polar_proxy.training.losses import adaptive_bounds, bapo, cispo, dapo, gspo, minpro, ppo_clip
-from polar_proxy.training.normalise import token_weights
-from polar_proxy.training.tokens import Tokens
-from tests.training.by_hand import gradient, tokens, with_noise_off_the_mask
+from polar_proxy.training.tokens import LossInputs
+from tests.training.loss_inputs import gradient, tokens, with_noise_off_the_mask
 
 
 def test_ppo_clip_by_hand() -> None:
@@ -132,7 +132,7 @@ def test_bapo_by_hand() -> None:
 # Every loss ---------------------------------------------------------------------------------------------------------
 
 
-def batch_for(name: str, **changes: object) -> Tokens:
+def batch_for(name: str, **changes: object) -> LossInputs:
     proximal = [1.1, 0.9, 5.0, 1.3, 0.7, 1.0] if name in ("tis", "decoupled", "icepop") else None
     return tokens(
         [1.3, 0.6, 9.0, 1.05, 0.9, 1.0],
@@ -176,7 +176,7 @@ def test_micro_batches_add_up_to_the_step(name: str) -> None:
     total, parts = 0.0, []
     for piece in (slice(0, 3), slice(3, 6)):
         proximal = None if whole.proximal is None else whole.proximal[piece]
-        part = Tokens(
+        part = LossInputs(
             new=whole.new.detach()[piece].clone().requires_grad_(),
             recorded=whole.recorded[piece],
             advantages=whole.advantages[piece],
@@ -202,7 +202,7 @@ def test_a_batch_of_context_alone_adds_nothing(name: str) -> None:
 
 def test_a_huge_ratio_does_not_become_infinite() -> None:
     batch = tokens([1.0, 1.0], [-1, -1])
-    far = Tokens(
+    far = LossInputs(
         new=torch.tensor([0.0, -0.7], requires_grad=True),
         recorded=torch.tensor([-500.0, -0.7]),
         advantages=batch.advantages,
@@ -216,7 +216,7 @@ def test_a_huge_ratio_does_not_become_infinite() -> None:
 
 def test_entropy_is_reported_over_the_trained_tokens() -> None:
     batch = tokens([1, 1, 1], [1, 1, 1], mask=[1, 0, 1])
-    batch = Tokens(
+    batch = LossInputs(
         batch.new,
         batch.recorded,
         batch.advantages,
@@ -235,12 +235,12 @@ def test_a_trained_token_without_evidence_is_refused(field: str) -> None:
     values = {name: getattr(batch, name).clone() for name in ("recorded", "advantages")}
     values[field][1] = float("nan")
     with pytest.raises(ValueError, match=f"no finite value of `{field}`"):
-        Tokens(new=batch.new, mask=batch.mask, sequences=batch.sequences, **values)
+        LossInputs(new=batch.new, mask=batch.mask, sequences=batch.sequences, **values)
 
 
 def test_shapes_and_masks_are_checked() -> None:
     batch = tokens([1, 1], [1, 1])
     with pytest.raises(ValueError, match="2 log-probabilities"):
-        Tokens(batch.new, batch.recorded[:1], batch.advantages, batch.mask, batch.sequences)
+        LossInputs(batch.new, batch.recorded[:1], batch.advantages, batch.mask, batch.sequences)
     with pytest.raises(ValueError, match="not boolean"):
-        Tokens(batch.new, batch.recorded, batch.advantages, batch.mask.long(), batch.sequences)
+        LossInputs(batch.new, batch.recorded, batch.advantages, batch.mask.long(), batch.sequences)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from polar_proxy.training import metrics
-from polar_proxy.training.metrics import Window, phases
+from polar_proxy.training.metrics import StepTimer, time_by_phase
 from polar_proxy.types import Json
 
 
 def test_a_window_leaves_evaluations_out_of_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
     now, busy = 50.0, 7.0
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now)
-    window = Window(lambda: busy)
+    window = StepTimer(lambda: busy)
     now, busy = 54.0, 9.0
     with window.left_out():
         now, busy = 154.0, 99.0
@@ -23,7 +23,7 @@ def test_a_window_leaves_evaluations_out_of_both_times(monkeypatch: pytest.Monke
 
 
 def test_without_a_meter_there_is_no_share() -> None:
-    window = Window(None)
+    window = StepTimer(None)
     assert window.close()["engine_busy_seconds"] is None
 
 
@@ -40,7 +40,7 @@ def test_phases_are_sums_and_means_over_the_steps() -> None:
         line("sync", seconds=0.1),
     ]
     lines[3]["engine_busy_seconds"] = 4.0
-    assert phases(lines) == {
+    assert time_by_phase(lines) == {
         "seconds": {
             "rollouts": 9.0,
             "waiting": 6.0,
@@ -52,5 +52,5 @@ def test_phases_are_sums_and_means_over_the_steps() -> None:
         "seconds_per_step": {"rollouts": 4.5, "waiting": 3.0, "training": 1.5, "sync": 0.3, "checkpoint": 0.0},
         "engine_busy_share": 0.8,
     }
-    assert phases(lines[:1])["seconds_per_step"] == {}
-    assert phases(lines[:3])["engine_busy_share"] is None
+    assert time_by_phase(lines[:1])["seconds_per_step"] == {}
+    assert time_by_phase(lines[:3])["engine_busy_share"] is None

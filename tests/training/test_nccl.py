@@ -22,8 +22,8 @@ from polar_proxy.errors import UsageError
 from polar_proxy.training.config import GrpoConfig, make_config
 from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.nccl import VllmNcclSync
-from polar_proxy.training.sync import vllm_sync
 from polar_proxy.training.vllm_control import VllmControl
+from polar_proxy.training.weight_sync import vllm_sync
 from tests.engines.test_vllm_real import ENVIRONMENT, serve
 
 REPOSITORY = Path(__file__).parents[2]

@@ -5,9 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polar_proxy.training.packing import Pack, compare, deal, pack_flat, pack_shared_out, pack_trees, tree_cost
+from polar_proxy.training.packing import (
+    Pack,
+    assign_to_processes,
+    compare,
+    pack_flat,
+    pack_for_processes,
+    pack_trees,
+    tree_cost,
+)
 from polar_proxy.training.tree import pack_sequences
-from tests.training.forests import grown
+from tests.training.tree_factories import grown
 
 
 def array(*tokens: int) -> np.ndarray:
@@ -54,34 +62,34 @@ def test_packs_of_random_groups(seed: int) -> None:
 
 def test_dealt_by_hand() -> None:
     # The largest first, always to who has least: 5 | 4, then 3 to the second, 2 to the first, 1 to either.
-    assert deal([1, 2, 3, 4, 5], 2) == [[4, 1, 0], [3, 2]]
-    assert deal([7], 3) == [[0], [], []]
+    assert assign_to_processes([1, 2, 3, 4, 5], 2) == [[4, 1, 0], [3, 2]]
+    assert assign_to_processes([7], 3) == [[0], [], []]
 
 
 def test_packs_for_several_processes_weigh_the_prefix_against_the_wait() -> None:
     # Four answers of 30 behind a prompt of 4: a pack for each of two processes computes 64 nodes at a time, not 124.
     short = [np.concatenate([np.arange(4), np.full(30, 10 + n)]) for n in range(4)]
-    assert [len(pack.tree) for pack in pack_shared_out(short, 1000, 2)] == [64, 64]
+    assert [len(pack.tree) for pack in pack_for_processes(short, 1000, 2)] == [64, 64]
     # Behind a prompt of 200 the prompt outweighs what could be gained: 200 + 4 twice is the best, whoever else waits.
     long = [np.concatenate([np.arange(200), np.full(2, 300 + n)]) for n in range(4)]
-    assert [len(pack.tree) for pack in pack_shared_out(long, 1000, 2)] == [204, 204]
-    assert [len(pack.tree) for pack in pack_shared_out(long, 1000, 1)] == [208]
+    assert [len(pack.tree) for pack in pack_for_processes(long, 1000, 2)] == [204, 204]
+    assert [len(pack.tree) for pack in pack_for_processes(long, 1000, 1)] == [208]
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_packs_of_random_groups_for_several_processes(seed: int) -> None:
     sequences = grown(seed, rollouts=6).sequences
     for processes in (1, 2, 5):
-        packs = pack_shared_out(sequences, 200, processes)
+        packs = pack_for_processes(sequences, 200, processes)
         check_packs(packs, sequences, 200)
-        hands = deal([len(pack.tree) for pack in packs], processes)
+        hands = assign_to_processes([len(pack.tree) for pack in packs], processes)
         assert sorted(index for hand in hands for index in hand) == list(range(len(packs)))
         busiest = max(sum(len(packs[index].tree) for index in hand) for hand in hands)
         assert busiest <= sum(len(pack.tree) for pack in pack_trees(sequences, 200))
 
 
 def test_what_fits_no_pack_is_refused() -> None:
-    for pack in (pack_trees, pack_flat, lambda sequences, size: pack_shared_out(sequences, size, 2)):
+    for pack in (pack_trees, pack_flat, lambda sequences, size: pack_for_processes(sequences, size, 2)):
         with pytest.raises(ValueError, match=r"\{1: 3\}"):
             pack([array(1), array(1, 2, 3)], 2)
 

@@ -47,7 +47,7 @@ def killer(point: str, time_of: int) -> Callable[[str], None]:
 
 
 def groups_by_step(folder: Path) -> list[list[str]]:
-    return [line["groups"] for line in metrics.read(folder / "run") if line["kind"] == "step"]
+    return [line["groups"] for line in metrics.read_lines(folder / "run") if line["kind"] == "step"]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -147,7 +147,7 @@ async def test_a_bandit_that_nobody_feeds_stops_the_run(tmp_path: Path, model: P
 
 
 def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = checkpoint.State(1, 1, "1", ("group_a",))
+    state = checkpoint.TrainerState(1, 1, "1", ("group_a",))
     tensors = {"w": torch.arange(3.0)}
     first = checkpoint.save(tmp_path, state, tensors, {}, model=model, keep=1)
     assert {"config.json", "tokenizer.json", "model.safetensors"} <= {path.name for path in first.iterdir()}
@@ -158,11 +158,11 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, model: Path, monkeyp
     with monkeypatch.context() as patched:
         patched.setattr("os.rename", killed)
         with pytest.raises(Killed):
-            checkpoint.save(tmp_path, checkpoint.State(2, 2, "2", ()), tensors, {}, model=model, keep=1)
+            checkpoint.save(tmp_path, checkpoint.TrainerState(2, 2, "2", ()), tensors, {}, model=model, keep=1)
     assert checkpoint.latest(tmp_path) == first
     found = checkpoint.load(first)
     assert (found.state.step, found.state.trained, found.weights["w"].tolist()) == (1, ("group_a",), [0.0, 1.0, 2.0])
-    second = checkpoint.save(tmp_path, checkpoint.State(2, 2, "2", ()), tensors, {}, model=model, keep=1)
+    second = checkpoint.save(tmp_path, checkpoint.TrainerState(2, 2, "2", ()), tensors, {}, model=model, keep=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [second.name]
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from polar_proxy.training.selection import (
-    Belief,
-    Replayable,
+    ReplayCandidate,
+    SolveRateBelief,
     allocate,
     allocate_more,
     chance_of_spread,
@@ -53,29 +53,29 @@ def test_a_group_is_not_tried_for_ever() -> None:
 
 def test_belief_by_hand() -> None:
     # Three solved of five, one without a reward does not count: Beta(1 + 3, 1 + 2).
-    belief = updated(Belief(), [1, 1, 0, 0, 1, None])
-    assert belief == Belief(4.0, 3.0)
+    belief = updated(SolveRateBelief(), [1, 1, 0, 0, 1, None])
+    assert belief == SolveRateBelief(4.0, 3.0)
     assert belief.mean == pytest.approx(4 / 7)
     # Halved towards Beta(1, 1): 1 + 3/2 + 0 and 1 + 2/2 + 2.
-    assert updated(belief, [0, 0], decay=0.5) == Belief(2.5, 4.0)
-    assert updated(belief, [], decay=0.0) == Belief()
+    assert updated(belief, [0, 0], decay=0.5) == SolveRateBelief(2.5, 4.0)
+    assert updated(belief, [], decay=0.0) == SolveRateBelief()
 
 
 def test_chance_of_spread_by_hand() -> None:
     # Uniform belief: E[p^n] = 1 / (n + 1), so 1 - 2 / (n + 1): n = 2 -> 1/3, n = 3 -> 1/2, n = 9 -> 0.8.
-    assert [chance_of_spread(Belief(), n) for n in (0, 1, 2, 3, 9)] == pytest.approx([0, 0, 1 / 3, 1 / 2, 0.8])
+    assert [chance_of_spread(SolveRateBelief(), n) for n in (0, 1, 2, 3, 9)] == pytest.approx([0, 0, 1 / 3, 1 / 2, 0.8])
     # Beta(2, 1): E[p^2] = 2/3 * 3/4 = 1/2; E[q^2] = 1/3 * 2/4 = 1/6 -> 1/3.
-    assert chance_of_spread(Belief(2, 1), 2) == pytest.approx(1 / 3)
+    assert chance_of_spread(SolveRateBelief(2, 1), 2) == pytest.approx(1 / 3)
     # Nearly certain p = 1/2: 1 - 2 / 2^n.
-    assert chance_of_spread(Belief(1e6, 1e6), 4) == pytest.approx(1 - 2 / 16, abs=1e-5)
+    assert chance_of_spread(SolveRateBelief(1e6, 1e6), 4) == pytest.approx(1 - 2 / 16, abs=1e-5)
 
 
 def test_group_size_by_hand() -> None:
     # Uniform: 1 - 2 / (n + 1) >= 0.8 from n = 9 on; 0.9 needs 19, more than 16.
-    assert group_size(Belief(), wanted=0.8) == 9
-    assert group_size(Belief(), wanted=0.9) == 16
+    assert group_size(SolveRateBelief(), wanted=0.8) == 9
+    assert group_size(SolveRateBelief(), wanted=0.9) == 16
     # p = 1/2: 1 - 2 / 2^n >= 0.9 from n = 5 (0.9375) on.
-    assert group_size(Belief(1e6, 1e6)) == 5
+    assert group_size(SolveRateBelief(1e6, 1e6)) == 5
 
 
 def test_rollouts_go_where_spread_is_to_be_gained() -> None:
@@ -83,7 +83,7 @@ def test_rollouts_go_where_spread_is_to_be_gained() -> None:
     # a: n = 2: 2 * 1/8 = 0.25; 3: 0.125; 4: 0.0625; 5: 0.031.
     # b: n = 2: 0.01 * 0.9 + 0.81 * 0.1 = 0.09; 3: 0.0009 + 0.0729 = 0.0738; 4: 0.0657; 5: 0.059.
     # Six more: a .25, a .125, b .09, b .0738, b .0657, a .0625 -> a 5, b 5.
-    beliefs = {"a": Belief(1e7, 1e7), "b": Belief(1e6, 9e6)}
+    beliefs = {"a": SolveRateBelief(1e7, 1e7), "b": SolveRateBelief(1e6, 9e6)}
     assert allocate(beliefs, 10) == {"a": 5, "b": 5}
     assert allocate(beliefs, 7) == {"a": 4, "b": 3}
     assert allocate(beliefs, 100, largest=6) == {"a": 6, "b": 6}
@@ -93,7 +93,7 @@ def test_rollouts_go_where_spread_is_to_be_gained() -> None:
 
 def test_no_other_allocation_makes_more_groups_with_spread() -> None:
     """The greedy choice against all others."""
-    beliefs = {"a": Belief(1, 1), "b": Belief(9, 2), "c": Belief(2, 2)}
+    beliefs = {"a": SolveRateBelief(1, 1), "b": SolveRateBelief(9, 2), "c": SolveRateBelief(2, 2)}
     sizes = allocate(beliefs, 15)
 
     def worth(a: int, b: int, c: int) -> float:
@@ -105,10 +105,10 @@ def test_no_other_allocation_makes_more_groups_with_spread() -> None:
 
 def test_thompson_sampling_takes_tasks_of_even_odds_and_gives_the_unknown_a_turn() -> None:
     generator = np.random.default_rng(0)
-    beliefs = {"easy": Belief(200, 2), "hard": Belief(2, 200), "even": Belief(100, 100)}
+    beliefs = {"easy": SolveRateBelief(200, 2), "hard": SolveRateBelief(2, 200), "even": SolveRateBelief(100, 100)}
     assert all(choose_tasks(beliefs, 1, generator) == ["even"] for _ in range(50))
     # Even odds beat an unknown task mostly, not always: its draw must come nearer to one half.
-    first = [choose_tasks({**beliefs, "new": Belief()}, 1, generator)[0] for _ in range(400)]
+    first = [choose_tasks({**beliefs, "new": SolveRateBelief()}, 1, generator)[0] for _ in range(400)]
     assert 5 < first.count("new") < 100
     assert len(choose_tasks(beliefs, 9, generator)) == 3
 
@@ -151,11 +151,11 @@ def test_student_quantiles_are_those_of_the_tables() -> None:
 
 def test_replay_takes_the_fresh_and_never_the_stale_or_the_used() -> None:
     candidates = [
-        Replayable("now", 10),
-        Replayable("old", 6),
-        Replayable("stale", 5),
-        Replayable("used", 10, uses=2),
-        Replayable("future", 11),
+        ReplayCandidate("now", 10),
+        ReplayCandidate("old", 6),
+        ReplayCandidate("stale", 5),
+        ReplayCandidate("used", 10, uses=2),
+        ReplayCandidate("future", 11),
     ]
     generator = np.random.default_rng(1)
     drawn = [replay(candidates, 10, 1, generator)[0] for _ in range(600)]

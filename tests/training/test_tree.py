@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.training.tree import Branch, Tree, pack_forest, pack_sequences, targets, unshared, visible
-from tests.training.forests import grown
+from polar_proxy.training.tree import Branch, PrefixTree, pack_forest, pack_sequences, targets, unshared, visible
+from tests.training.tree_factories import grown
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 
@@ -17,7 +17,7 @@ def array(tokens: list[int]) -> np.ndarray:
     return np.array(tokens, dtype=np.int32)
 
 
-def check_layout(tree: Tree, sequences: list[np.ndarray]) -> None:
+def check_layout(tree: PrefixTree, sequences: list[np.ndarray]) -> None:
     """Each sequence can be read along its path, at its own positions, and sees exactly its own past."""
     seen = visible(tree)
     for path, sequence in zip(tree.paths, sequences, strict=True):

@@ -4,10 +4,10 @@
 counts what became of every sampled token, `explain` shows where a prompt left them, `report` makes file and page.
 """
 
-from polar_proxy.conformance.fidelity.explain import Difference, explain
-from polar_proxy.conformance.fidelity.forced import CUT_EVERY, LOGITS_PROCESSOR, PLUGIN, ForcedVllmEngine
-from polar_proxy.conformance.fidelity.measure import Row, measure_one
-from polar_proxy.conformance.fidelity.play import MODES, TEMPLATES, Job, play
+from polar_proxy.conformance.fidelity.explain import ExplainedDrift, explain
+from polar_proxy.conformance.fidelity.forced_vllm import CUT_EVERY, LOGITS_PROCESSOR, PLUGIN, ForcedVllmEngine
+from polar_proxy.conformance.fidelity.measure import FidelityRow, measure_one
+from polar_proxy.conformance.fidelity.play import MODES, TEMPLATES, FidelityJob, play
 from polar_proxy.conformance.fidelity.report import document, markdown, merged
 
 __all__ = [
@@ -16,10 +16,10 @@ __all__ = [
     "MODES",
     "PLUGIN",
     "TEMPLATES",
-    "Difference",
+    "ExplainedDrift",
+    "FidelityJob",
+    "FidelityRow",
     "ForcedVllmEngine",
-    "Job",
-    "Row",
     "document",
     "explain",
     "markdown",

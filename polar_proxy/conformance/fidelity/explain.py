@@ -8,9 +8,9 @@ import numpy as np
 
 from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import Engine
-from polar_proxy.history.continuation import frame_of
-from polar_proxy.trajectories.cause import Cause, Tools, causes
-from polar_proxy.trajectories.drift import Finding, base_choice
+from polar_proxy.sessions.continuation import prompt_config
+from polar_proxy.traces.drift import DriftEvent, base_choice
+from polar_proxy.traces.drift_causes import DriftCause, ToolsChange, explain_drift
 from polar_proxy.types import CallRecord, ChatRequest, Choice, TokenIds
 
 _BEFORE = 12
@@ -18,7 +18,7 @@ _AFTER = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ExplainedDrift:
     """Where a call's prompt first differs from its base's prompt and answer."""
 
     call_id: str
@@ -33,11 +33,11 @@ class Difference:
     """Texts of the tokens from there on, as they were sampled (or stood in the base's prompt)."""
     rendered: tuple[str, ...]
     """Texts of the tokens from there on, as the engine rendered them."""
-    causes: tuple[Cause, ...]
+    causes: tuple[DriftCause, ...]
     """`retokenised` in front of others: the first tokens that differ read alike; further on the text differs too."""
 
 
-async def explain(engine: Engine, finding: Finding, call: CallRecord, base: CallRecord) -> Difference:
+async def explain(engine: Engine, finding: DriftEvent, call: CallRecord, base: CallRecord) -> ExplainedDrift:
     """A drifted call and its base, explained. `engine` is asked for texts only."""
     choice = base_choice(call, base)
     assert choice is not None, finding
@@ -49,8 +49,8 @@ async def explain(engine: Engine, finding: Finding, call: CallRecord, base: Call
     context, answer = await _text(engine, base.prompt_ids), await _text(engine, choice.token_ids)
     found = await _text(engine, call.prompt_ids)
     sampled, rendered = await _texts(engine, expected[position:]), await _texts(engine, call.prompt_ids[position:])
-    named = causes(context, answer, found, reasoning=_reasoning(base, choice), tools=_tools(base, call))
-    return Difference(
+    named = explain_drift(context, answer, found, reasoning=_reasoning(base, choice), tools=_tools(base, call))
+    return ExplainedDrift(
         call.call_id,
         base.call_id,
         position,
@@ -62,7 +62,9 @@ async def explain(engine: Engine, finding: Finding, call: CallRecord, base: Call
     )
 
 
-def _first(sampled: tuple[str, ...], rendered: tuple[str, ...], named: tuple[Cause, ...]) -> tuple[Cause, ...]:
+def _first(
+    sampled: tuple[str, ...], rendered: tuple[str, ...], named: tuple[DriftCause, ...]
+) -> tuple[DriftCause, ...]:
     """`named`, behind `retokenised` where the texts differ only later than the first tokens that do."""
     if named == ("retokenised",) or not sampled or not rendered:
         return named
@@ -71,11 +73,11 @@ def _first(sampled: tuple[str, ...], rendered: tuple[str, ...], named: tuple[Cau
     return ("retokenised", *named) if alike else named
 
 
-def _tools(base: CallRecord, call: CallRecord) -> Tools:
+def _tools(base: CallRecord, call: CallRecord) -> ToolsChange:
     if base.tools == call.tools:
         return "same"
     asked = [recorded_request(one) for one in (base, call)]
-    frames = {frame_of(request)[0] for request in asked if isinstance(request, ChatRequest)}
+    frames = {prompt_config(request)[0] for request in asked if isinstance(request, ChatRequest)}
     return "changed" if len(frames) > 1 else "rewritten"
 
 

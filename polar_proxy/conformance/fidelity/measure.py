@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from harness_adapters.base import HarnessAdapter, HarnessError, Installed
+from harness_adapters.base import HarnessAdapter, HarnessError, Installation
 from polar_proxy.conformance import count
-from polar_proxy.conformance.bench import Bench, Run
-from polar_proxy.conformance.fidelity.explain import Difference, explain
-from polar_proxy.conformance.fidelity.script import SCENARIO, FidelityDirector
+from polar_proxy.conformance.fidelity.explain import ExplainedDrift, explain
+from polar_proxy.conformance.fidelity.script import SCENARIO, FidelityModel
 from polar_proxy.conformance.profiles import profile_of
-from polar_proxy.conformance.scenario import Scenario
+from polar_proxy.conformance.runner import ScenarioRun, ScenarioRunner
+from polar_proxy.conformance.scenarios import Scenario
 from polar_proxy.engines.base import Engine
-from polar_proxy.trajectories.build import Built, merged
-from polar_proxy.trajectories.drift import findings
+from polar_proxy.traces.build import BuildResult, merged
+from polar_proxy.traces.drift import drift_events
 from polar_proxy.types import CallRecord, PromptMode, Trace
 from sandboxes import SandboxError
 
@@ -27,7 +27,7 @@ SCORED_TOKENS = 200_000
 
 
 @dataclass(slots=True)
-class Row:
+class FidelityRow:
     """What was counted of one harness in one mode."""
 
     harness: str
@@ -61,7 +61,7 @@ class Row:
     """Tokens whose log-probabilities were computed again, teacher-forced, in the merged sequence."""
     largest: float | None = None
     """The largest difference between a recorded log-probability and that (nats)."""
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[ExplainedDrift] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -70,26 +70,26 @@ class Row:
 
 
 async def measure_one(
-    bench: Bench,
+    bench: ScenarioRunner,
     adapter: HarnessAdapter,
-    installed: Installed,
+    installed: Installation,
     mode: PromptMode,
     template: str,
     *,
     scenario: Scenario = SCENARIO,
     score: bool = True,
-) -> tuple[Row, Run]:
+) -> tuple[FidelityRow, ScenarioRun]:
     """Play `scenario` with one harness on a bench of that mode and count. A run that cannot be played says so."""
     began = time.monotonic()
-    row = Row(adapter.name, installed.version, mode, template)
+    row = FidelityRow(adapter.name, installed.version, mode, template)
     # Told its own window a harness would take this small tokenizer's long prompts for a full context.
     profile = replace(profile_of(adapter.name), window=bench.engine.info.context_length)
     fitting = scenario if "resume" in adapter.facts.features else replace(scenario, second=())
-    director = FidelityDirector(profile, fitting, 0.0)
+    director = FidelityModel(profile, fitting, 0.0)
     try:
         run = await bench.play(director, adapter, installed)
     except (HarnessError, SandboxError, OSError, TimeoutError) as error:
-        run = Run(director)
+        run = ScenarioRun(director)
         row.fault = f"{type(error).__name__}: {error}"
     await tell(row, run.calls, bench.engine, score=score)
     row.outcomes = tuple(start.outcome for start in run.starts)
@@ -100,7 +100,7 @@ async def measure_one(
     return row, run
 
 
-async def tell(row: Row, calls: Sequence[CallRecord], engine: Engine, *, score: bool) -> None:
+async def tell(row: FidelityRow, calls: Sequence[CallRecord], engine: Engine, *, score: bool) -> None:
     """Fill the row with what these calls of one session are."""
     by_id = {call.call_id: call for call in calls}
     built = merged(calls)
@@ -111,7 +111,7 @@ async def tell(row: Row, calls: Sequence[CallRecord], engine: Engine, *, score: 
     row.reasons = dict(Counter(call.prompt_reason for call in calls if call.prompt_reason).most_common())
     row.edges = dict(count.edges(calls).most_common())
     found: Counter[str] = Counter()
-    for drift in findings(calls, built.excluded):
+    for drift in drift_events(calls, built.excluded):
         row.drifted += 1
         difference = await explain(engine, drift, by_id[drift.call_id], by_id[drift.base_call_id])
         row.differences.append(difference)
@@ -122,7 +122,7 @@ async def tell(row: Row, calls: Sequence[CallRecord], engine: Engine, *, score: 
         await _score(row, built.traces, engine)
 
 
-def _account(row: Row, calls: Sequence[CallRecord], built: Built) -> None:
+def _account(row: FidelityRow, calls: Sequence[CallRecord], built: BuildResult) -> None:
     left: Counter[str] = Counter()
     for call in calls:
         sampled = sum(len(choice.token_ids) for choice in call.choices)
@@ -133,7 +133,7 @@ def _account(row: Row, calls: Sequence[CallRecord], built: Built) -> None:
     row.trained = sum(int(trace.loss_mask.sum()) for trace in built.traces)
 
 
-async def _score(row: Row, traces: Sequence[Trace], engine: Engine) -> None:
+async def _score(row: FidelityRow, traces: Sequence[Trace], engine: Engine) -> None:
     """The longest of the merged sequences once more, in one teacher-forced pass."""
     fitting = [trace for trace in traces if len(trace.token_ids) <= min(SCORED_TOKENS, _room(engine))]
     if not fitting:

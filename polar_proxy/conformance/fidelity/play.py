@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness_adapters.base import HarnessAdapter, Installed
-from polar_proxy.conformance.bench import Bench
-from polar_proxy.conformance.fidelity.measure import Row, measure_one
+from harness_adapters.base import HarnessAdapter, Installation
+from polar_proxy.conformance.fidelity.measure import FidelityRow, measure_one
+from polar_proxy.conformance.runner import ScenarioRunner
 from polar_proxy.engines.base import Engine
 from polar_proxy.store import Store, open_store
 from polar_proxy.types import EngineInfo, PromptMode
-from sandboxes.base import Kind
+from sandboxes.base import SandboxKind
 
 TEMPLATES = {
     "keeps": None,
@@ -26,39 +26,39 @@ MODES: tuple[PromptMode, ...] = ("continue", "observe")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class FidelityJob:
     adapter: HarnessAdapter
-    installed: Installed
+    installed: Installation
     template: str
     mode: PromptMode
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    row: Row
+class PlayedJob:
+    row: FidelityRow
     engine: EngineInfo
 
 
 async def play(
-    jobs: Sequence[Job],
+    jobs: Sequence[FidelityJob],
     engine: Callable[[str], Engine],
-    sandbox: Kind,
+    sandbox: SandboxKind,
     *,
     at_once: int = 1,
     patience: float = 1.0,
     score: bool = True,
-    began: Callable[[Job], None] = lambda job: None,
-) -> AsyncIterator[Played]:
+    began: Callable[[FidelityJob], None] = lambda job: None,
+) -> AsyncIterator[PlayedJob]:
     """Every job once, as they end. `engine(template)` makes a scripted engine that renders with that template."""
     gate = asyncio.Semaphore(at_once)
 
-    async def one(store: Store, job: Job) -> Played:
+    async def one(store: Store, job: FidelityJob) -> PlayedJob:
         async with gate:
             began(job)
             made = engine(job.template)
-            async with Bench(made, store, sandbox, patience=patience, prompt_mode=job.mode) as bench:
+            async with ScenarioRunner(made, store, sandbox, patience=patience, prompt_mode=job.mode) as bench:
                 row, _ = await measure_one(bench, job.adapter, job.installed, job.mode, job.template, score=score)
-                return Played(row, made.info)
+                return PlayedJob(row, made.info)
 
     with tempfile.TemporaryDirectory(prefix="polar-fidelity-") as folder:
         async with open_store(f"sqlite:///{folder}/fidelity.db") as store:

@@ -7,15 +7,15 @@ from dataclasses import asdict
 from typing import Any
 
 from polar_proxy import __version__
-from polar_proxy.conformance.fidelity.measure import Row
+from polar_proxy.conformance.fidelity.measure import FidelityRow
 from polar_proxy.conformance.fidelity.play import MODES, TEMPLATES
-from polar_proxy.trajectories.cause import MEANING
+from polar_proxy.traces.drift_causes import CAUSE_MEANINGS
 from polar_proxy.types import Json
 
 _SHOWN_DIFFERENCES = 3
 
 
-def document(rows: Iterable[Row], *, engine: str, sandbox: str, cut_every: int, measured: str) -> Json:
+def document(rows: Iterable[FidelityRow], *, engine: str, sandbox: str, cut_every: int, measured: str) -> Json:
     """What is written as JSON. `measured` is a date and time."""
     made = {
         "measured": measured,
@@ -97,7 +97,7 @@ def _books(rows: Sequence[Json]) -> list[str]:
 
 
 def _causes(rows: Sequence[Json]) -> list[str]:
-    lines = [f"* **{name}**: {text}" for name, text in MEANING.items()]
+    lines = [f"* **{name}**: {text}" for name, text in CAUSE_MEANINGS.items()]
     lines += ["", _PAIRS, ""]
     drifted = [row for row in rows if row["drifted"]]
     heads = ["harness", "template", "mode", "splits by drift", "of these, by cause"]
@@ -181,7 +181,7 @@ yours has depends on how it writes.
 * **calls**: model calls of the run (observe / continue, where the two differ).
 * **go on with an answer**: calls whose conversation goes on, by meaning, from a recorded answer.
 * **splits by drift**: calls that go on with an answer which is trained, whose prompt does not begin with its tokens,
-  and where nothing was changed on purpose (`polar_proxy/trajectories/drift.py`). Each closes a training sequence and
+  and where nothing was changed on purpose (`polar_proxy/traces/drift.py`). Each closes a training sequence and
   opens another one.
 * **traces**: sequences that the builder `merged` makes of the run.
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polar_proxy.conformance.director import Asked, Director
-from polar_proxy.conformance.fidelity.awkward import STYLES, Style, written
+from polar_proxy.conformance.fidelity.answers import STYLES, JsonStyle, written
 from polar_proxy.conformance.profiles import say
-from polar_proxy.conformance.scenario import Finish, Scenario, Shell, Step
+from polar_proxy.conformance.scenarios import Finish, RunCommands, Scenario, Step
+from polar_proxy.conformance.scripted_model import ReceivedRequest, ScriptedModel
 from polar_proxy.engines.scripted import Reply
 from polar_proxy.types import ChatRequest, Json, ToolCall, new_id
 
@@ -35,7 +35,7 @@ _PATIENCE = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class AnswerStyle:
     """How one step is written."""
 
     style: str = "plain"
@@ -52,23 +52,26 @@ class Manner:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class StyledStep:
     """A step and how it is written."""
 
     step: Step
-    manner: Manner
+    manner: AnswerStyle
 
 
 FIRST = (
-    Told(Shell((_PLAIN_COMMAND,)), Manner("escaped")),
-    Told(Shell(("true", "echo /tmp")), Manner("spaced", before="I look, twice. ")),
-    Told(Shell(), Manner("numbers", options=True, thought="Let me see.\n\n- a\n-  b \n ")),
-    Told(Shell((LONG_OUTPUT,)), Manner("plain", before="\n\nNow a long one:\n", silent=True)),
-    Told(Shell((_LONG_COMMAND,)), Manner("reversed", thought="word " * 40)),
-    Told(Shell(), Manner("plain", odd=True)),
-    Told(Finish(), Manner("reversed")),
+    StyledStep(RunCommands((_PLAIN_COMMAND,)), AnswerStyle("escaped")),
+    StyledStep(RunCommands(("true", "echo /tmp")), AnswerStyle("spaced", before="I look, twice. ")),
+    StyledStep(RunCommands(), AnswerStyle("numbers", options=True, thought="Let me see.\n\n- a\n-  b \n ")),
+    StyledStep(RunCommands((LONG_OUTPUT,)), AnswerStyle("plain", before="\n\nNow a long one:\n", silent=True)),
+    StyledStep(RunCommands((_LONG_COMMAND,)), AnswerStyle("reversed", thought="word " * 40)),
+    StyledStep(RunCommands(), AnswerStyle("plain", odd=True)),
+    StyledStep(Finish(), AnswerStyle("reversed")),
 )
-SECOND = (Told(Shell(), Manner("reversed", before="Once more.")), Told(Finish(), Manner(thought="I am done. ")))
+SECOND = (
+    StyledStep(RunCommands(), AnswerStyle("reversed", before="Once more.")),
+    StyledStep(Finish(), AnswerStyle(thought="I am done. ")),
+)
 SCENARIO = Scenario(
     "fidelity",
     "awkward answers, long outputs, a second turn",
@@ -78,10 +81,10 @@ SCENARIO = Scenario(
 )
 
 
-class FidelityDirector(Director):
+class FidelityModel(ScriptedModel):
     """The conformance director, with another way to write. `SCENARIO` without its second turn is fine too."""
 
-    def _main(self, asked: Asked) -> Reply:
+    def _main(self, asked: ReceivedRequest) -> Reply:
         all_told = (*FIRST, *SECOND) if self.scenario.second else FIRST
         times = sum(other.kind == "main" and other.step == asked.step for other in self.asked)
         if asked.step >= len(all_told) or times > _PATIENCE:
@@ -91,7 +94,7 @@ class FidelityDirector(Director):
         return _told(reply, told, self.profile.tool, asked.request, self.tag(asked.step))
 
 
-def _told(reply: Reply, told: Told, tool: str, request: ChatRequest, tag: str) -> Reply:
+def _told(reply: Reply, told: StyledStep, tool: str, request: ChatRequest, tag: str) -> Reply:
     manner, style = told.manner, STYLES[told.manner.style]
     reasoning = "" if manner.silent else f"{reply.reasoning} {manner.thought}"
     if not reply.calls:
@@ -105,7 +108,7 @@ def _told(reply: Reply, told: Told, tool: str, request: ChatRequest, tag: str) -
     return replace(reply, reasoning=reasoning, text=manner.before, calls=tuple(calls))
 
 
-def _object(text: str, style: Style) -> str:
+def _object(text: str, style: JsonStyle) -> str:
     """A text that is one JSON object (a model that acts by text says such), in that style; any other as it is."""
     try:
         value = json.loads(text)

@@ -7,13 +7,13 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from harness_adapters.base import HarnessAdapter, Installed
-from polar_proxy.conformance.bench import Bench, Run
-from polar_proxy.conformance.director import Director
-from polar_proxy.conformance.fidelity.measure import Row, tell
-from polar_proxy.conformance.fidelity.script import SCENARIO, FidelityDirector
+from harness_adapters.base import HarnessAdapter, Installation
+from polar_proxy.conformance.fidelity.measure import FidelityRow, tell
+from polar_proxy.conformance.fidelity.script import SCENARIO, FidelityModel
 from polar_proxy.conformance.profiles import profile_of
-from polar_proxy.conformance.scenario import Finish, Scenario
+from polar_proxy.conformance.runner import ScenarioRun, ScenarioRunner
+from polar_proxy.conformance.scenarios import Finish, Scenario
+from polar_proxy.conformance.scripted_model import ScriptedModel
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord
 
@@ -21,7 +21,7 @@ TASK = "List the files of this folder with a command, read a.txt, write notes.tx
 SECOND = "Now run one command that counts the words of notes.txt, and say what it printed."
 
 
-class Free(Director):
+class UnscriptedModel(ScriptedModel):
     """Says what the user says, and leaves the answers to the model."""
 
     task = TASK
@@ -31,26 +31,26 @@ class Free(Director):
 
 
 async def watch(
-    bench: Bench,
+    bench: ScenarioRunner,
     store: Store,
     adapter: HarnessAdapter,
-    installed: Installed,
+    installed: Installation,
     *,
     turns: int,
     task: str = TASK,
     scripted: bool = False,
     seconds: float = 300.0,
-) -> Row:
+) -> FidelityRow:
     """Let a harness make up to `turns` model calls on a bench in observe mode, then stop it, and tell what its prompts
     are. `scripted`: the engine says the awkward answers of `script` instead of its own."""
     resumes = "resume" in adapter.facts.features
     profile = replace(profile_of(adapter.name), max_steps=turns, window=bench.engine.info.context_length)
-    director: Director
+    director: ScriptedModel
     if scripted:
-        director = FidelityDirector(profile, SCENARIO if resumes else replace(SCENARIO, second=()), 0.0)
+        director = FidelityModel(profile, SCENARIO if resumes else replace(SCENARIO, second=()), 0.0)
     else:
         scenario = Scenario("drift", "some turns", (Finish(),), second=(Finish(),) if resumes else (), seconds=seconds)
-        director = Free(profile, scenario, 0.0)
+        director = UnscriptedModel(profile, scenario, 0.0)
         director.task = task
     made: list[CallRecord] = []
     enough = asyncio.Event()
@@ -63,7 +63,7 @@ async def watch(
     bench.gateway.observe(seen)
     run = await _until(enough, bench.play(director, adapter, installed))
     calls: Sequence[CallRecord] = await store.calls(made[0].session_id) if made else ()
-    row = Row(adapter.name, installed.version, "observe", "-")
+    row = FidelityRow(adapter.name, installed.version, "observe", "-")
     row.outcomes = tuple(start.outcome for start in run.starts) if run is not None else ("stopped",)
     if not calls and run is not None and run.starts:
         row.fault = f"it asked no model: {run.last.detail[:300]}"
@@ -71,7 +71,7 @@ async def watch(
     return row
 
 
-async def _until(enough: asyncio.Event, playing: Coroutine[Any, Any, Run]) -> Run | None:
+async def _until(enough: asyncio.Event, playing: Coroutine[Any, Any, ScenarioRun]) -> ScenarioRun | None:
     """The run when it ends by itself; None when it was stopped because there was enough of it."""
     task = asyncio.create_task(playing)
     waiting = asyncio.create_task(enough.wait())

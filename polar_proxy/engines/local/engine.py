@@ -23,15 +23,15 @@ from transformers import AutoTokenizer
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.hermes import HermesParser
 from polar_proxy.engines.local import grammar
-from polar_proxy.engines.local.grammar import GrammarMask, Grammars
-from polar_proxy.engines.local.kv import ids_array
-from polar_proxy.engines.local.params import Defaults, resolve
-from polar_proxy.engines.local.runner import ModelRunner
-from polar_proxy.engines.local.sampler import RowSampler
-from polar_proxy.engines.local.scheduler import Scheduler
+from polar_proxy.engines.local.grammar import GrammarCompiler, GrammarMask
+from polar_proxy.engines.local.kv_cache import ids_array
+from polar_proxy.engines.local.model import ModelRunner
+from polar_proxy.engines.local.params import SamplingDefaults, resolve
+from polar_proxy.engines.local.sampling import SequenceSampler
+from polar_proxy.engines.local.scheduler import BatchScheduler
 from polar_proxy.engines.local.template import ChatTemplate, uses_tools
-from polar_proxy.engines.local.text import Vocabulary
-from polar_proxy.engines.local.work import Outbox, Piece, Started, Work
+from polar_proxy.engines.local.tokenizer import Vocabulary
+from polar_proxy.engines.local.work import Generation, PrefillStarted, ResultQueue, SampledToken
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import (
     ChatRequest,
@@ -53,20 +53,20 @@ _TAIL = 16
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class _LoadedModel:
     """Everything that exists between entering and leaving the engine."""
 
     info: EngineInfo
     runner: ModelRunner
     vocabulary: Vocabulary
     template: ChatTemplate
-    grammars: Grammars
-    defaults: Defaults
-    scheduler: Scheduler
+    grammars: GrammarCompiler
+    defaults: SamplingDefaults
+    scheduler: BatchScheduler
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _PreparedRequest:
     """A request as tokens; for a conversation with one parser for each choice."""
 
     prompt: list[int]
@@ -99,7 +99,7 @@ class LocalEngine(Engine):
         self._kv_bytes = kv_bytes
         self._threads = threads
         self._seeds = random.Random(seed)
-        self._loaded: _Loaded | None = None
+        self._loaded: _LoadedModel | None = None
 
     # Lifetime
 
@@ -114,7 +114,7 @@ class LocalEngine(Engine):
         if self._loaded is not None:
             await asyncio.to_thread(self._loaded.scheduler.close)
 
-    def _load(self) -> _Loaded:
+    def _load(self) -> _LoadedModel:
         if not (self._path / "config.json").is_file():
             raise EngineError(f"No model at {self._path}: there is no config.json.", status=500)
         tokenizer: Any = AutoTokenizer.from_pretrained(self._path)
@@ -139,7 +139,7 @@ class LocalEngine(Engine):
             capabilities=frozenset(capabilities),
             eos_token_ids=tuple(sorted(eos)),
         )
-        scheduler = Scheduler(
+        scheduler = BatchScheduler(
             runner,
             vocabulary,
             eos,
@@ -147,11 +147,11 @@ class LocalEngine(Engine):
             kv_bytes=self._kv_bytes,
             threads=self._threads or (1 if runner.parameters < SMALL_MODEL else None),
         )
-        grammars = Grammars(tokenizer, runner.vocab_size, eos)
-        return _Loaded(info, runner, vocabulary, template, grammars, Defaults.of(runner.model), scheduler)
+        grammars = GrammarCompiler(tokenizer, runner.vocab_size, eos)
+        return _LoadedModel(info, runner, vocabulary, template, grammars, SamplingDefaults.of(runner.model), scheduler)
 
     @property
-    def _now(self) -> _Loaded:
+    def _now(self) -> _LoadedModel:
         if self._loaded is None:
             raise EngineError("The local engine has not been entered: use `async with engine`.", status=503)
         return self._loaded
@@ -189,14 +189,14 @@ class LocalEngine(Engine):
             work.cancelled = True
             loaded.scheduler.wake()
 
-    def _prepare(self, request: EngineRequest, prompt: TokenIds | None) -> _Prepared:
+    def _prepare(self, request: EngineRequest, prompt: TokenIds | None) -> _PreparedRequest:
         """Render, tokenise, compile grammars. In a thread: all of it can take long. Raises RequestError."""
         template = self._now.template
         if isinstance(request, TextRequest):
             if prompt is not None:
-                return _Prepared(prompt.tolist())
+                return _PreparedRequest(prompt.tolist())
             ids = template.encode_plain(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
-            return _Prepared(ids)
+            return _PreparedRequest(ids)
         if request.sampling.n < 1:
             raise RequestError("n must be at least 1.", param="n")
         if prompt is None:
@@ -207,9 +207,9 @@ class LocalEngine(Engine):
             text = self._now.vocabulary.decode(ids[-_TAIL:])
         tools, reasoning = uses_tools(request), template.reasoning(text)
         parsers = [HermesParser(tools=tools, reasoning=reasoning) for _ in range(request.sampling.n)]
-        return _Prepared(ids, parsers, self._now.grammars.for_request(request, reasoning))
+        return _PreparedRequest(ids, parsers, self._now.grammars.for_request(request, reasoning))
 
-    def _work(self, request: EngineRequest, prepared: _Prepared) -> Work:
+    def _work(self, request: EngineRequest, prepared: _PreparedRequest) -> Generation:
         """Check and complete what was asked. Raises RequestError."""
         loaded, sampling, prompt = self._now, request.sampling, prepared.prompt
         limit, vocab = loaded.runner.context_length, loaded.runner.vocab_size
@@ -226,25 +226,25 @@ class LocalEngine(Engine):
             )
         params, max_tokens = resolve(sampling, loaded.defaults, vocab, limit - len(prompt))
         seed = self._seeds.getrandbits(62) if sampling.seed is None else sampling.seed
-        return Work(
+        return Generation(
             prompt=ids_array(prompt),
             samplers=[
-                RowSampler(params, seed + index, vocab, prepared.grammar() if prepared.grammar else None)
+                SequenceSampler(params, seed + index, vocab, prepared.grammar() if prepared.grammar else None)
                 for index in range(sampling.n)
             ],
             max_tokens=max_tokens,
             stop=sampling.stop,
-            outbox=Outbox(asyncio.get_running_loop()),
+            outbox=ResultQueue(asyncio.get_running_loop()),
         )
 
-    async def _events(self, work: Work, parsers: list[HermesParser] | None) -> AsyncGenerator[SampleEvent, None]:
+    async def _events(self, work: Generation, parsers: list[HermesParser] | None) -> AsyncGenerator[SampleEvent, None]:
         open_choices = len(work.samplers)
         while open_choices:
-            choices: dict[int, list[Piece]] = {}
+            choices: dict[int, list[SampledToken]] = {}
             for item in await work.outbox.take():
                 if isinstance(item, EngineError):
                     raise EngineError(str(item), status=item.status) from item
-                if isinstance(item, Started):
+                if isinstance(item, PrefillStarted):
                     yield SampleEvent(prompt_ids=tuple(work.prompt.tolist()), cached_tokens=item.cached_tokens)
                 else:
                     choices.setdefault(item.choice, []).append(item)
@@ -253,7 +253,7 @@ class LocalEngine(Engine):
                 for _, run in groupby(pieces, key=lambda piece: piece.version):  # one, unless the weights changed
                     yield self._event(index, list(run), parsers[index] if parsers else None)
 
-    def _event(self, index: int, pieces: Sequence[Piece], parser: HermesParser | None) -> SampleEvent:
+    def _event(self, index: int, pieces: Sequence[SampledToken], parser: HermesParser | None) -> SampleEvent:
         """Pieces of one choice, in order, as one event."""
         name = self._now.vocabulary.text
         text, reasoning = "".join([piece.text for piece in pieces]), ""

@@ -54,7 +54,7 @@ class GrammarMask:
             self.error = self._matcher.get_error() or "the grammar does not allow the sampled token"
 
 
-class Grammars:
+class GrammarCompiler:
     """Makes masks for one tokenizer; reading its vocabulary takes a moment and happens at first use."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:

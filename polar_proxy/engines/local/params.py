@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from polar_proxy.engines.local.sampler import SamplingParams
+from polar_proxy.engines.local.sampling import SamplingParams
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Sampling
 
@@ -16,7 +16,7 @@ MAX_TOP_LOGPROBS = 50
 
 
 @dataclass(frozen=True, slots=True)
-class Defaults:
+class SamplingDefaults:
     """Used where a request is silent: the model's own generation config, as vLLM does."""
 
     temperature: float = 1.0
@@ -27,7 +27,7 @@ class Defaults:
     """None: the room that is left in the context."""
 
     @classmethod
-    def of(cls, model: Any) -> Defaults:
+    def of(cls, model: Any) -> SamplingDefaults:
         given = model.generation_config.to_diff_dict()
         return cls(
             temperature=_or(given.get("temperature"), 1.0),
@@ -38,7 +38,7 @@ class Defaults:
         )
 
 
-def resolve(sampling: Sampling, defaults: Defaults, vocab_size: int, room: int) -> tuple[SamplingParams, int]:
+def resolve(sampling: Sampling, defaults: SamplingDefaults, vocab_size: int, room: int) -> tuple[SamplingParams, int]:
     """Settings, and max_tokens cut to the `room` left in the context. Raises RequestError."""
     temperature = _or(sampling.temperature, defaults.temperature)
     top_p = _or(sampling.top_p, defaults.top_p)

@@ -18,11 +18,21 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from polar_proxy.engines.local.kv import MIN_REUSE, PrefixStore, RowKV, common_prefix
-from polar_proxy.engines.local.runner import ModelRunner
-from polar_proxy.engines.local.sampler import Drawn, RowSampler, draw
-from polar_proxy.engines.local.text import TextStream, Vocabulary
-from polar_proxy.engines.local.work import Item, Job, Outbox, Piece, Pool, Row, Started, Work, hand_out
+from polar_proxy.engines.local.kv_cache import MIN_REUSE, PrefixCache, SequenceKV, common_prefix
+from polar_proxy.engines.local.model import ModelRunner
+from polar_proxy.engines.local.sampling import SampledBatch, SequenceSampler, draw
+from polar_proxy.engines.local.tokenizer import TextStream, Vocabulary
+from polar_proxy.engines.local.work import (
+    BatchPool,
+    Generation,
+    Item,
+    PrefillStarted,
+    ResultQueue,
+    SampledToken,
+    SequenceState,
+    WorkerTask,
+    hand_out,
+)
 from polar_proxy.errors import EngineError
 
 logger = logging.getLogger(__name__)
@@ -42,7 +52,7 @@ def pool_limits(context_length: int, first: int = 4096) -> list[int]:
     return [min(limit, context_length) for limit in limits]
 
 
-class Scheduler:
+class BatchScheduler:
     """Owns the worker thread. `submit`, `run_job`, `wake` and `close` may be called from any thread."""
 
     def __init__(
@@ -60,16 +70,16 @@ class Scheduler:
         self._eos = eos_ids
         self._max_batch = max_batch
         self._threads = threads
-        self._prefixes = PrefixStore(kv_bytes)
-        self._pools = [Pool(runner.shape, max_batch, limit) for limit in pool_limits(runner.context_length)]
+        self._prefixes = PrefixCache(kv_bytes)
+        self._pools = [BatchPool(runner.shape, max_batch, limit) for limit in pool_limits(runner.context_length)]
         self._work_ready = threading.Condition()
-        self._new: list[Row] = []
-        self._jobs: deque[Job] = deque()
+        self._new: list[SequenceState] = []
+        self._jobs: deque[WorkerTask] = deque()
         self._closing = False
         self._shared_budget = 4 * PREFILL_LEAST
-        self._waiting: deque[Row] = deque()
-        self._prefilling: list[Row] = []
-        self._letters: list[tuple[Outbox, Item]] = []
+        self._waiting: deque[SequenceState] = deque()
+        self._prefilling: list[SequenceState] = []
+        self._letters: list[tuple[ResultQueue, Item]] = []
         self.version = "0"
         """Of the weights, told with every token. Changed on the worker only, by `weights_changed`."""
         self.failure: str | None = None
@@ -79,7 +89,7 @@ class Scheduler:
     def start(self) -> None:
         self._thread.start()
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: Generation) -> None:
         """Queue a call. Raises EngineError when the worker is gone."""
         rows = [self._new_row(work, index, sampler) for index, sampler in enumerate(work.samplers)]
         with self._work_ready:
@@ -89,7 +99,7 @@ class Scheduler:
 
     def run_job(self, parts: Generator[None, None, T]) -> Future[T]:
         """Run a generator on the worker, one part between two steps; jobs run one after another."""
-        job = Job(parts)
+        job = WorkerTask(parts)
         with self._work_ready:
             self._check_alive()
             self._jobs.append(job)
@@ -123,11 +133,11 @@ class Scheduler:
         if self.failure is not None or self._closing:
             raise EngineError(self.failure or "The local engine is shut down.", status=503)
 
-    def _new_row(self, work: Work, index: int, sampler: RowSampler) -> Row:
+    def _new_row(self, work: Generation, index: int, sampler: SequenceSampler) -> SequenceState:
         count = len(work.prompt)
         tokens = np.empty(count + work.max_tokens, dtype=np.int32)
         tokens[:count] = work.prompt
-        return Row(work, index, sampler, TextStream(self._vocabulary.decoder(), work.stop), tokens, count)
+        return SequenceState(work, index, sampler, TextStream(self._vocabulary.decoder(), work.stop), tokens, count)
 
     # From here on: the worker thread.
 
@@ -178,7 +188,7 @@ class Scheduler:
                 self._decode(pool)
         self._deliver()
 
-    def _advance_job(self, job: Job) -> None:
+    def _advance_job(self, job: WorkerTask) -> None:
         wanted = job.begun or job.future.set_running_or_notify_cancel()
         job.begun = True
         try:
@@ -230,7 +240,7 @@ class Scheduler:
                 self._enter_batch(row, kv, draw(logits[None], [row.sampler]))
         return budget <= 0
 
-    def _begin(self, row: Row) -> RowKV:
+    def _begin(self, row: SequenceState) -> SequenceKV:
         """Find the longest known beginning of the row's tokens, all but the last (whose logits are needed)."""
         tokens = row.tokens[: row.count]
         limit = row.count - 1
@@ -241,16 +251,16 @@ class Scheduler:
             common = common_prefix(tokens[:limit], other.known)
             if common > best and common >= MIN_REUSE:
                 best, source = common, data
-        row.kv = RowKV(self._runner.shape, row.count)
+        row.kv = SequenceKV(self._runner.shape, row.count)
         if source is not None:
             row.kv.take(source, best)
             row.kv_len = best
         if row.index == 0 and not row.started:
-            self._letters.append((row.work.outbox, Started(best)))
+            self._letters.append((row.work.outbox, PrefillStarted(best)))
             row.started = True
         return row.kv
 
-    def _enter_batch(self, row: Row, kv: RowKV, drawn: Drawn) -> None:
+    def _enter_batch(self, row: SequenceState, kv: SequenceKV, drawn: SampledBatch) -> None:
         self._prefilling.remove(row)
         if self._accept(row, drawn.ids[0], drawn.logprobs[0], drawn.top[0]):
             self._prefixes.keep(row.known.copy(), kv.data)
@@ -258,17 +268,17 @@ class Scheduler:
             self._pool_for(row).add(row, kv.data)
         row.kv = None
 
-    def _pool_for(self, row: Row) -> Pool:
+    def _pool_for(self, row: SequenceState) -> BatchPool:
         return next(pool for pool in self._pools if row.kv_len < pool.limit)
 
-    def _promote(self, pool: Pool) -> None:
+    def _promote(self, pool: BatchPool) -> None:
         """Move rows that have outgrown this pool on to the next."""
         for slot in [slot for slot, row in enumerate(pool.rows) if row.kv_len >= pool.limit][::-1]:
             row = pool.rows[slot]
             self._pool_for(row).add(row, pool.data(slot))
             pool.remove(slot)
 
-    def _decode(self, pool: Pool) -> None:
+    def _decode(self, pool: BatchPool) -> None:
         """One token for every row of the pool: its last token goes in, the next comes out."""
         rows = pool.rows
         positions = [row.kv_len for row in rows]
@@ -282,7 +292,7 @@ class Scheduler:
                 done.append(slot)
         self._retire(pool, done)
 
-    def _accept(self, row: Row, token_id: int, logprob: float, top: list[tuple[int, float]]) -> bool:
+    def _accept(self, row: SequenceState, token_id: int, logprob: float, top: list[tuple[int, float]]) -> bool:
         """Add a sampled token to its row and tell it; True when it was the last."""
         row.tokens[row.count] = token_id
         row.count += 1
@@ -303,11 +313,11 @@ class Scheduler:
                 finish = "length"
         if finish is not None:
             text += row.stream.close()
-        piece = Piece(row.index, token_id, logprob, text, top, finish, row.stream.stopped_at, self.version)
+        piece = SampledToken(row.index, token_id, logprob, text, top, finish, row.stream.stopped_at, self.version)
         self._letters.append((row.work.outbox, piece))
         return finish is not None
 
-    def _retire(self, pool: Pool, slots: Sequence[int]) -> None:
+    def _retire(self, pool: BatchPool, slots: Sequence[int]) -> None:
         """Take rows out of the batch and keep their keys for a later turn."""
         for slot in sorted(slots, reverse=True):
             self._prefixes.keep(pool.rows[slot].known.copy(), pool.data(slot))

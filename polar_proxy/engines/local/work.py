@@ -11,20 +11,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from polar_proxy.engines.local.kv import KVShape, RowKV, Slots
-from polar_proxy.engines.local.sampler import RowSampler
-from polar_proxy.engines.local.text import TextStream
+from polar_proxy.engines.local.kv_cache import BatchKV, KVShape, SequenceKV
+from polar_proxy.engines.local.sampling import SequenceSampler
+from polar_proxy.engines.local.tokenizer import TextStream
 from polar_proxy.errors import EngineError
 from polar_proxy.types import TokenIds
 
 
-class Started(NamedTuple):
+class PrefillStarted(NamedTuple):
     """Prefill of the first choice begins; so many of the prompt's tokens came from the cache."""
 
     cached_tokens: int
 
 
-class Piece(NamedTuple):
+class SampledToken(NamedTuple):
     """One sampled token of one choice. `text` may lag behind; `finish` is stop or length with the last one."""
 
     choice: int
@@ -39,10 +39,10 @@ class Piece(NamedTuple):
     """Of the weights that sampled it."""
 
 
-Item = Started | Piece | EngineError
+Item = PrefillStarted | SampledToken | EngineError
 
 
-class Outbox:
+class ResultQueue:
     """What the worker tells one call: filled from the worker through the loop, read by the call's own task."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -64,29 +64,29 @@ class Outbox:
 
 
 @dataclass(slots=True)
-class Work:
+class Generation:
     """One call: the same prompt for each of `samplers`, one choice each. `prompt` int32 [n], n >= 1."""
 
     prompt: TokenIds
-    samplers: Sequence[RowSampler]
+    samplers: Sequence[SequenceSampler]
     max_tokens: int
     stop: tuple[str, ...]
-    outbox: Outbox
+    outbox: ResultQueue
     cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class SequenceState:
     """One choice. tokens[:count] are prompt and answer, the first `kv_len` of them are in the cache."""
 
-    work: Work
+    work: Generation
     index: int
-    sampler: RowSampler
+    sampler: SequenceSampler
     stream: TextStream
     tokens: TokenIds
     count: int
     kv_len: int = 0
-    kv: RowKV | None = None
+    kv: SequenceKV | None = None
     """Its own tensors while it is prefilled; then it lives in a slot."""
     started: bool = False
 
@@ -96,7 +96,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Job:
+class WorkerTask:
     """Something else the worker must do between steps, a part at each step: scoring, new weights."""
 
     parts: Generator[None, None, Any]
@@ -104,7 +104,7 @@ class Job:
     begun: bool = False
 
 
-class Pool:
+class BatchPool:
     """Running rows of at most `limit` positions, batched together: row i is in slot i.
 
     Pools of growing limits keep one long sequence from making every short one pay for its length.
@@ -112,14 +112,14 @@ class Pool:
 
     def __init__(self, shape: KVShape, max_rows: int, limit: int) -> None:
         self.limit = limit
-        self.slots = Slots(shape, max_rows, limit)
-        self.rows: list[Row] = []
+        self.slots = BatchKV(shape, max_rows, limit)
+        self.rows: list[SequenceState] = []
 
     def data(self, slot: int) -> torch.Tensor:
         """[layers, 2, 1, heads, capacity, head_dim], a view."""
         return self.slots.row(slot)
 
-    def add(self, row: Row, data: torch.Tensor) -> None:
+    def add(self, row: SequenceState, data: torch.Tensor) -> None:
         """Copy the row's keys and values from `data` into the next free slot."""
         self.slots.fit(row.kv_len + 1, [other.kv_len for other in self.rows])
         self.slots.put(len(self.rows), data, row.kv_len)
@@ -133,16 +133,16 @@ class Pool:
             self.rows[slot] = last
 
 
-def hand_out(letters: Iterable[tuple[Outbox, Item]]) -> None:
+def hand_out(letters: Iterable[tuple[ResultQueue, Item]]) -> None:
     """Give each outbox its items, with one wake-up for each event loop. From the worker thread."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Outbox, Item]]] = {}
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[ResultQueue, Item]]] = {}
     for letter in letters:
         by_loop.setdefault(letter[0].loop, []).append(letter)
     for loop, batch in by_loop.items():
         _call_on(loop, partial(_put_all, batch))
 
 
-def _put_all(batch: list[tuple[Outbox, Item]]) -> None:
+def _put_all(batch: list[tuple[ResultQueue, Item]]) -> None:
     for outbox, item in batch:
         outbox.put(item)
 

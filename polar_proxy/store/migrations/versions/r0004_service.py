@@ -41,21 +41,21 @@ def upgrade() -> None:
         ("rollouts", sa.Column("attempt", sa.Integer(), server_default="1", nullable=False)),
         ("rollouts", sa.Column("cause", sa.Text(), nullable=True)),
         ("rollouts", sa.Column("masked", sa.Boolean(), server_default="0", nullable=False)),
-        ("rollouts", sa.Column("held_by", sa.Text(), nullable=True)),
-        ("rollouts", sa.Column("held_until", sa.Double(), nullable=True)),
+        ("rollouts", sa.Column("claimed_by", sa.Text(), nullable=True)),
+        ("rollouts", sa.Column("lease_expires_at", sa.Double(), nullable=True)),
         ("rollouts", sa.Column("policy_version", sa.Text(), nullable=True)),
     ):
         op.add_column(table, column)
     op.create_index("ix_groups_job_id", "groups", ["job_id"])
     op.create_index("ix_groups_delivery", "groups", ["delivery"])
     op.create_index("ix_rollouts_job_id", "rollouts", ["job_id"])
-    op.create_index("ix_rollouts_held_by", "rollouts", ["held_by"])
+    op.create_index("ix_rollouts_claimed_by", "rollouts", ["claimed_by"])
     op.create_table(
         "stages",
         sa.Column("rollout_id", sa.Text(), nullable=False),
         sa.Column("attempt", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("stage", sa.Text(), nullable=False),
-        sa.Column("began_at", sa.Double(), nullable=False),
+        sa.Column("started_at", sa.Double(), nullable=False),
         sa.Column("ended_at", sa.Double(), nullable=True),
         sa.Column("outcome", sa.Text(), nullable=True),
         sa.Column("cause", sa.Text(), nullable=True),

@@ -33,13 +33,13 @@ def upgrade() -> None:
         sa.Column("body", sa.Text(), nullable=True),
         sa.Column("attempts", sa.Integer(), server_default="0", nullable=False),
         sa.Column("created_at", sa.Double(), nullable=False),
-        sa.Column("next_at", sa.Double(), nullable=True),
+        sa.Column("next_attempt_at", sa.Double(), nullable=True),
         sa.Column("delivered_at", sa.Double(), nullable=True),
         sa.Column("error", sa.Text(), nullable=True),
         sa.PrimaryKeyConstraint("callback_id", name="pk_callbacks"),
     )
     op.create_index("ix_callbacks_job_id", "callbacks", ["job_id"])
-    op.create_index("ix_callbacks_next_at", "callbacks", ["next_at"])
+    op.create_index("ix_callbacks_next_attempt_at", "callbacks", ["next_attempt_at"])
     op.create_table(
         "job_events",
         sa.Column(

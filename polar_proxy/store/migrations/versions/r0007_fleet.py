@@ -20,8 +20,8 @@ def upgrade() -> None:
         sa.Column("call_id", sa.Text(), nullable=False),
         sa.Column("session_id", sa.Text(), nullable=False),
         sa.Column("gateway", sa.Text(), nullable=False),
-        sa.Column("began_at", sa.Double(), nullable=False),
-        sa.Column("held_until", sa.Double(), nullable=False),
+        sa.Column("started_at", sa.Double(), nullable=False),
+        sa.Column("lease_expires_at", sa.Double(), nullable=False),
         sa.PrimaryKeyConstraint("call_id", name="pk_open_calls"),
     )
     op.create_index("ix_open_calls_session_id", "open_calls", ["session_id"])

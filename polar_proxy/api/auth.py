@@ -1,0 +1,86 @@
+"""Keys of the API: how they look, who they let in, and the one that `polar serve` makes for its own user."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from fastapi import Request
+
+from polar_proxy.api_models import Role
+from polar_proxy.client.errors import ApiError
+from polar_proxy.errors import UsageError
+from polar_proxy.gateway import hash_key
+from polar_proxy.store import Store
+
+KEY_FILE = "api-key"
+
+
+def new_api_key(role: Role) -> str:
+    return f"polar-{role}-{secrets.token_urlsafe(32)}"
+
+
+class KeyAuthenticator:
+    """Who asks, by the keys in the store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def __call__(self, request: Request) -> Role:
+        """Raises ApiError: 401 without a key that is known, 403 for an agent's."""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise _refused("The API takes a key: Authorization: Bearer KEY. `polar key new` makes one.")
+        digest = hash_key(key.strip())
+        found = await self._store.api_key(digest)
+        if found is None:
+            if await self._store.session_by_key(digest) is not None:
+                raise ApiError(
+                    "This is an agent's key: it is for the model routes, never for the API.",
+                    status=403,
+                    code="forbidden",
+                )
+            raise _refused("This key is unknown. `polar key new` makes one.")
+        if found.revoked_at is not None:
+            raise _refused("This key was revoked.")
+        return found.role
+
+
+async def allow_all(request: Request) -> Role:
+    """Whoever asks is an admin: for a client in this process, which has the database itself."""
+    return "admin"
+
+
+async def local_admin_key(store: Store, home: Path) -> Path:
+    """The file with an admin key for whoever may read it, made where it is missing or its key was revoked."""
+    path = home / KEY_FILE
+    try:
+        key = path.read_text().strip()
+    except FileNotFoundError:
+        key = ""
+    known = await store.api_key(hash_key(key)) if key else None
+    if not key or (known is not None and known.revoked_at is not None):
+        key = new_api_key("admin")
+        write_private(path, key)
+        known = None
+    if known is None:
+        await store.add_api_key(hash_key(key), "admin", f"made by polar serve, in {KEY_FILE}")
+    return path
+
+
+def write_private(path: Path, text: str) -> None:
+    """A file that only its owner can read, whole or not at all. Raises UsageError."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w") as file:
+            file.write(text + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(message, status=401, code="unauthorised")

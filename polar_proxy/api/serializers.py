@@ -1,0 +1,102 @@
+"""Rows of the store in the shapes of the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from polar_proxy import api_models as m
+from polar_proxy.api.context import not_found
+from polar_proxy.store import RewardRow, RolloutRow, Store
+from polar_proxy.store.feed import GroupLease
+from polar_proxy.store.jobs import GroupRow, JobRow
+from polar_proxy.store.training import TrainingRunRow
+from polar_proxy.training import curves
+from polar_proxy.types import Json
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def _of(kind: type[M], row: object, **more: object) -> M:
+    """The fields that the row and the shape share, and `more`."""
+    own = {name: getattr(row, name) for name in kind.model_fields if name not in more and hasattr(row, name)}
+    return kind.model_validate({**own, **more})
+
+
+def job(row: JobRow) -> m.Job:
+    return _of(m.Job, row)
+
+
+def submitted(row: JobRow, new: bool, refused: Sequence[Json]) -> m.SubmittedJob:
+    return _of(m.SubmittedJob, row, new=new, refused=list(refused))
+
+
+def group(row: GroupRow) -> m.Group:
+    return _of(m.Group, row)
+
+
+def rollout(row: RolloutRow) -> m.Rollout:
+    return _of(m.Rollout, row, wall_seconds=_wall(row))
+
+
+def reward(row: RewardRow) -> m.Reward:
+    return _of(m.Reward, row)
+
+
+def lease(row: GroupLease) -> m.Lease:
+    return m.Lease.model_validate(asdict(row))
+
+
+def training_run(row: TrainingRunRow) -> m.TrainingRun:
+    return _of(m.TrainingRun, row)
+
+
+async def training_detail(store: Store, run_id: str) -> m.TrainingRunDetail:
+    """Raises ApiError 404."""
+    row = await require_training_run(store, run_id)
+    return _of(m.TrainingRunDetail, row, series=curves.series(await store.training_lines(run_id)))
+
+
+async def require_training_run(store: Store, run_id: str) -> TrainingRunRow:
+    """Raises ApiError 404."""
+    rows = await store.training_runs(run_id)
+    if not rows:
+        raise not_found("training run", run_id)
+    return rows[0]
+
+
+async def job_detail(store: Store, job_id: str) -> m.JobDetail:
+    """Raises ApiError 404."""
+    row = await store.job(job_id)
+    if row is None:
+        raise not_found("job", job_id)
+    return _of(m.JobDetail, row, group_list=[group(one) for one in await store.groups(job_id)])
+
+
+async def group_detail(store: Store, group_id: str) -> m.GroupDetail:
+    """Raises ApiError 404."""
+    row = await store.group(group_id)
+    if row is None:
+        raise not_found("group", group_id)
+    return _of(m.GroupDetail, row, rollouts=[rollout(one) for one in await group_rollouts(store, group_id)])
+
+
+async def group_rollouts(store: Store, group_id: str) -> list[RolloutRow]:
+    return sorted(await store.rollouts(group_id=group_id), key=lambda row: row.group_index)
+
+
+async def rollout_detail(store: Store, rollout_id: str) -> m.RolloutDetail:
+    """Raises ApiError 404."""
+    row = await store.rollout(rollout_id)
+    if row is None:
+        raise not_found("rollout", rollout_id)
+    stages = [_of(m.Stage, stage) for stage in await store.stages(rollout_id)]
+    rewards = [reward(one) for one in await store.rewards(rollout_id)]
+    return _of(m.RolloutDetail, row, wall_seconds=_wall(row), stages=stages, rewards=rewards)
+
+
+def _wall(row: RolloutRow) -> float | None:
+    return None if row.started_at is None or row.ended_at is None else round(row.ended_at - row.started_at, 3)

@@ -1,0 +1,281 @@
+"""The tools of a Responses body and the functions that an engine is told of instead.
+
+Engines know functions only. So a tool of another kind is offered as a function, and a call of that function goes back
+to the client as the item that its kind of tool calls for:
+
+* `function`: as it is. One inside a `namespace` is offered as `namespace__name`, and its calls carry both names again.
+* `custom` (free text, such as apply_patch with a grammar): a function with one string parameter `input`. The grammar
+  is told in the description; it is not enforced.
+* `tool_search` run by the client, `local_shell`, `shell`, `apply_patch`: a function with that tool's own arguments.
+* Tools that the provider itself runs (web search, file search, code interpreter, MCP, ...) and kinds unknown here are
+  tolerated and not offered: there is nobody to run them.
+
+Tools stand in `tools`, in `additional_tools` items of the input, and in what a tool search found. All are offered;
+`defer_loading` is not waited for. An earlier tool keeps its offered name whatever comes later, so that a conversation
+that grows reads the same. Arguments that do not fit a kind's form are never changed: see `call_item`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from polar_proxy.errors import RequestError
+from polar_proxy.types import Json
+
+_TEXT: Json = {"type": "string"}
+_NUMBER: Json = {"type": "integer"}
+
+
+def _object(required: list[str], **properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": required}
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltInTool:
+    """A tool whose form the API defines: the model's arguments are the object `holder` of the call's item."""
+
+    description: str
+    parameters: Json
+    item: str
+    holder: str
+    fixed: Json = field(default_factory=dict)
+    """Fields of the holder that the model does not write."""
+
+
+BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
+    "local_shell": BuiltInTool(
+        "Run a command on the local machine and get its output.",
+        _object(
+            ["command"],
+            command={"type": "array", "items": _TEXT, "description": "The program and its arguments."},
+            working_directory=_TEXT,
+            timeout_ms=_NUMBER,
+        ),
+        item="local_shell_call",
+        holder="action",
+        fixed={"type": "exec", "env": {}},
+    ),
+    "shell": BuiltInTool(
+        "Run shell commands, one after the other, and get their output.",
+        _object(
+            ["commands"],
+            commands={"type": "array", "items": _TEXT},
+            timeout_ms=_NUMBER,
+            max_output_length=_NUMBER,
+        ),
+        item="shell_call",
+        holder="action",
+    ),
+    "apply_patch": BuiltInTool(
+        "Create, update or delete one file.",
+        _object(
+            ["type", "path"],
+            type={"type": "string", "enum": ["create_file", "update_file", "delete_file"]},
+            path=_TEXT,
+            diff={"type": "string", "description": "The diff to apply; not needed to delete a file."},
+        ),
+        item="apply_patch_call",
+        holder="operation",
+    ),
+}
+"""Sources: the `local_shell`, `shell` and `apply_patch` tools of the API reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    kind: str
+    """`function`, `custom`, `tool_search`, or a name of `BUILT_IN_TOOLS`."""
+    name: str
+    """As the client calls it."""
+    namespace: str | None
+    offered: Json
+    """The function that the engine is told of."""
+
+
+@dataclass(slots=True)
+class Toolbox:
+    """All tools of a body by the name under which each is offered."""
+
+    tools: dict[str, OfferedTool] = field(default_factory=dict)
+    _names: dict[tuple[str | None, str], str] = field(default_factory=dict)
+
+    def add(self, raw: Any, where: str) -> list[str]:
+        """Take in one tool as the client wrote it; the names under which it is offered. Raises RequestError."""
+        if isinstance(raw, dict) and raw.get("type") == "namespace":
+            namespace = _name(raw, where)
+            inner = raw.get("tools")
+            if not isinstance(inner, list):
+                raise RequestError(f"Invalid '{where}.tools': expected an array of tools.", param=f"{where}.tools")
+            return [
+                name
+                for position, tool in enumerate(inner)
+                for name in self._add_one(tool, f"{where}.tools[{position}]", namespace)
+            ]
+        return self._add_one(raw, where, None)
+
+    def _add_one(self, raw: Any, where: str, namespace: str | None) -> list[str]:
+        kind = raw.get("type") if isinstance(raw, dict) else None
+        if not isinstance(kind, str):
+            raise RequestError(f"Invalid '{where}': expected a tool with a type.", param=where)
+        if kind == "function":
+            if isinstance(raw.get("function"), dict) and raw.get("name") is None:  # the form of Chat Completions
+                raw, where = raw["function"], f"{where}.function"
+            parameters = raw.get("parameters")
+            if not isinstance(parameters, dict | None):
+                param = f"{where}.parameters"
+                raise RequestError(f"Invalid '{param}': expected a JSON schema object.", param=param)
+            offered = _function(raw.get("description"), parameters or _object([]))
+            if raw.get("strict") is True:
+                offered["strict"] = True
+            return self._offer("function", _name(raw, where), namespace, offered)
+        if kind == "custom":
+            return self._offer("custom", _name(raw, where), namespace, _custom(raw))
+        if kind == "tool_search":
+            if raw.get("execution") != "client":
+                return []  # nothing is deferred here, so there is nothing to search for
+            parameters = raw.get("parameters")
+            schema = parameters if isinstance(parameters, dict) else _object(["query"], query=_TEXT)
+            description = raw.get("description") or "Search for more tools."
+            return self._offer("tool_search", "tool_search", None, _function(description, schema))
+        known = BUILT_IN_TOOLS.get(kind)
+        if known is None:
+            return []
+        return self._offer(kind, kind, None, _function(known.description, known.parameters))
+
+    def _offer(self, kind: str, name: str, namespace: str | None, offered: Json) -> list[str]:
+        flat = self._names.get((namespace, name))
+        if flat is None:
+            base = flat = flatten(namespace, name)
+            number = 2
+            while flat in self.tools:
+                flat, number = f"{base}_{number}", number + 1
+            self._names[namespace, name] = flat
+        self.tools[flat] = OfferedTool(kind, name, namespace, {"name": flat, **offered})
+        return [flat]
+
+    def offered_name(self, namespace: str | None, name: str) -> str:
+        """The offered name of a tool in a call of the client's history; its tool need not be there any more."""
+        return self._names.get((namespace, name)) or flatten(namespace, name)
+
+    def functions(self, names: Iterable[str] | None = None) -> tuple[Json, ...]:
+        """What the engine is told: all tools, or those of these offered names."""
+        chosen = self.tools if names is None else [name for name in self.tools if name in set(names)]
+        return tuple({"type": "function", "function": self.tools[name].offered} for name in chosen)
+
+    def choose(self, choice: Any) -> tuple[str | Json | None, tuple[Json, ...]]:
+        """The engine's (tool_choice, tools) for the body's `tool_choice`. Raises RequestError.
+
+        `allowed_tools` leaves the others out: only what is not offered is certain not to be called.
+        """
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            names = self._allowed(choice)
+            mode = choice.get("mode")
+            if mode == "auto":
+                return ("auto" if names else None), self.functions(names)
+            if mode == "required" and names:
+                return "required", self.functions(names)
+            raise RequestError("Invalid 'tool_choice': needs a mode (auto, required) and tools.", param="tool_choice")
+        if choice is None or (isinstance(choice, str) and choice in ("none", "auto")):
+            return (choice if self.tools else None), self.functions()
+        if choice == "required":
+            if not self.tools:
+                raise RequestError("'tool_choice' is 'required' but there are no tools to call.", param="tool_choice")
+            return choice, self.functions()
+        if isinstance(choice, dict):
+            name = self._find(choice)
+            if name is None:
+                raise RequestError(
+                    "Invalid 'tool_choice': this tool is not among the tools that can be called here.",
+                    param="tool_choice",
+                )
+            return {"type": "function", "function": {"name": name}}, self.functions()
+        raise RequestError("Invalid value for 'tool_choice'.", param="tool_choice", code="invalid_value")
+
+    def _allowed(self, choice: Json) -> list[str]:
+        tools = choice.get("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise RequestError("Invalid 'tool_choice.tools': expected an array of tools.", param="tool_choice")
+        names: list[str] = []
+        for tool in tools:
+            if tool.get("type") == "namespace":
+                names += [name for name, known in self.tools.items() if known.namespace == tool.get("name")]
+            elif (name := self._find(tool)) is not None:
+                names.append(name)
+        return names
+
+    def _find(self, reference: Json) -> str | None:
+        kind = reference.get("type")
+        name = reference.get("name") if kind in ("function", "custom") else kind
+        namespace = reference.get("namespace")
+        if not isinstance(name, str) or not isinstance(namespace, str | None):
+            return None
+        return self._names.get((namespace, name))
+
+
+def flatten(namespace: str | None, name: str) -> str:
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def _name(raw: Json, where: str) -> str:
+    name = raw.get("name")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"Invalid '{where}': this tool needs a name.", param=where)
+    return name
+
+
+def _function(description: Any, parameters: Json) -> Json:
+    out: Json = {"description": description} if isinstance(description, str) else {}
+    out["parameters"] = parameters
+    return out
+
+
+def _custom(raw: Json) -> Json:
+    description = raw.get("description")
+    lines = [description] if isinstance(description, str) and description else []
+    lines.append("Give the whole text as the string `input`.")
+    form = raw.get("format")
+    if isinstance(form, dict) and isinstance(form.get("definition"), str):
+        lines.append(f"The text must follow this {form.get('syntax') or ''} grammar:\n{form['definition']}")
+    return _function("\n\n".join(lines), _object(["input"], input=_TEXT))
+
+
+def built_in_item(kind: str, arguments: str) -> Json | None:
+    """Type and holder of a built-in tool's call item; None when the item could not say exactly these arguments."""
+    value = _loads(arguments)
+    if not isinstance(value, dict):
+        return None
+    if kind == "tool_search":
+        return {"type": "tool_search_call", "execution": "client", "arguments": value}
+    known = BUILT_IN_TOOLS[kind]
+    holder = {**known.fixed, **value}
+    properties, required = known.parameters["properties"], known.parameters["required"]
+    if not all(_fits(value[key], properties[key]) if key in value else False for key in required):
+        return None
+    if built_in_arguments(kind, holder) != value:
+        return None
+    return {"type": known.item, known.holder: holder}
+
+
+def built_in_arguments(kind: str, holder: Json) -> Json:
+    """The model's arguments behind the holder of a built-in tool's call."""
+    fixed = BUILT_IN_TOOLS[kind].fixed
+    return {key: item for key, item in holder.items() if item is not None and (key not in fixed or item != fixed[key])}
+
+
+def _fits(value: Any, schema: Json) -> bool:
+    if schema["type"] == "array":
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return isinstance(value, str) and value in schema.get("enum", (value,))
+
+
+def _loads(text: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None

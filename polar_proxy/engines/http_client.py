@@ -1,0 +1,280 @@
+"""HTTP/1.1 to one server: what an engine needs of it, and no more.
+
+Every call passes here, so it is a protocol on the loop's own transport and a parser in C (httptools, which the server
+of the gateway uses too). A general client costs a fifth of a whole call.
+
+Promises:
+
+* A connection has one exchange at a time. It is used again after a response that was complete, and closed after any
+  other: closing a `HttpResponse`, or cancelling who waits for it, makes the server stop its work.
+* Nothing but OSError (ConnectionError, TimeoutError, ...) is raised.
+* A reader that is slow holds the server back: no more than `_HIGH_WATER` bytes wait here.
+
+There are no redirects, no compression and no cookies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from base64 import b64encode
+from collections import deque
+from collections.abc import Mapping
+from typing import cast
+from urllib.parse import quote, unquote, urlsplit
+
+import httptools
+
+_HIGH_WATER = 1 << 20
+
+
+class NoResponseError(ConnectionResetError):
+    """The server closed the connection before it began to answer."""
+
+
+class HttpResponse:
+    """An answer whose headers are there. Its body is read once, by `read` or by `read_some`."""
+
+    def __init__(self, connection: _ClientConnection) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        """By name in lower case."""
+        self.complete = False
+        """All of the body has arrived; what was not read of it yet can still be."""
+        self._connection = connection
+        self._chunks: deque[bytes] = deque()
+        self._size = 0
+        self._error: OSError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def read_some(self) -> bytes:
+        """What has arrived of the body; empty at its end. OSError where it broke off."""
+        while not self._chunks:
+            if self._error is not None:
+                raise self._error
+            if self.complete:
+                return b""
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        data = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
+        self._chunks.clear()
+        self._size = 0
+        self._connection.read_on()
+        return data
+
+    async def read(self) -> bytes:
+        """The whole body."""
+        parts = []
+        while data := await self.read_some():
+            parts.append(data)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        """Drop what has not arrived. Safe to call more than once."""
+        if not self.complete:
+            self._connection.drop()
+
+    # What the connection tells
+
+    def add(self, data: bytes) -> bool:
+        """A piece of the body; whether more than enough waits to be read."""
+        self._chunks.append(data)
+        self._size += len(data)
+        self._wake()
+        return self._size > _HIGH_WATER
+
+    def end(self, error: OSError | None = None) -> None:
+        self.complete = error is None
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _ClientConnection(asyncio.Protocol):
+    """One connection of a client's pool."""
+
+    def __init__(self, client: HttpClient) -> None:
+        self._client = client
+        self._parser = httptools.HttpResponseParser(self)
+        self._response: HttpResponse | None = None
+        self._head: asyncio.Future[HttpResponse] | None = None
+        self._paused = False
+        self._until_close = False
+        self._transport: asyncio.Transport | None = None
+        self.idle_since = 0.0
+
+    async def exchange(self, request: list[bytes]) -> HttpResponse:
+        """Send, and wait for the headers. NoAnswer where the connection was gone already."""
+        if self._transport is None or self._transport.is_closing():
+            raise NoResponseError("the connection is closed")
+        response = self._response = HttpResponse(self)
+        self._head = asyncio.get_running_loop().create_future()
+        self._transport.writelines(request)
+        try:
+            return await self._head
+        except BaseException:
+            if self._response is response:  # else it is complete, and others may use the connection already
+                self.drop()
+            raise
+
+    @property
+    def usable(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    def drop(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def read_on(self) -> None:
+        if self._paused and self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+        self._paused = False
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+
+    def data_received(self, data: bytes) -> None:
+        if self._response is None:  # nothing was asked
+            self.drop()
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._broken(ConnectionError(f"it does not speak HTTP ({error})"))
+            self.drop()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._client.lost(self)
+        if self._head is not None and not self._head.done():
+            self._broken(NoResponseError(str(error or "the server closed the connection")))
+        elif self._until_close and error is None:
+            self.on_message_complete()
+        else:
+            self._broken(ConnectionResetError(str(error or "the server closed the connection")))
+
+    def _broken(self, error: OSError) -> None:
+        response, self._response = self._response, None
+        if self._head is not None and not self._head.done():
+            self._head.set_exception(error)
+        elif response is not None:
+            response.end(error)
+
+    # httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._response is not None:
+            self._response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        response = self._response
+        if response is None:
+            return
+        response.status = self._parser.get_status_code()
+        if response.status < 200:  # the real answer follows
+            response.headers.clear()
+            return
+        headers = response.headers
+        self._until_close = "content-length" not in headers and "transfer-encoding" not in headers
+        if self._head is not None and not self._head.done():
+            self._head.set_result(response)
+
+    def on_body(self, data: bytes) -> None:
+        if self._response is not None and self._response.add(data) and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        response = self._response
+        if response is None or response.status < 200:
+            return
+        self._response = self._head = None
+        self.read_on()
+        response.end()
+        if self.usable and self._parser.should_keep_alive():
+            self._client.idle(self)
+        else:
+            self.drop()
+
+
+class HttpClient:
+    """Connections to the server at `url`; `headers` go out with every request. Raises ValueError for headers or a URL
+    that HTTP cannot carry."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], *, connect_seconds: float, keep_seconds: float) -> None:
+        parts = urlsplit(url)
+        if not parts.hostname:
+            raise ValueError(f"{url!r} names no host")
+        self._host = parts.hostname
+        self._host.encode("idna")
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._ssl else 80)
+        self._base = quote(parts.path.rstrip("/"), safe="/%:@!$&'()*+,;=").encode("ascii")
+        fields = {"host": parts.netloc.rpartition("@")[2], **headers}
+        if parts.username is not None:
+            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+            fields.setdefault("authorization", "Basic " + b64encode(pair.encode()).decode())
+        if any(ord(sign) < 32 for value in fields.values() for sign in value):
+            raise ValueError("a header holds a control character")
+        self._fields = "".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode("latin-1")
+        self._connect_seconds = connect_seconds
+        self._keep_seconds = keep_seconds
+        self._idle: list[_ClientConnection] = []
+        self._open: set[_ClientConnection] = set()
+
+    async def request(self, method: str, path: str, body: bytes | None) -> HttpResponse:
+        """The response as soon as its headers are there, whatever its status. `path` is put behind the URL's own."""
+        head = b"%b %b%b HTTP/1.1\r\n%b" % (method.encode("ascii"), self._base, path.encode("ascii"), self._fields)
+        parts = [head, b"\r\n"] if body is None else [head, b"content-length: %d\r\n\r\n" % len(body), body]
+        connection = self._pooled() or await self._connected()
+        return await connection.exchange(parts)
+
+    @property
+    def connections(self) -> int:
+        """How many are open, in use or idle."""
+        return len(self._open)
+
+    def close(self) -> None:
+        """Drop all connections."""
+        for connection in list(self._open):
+            connection.drop()
+        self._idle.clear()
+
+    def _pooled(self) -> _ClientConnection | None:
+        """The connection that was used last, if it was used just now: a server closes those that lie idle."""
+        limit = time.monotonic() - self._keep_seconds
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable and connection.idle_since > limit:
+                return connection
+            connection.drop()
+        return None
+
+    async def _connected(self) -> _ClientConnection:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._connect_seconds):
+            _, connection = await loop.create_connection(
+                lambda: _ClientConnection(self), self._host, self._port, ssl=self._ssl
+            )
+        self._open.add(connection)
+        return connection
+
+    # What connections tell
+
+    def idle(self, connection: _ClientConnection) -> None:
+        connection.idle_since = time.monotonic()
+        self._idle.append(connection)
+
+    def lost(self, connection: _ClientConnection) -> None:
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)

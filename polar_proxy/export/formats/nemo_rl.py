@@ -1,0 +1,61 @@
+"""NeMo-RL: a message log with token ids, as its rollouts leave it, within a `DatumSpec`.
+
+NeMo-RL trains the messages of role `assistant` that carry `generation_logprobs`. So the response is cut where the mask
+changes, not where messages begin: each sampled run is one assistant message, each run between is the environment's.
+Records: NeMo-RL `data/interfaces.py` (`DatumSpec`), `data/llm_message_utils.py`, `algorithms/grpo.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polar_proxy.export.formats.training_rows import TrainingRow, UnsupportedRowError, require_reward
+from polar_proxy.types import Json
+
+
+def datum_spec(rows: list[TrainingRow], idx: int = 0) -> Json:
+    """One rollout as JSON; `load` makes tensors of it. `total_reward` stands beside what DatumSpec names.
+
+    A masked rollout has `loss_multiplier` 0. Texts are left empty: everything is told by ids. Raises BridgeError for a
+    rollout without a reward, or of several sequences: NeMo-RL's baseline would count it several times.
+    """
+    if len(rows) > 1:
+        raise UnsupportedRowError(
+            "several_traces", f"the rollout {rows[0].rollout_id} has {len(rows)} sequences; a DatumSpec holds one"
+        )
+    row = rows[0]
+    messages: list[Json] = [{"role": "user", "content": "", "token_ids": list(row.prompt_ids)}]
+    for sampled, start, end in row.runs():
+        message: Json = {"role": "assistant" if sampled else "environment", "content": ""}
+        message["token_ids"] = list(row.response_ids[start:end])
+        if sampled:
+            message["generation_logprobs"] = list(row.logprobs[start:end])
+        messages.append(message)
+    return {
+        "message_log": messages,
+        "length": len(row.token_ids),
+        "extra_env_info": {
+            "trace_id": row.trace_id,
+            "rollout_id": row.rollout_id,
+            "group_id": row.group_id,
+            "task_id": row.task_id,
+        },
+        "loss_multiplier": 0.0 if row.masked else 1.0,
+        "idx": idx,
+        "task_name": "polar",
+        "total_reward": require_reward(row),
+    }
+
+
+def load(record: Json) -> Json:
+    """The record with tensors: `token_ids` int64 [k], `generation_logprobs` float32 [k]."""
+    import torch
+
+    def tensors(message: Json) -> dict[str, Any]:
+        made: dict[str, Any] = dict(message)
+        made["token_ids"] = torch.tensor(message["token_ids"], dtype=torch.int64)
+        if "generation_logprobs" in message:
+            made["generation_logprobs"] = torch.tensor(message["generation_logprobs"], dtype=torch.float32)
+        return made
+
+    return {**record, "message_log": [tensors(message) for message in record["message_log"]]}

@@ -1,0 +1,41 @@
+"""Tinker `Datum`: tokens shifted by one, with the recorded log-probabilities and an advantage at each target.
+
+For the losses `importance_sampling`, `ppo`, `cispo` and `gspo`. Where nothing was sampled the advantage is 0, so that
+position adds nothing, whatever its log-probability says. Record: tinker 0.38, `types/datum.py`, `tensor_data.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polar_proxy.export.formats.training_rows import TrainingRow, require_advantage
+from polar_proxy.types import Json
+
+
+def datum(row: TrainingRow) -> Json:
+    """A datum as JSON: n tokens give n - 1 inputs and n - 1 targets. Raises BridgeError without an advantage."""
+    advantage, off, ids = require_advantage(row), len(row.prompt_ids), row.token_ids
+    mask = [0] * off + list(row.loss_mask)
+    logprobs = [0.0] * off + list(row.logprobs)
+    return {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": list(ids[:-1])}]},
+        "loss_fn_inputs": {
+            "target_tokens": _tensor(list(ids[1:]), "int64"),
+            "logprobs": _tensor(logprobs[1:], "float32"),
+            "advantages": _tensor([advantage if bit else 0.0 for bit in mask[1:]], "float32"),
+        },
+    }
+
+
+def load(record: Json) -> Any:
+    """A record as `tinker.Datum` (needs `pip install tinker`)."""
+    import tinker
+
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(record["model_input"]["chunks"][0]["tokens"]),
+        loss_fn_inputs={name: tinker.TensorData(**tensor) for name, tensor in record["loss_fn_inputs"].items()},
+    )
+
+
+def _tensor(data: list[Any], dtype: str) -> Json:
+    return {"data": data, "dtype": dtype, "shape": [len(data)]}

@@ -1,0 +1,243 @@
+"""TRL: recorded groups as `rollout_func` of GRPOTrainer, as samples and worker of AsyncGRPOTrainer, as SFT dataset.
+
+`GRPOTrainer(rollout_func=RecordedRollouts(groups), reward_funcs=recorded_reward)` trains one sequence per rollout; the
+baseline is TRL's own. `AsyncGRPOTrainer(rollout_worker=RecordedWorker(groups))` holds several per rollout; advantages
+are Polar's, each rollout counted once. Records are TRL 1.16's: `trainer/grpo_trainer.py` (`_generate`),
+`experimental/async_grpo/async_rollout_worker.py` (`RolloutSample`).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from polar_proxy.errors import UsageError
+from polar_proxy.export.formats.training_rows import (
+    IdNumbers,
+    TrainingRow,
+    UnsupportedRowError,
+    group_by_rollout,
+    read_row,
+    require_advantage,
+    with_advantages,
+)
+from polar_proxy.types import Json
+
+Rewards = Mapping[str, Mapping[str, float | None]]
+
+
+SequencePolicy = Literal["refuse", "longest"]
+"""What becomes of a rollout of several sequences where the record holds one: nothing of the group, or the sequence with
+the most sampled tokens (the first of such) is trained and the others are counted as left out."""
+
+
+def completions(rows: Sequence[Json], generations: int, several: SequencePolicy = "refuse") -> Json:
+    """One group as `rollout_func` returns it: lists of `generations` entries, one a rollout.
+
+    `prompt_ids`, `completion_ids`, `logprobs` (as recorded), `env_mask` (1 = sampled and trained), `reward` (None:
+    unscored, which TRL leaves out of the baseline), `trace_id`. Raises BridgeError where a rollout has several
+    sequences and they are refused, or there are other than `generations` rollouts.
+    """
+    members = group_by_rollout([read_row(row) for row in rows])
+    if len(members) != generations:
+        text = f"the group has {len(members)} rollouts with tokens, and num_generations is {generations}"
+        raise UnsupportedRowError("group_size", text)
+    for name, traces in members.items():
+        if len(traces) > 1 and several == "refuse":
+            raise UnsupportedRowError(
+                "several_traces",
+                f"the rollout {name} has {len(traces)} sequences and GRPOTrainer holds one per completion: use "
+                'RecordedWorker with AsyncGRPOTrainer, which trains all of them, or several="longest"',
+            )
+    each = [max(traces, key=lambda row: sum(row.loss_mask)) for traces in members.values()]
+    return {
+        "prompt_ids": [list(row.prompt_ids) for row in each],
+        "completion_ids": [list(row.response_ids) for row in each],
+        "logprobs": [list(row.logprobs) for row in each],
+        "env_mask": [row.trained_mask() for row in each],
+        "reward": [row.reward for row in each],
+        "trace_id": [row.trace_id for row in each],
+    }
+
+
+class RecordedRollouts:
+    """A `rollout_func`: each run of `num_generations` equal prompts gets the next recorded group, whatever it says.
+
+    `groups` yields the rows of one group at a time, from a file or a feed. What GRPOTrainer cannot hold raises
+    BridgeError, or with `on_refused = "skip"` is counted in `left_out` and the next group taken. Raises UsageError
+    when the groups run out, or where several processes share a generation batch.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Sequence[Json]],
+        *,
+        several: SequencePolicy = "refuse",
+        on_refused: Literal["raise", "skip"] = "raise",
+    ) -> None:
+        self._groups, self._several = iter(groups), several
+        self._skip = on_refused == "skip"
+        self.left_out: Counter[str] = Counter()
+
+    def __call__(self, prompts: Sequence[Any], trainer: Any) -> Json:
+        if trainer.accelerator.num_processes > 1:
+            raise UsageError("Recorded groups are given to one process: with several, a group would be cut apart.")
+        generations = int(trainer.num_generations)
+        if len(prompts) % generations:
+            raise UsageError(f"{len(prompts)} prompts are no whole groups of {generations}.")
+        found: Json = {}
+        for _ in range(len(prompts) // generations):
+            for name, values in self._next(generations).items():
+                found.setdefault(name, []).extend(values)
+        return found
+
+    def _next(self, generations: int) -> Json:
+        for rows in self._groups:
+            try:
+                found = completions(rows, generations, self._several)
+            except UnsupportedRowError as error:
+                if not self._skip:
+                    raise
+                self.left_out[error.reason] += 1
+                continue
+            if left := len(rows) - generations:
+                self.left_out["shorter_sequence"] += left
+            return found
+        raise UsageError("There are no recorded groups left: record more, or lower max_steps.")
+
+
+def recorded_reward(completions: Sequence[Any], reward: Sequence[float | None], **_: Any) -> list[float | None]:
+    """The `reward_funcs` that goes with `RecordedRollouts`: what Polar's evaluators said."""
+    return list(reward)
+
+
+def recorded_ratios(trainer: type[Any]) -> type[Any]:
+    """A subclass of GRPOTrainer whose importance ratios are to the *recorded* log-probabilities.
+
+    TRL takes its own of before the step instead (vLLM mode corrects for the gap by a weight of its own), which treats
+    samples of older weights as if the trainer's weights had made them.
+    """
+
+    class RecordedRatios(trainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            output = super()._generate_and_score_completions(inputs)
+            output["old_per_token_logps"] = output["sampling_per_token_logps"]
+            return output
+
+    return RecordedRatios
+
+
+def rollout_sample(row: TrainingRow, group_number: int, *, model_version: int = 0) -> Json:
+    """The fields of a `RolloutSample`. `input_ids`, `completion_mask` int64 [n], `old_log_probs` float32 [n].
+
+    `model_version`: used where the engine told no version of the tokens; else the oldest that it told. Raises
+    BridgeError for a row without an advantage.
+    """
+    off = len(row.prompt_ids)
+    numbers = [int(version) for version in row.versions if version.isdecimal()]
+    return {
+        "prompt": [],
+        "completion": [],
+        "input_ids": np.array(row.token_ids, dtype=np.int64),
+        "completion_mask": np.array([0] * off + list(row.loss_mask), dtype=np.int64),
+        "old_log_probs": np.array([0.0] * off + list(row.logprobs), dtype=np.float32),
+        "advantage": require_advantage(row),
+        "model_version": min(numbers, default=model_version),
+        "group_id": group_number,
+        "metrics": {"reward": float("nan") if row.reward is None else float(row.reward)},
+    }
+
+
+def record(rows: Sequence[TrainingRow], groups: IdNumbers) -> list[Json]:
+    """Of one rollout, as plain JSON. `input_ids` with `labels` (-100 where nothing was sampled) is what SFTTrainer
+    reads; `completion_mask` alone it would only heed with `completion_only_loss`."""
+    made = []
+    for row in rows:
+        fields = rollout_sample(row, groups[row.group_id or row.session_id])
+        labels = np.where(fields["completion_mask"] == 1, fields["input_ids"], -100)
+        made.append(
+            {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
+            | {"labels": labels.tolist(), "trace_id": row.trace_id}
+        )
+    return made
+
+
+class RecordedWorker:
+    """A `rollout_worker` of AsyncGRPOTrainer that hands out recorded groups (its `RolloutWorkerProtocol`).
+
+    Rollouts that only count in the baseline are left out and counted, as are groups without spread. A failure in the
+    thread, also of `groups`, is raised by `check_health`, which the trainer calls while it waits.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[Sequence[Json]],
+        *,
+        advantage: str = "grpo",
+        rewards: Rewards | None = None,
+        ahead: int = 64,
+    ) -> None:
+        """`advantage`, `rewards`: as `with_advantages` takes them. `ahead`: samples made before they are asked for."""
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=ahead)
+        self.metrics_queue: queue.Queue[Any] = queue.Queue()
+        self.left_out: Counter[str] = Counter()
+        self._groups, self._advantage, self._rewards = iter(groups), advantage, rewards
+        self._version = 0
+        self._error: Exception | None = None
+        self._numbers = IdNumbers()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="polar-recorded-groups", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=10)
+
+    def update_model_version(self, model_version: int) -> None:
+        self._version = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raises what ended the thread, or UsageError where the groups have run out. It never goes stale."""
+        if self._error is not None:
+            raise self._error
+        if not self._thread.is_alive() and self.rollout_buffer.empty():
+            raise UsageError("There are no recorded groups left: record more, or lower max_steps.")
+
+    def _run(self) -> None:
+        try:
+            for rows in self._groups:
+                for sample in self._samples(rows):
+                    while not self._stopping.is_set():
+                        try:
+                            self.rollout_buffer.put(sample, timeout=0.2)
+                            break
+                        except queue.Full:
+                            continue
+                if self._stopping.is_set():
+                    return
+        except Exception as error:  # noqa: BLE001 - told by check_health in the trainer's thread
+            self._error = error
+
+    def _samples(self, rows: Sequence[Json]) -> Iterator[Any]:
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        read = [read_row(row) for row in with_advantages(rows, self._advantage, self._rewards)]
+        if not any(row.advantage for row in read):
+            self.left_out["no_spread"] += len(read)
+            return
+        for members in group_by_rollout(read).values():
+            for row in members:
+                try:
+                    fields = rollout_sample(row, self._numbers[str(row.group_id)], model_version=self._version)
+                except UnsupportedRowError as error:
+                    self.left_out[error.reason] += 1
+                    continue
+                yield RolloutSample(**fields)

@@ -1,0 +1,32 @@
+"""Rollouts: stages, scheduling, recovery."""
+
+from polar_proxy.rollout_spec import RolloutSpec
+from polar_proxy.rollouts.attempt import AttemptRunner, ProgressReporter
+from polar_proxy.rollouts.local_job import run_job
+from polar_proxy.rollouts.recovery import recover
+from polar_proxy.rollouts.service import (
+    JobSpec,
+    RolloutService,
+    ServiceLimits,
+    cancel,
+    local_gateway,
+    rollout_ids,
+    submit,
+)
+from polar_proxy.rollouts.traces import build_traces
+
+__all__ = [
+    "AttemptRunner",
+    "JobSpec",
+    "ProgressReporter",
+    "RolloutService",
+    "RolloutSpec",
+    "ServiceLimits",
+    "build_traces",
+    "cancel",
+    "local_gateway",
+    "recover",
+    "rollout_ids",
+    "run_job",
+    "submit",
+]

@@ -1,0 +1,93 @@
+"""What a harness says about a call beside its conversation: which thread, whose child, which attempt.
+
+Read from a fixed list of headers and body fields; nothing else of a request is looked at here, so no key and no
+auth header can get into the history or the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+_LONGEST = 200
+"""Characters of an id that are kept: ids are short, and a client may send anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientMetadata:
+    """None and 0: the harness did not say."""
+
+    retry: int = 0
+    """How often the client's SDK has sent this request before (`X-Stainless-Retry-Count`)."""
+    thread: str | None = None
+    """The harness's own id for this line of conversation."""
+    parent_thread: str | None = None
+    """The thread that started this one."""
+    subagent: str | None = None
+    """The kind of sub-agent that calls."""
+    request: str | None = None
+    """What the harness calls this request, such as `compaction`."""
+
+
+NO_METADATA = ClientMetadata()
+
+# Session ids by header, the first that is there: opencode, Codex, Claude Code, Pi on Responses, Vibe, terminus-2.
+_THREAD_HEADERS = (
+    "thread-id",
+    "x-claude-code-session-id",
+    "x-session-id",
+    "session-id",
+    "session_id",
+    "x-affinity",
+)
+
+
+def read_client_metadata(headers: Mapping[str, str], params: Mapping[str, Any]) -> ClientMetadata:
+    """`headers` with names in lower case (or compared without case); `params` is the body without its messages."""
+    session = next((value for name in _THREAD_HEADERS if (value := headers.get(name))), None)
+    metadata = params.get("metadata")
+    if session is None and isinstance(metadata, dict):
+        session = _claude_session(metadata.get("user_id"))
+    if session is None:  # OpenHands, terminus-2
+        session = _text(params.get("prompt_cache_key")) or _text(params.get("session_id"))
+    thread, parent, subagent = session, None, None
+    if agent := headers.get("x-claude-code-agent-id"):
+        thread, parent, subagent = agent, session, "agent"
+    elif above := headers.get("x-codex-parent-thread-id"):
+        parent, subagent = above, headers.get("x-openai-subagent") or "agent"
+    elif above := headers.get("x-parent-session-id"):
+        parent, subagent = above, "agent"
+    retry = headers.get("x-stainless-retry-count") or "0"
+    if thread is None and retry == "0":
+        return NO_METADATA
+    client = params.get("client_metadata")
+    request = _text(client.get("request_kind")) if isinstance(client, dict) else None
+    return ClientMetadata(
+        retry=int(retry) if retry.isascii() and retry.isdigit() and len(retry) < 5 else 0,
+        thread=_cut(thread),
+        parent_thread=_cut(parent),
+        subagent=_cut(subagent),
+        request=request,
+    )
+
+
+def _claude_session(user_id: object) -> str | None:
+    """Claude Code packs device, account and session into one JSON string; only the session is of use."""
+    if not isinstance(user_id, str) or not user_id.startswith("{"):
+        return None
+    try:
+        value = orjson.loads(user_id)
+    except orjson.JSONDecodeError:
+        return None
+    return _text(value.get("session_id")) if isinstance(value, dict) else None
+
+
+def _text(value: object) -> str | None:
+    return value[:_LONGEST] if isinstance(value, str) and value else None
+
+
+def _cut(value: str | None) -> str | None:
+    return value[:_LONGEST] if value else None

@@ -1,0 +1,322 @@
+"""Taking out what is old, and giving back the room: `polar db prune` and `polar db vacuum`.
+
+Both run beside gateways that write. What makes that safe is that the database itself refuses a row which refers to one
+that is gone (foreign keys): a gateway that believes a node to be stored, and is told so, offers all rows of its call
+again (`commit.GroupCommit`). And nothing is removed that is referred to when the deleting transaction looks.
+
+A foreign key that is not indexed costs a scan of the table for every row that is removed. The indices for it would cost
+every gateway a tenth more bytes a call, so they exist only while this runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import ColumnElement, Table, and_, delete, exists, func, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from polar_proxy.errors import StoreError
+from polar_proxy.store import schema
+from polar_proxy.store.artifacts import artifact_path
+from polar_proxy.store.base import Repository
+from polar_proxy.store.filters import parse_where
+from polar_proxy.store.verify import ProgressCallback, no_progress
+
+_BATCH = 500
+_ROLLOUTS_AT_ONCE = 20
+_YOUNG_FILE_SECONDS = 3600.0
+"""A file that was written or found equal since may belong to an artifact whose row is about to be stored."""
+_ATTEMPTS = 5
+_PAGES_AT_ONCE = 2000
+
+_c, _n, _r, _s = schema.calls.c, schema.nodes.c, schema.rollouts.c, schema.sessions.c
+_TO_NODES = (_n.parent_id, _c.messages_node, _c.tools_node, _c.prompt_node, schema.rescores.c.prompt_node)
+_TO_SETTINGS = (_c.params_hash, _c.sampling_hash)
+_TO_ENGINES = (_c.engine_hash, schema.rescores.c.engine_hash)
+_TO_CALLS = (schema.trace_spans.c.call_id, schema.exclusions.c.call_id)
+
+
+@dataclass(slots=True)
+class PruneResult:
+    """What was removed (or, in a dry run, would be)."""
+
+    rollouts: list[str] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
+    """Removed, or emptied where their key still works."""
+    calls: int = 0
+    files: int = 0
+
+
+@dataclass(slots=True)
+class VacuumResult:
+    nodes: int = 0
+    settings: int = 0
+    engines: int = 0
+    bytes_before: int = 0
+    bytes_after: int = 0
+    free_bytes: int = 0
+    """Within the SQLite file, to be used again; `full` gives them back."""
+
+
+class MaintenanceRepository(Repository):
+    async def prune(
+        self,
+        before: float,
+        *,
+        where: str | None = None,
+        dry_run: bool = False,
+        progress: ProgressCallback = no_progress,
+    ) -> PruneResult:
+        """Remove rollouts that ended before this time (seconds since the epoch) with their sessions, and sessions
+        without a rollout whose last call is older, with all that belongs to them.
+
+        Never a rollout without a final status. A session that was not closed stays, empty, so that its key goes on
+        working. `where`: conditions on rollouts; then only rollouts. The chains stay until `vacuum`.
+        """
+        pruned = PruneResult()
+        conditions = [*_old_rollout(before), *(parse_where(where) if where else [])]
+        join = schema.rollouts.outerjoin(schema.sessions, _s.session_id == _r.session_id)
+        async with self._database.reading() as connection:
+            rollouts = list(await connection.scalars(select(_r.rollout_id).select_from(join).where(*conditions)))
+            sessions = (
+                [] if where else list(await connection.scalars(select(_s.session_id).where(*_old_session(before))))
+            )
+            if dry_run:
+                mine = _c.session_id.in_(select(_sessions_of(rollouts).subquery().c.session_id))
+                alone = _c.session_id.in_(sessions)
+                counted = await connection.scalar(
+                    select(func.count()).select_from(schema.calls).where(or_(mine, alone))
+                )
+                return PruneResult(rollouts, sessions, int(counted or 0))
+        total = len(rollouts) + len(sessions)
+        if not total:
+            return pruned
+        async with self._indices(_TO_CALLS):
+            for start in range(0, len(rollouts), _ROLLOUTS_AT_ONCE):
+                await self._rollouts_out(rollouts[start : start + _ROLLOUTS_AT_ONCE], before, pruned)
+                progress("rollouts and sessions", start, total)
+            for start in range(0, len(sessions), _ROLLOUTS_AT_ONCE):
+                await self._sessions_out(sessions[start : start + _ROLLOUTS_AT_ONCE], before, pruned)
+                progress("rollouts and sessions", len(rollouts) + start, total)
+        return pruned
+
+    async def _rollouts_out(self, candidates: Sequence[str], before: float, pruned: PruneResult) -> None:
+        a = schema.artifacts.c
+        async with self._database.writing() as connection:
+            query = select(_r.rollout_id).where(_r.rollout_id.in_(candidates), *_old_rollout(before)).with_for_update()
+            rollouts = list(await connection.scalars(query))
+            sessions = list(await connection.scalars(_sessions_of(rollouts)))
+            files = set(await connection.scalars(select(a.sha256).where(a.rollout_id.in_(rollouts))))
+            groups = list(await connection.scalars(select(_r.group_id).where(_r.rollout_id.in_(rollouts)).distinct()))
+            pruned.calls += await _calls_out(connection, sessions)
+            for table in (schema.rewards, schema.events, schema.artifacts, schema.stages, schema.rollouts):
+                await connection.execute(delete(table).where(table.c.rollout_id.in_(rollouts)))
+            await connection.execute(delete(schema.sessions).where(_s.session_id.in_(sessions)))
+            await _empty_groups_out(connection, groups)
+            gone = files - set(await connection.scalars(select(a.sha256).where(a.sha256.in_(files))))
+        pruned.rollouts += rollouts
+        pruned.sessions += sessions
+        pruned.files += await asyncio.to_thread(self._files_out, gone)
+
+    async def _sessions_out(self, candidates: Sequence[str], before: float, pruned: PruneResult) -> None:
+        async with self._database.writing() as connection:
+            # A gateway that commits a call of one of these holds its row until then: it is waited for, and looked at.
+            query = select(_s.session_id, _s.closed_at).where(_s.session_id.in_(candidates), *_old_session(before))
+            rows = (await connection.execute(query.with_for_update())).all()
+            sessions = [row.session_id for row in rows]
+            pruned.calls += await _calls_out(connection, sessions)
+            closed = [row.session_id for row in rows if row.closed_at is not None]
+            await connection.execute(delete(schema.sessions).where(_s.session_id.in_(closed)))
+            counters = dict.fromkeys(("calls", "failed_calls", "prompt_tokens", "completion_tokens"), 0)
+            await connection.execute(
+                update(schema.sessions).where(_s.session_id.in_(sessions)).values(**counters, last_call_at=None)
+            )
+        pruned.sessions += sessions
+
+    def _files_out(self, gone: Collection[str]) -> int:
+        removed = 0
+        for sha256 in gone:
+            place = artifact_path(self._artifacts, sha256)
+            try:
+                if place.stat().st_mtime < time.time() - _YOUNG_FILE_SECONDS:
+                    place.unlink()
+                    removed += 1
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise StoreError(f"The artifact {place} cannot be removed: {error.strerror}") from error
+        return removed
+
+    async def vacuum(self, *, full: bool = False, progress: ProgressCallback = no_progress) -> VacuumResult:
+        """Remove nodes, settings and engines that nothing refers to, in small transactions, then give the room back.
+
+        SQLite: files made by this version shrink piece by piece; `full` rewrites the file (writers wait for it), which
+        older ones need once. PostgreSQL: VACUUM, or VACUUM FULL.
+        """
+        done = VacuumResult(bytes_before=await self._size())
+        async with self._indices((*_TO_NODES, *_TO_SETTINGS, *_TO_ENGINES)):
+            done.nodes = await self._nodes_out(progress)
+            for table, key, users in (
+                (schema.settings, schema.settings.c.settings_hash, _TO_SETTINGS),
+                (schema.engines, schema.engines.c.engine_hash, _TO_ENGINES),
+            ):
+                removed = await self._delete_unused(table, key, users, None)
+                setattr(done, table.name, len(removed))
+        if self._database.dialect == "sqlite":
+            done.free_bytes = await self._shrink_file(full, progress)
+        else:
+            await self._vacuum_server(full)
+        done.bytes_after = await self._size()
+        return done
+
+    async def _nodes_out(self, progress: ProgressCallback) -> int:
+        removed, last = 0, b""
+        async with self._database.reading() as connection:
+            total = int(await connection.scalar(select(func.count()).select_from(schema.nodes)) or 0)
+        while True:
+            async with self._database.reading() as connection:
+                query = select(_n.node_id).where(_n.node_id > last, *_unused(schema.nodes, _n.node_id, _TO_NODES))
+                leaves = list(await connection.scalars(query.order_by(_n.node_id).limit(_BATCH)))
+            if not leaves:
+                return removed
+            last = leaves[-1]
+            while leaves:  # a parent may be nobody's any more
+                parents = await self._delete_unused(schema.nodes, _n.node_id, _TO_NODES, leaves[:_BATCH])
+                removed += len(parents)
+                leaves = [*leaves[_BATCH:], *{parent for parent in parents if parent is not None}]
+                progress("nodes removed", removed, total)
+                await asyncio.sleep(0)  # writers of this process take their turn
+
+    async def _delete_unused(
+        self, table: Table, key: ColumnElement[Any], users: Sequence[ColumnElement[Any]], keys: Sequence[bytes] | None
+    ) -> list[bytes | None]:
+        """Removes those that are not used now; returns the parents of nodes, and the keys of others."""
+        statement = delete(table).where(*_unused(table, key, users))
+        if keys is not None:
+            statement = statement.where(key.in_(keys))
+        returned = statement.returning(_n.parent_id if table is schema.nodes else key)
+        for attempt in range(_ATTEMPTS):
+            try:
+                async with self._database.writing() as connection:
+                    return list(await connection.scalars(returned))
+            except StoreError:
+                # PostgreSQL: a call that refers to one of them was committed between looking and removing.
+                if attempt == _ATTEMPTS - 1 or self._database.dialect == "sqlite":
+                    raise
+        return []
+
+    @asynccontextmanager
+    async def _indices(self, columns: Sequence[ColumnElement[Any]]) -> AsyncIterator[None]:
+        # Left by one that was killed, they are taken over and dropped at the end.
+        names = [(f"upkeep_{column.table.name}_{column.name}", column.table.name, column.name) for column in columns]
+        try:
+            for name, table, column in names:
+                async with self._database.writing() as connection:
+                    await connection.exec_driver_sql(f"CREATE INDEX IF NOT EXISTS {name} ON {table} ({column})")
+            yield
+        finally:
+            for name, _, _ in names:
+                async with self._database.writing() as connection:
+                    await connection.exec_driver_sql(f"DROP INDEX IF EXISTS {name}")
+
+    async def _size(self) -> int:
+        async with self._database.reading() as connection:
+            if self._database.dialect == "sqlite":
+                query = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
+            else:
+                query = "SELECT pg_database_size(current_database())"
+            return int((await connection.exec_driver_sql(query)).scalar_one())
+
+    async def _shrink_file(self, full: bool, progress: ProgressCallback) -> int:
+        """Returns how many bytes of the file are free."""
+        assert self._database.path is not None
+        path = self._database.path
+
+        def step() -> tuple[int, int, bool]:
+            with self._database.translated(), closing(sqlite3.connect(path, timeout=30)) as connection:
+                connection.isolation_level = None
+                piecewise = connection.execute("PRAGMA auto_vacuum").fetchone()[0] == 2
+                if full:
+                    connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+                    connection.execute("VACUUM")
+                elif piecewise:
+                    connection.execute(f"PRAGMA incremental_vacuum({_PAGES_AT_ONCE})").fetchall()
+                free = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+                page = int(connection.execute("PRAGMA page_size").fetchone()[0])
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+                return free, page, piecewise
+
+        before: int | None = None
+        while True:
+            free, page, piecewise = await self._database.in_turn(step)
+            progress(
+                "bytes to give back", 0 if before is None else max(0, before - free) * page, (before or free) * page
+            )
+            if full or not piecewise or free == 0 or (before is not None and free >= before):
+                return free * page
+            before = free
+
+    async def _vacuum_server(self, full: bool) -> None:
+        async with self._database.reading() as connection:
+            plain = await connection.execution_options(isolation_level="AUTOCOMMIT")
+            for table in schema.metadata.sorted_tables:
+                await plain.exec_driver_sql(f"VACUUM {'(FULL, ANALYZE)' if full else '(ANALYZE)'} {table.name}")
+
+
+def _old_rollout(before: float) -> list[ColumnElement[bool]]:
+    return [schema.rollout_is_final, func.coalesce(_r.ended_at, _r.created_at) < before]
+
+
+def _old_session(before: float) -> list[ColumnElement[bool]]:
+    """Of no rollout, and with something to remove."""
+    rollout = exists().where(or_(_r.session_id == _s.session_id, _r.rollout_id == _s.rollout_id))
+    return [
+        func.coalesce(_s.last_call_at, _s.created_at) < before,
+        or_(_s.calls > 0, _s.closed_at.is_not(None)),
+        ~rollout,
+    ]
+
+
+def _sessions_of(rollouts: Sequence[str]) -> Any:
+    """Sessions of these rollouts and of no other."""
+    own = select(_r.session_id.label("session_id")).where(_r.rollout_id.in_(rollouts), _r.session_id.is_not(None))
+    other = exists().where(_r.session_id == _s.session_id, _r.rollout_id.not_in(rollouts))
+    return select(_s.session_id).where(or_(_s.session_id.in_(own), _s.rollout_id.in_(rollouts)), ~other)
+
+
+async def _calls_out(connection: AsyncConnection, sessions: Sequence[str]) -> int:
+    if not sessions:
+        return 0
+    t = schema.traces.c
+    mine = select(_c.call_id).where(_c.session_id.in_(sessions)).scalar_subquery()
+    traces = select(t.trace_id).where(t.session_id.in_(sessions)).scalar_subquery()
+    await connection.execute(delete(schema.trace_spans).where(schema.trace_spans.c.trace_id.in_(traces)))
+    await connection.execute(delete(schema.traces).where(t.session_id.in_(sessions)))
+    await connection.execute(delete(schema.exclusions).where(schema.exclusions.c.session_id.in_(sessions)))
+    for table in (schema.rescores, schema.completions):
+        await connection.execute(delete(table).where(table.c.call_id.in_(mine)))
+    return (await connection.execute(delete(schema.calls).where(_c.session_id.in_(sessions)))).rowcount
+
+
+async def _empty_groups_out(connection: AsyncConnection, groups: Sequence[str]) -> None:
+    """Groups that have no rollout any more, unless a job that goes on may still fill them."""
+    g, j = schema.groups.c, schema.jobs.c
+    going_on = exists().where(j.job_id == g.job_id, j.status.not_in(("done", "cancelled")))
+    empty = ~exists().where(_r.group_id == g.group_id)
+    gone = list(await connection.scalars(select(g.group_id).where(g.group_id.in_(groups), empty, ~going_on)))
+    for table in (schema.leases, schema.callbacks, schema.job_events, schema.groups):
+        await connection.execute(delete(table).where(table.c.group_id.in_(gone)))
+
+
+def _unused(table: Table, key: ColumnElement[Any], users: Sequence[ColumnElement[Any]]) -> list[ColumnElement[bool]]:
+    found: list[ColumnElement[bool]] = []
+    for column in users:
+        user = column.table.alias("user_of")
+        found.append(~exists(select(1).select_from(user).where(and_(user.c[column.name] == key)).correlate(table)))
+    return found

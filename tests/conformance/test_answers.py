@@ -1,0 +1,58 @@
+"""Awkward ways to write: the same value, the same text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polar_proxy.conformance.fidelity.answers import STYLES, pieces, spoken, written
+from polar_proxy.engines.scripted import Reply
+from polar_proxy.types import ToolCall
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**40), 2**40) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+@given(value=VALUES)
+def test_every_style_reads_as_the_value(style: Any, value: Any) -> None:
+    assert json.loads(written(value, style)) == value
+
+
+def test_no_style_is_what_a_serialiser_writes() -> None:
+    value = {"command": "a/é", "n": 2000, "flags": [True, None], "empty": {}}
+    texts = {name: written(value, style) for name, style in STYLES.items()}
+    assert texts["plain"] == json.dumps(value, ensure_ascii=False)
+    assert len(set(texts.values())) == len(STYLES)
+    assert texts["escaped"] == '{"command":"a\\/\\u00e9","n":2000,"flags":[true,null],"empty":{}}'
+    assert texts["numbers"] == '{"empty":{} , "flags":[true , null] , "n":2e3 , "command":"a/é"}'.replace('":', '": ')
+
+
+@given(st.text(alphabet='ab é\n{}"<>/thinkol_c', max_size=80), st.integers(0, 10))
+def test_pieces_are_the_text(text: str, every: int) -> None:
+    assert "".join(pieces(text, every=every)) == text
+    assert pieces(text, every=every) == pieces(text, every=every)
+
+
+def test_pieces_are_many_but_tags_stay_whole() -> None:
+    text = "<think>\n" + "word " * 200 + "</think><tool_call>{}</tool_call>"
+    cut = pieces(text, every=10)
+    assert len(cut) > 50
+    assert {"<think>", "</think>", "<tool_call>", "</tool_call>"} <= set(cut)
+    assert pieces(text, every=0)[1] == "\n" + "word " * 200
+
+
+def test_an_answer_is_written_as_its_model_would() -> None:
+    calls = (ToolCall("1", "bash", '{ "a" :1}'), ToolCall("2", "x", "{}"))
+    assert spoken(Reply("Well.", "Hm.", calls)) == (
+        '<think>\nHm.\n</think>\n\nWell.\n<tool_call>\n{"name": "bash", "arguments": { "a" :1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call>'
+    )
+    assert spoken(Reply("Yes.")) == "<think>\n\n</think>\n\nYes."

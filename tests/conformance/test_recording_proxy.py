@@ -1,0 +1,101 @@
+"""The front: bytes pass unchanged, answers are counted when they are whole, and cuts are real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from polar_proxy.conformance.recording_proxy import RecordingProxy, is_model_route
+
+BODY = b"x" * 5000
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A server that answers GET with a body of known length and everything else with chunks."""
+    try:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            lines = head.split(b"\r\n")
+            length = next((int(line.split(b":")[1]) for line in lines if line.lower().startswith(b"content-length")), 0)
+            await reader.readexactly(length)
+            named = b"x-polar-call-id: call_1\r\n"
+            if lines[0].startswith((b"GET", b"HEAD")):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(BODY))
+                writer.write(b"" if lines[0].startswith(b"HEAD") else BODY)
+            else:
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n" + named)
+                writer.write(b"transfer-encoding: chunked\r\n\r\n")
+                for start in range(0, len(BODY), 500):
+                    writer.write(b"1f4\r\n" + BODY[start : start + 500] + b"\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.005)
+                writer.write(b"0\r\n\r\n")
+            await writer.drain()
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    finally:
+        writer.close()
+
+
+@asynccontextmanager
+async def fronted(committed: bool = True) -> AsyncIterator[tuple[RecordingProxy, httpx.AsyncClient]]:
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with (
+        RecordingProxy("127.0.0.1", port, lambda call_id: committed) as front,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", trust_env=False, timeout=60) as client,
+    ):
+        yield front, client
+    server.close()
+
+
+async def test_what_passes_is_unchanged_and_counted() -> None:
+    async with fronted() as (front, client):
+        for _ in range(2):
+            assert (await client.post("/v1/responses", json={"input": "hi"})).content == BODY
+        assert (await client.head("/api/hello")).status_code == 200
+        assert (await client.get("/v1/models")).content == BODY
+    assert [(e.path, e.status, e.complete, e.call_id) for e in front.exchanges] == [
+        ("/v1/responses", 200, True, "call_1")
+    ] * 2
+    assert all(e.body_bytes == len(BODY) and e.streamed and e.committed_first for e in front.exchanges)
+    assert bytes(front.exchanges[0].body) == b'{"input":"hi"}'
+
+
+async def test_an_answer_that_was_not_committed_in_time_is_seen() -> None:
+    async with fronted(committed=False) as (front, client):
+        await client.post("/v1/messages", json={})
+    assert [(e.complete, e.committed_first) for e in front.exchanges] == [(True, False)]
+
+
+async def test_a_cut_breaks_the_connection_in_the_middle() -> None:
+    async with fronted() as (front, client):
+        front.cut_due = lambda exchange: len(front.exchanges) == 1
+        with pytest.raises(httpx.TransportError):
+            await client.post("/v1/messages", json={})
+        assert (await client.post("/v1/messages", json={})).content == BODY
+    assert [(e.cut, e.complete) for e in front.exchanges] == [(True, False), (False, True)]
+    assert 0 < front.exchanges[0].body_bytes < len(BODY)
+
+
+async def test_a_client_that_goes_leaves_an_incomplete_exchange() -> None:
+    async with fronted() as (front, client):
+        async with client.stream("POST", "/v1/messages", json={}) as response:
+            async for _ in response.aiter_raw():
+                break
+        async with asyncio.timeout(60):
+            while not front.exchanges or front.exchanges[0].ended_at is None:
+                await asyncio.sleep(0.01)
+    (exchange,) = front.exchanges
+    assert not exchange.complete
+    assert exchange.ended_at is not None
+
+
+def test_which_routes_ask_a_model() -> None:
+    asked = ["/v1/messages?beta=true", "/v1/responses", "/s/key/v1/chat/completions"]
+    asked += ["/v1beta/models/m:streamGenerateContent?alt=sse"]
+    assert all(map(is_model_route, asked))
+    assert not any(map(is_model_route, ["/v1/messages/count_tokens", "/v1/models", "/v1beta/models/m:countTokens"]))

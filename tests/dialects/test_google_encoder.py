@@ -1,0 +1,310 @@
+"""A stream says what the whole answer says however the engine cut it; and what a client puts back is what was said."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, event, example, given, settings
+from hypothesis import strategies as st
+
+from polar_proxy.dialects import Answer
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent
+from polar_proxy.dialects.google.signature import SignedReasoning, extend_reasoning, pack, unpack
+from polar_proxy.types import Json, Message, SampleEvent, ToolCall, ToolDelta, TopLogprob
+from tests.dialects.google_helpers import HI, glued, parse, parts_of, read, through
+
+PROMPT = (7, 8, 9)
+THOUGHTS: Json = {"contents": [HI], "generationConfig": {"thinkingConfig": {"includeThoughts": True}}}
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+objects = st.dictionaries(texts, st.none() | st.booleans() | st.integers(-(2**53), 2**53) | texts, max_size=3)
+arguments = st.one_of(
+    objects.map(lambda value: json.dumps(value)),
+    objects.map(lambda value: json.dumps(value, indent=1, ensure_ascii=False)),
+    st.sampled_from(["{}", "[1]", '"x"', '{"a": ', "", " ", '{"a": 1} {"b": 2}', "[" * 3000, '{"a": 1e999}', "null"]),
+)
+
+
+@st.composite
+def said(draw: st.DrawFn) -> tuple[str, str, list[ToolCall], str]:
+    """(reasoning, text, calls, finish reason) of one choice."""
+    calls = [
+        ToolCall(f"c{number}", f"tool{number}", written)
+        for number, written in enumerate(draw(st.lists(arguments, max_size=3)))
+    ]
+    return draw(texts), draw(texts), calls, draw(st.sampled_from(["stop", "length", "tool_calls"]))
+
+
+def cut(draw: st.DrawFn, text: str) -> list[str]:
+    marks = sorted(draw(st.lists(st.integers(0, len(text)), max_size=3)))
+    return [text[start:end] for start, end in zip([0, *marks], [*marks, len(text)], strict=True)]
+
+
+@st.composite
+def answers(draw: st.DrawFn, *, n: int = 1) -> list[SampleEvent]:
+    """The events of n choices, each cut as it pleases and mixed with the others."""
+    queues = []
+    for index in range(n):
+        reasoning, text, calls, reason = draw(said())
+        events = [SampleEvent(index, reasoning=piece) for piece in cut(draw, reasoning)]
+        events += [SampleEvent(index, text=piece) for piece in cut(draw, text)]
+        for number, call in enumerate(calls):
+            first, *more = cut(draw, call.arguments)
+            events.append(SampleEvent(index, tool_calls=(ToolDelta(number, call.id, call.name, first),)))
+            events += [SampleEvent(index, tool_calls=(ToolDelta(number, arguments=piece),)) for piece in more]
+        for token in draw(st.lists(st.integers(0, 999), min_size=1, max_size=4)):
+            top = ((TopLogprob(token, f"t{token}", -token / 8),),)
+            tokens = SampleEvent(index, token_ids=(token,), logprobs=(-token / 8,), tokens=(f"t{token}",), top=top)
+            events.insert(draw(st.integers(0, len(events))), tokens)
+        queues.append([*events, SampleEvent(index, finish_reason=reason)])
+    mixed = [SampleEvent(0, prompt_ids=PROMPT, cached_tokens=2)]
+    while any(queues):
+        queue = queues[draw(st.integers(0, n - 1))]
+        if queue:
+            mixed.append(queue.pop(0))
+    return mixed
+
+
+def heard(events: list[SampleEvent]) -> Message:
+    """What the engine said in choice 0."""
+    answer = Answer()
+    for item in events:
+        answer.add(item)
+    state = answer.choices[0]
+    return Message(
+        "assistant", "".join(state.text), reasoning="".join(state.reasoning) or None, tool_calls=tuple(state.tool_calls)
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(events=st.integers(1, 3).flatmap(lambda n: answers(n=n)), thoughts=st.booleans(), sse=st.booleans())
+def test_chunks_add_up_to_the_answer(events: list[SampleEvent], thoughts: bool, sse: bool) -> None:
+    wants = {"responseLogprobs": True, "logprobs": 1, "thinkingConfig": {"includeThoughts": thoughts}}
+    chunks, whole = through({"contents": [HI], "generationConfig": wants}, events, sse=sse)
+    *_, last = chunks
+    assert last["usageMetadata"] == whole["usageMetadata"]
+    assert [c["index"] for c in last["candidates"]] == [c["index"] for c in whole["candidates"]]
+    for chunk in chunks[:-1]:
+        assert "usageMetadata" not in chunk
+        assert all("finishReason" not in candidate for candidate in chunk["candidates"])
+    for candidate in whole["candidates"]:
+        index = candidate["index"]
+        own = [c for chunk in chunks for c in chunk["candidates"] if c["index"] == index]
+        assert read(parts_of(chunks, index)) == read(candidate["content"]["parts"])
+        assert all(c["content"]["role"] == "model" and c["content"]["parts"] for c in own)
+        assert own[-1]["finishReason"] == candidate["finishReason"]
+        assert own[-1]["avgLogprobs"] == candidate["avgLogprobs"]
+        for field in ("chosenCandidates", "topCandidates"):
+            pieces: list[Any] = [piece for c in own for piece in c.get("logprobsResult", {}).get(field, [])]
+            assert pieces == candidate["logprobsResult"][field]
+        if not thoughts:
+            assert not any(part.get("thought") for part in candidate["content"]["parts"])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(events=answers(), thoughts=st.booleans(), how=st.sampled_from(["whole", "chunks", "glued", "glued whole"]))
+@example(
+    events=[
+        SampleEvent(reasoning="why"),
+        SampleEvent(text="so"),
+        SampleEvent(text="!", prompt_ids=PROMPT),
+        SampleEvent(finish_reason="stop"),
+    ],
+    thoughts=False,
+    how="glued",
+)
+def test_an_answer_put_back_is_the_answer(events: list[SampleEvent], thoughts: bool, how: str) -> None:
+    """Text, reasoning, names, canonical arguments and ids, whatever a client keeps of the parts."""
+    said = heard(events)
+    chunks, whole = through({**THOUGHTS} if thoughts else {"contents": [HI]}, events)
+    parts = whole["candidates"][0]["content"]["parts"]
+    contents: list[Json] = [{"role": "model", "parts": parts}]
+    if how == "chunks":
+        contents = [candidate["content"] for chunk in chunks for candidate in chunk["candidates"]]
+    elif how == "glued":
+        contents = [{"role": "model", "parts": glued(parts_of(chunks))}]
+    elif how == "glued whole":
+        contents = [{"role": "model", "parts": glued(parts)}]
+    back = parse({"contents": [HI, *contents, HI]}).messages[1]
+    broken = any(not _object(call.arguments) for call in said.tool_calls)
+    if "glued" in how and broken:
+        event("a call that is text, and glued to other text, stays text")
+        return
+    assert back.reasoning == said.reasoning
+    assert back.content in (said.content, said.content or None)
+    restored = [call if call.arguments.strip() else ToolCall(call.id, call.name, "{}") for call in said.tool_calls]
+    if said.tool_calls and not said.tool_calls[-1].arguments.strip() and back.tool_calls[-1].arguments != "{}":
+        restored[-1] = said.tool_calls[-1]  # cut before its arguments began
+    assert [_canonical(call) for call in back.tool_calls] == [_canonical(call) for call in restored]
+
+
+def _canonical(call: ToolCall) -> tuple[str, str, object]:
+    """The call with its arguments as a value, or as they are where they are no JSON."""
+    try:
+        return call.id, call.name, orjson.loads(call.arguments)
+    except orjson.JSONDecodeError:
+        return call.id, call.name, call.arguments
+
+
+def _object(arguments: str) -> bool:
+    try:
+        return isinstance(orjson.loads(arguments or "{}"), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+@given(st.integers(0, 99), texts, st.none() | st.builds(ToolCall, texts, texts, texts))
+def test_signatures_keep_what_they_were_given(at: int, reasoning: str, call: ToolCall | None) -> None:
+    signed = SignedReasoning(at, reasoning, call)
+    assert unpack(pack(signed)) == signed
+    recoded = pack(signed).replace("+", "-").replace("/", "_").rstrip("=")
+    assert unpack(recoded) == signed
+
+
+@given(st.text(max_size=40) | st.binary(max_size=40).map(lambda data: pack(SignedReasoning())[:9] + data.hex()))
+def test_other_signatures_are_none(signature: str) -> None:
+    assert unpack(signature) is None
+
+
+def test_reasoning_is_joined_without_gaps_and_copies() -> None:
+    assert extend_reasoning("", SignedReasoning(0, "ab")) == "ab"
+    assert extend_reasoning("ab", SignedReasoning(2, "cd")) == "abcd"
+    assert extend_reasoning("ab", SignedReasoning(0, "ab")) == "ab"
+    assert extend_reasoning("ab", SignedReasoning(0, "abcd")) == "abcd"
+    assert extend_reasoning("ab", SignedReasoning(3, "d")) == "ab"
+
+
+def call_event(number: int, name: str, written: str) -> SampleEvent:
+    return SampleEvent(tool_calls=(ToolDelta(number, f"c{number}", name, written),))
+
+
+def finish(reason: str = "stop") -> SampleEvent:
+    return SampleEvent(token_ids=(2,), logprobs=(-0.25,), tokens=("",), finish_reason=reason)
+
+
+def test_the_whole_answer() -> None:
+    first = SampleEvent(text="hé", token_ids=(5,), logprobs=(-0.5,), tokens=("hé",), prompt_ids=PROMPT, cached_tokens=2)
+    _, whole = through({"contents": [HI]}, [first, finish()])
+    assert whole == {
+        "candidates": [
+            {"content": {"role": "model", "parts": [{"text": "hé"}]}, "index": 0, "finishReason": "STOP"},
+        ],
+        "modelVersion": "m",
+        "responseId": "call_1",
+        "usageMetadata": {
+            "promptTokenCount": 3,
+            "candidatesTokenCount": 2,
+            "totalTokenCount": 5,
+            "promptTokensDetails": [{"modality": "TEXT", "tokenCount": 3}],
+            "cachedContentTokenCount": 2,
+        },
+    }
+
+
+def test_a_call_goes_out_whole_as_soon_as_the_next_begins() -> None:
+    dialect = GoogleGenerateContent("m", stream=True, sse=True)
+    encoder = dialect.encoder(dialect.parse({"contents": [HI]}), "call_1", 1)
+    assert encoder.feed(0, call_event(0, "bash", '{"a"')) == b""
+    assert encoder.feed(0, SampleEvent(tool_calls=(ToolDelta(0, arguments=": 1}"),))) == b""
+    told = encoder.feed(0, call_event(1, "python", "{"))
+    assert b'"functionCall":{"name":"bash","args":{"a": 1},"id":"c0"}' in told
+    assert b"python" not in told
+
+
+def test_arguments_are_as_the_model_wrote_them() -> None:
+    """Spaces, order, long numbers: nothing is parsed and printed again, unless line breaks would end the event."""
+    written = '{"b": 1.50, "a" :12345678901234567890123, "b":2}'
+    chunks, _ = through({"contents": [HI]}, [call_event(0, "bash", written), finish("tool_calls")])
+    assert len(chunks) == 1
+    dialect = GoogleGenerateContent("m", stream=True, sse=True)
+    parsed = dialect.parse({"contents": [HI]})
+    answer = Answer()
+    answer.add(call_event(0, "bash", written))
+    answer.add(finish())
+    assert written.encode() in dialect.encoder(parsed, "c", 1).respond([answer])
+    chunks, _ = through({"contents": [HI]}, [call_event(0, "bash", '{\n"a":\r\n1}'), finish()])
+    assert read(parts_of(chunks))["calls"] == [("c0", "bash", {"a": 1})]
+
+
+@pytest.mark.parametrize("written", ["[1]", '{"a": ', '"x"', "null", "[" * 3000])
+def test_arguments_that_are_no_object_are_text(written: str) -> None:
+    events = [call_event(0, "bash", written), call_event(1, "bash", '{"a":1}'), finish("tool_calls")]
+    for body in through({"contents": [HI]}, events)[0], [through({"contents": [HI]}, events)[1]]:
+        assert read(parts_of(body)) == {
+            "text": f"bash({written})",
+            "thoughts": "",
+            "calls": [("c1", "bash", {"a": 1})],
+        }
+
+
+@pytest.mark.parametrize(("reason", "finished"), [("tool_calls", True), ("length", False)])
+def test_empty_arguments_mean_none_unless_they_were_cut_off(reason: str, finished: bool) -> None:
+    chunks, _ = through({"contents": [HI]}, [call_event(0, "bash", ""), finish(reason)])
+    found = read(parts_of(chunks))
+    assert found["calls"] == ([("c0", "bash", {})] if finished else [])
+    assert found["text"] == ("" if finished else "bash()")
+
+
+def test_where_reasoning_is_signed() -> None:
+    """On the first text and on the first call, where Google has it; on an empty text if nothing follows."""
+    events = [
+        SampleEvent(reasoning="why"),
+        SampleEvent(text="a"),
+        SampleEvent(text="b"),
+        call_event(0, "bash", "{}"),
+        call_event(1, "bash", "{}"),
+        finish(),
+    ]
+    parts = parts_of(through({"contents": [HI]}, events)[0])
+    why = pack(SignedReasoning(0, "why"))
+    assert [part.get("thoughtSignature") for part in parts] == [why, None, why, None]
+    parts = parts_of(through({"contents": [HI]}, [SampleEvent(reasoning="why"), finish("length")])[0])
+    assert parts == [{"text": "", "thoughtSignature": why}]
+    late = [SampleEvent(text="a"), SampleEvent(reasoning="why"), finish()]
+    assert parts_of(through({"contents": [HI]}, late)[0]) == [{"text": "a"}, {"text": "", "thoughtSignature": why}]
+
+
+def test_thoughts_are_shown_only_on_demand() -> None:
+    events = [SampleEvent(reasoning="why"), SampleEvent(text="so"), finish()]
+    assert read(parts_of(through(THOUGHTS, events)[0]))["thoughts"] == "why"
+    assert read(parts_of(through({"contents": [HI]}, events)[0]))["thoughts"] == ""
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("stop", "STOP"),
+        ("tool_calls", "STOP"),
+        ("length", "MAX_TOKENS"),
+        ("content_filter", "SAFETY"),
+        ("abort", "OTHER"),
+    ],
+)
+def test_finish_reasons(reason: str, told: str) -> None:
+    chunks, whole = through({"contents": [HI]}, [SampleEvent(text="a"), finish(reason)])
+    assert chunks[-1]["candidates"][0]["finishReason"] == whole["candidates"][0]["finishReason"] == told
+
+
+def test_a_stream_says_finished_only_in_its_end() -> None:
+    for sse in (True, False):
+        dialect = GoogleGenerateContent("m", stream=True, sse=sse)
+        encoder = dialect.encoder(dialect.parse({"contents": [HI]}), "call_1", 1)
+        fed = encoder.feed(0, SampleEvent(text="a")) + encoder.feed(0, finish())
+        assert b"finishReason" not in fed
+        assert not fed.endswith(b"]")
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_error_in_a_stream(begun: bool) -> None:
+    dialect = GoogleGenerateContent("m", stream=True, sse=True)
+    parsed = dialect.parse({"contents": [HI]})
+    error = dialect.encoder(parsed, "c", 1).fail("broke", 502)
+    assert error == b'data: {"error":{"code":502,"message":"broke","status":"UNAVAILABLE"}}\n\n'
+    encoder = GoogleGenerateContent("m", stream=True).encoder(parsed, "c", 1)
+    written = encoder.feed(0, SampleEvent(text="a")) if begun else b""
+    elements = json.loads(written + encoder.fail("broke", 502))
+    assert elements[-1]["error"]["message"] == "broke"
+    assert len(elements) == (2 if begun else 1)

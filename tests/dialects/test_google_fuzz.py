@@ -1,0 +1,148 @@
+"""Whatever JSON object comes over Google's routes, it is parsed or refused with RequestError."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from polar_proxy.dialects.google.dialect import GoogleGenerateContent, GoogleTokenCount
+from polar_proxy.dialects.google.fields import snake
+from polar_proxy.errors import RequestError
+from polar_proxy.sessions import SessionHistory
+from polar_proxy.types import ChatRequest, Json
+from tests.dialects.google_helpers import HI
+from tests.dialects.hostile_json import DEEP, VALUES
+
+
+def _thing(**likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Json]:
+    """An object of known keys in either spelling, whose values are right or anything."""
+    optional = {}
+    for key, value in likely.items():
+        optional[key] = optional[snake(key)] = value | VALUES
+    return st.fixed_dictionaries({}, optional=optional)
+
+
+_blob = _thing(mimeType=st.just("image/png"), data=st.just("AA=="), fileUri=st.just("gs://x"))
+_part = _thing(
+    text=st.just("x"),
+    thought=st.booleans(),
+    thoughtSignature=st.just("cG9sYXIxLg=="),
+    inlineData=_blob,
+    fileData=_blob,
+    functionCall=_thing(name=st.just("bash"), id=st.just("c1"), args=st.just({})),
+    functionResponse=_thing(
+        name=st.just("bash"),
+        id=st.just("c1"),
+        response=st.just({"output": "x"}),
+        parts=st.lists(_thing(inlineData=_blob)),
+    ),
+    executableCode=_thing(language=st.just("PYTHON"), code=st.just("1")),
+)
+_content = _thing(role=st.sampled_from(["user", "model", "function"]), parts=st.lists(_part, max_size=3) | _part)
+_schema: st.SearchStrategy[Any] = st.deferred(
+    lambda: _thing(
+        type=st.sampled_from(["STRING", "OBJECT", "ARRAY"]),
+        properties=st.dictionaries(st.text(max_size=3), _schema, max_size=2),
+        items=_schema,
+        anyOf=st.lists(_schema, max_size=2),
+        nullable=st.booleans(),
+        enum=st.lists(st.text(max_size=2), max_size=2),
+        minItems=st.just("1"),
+    )
+)
+_declaration = _thing(
+    name=st.just("bash"), description=st.just("d"), parameters=_schema, parametersJsonSchema=st.just({"type": "object"})
+)
+_config = _thing(
+    temperature=st.just(1),
+    topP=st.just(1),
+    topK=st.just(64),
+    maxOutputTokens=st.just("8"),
+    candidateCount=st.just(2),
+    stopSequences=st.just(["x"]),
+    responseMimeType=st.sampled_from(["application/json", "text/plain"]),
+    responseSchema=_schema,
+    responseJsonSchema=_schema,
+    responseLogprobs=st.booleans(),
+    logprobs=st.just(1),
+    responseModalities=st.just(["TEXT"]),
+    thinkingConfig=_thing(includeThoughts=st.booleans(), thinkingBudget=st.just(0), thinkingLevel=st.just("HIGH")),
+)
+_body = _thing(
+    systemInstruction=_content,
+    tools=st.lists(_thing(functionDeclarations=st.lists(_declaration, max_size=2)), max_size=2),
+    toolConfig=_thing(
+        functionCallingConfig=_thing(
+            mode=st.sampled_from(["AUTO", "ANY", "NONE"]), allowedFunctionNames=st.just(["bash"])
+        )
+    ),
+    generationConfig=_config,
+    cachedContent=st.none(),
+    safetySettings=st.just([]),
+)
+
+
+def _mostly_right(wrong: Json, contents: list[Json]) -> Json:
+    return {"contents": [HI, *contents], **dict(list(wrong.items())[:1])}
+
+
+bodies = st.builds(_mostly_right, _body, st.lists(_content, max_size=2)) | st.dictionaries(st.text(max_size=8), VALUES)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(body=bodies)
+def test_parse_raises_nothing_but_request_errors(body: Json) -> None:
+    dialect = GoogleGenerateContent("m")
+    try:
+        parsed = dialect.parse(body)
+    except RequestError as refused:
+        event("refused")
+        _check_refusal(dialect, refused)
+        return
+    event("parsed")
+    (request,) = parsed.requests
+    assert isinstance(request, ChatRequest)
+    assert all(isinstance(orjson.loads(message), dict) for message in parsed.messages[0])
+    SessionHistory().place("call_1", request, now=0.0)
+    orjson.dumps([message.to_openai() for message in request.messages])
+    assert isinstance(orjson.loads(orjson.dumps(parsed.params)), dict)
+
+
+def _check_refusal(dialect: GoogleGenerateContent, refused: RequestError) -> None:
+    assert 400 <= refused.status < 500
+    assert orjson.loads(dialect.error(refused))["error"]["message"]
+
+
+def _with(**fields: Any) -> Json:
+    return {"contents": [HI], **fields}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(_with(tools=[{"functionDeclarations": [{"name": "x", "parameters": DEEP}]}]), id="deep schema"),
+        pytest.param(_with(generationConfig={"responseSchema": {"items": DEEP}}), id="deep response schema"),
+        pytest.param(_with(contents=[{"role": "user", "parts": [{"text": "x", "deep": DEEP}]}]), id="deep part"),
+        pytest.param(
+            _with(contents=[{"role": "model", "parts": [{"functionCall": {"name": "x", "args": {"a": DEEP}}}]}]),
+            id="deep args",
+        ),
+        pytest.param(_with(contents=[{"role": "user", "parts": [{"text": "\ud800"}]}]), id="lone surrogate"),
+        pytest.param(_with(generationConfig={"temperature": 10**400}), id="integer that is no float"),
+        pytest.param(_with(generationConfig={"maxOutputTokens": "9" * 30}), id="integer of many digits in a string"),
+        pytest.param(_with(labels={"a": 2**64}), id="integer of 65 bits in an unknown field"),
+        pytest.param(_with(contents=[{"role": ["user"], "parts": []}]), id="role is a list"),
+        pytest.param(_with(toolConfig={"functionCallingConfig": {"mode": {}}}), id="mode is an object"),
+        pytest.param(
+            _with(toolConfig={"functionCallingConfig": {"allowedFunctionNames": [[]]}}), id="allowed name is a list"
+        ),
+    ],
+)
+def test_hostile_bodies_are_refused(body: Json) -> None:
+    for parse in (GoogleGenerateContent("m").parse, GoogleTokenCount("m").parse):
+        with pytest.raises(RequestError):
+            parse(body)

@@ -1,0 +1,228 @@
+"""A stream says what the whole answer says, however the engine cut its events."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from polar_proxy.dialects import Answer, Dialect, OpenAIChat, OpenAICompletions
+from polar_proxy.types import Json, SampleEvent, ToolDelta, TopLogprob
+
+BODY: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT = (7, 8, 9)
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+
+
+@st.composite
+def choices(draw: st.DrawFn, index: int) -> list[SampleEvent]:
+    """The events of one choice: tokens, text, reasoning and tool calls, each cut as it pleases."""
+    events: list[SampleEvent] = []
+    for reasoning in draw(st.lists(texts, max_size=2)):
+        events.append(SampleEvent(index, reasoning=reasoning))
+    for text in draw(st.lists(texts, max_size=4)):
+        events.append(SampleEvent(index, text=text))
+    for number in range(draw(st.integers(0, 2))):
+        pieces = draw(st.lists(texts, min_size=1, max_size=3))
+        first = ToolDelta(number, f"c{index}{number}", f"tool{number}", pieces[0])
+        events.append(SampleEvent(index, tool_calls=(first,)))
+        events += [SampleEvent(index, tool_calls=(ToolDelta(number, arguments=piece),)) for piece in pieces[1:]]
+    for token in draw(st.lists(st.integers(0, 999), min_size=1, max_size=6)):
+        events.append(
+            SampleEvent(
+                index,
+                token_ids=(token,),
+                logprobs=(-token / 8,),
+                tokens=(f"t{token}",),
+                top=((TopLogprob(token, f"t{token}", -token / 8),),),
+            )
+        )
+    reason = draw(st.sampled_from(["stop", "length", "tool_calls"]))
+    return [*events, SampleEvent(index, finish_reason=reason)]
+
+
+@st.composite
+def answers(draw: st.DrawFn, *, n: int) -> list[SampleEvent]:
+    """The events of n choices, mixed, the first one with the prompt."""
+    queues = [draw(choices(index)) for index in range(n)]
+    mixed: list[SampleEvent] = [SampleEvent(0, prompt_ids=PROMPT, cached_tokens=2)]
+    while any(queues):
+        queue = queues[draw(st.integers(0, n - 1))]
+        if queue:
+            mixed.append(queue.pop(0))
+    return mixed
+
+
+def through(dialect: Dialect, body: Json, events: list[SampleEvent]) -> tuple[list[Json], Json]:
+    """(the stream's chunks, the whole answer) for the same events."""
+    parsed = dialect.parse(body)
+    encoder = dialect.encoder(parsed, "call_1", 1)
+    answer = Answer()
+    written = b""
+    for event in events:
+        answer.add(event)
+        written += encoder.feed(0, event)
+    written += encoder.end([answer])
+    lines = written.decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    return chunks, json.loads(dialect.encoder(parsed, "call_1", 1).respond([answer]))
+
+
+def gathered(chunks: list[Json]) -> dict[int, Json]:
+    """What a client puts together from chat chunks, in the form of the whole answer."""
+    out: dict[int, Json] = {}
+    calls: dict[int, dict[int, Json]] = defaultdict(dict)
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            delta, index = choice["delta"], choice["index"]
+            assert (index in out) != (delta.get("role") == "assistant")  # the role opens each choice, once
+            now = out.setdefault(
+                index,
+                {"content": "", "reasoning": "", "finish_reason": None, "token_ids": [], "logprobs": []},
+            )
+            assert now["finish_reason"] is None  # nothing comes behind the end
+            now["content"] += delta.get("content", "")
+            now["reasoning"] += delta.get("reasoning_content", "")
+            now["finish_reason"] = choice["finish_reason"]
+            now["token_ids"] += choice.get("token_ids", [])
+            now["logprobs"] += (choice["logprobs"] or {"content": []})["content"]
+            for piece in delta.get("tool_calls", []):
+                call = calls[index].get(piece["index"])
+                if call is None:
+                    call = calls[index][piece["index"]] = {
+                        "id": piece["id"],
+                        "type": piece["type"],
+                        "function": {"name": piece["function"]["name"], "arguments": ""},
+                    }
+                call["function"]["arguments"] += piece["function"]["arguments"]
+    for index, own in calls.items():
+        out[index]["tool_calls"] = [own[number] for number in sorted(own)]
+    return out
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(events=st.integers(1, 3).flatmap(lambda n: answers(n=n)), usage=st.booleans())
+def test_chat_chunks_add_up_to_the_answer(events: list[SampleEvent], usage: bool) -> None:
+    wants = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True, "stream_options": {"include_usage": usage}}
+    chunks, whole = through(OpenAIChat(), {**BODY, **wants, "stream": True, "n": 3}, events)
+    if usage:
+        assert chunks[-1]["choices"] == []
+        assert chunks.pop()["usage"] == whole["usage"]
+        assert all(chunk["usage"] is None for chunk in chunks)
+    else:
+        assert not any("usage" in chunk for chunk in chunks)
+    found = gathered(chunks)
+    assert sorted(found) == [choice["index"] for choice in whole["choices"]]
+    for choice in whole["choices"]:
+        own, message = found[choice["index"]], choice["message"]
+        assert own["content"] == (message["content"] or "")
+        assert own["reasoning"] == message.get("reasoning_content", "")
+        assert own.get("tool_calls", []) == message.get("tool_calls", [])
+        assert own["finish_reason"] == choice["finish_reason"]
+        assert own["token_ids"] == choice["token_ids"]
+        assert own["logprobs"] == choice["logprobs"]["content"]
+    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"] == list(PROMPT)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(events=st.integers(1, 2).flatmap(lambda n: answers(n=n)))
+def test_text_chunks_add_up_to_the_answer(events: list[SampleEvent]) -> None:
+    body = {"model": "m", "prompt": "hi", "stream": True, "logprobs": 1, "return_token_ids": True, "n": 2}
+    chunks, whole = through(OpenAICompletions(), body, events)
+    for choice in whole["choices"]:
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in own) == choice["text"]
+        assert [token for c in own for token in c.get("token_ids", [])] == choice["token_ids"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            pieces: list[Any] = [piece for c in own if c["logprobs"] for piece in c["logprobs"][field]]
+            assert pieces == choice["logprobs"][field]
+
+
+TOKEN = SampleEvent(text="hé", token_ids=(5,), logprobs=(-0.5,), tokens=("hé",), prompt_ids=PROMPT, cached_tokens=2)
+END = SampleEvent(token_ids=(2,), logprobs=(-0.25,), tokens=("",), finish_reason="stop")
+
+
+def test_what_was_not_asked_for_is_not_told() -> None:
+    chunks, whole = through(OpenAIChat(), BODY, [TOKEN, END])
+    choice = whole["choices"][0]
+    assert choice["logprobs"] is None
+    assert "token_ids" not in choice
+    assert "prompt_token_ids" not in whole
+    assert all("token_ids" not in c and c["logprobs"] is None for chunk in chunks for c in chunk["choices"])
+
+
+def test_the_whole_answer() -> None:
+    _, whole = through(OpenAIChat(), {**BODY, "logprobs": True}, [TOKEN, END])
+    assert whole == {
+        "id": "chatcmpl-call_1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "hé", "refusal": None},
+                "logprobs": {
+                    "content": [
+                        {"token": "hé", "logprob": -0.5, "bytes": [104, 195, 169], "top_logprobs": []},
+                        {"token": "", "logprob": -0.25, "bytes": [], "top_logprobs": []},
+                    ],
+                    "refusal": None,
+                },
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "total_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+    }
+
+
+def test_a_stream_says_finished_only_in_its_end() -> None:
+    """The finish reason is told after the commit, so `feed` must keep it back."""
+    for dialect, body in ((OpenAIChat(), BODY), (OpenAICompletions(), {"model": "m", "prompt": "hi"})):
+        encoder = dialect.encoder(dialect.parse(body), "call_1", 1)
+        fed = encoder.feed(0, TOKEN) + encoder.feed(0, END)
+        assert b'"stop"' not in fed
+        assert b"[DONE]" not in fed
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_parallel_calls_in_any_order(order: tuple[int, int]) -> None:
+    deltas = (ToolDelta(0, "c0", "bash", '{"a":'), ToolDelta(1, "c1", "python", "{}"))
+    answer = Answer()
+    for number in order:
+        answer.add(SampleEvent(tool_calls=(deltas[number],)))
+    answer.add(SampleEvent(tool_calls=(ToolDelta(0, arguments="1}"),), finish_reason="tool_calls"))
+    assert [(c.id, c.name, c.arguments) for c in answer.choices[0].tool_calls] == [
+        ("c0", "bash", '{"a":1}'),
+        ("c1", "python", "{}"),
+    ]
+
+
+def test_several_prompts_number_their_choices_on() -> None:
+    dialect = OpenAICompletions()
+    parsed = dialect.parse({"model": "m", "prompt": ["a", "b"], "n": 2})
+    parts = [Answer(), Answer()]
+    encoder = dialect.encoder(parsed, "call_1", 1)
+    written = b""
+    for part, answer in enumerate(parts):
+        for index in range(2):
+            event = SampleEvent(index, text=f"{part}{index}", prompt_ids=PROMPT, finish_reason="stop")
+            answer.add(event)
+            written += encoder.feed(part, event)
+    whole = json.loads(encoder.respond(parts))
+    assert [(c["index"], c["text"]) for c in whole["choices"]] == [(0, "00"), (1, "01"), (2, "10"), (3, "11")]
+    told = [json.loads(line[6:])["choices"][0] for line in written.decode().split("\n\n")[:-1]]
+    assert [(c["index"], c["text"]) for c in told] == [(c["index"], c["text"]) for c in whole["choices"]]
+    assert whole["usage"]["prompt_tokens"] == 2 * len(PROMPT)

@@ -1,0 +1,44 @@
+"""Errors in OpenAI's shape, whole and inside a stream that has begun."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from polar_proxy.dialects import Dialect, OpenAIChat, OpenAICompletions
+from polar_proxy.errors import RequestError
+from polar_proxy.types import Json
+
+BODY: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
+both = pytest.mark.parametrize("dialect", [OpenAIChat(), OpenAICompletions()], ids=lambda dialect: dialect.name)
+
+
+@both
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (404, "not_found_error"),
+        (413, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (500, "server_error"),
+        (502, "server_error"),
+    ],
+)
+def test_shape(dialect: Dialect, status: int, kind: str) -> None:
+    error = RequestError("it is wrong", status=status, param="stop", code="wrong")
+    assert json.loads(dialect.error(error)) == {
+        "error": {"message": "it is wrong", "type": kind, "param": "stop", "code": "wrong"}
+    }
+
+
+@both
+def test_in_a_stream(dialect: Dialect) -> None:
+    written = dialect.encoder(dialect.parse(BODY), "call_1", 1).fail("the engine broke", 502)
+    assert written.startswith(b"data: ")
+    assert written.endswith(b"\n\n")
+    assert b"[DONE]" not in written
+    error = json.loads(written.removeprefix(b"data: "))["error"]
+    assert (error["message"], error["type"]) == ("the engine broke", "server_error")

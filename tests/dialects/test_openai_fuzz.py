@@ -1,0 +1,97 @@
+"""Whatever JSON object comes, it is parsed or refused with RequestError; and what is parsed can be kept and placed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+
+from polar_proxy.dialects import Dialect, OpenAIChat, OpenAICompletions
+from polar_proxy.errors import RequestError
+from polar_proxy.sessions import SessionHistory
+from polar_proxy.types import ChatRequest, Json
+from tests.dialects.hostile_json import DEEP, bodies
+
+CHAT: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize("dialect", [OpenAIChat(), OpenAICompletions()], ids=lambda dialect: dialect.name)
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(body=bodies())
+def test_parse_raises_nothing_but_request_errors(dialect: Dialect, body: Json) -> None:
+    try:
+        parsed = dialect.parse(body)
+    except RequestError as refused:
+        event("refused")
+        _check_refusal(dialect, refused)
+        return
+    event("parsed")
+    assert len(parsed.requests) == len(parsed.messages) >= 1
+    for request, messages in zip(parsed.requests, parsed.messages, strict=True):
+        assert all(isinstance(orjson.loads(message), dict | str | list) for message in messages)
+        if isinstance(request, ChatRequest):
+            SessionHistory().place("call_1", request, now=0.0)
+    assert isinstance(orjson.loads(orjson.dumps(parsed.params)), dict)
+
+
+def _check_refusal(dialect: Dialect, refused: RequestError) -> None:
+    assert 400 <= refused.status < 500
+    assert orjson.loads(dialect.error(refused))["error"]["message"]
+
+
+def _with(**fields: Any) -> Json:
+    return {**CHAT, **fields}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(_with(messages=[{"role": ["user"], "content": "x"}]), id="role is a list"),
+        pytest.param(_with(messages=[{"role": {}, "content": "x"}]), id="role is an object"),
+        pytest.param(_with(messages=[{"role": "user", "content": [{"type": "text", "text": DEEP}]}]), id="deep text"),
+        pytest.param(_with(messages=[{"role": "user", "content": "x", "extra": DEEP}]), id="deep extra field"),
+        pytest.param(_with(metadata=DEEP), id="deep unknown field"),
+        pytest.param(_with(tools=[{"type": "x", "deep": DEEP}]), id="deep tool"),
+        pytest.param(_with(messages=[{"role": "user", "content": "\ud800"}]), id="lone surrogate"),
+        pytest.param(_with(model="\ud800"), id="lone surrogate in the model"),
+        pytest.param(_with(temperature=10**400), id="integer that is no float"),
+        pytest.param(_with(max_tokens=1e300), id="integer of 1000 bits"),
+        pytest.param(_with(user=2**64), id="integer of 65 bits in an unknown field"),
+        pytest.param(_with(logit_bias={"one": 1}), id="bias of no token"),
+        pytest.param(_with(logit_bias={"1": True}), id="bias that is no number"),
+        pytest.param(_with(messages=[{"role": "user", "content": [{"type": "text", "text": None}]}]), id="null text"),
+        pytest.param(_with(messages=[{"role": "user", "content": [{}]}]), id="part without a type"),
+    ],
+)
+def test_what_once_was_another_exception(body: Json) -> None:
+    with pytest.raises(RequestError):
+        OpenAIChat().parse(body)
+
+
+def test_deep_arguments_are_kept_as_they_are_and_can_be_placed() -> None:
+    arguments = "[" * 400 + "]" * 400
+    call = {"id": "c", "type": "function", "function": {"name": "bash", "arguments": arguments}}
+    parsed = OpenAIChat().parse(_with(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}]))
+    (request,) = parsed.requests
+    assert isinstance(request, ChatRequest)
+    assert request.messages[0].tool_calls[0].arguments == arguments
+    assert SessionHistory().place("call_1", request, now=0.0).edge == "root"
+
+
+def test_values_as_deep_as_are_taken_can_be_wrapped_and_written() -> None:
+    """What parse lets through, a dataset row (which wraps it a few levels deep) can hold."""
+    accepted = None
+    for depth in range(200, 260):
+        value: Any = 1
+        for _ in range(depth):
+            value = [value]
+        try:
+            accepted = OpenAIChat().parse(_with(messages=[{"role": "user", "content": "x", "extra": value}]))
+        except RequestError:
+            break
+    else:
+        raise AssertionError("nothing was too deep")
+    assert accepted is not None
+    assert orjson.dumps({"calls": [{"messages": [orjson.loads(accepted.messages[0][0])]}]})

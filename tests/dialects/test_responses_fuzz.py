@@ -1,0 +1,162 @@
+"""Whatever JSON object comes as a Responses body, it is parsed or refused with RequestError, and can then be kept,
+answered and continued."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from polar_proxy.dialects import Answer, ParsedRequest, PreviousCall
+from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
+from polar_proxy.dialects.openai_responses.items import seal
+from polar_proxy.errors import RequestError
+from polar_proxy.types import Json, SampleEvent, ToolDelta
+from tests.dialects.hostile_json import DEEP, VALUES
+
+_FIELDS = (
+    *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "include"),
+    *("temperature", "top_p", "max_output_tokens", "top_logprobs", "stream", "store", "metadata", "background"),
+    *("previous_response_id", "truncation", "service_tier", "user", "prompt_cache_key", "client_metadata", "n", "stop"),
+    *("chat_template_kwargs", "conversation", "prompt", "max_tool_calls"),
+)
+_ITEM_TYPES = (
+    *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+    *("local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output", "apply_patch_call"),
+    *("apply_patch_call_output", "tool_search_call", "tool_search_output", "additional_tools", "item_reference"),
+    *("compaction", "web_search_call", "computer_call", "new"),
+)
+
+
+def _thing(**likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Json]:
+    """An object whose keys are known and whose values are right or anything."""
+    return st.fixed_dictionaries({}, optional={key: value | VALUES for key, value in likely.items()})
+
+
+_tool = _thing(
+    type=st.sampled_from(["function", "custom", "namespace", "local_shell", "shell", "tool_search", "web_search"]),
+    name=st.sampled_from(["bash", "exec"]),
+    description=st.just("d"),
+    parameters=st.just({"type": "object"}),
+    execution=st.just("client"),
+    format=st.just({"type": "grammar", "syntax": "lark", "definition": "start: X"}),
+    strict=st.booleans(),
+)
+_tools = st.lists(_tool | _thing(type=st.just("namespace"), name=st.just("ns"), tools=st.lists(_tool, max_size=2)))
+_part = _thing(
+    type=st.sampled_from(["input_text", "output_text", "input_image", "input_file", "refusal", "summary_text"]),
+    text=st.just("x"),
+    image_url=st.just("data:,"),
+    refusal=st.just("no"),
+)
+_content = st.just("hi") | st.lists(_part, max_size=2)
+_item = _thing(
+    type=st.sampled_from(_ITEM_TYPES),
+    role=st.sampled_from(["user", "assistant", "system", "developer"]),
+    id=st.sampled_from(["msg_1_0", "fc_1_1", "rs_2_0", "other"]),
+    content=_content,
+    summary=_content,
+    encrypted_content=st.sampled_from([seal("hm"), "polar1.x", "gAAA"]),
+    call_id=st.just("c1"),
+    name=st.just("bash"),
+    namespace=st.just("ns"),
+    arguments=st.just("{}"),
+    input=st.just("text"),
+    output=_content,
+    action=_thing(type=st.just("exec"), command=st.just(["ls"])),
+    operation=_thing(type=st.just("delete_file"), path=st.just("a")),
+    tools=_tools,
+)
+_choice = _thing(
+    type=st.sampled_from(["function", "custom", "allowed_tools", "shell"]),
+    name=st.sampled_from(["bash", "exec"]),
+    mode=st.sampled_from(["auto", "required"]),
+    tools=_tools,
+)
+_shaped: st.SearchStrategy[Any] = (
+    st.lists(_item, min_size=1, max_size=3) | _tools | _choice | _thing(effort=st.just("none"), format=st.just({}))
+)
+
+
+def bodies() -> st.SearchStrategy[Json]:
+    """A body that is right but for a few fields, which hold anything; values of the right shape are likely inside."""
+    right: Json = {"model": "m", "input": "hi"}
+    fields: st.SearchStrategy[Json] = st.dictionaries(st.sampled_from(_FIELDS), VALUES | _shaped, max_size=2)
+    items = st.lists(_item, min_size=1, max_size=4)
+    return st.builds(
+        lambda wrong, own, tools: {
+            **right,
+            **({"input": own} if own else {}),
+            **({"tools": tools} if tools else {}),
+            **wrong,
+        },
+        fields,
+        st.none() | items,
+        st.none() | _tools,
+    )
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(body=bodies())
+def test_parse_raises_nothing_but_request_errors(body: Json) -> None:
+    dialect = OpenAIResponses()
+    try:
+        dialect.previous_call_id(body)
+        parsed = dialect.parse(body)
+    except RequestError as refused:
+        event("refused")
+        _check_refusal(dialect, refused)
+        return
+    event("parsed")
+    assert len(parsed.requests) == len(parsed.messages) == 1
+    assert all(isinstance(orjson.loads(message), dict) for message in parsed.messages[0])
+    assert isinstance(orjson.loads(orjson.dumps(parsed.params)), dict)
+    orjson.dumps([message.to_openai() for message in parsed.requests[0].messages])  # type: ignore[union-attr]
+    _can_be_answered(parsed)
+    _can_be_continued(dialect, body, parsed)
+
+
+def _check_refusal(dialect: OpenAIResponses, refused: RequestError) -> None:
+    assert 400 <= refused.status < 500
+    assert orjson.loads(dialect.error(refused))["error"]["message"]
+
+
+def _can_be_answered(parsed: ParsedRequest) -> None:
+    answer = Answer()
+    name = next(iter(parsed.options["tools"].tools), "bash")
+    told = SampleEvent(text="x", tool_calls=(ToolDelta(0, "c1", name, "{}"),), finish_reason="stop")
+    answer.add(told)
+    encoder = OpenAIResponses().encoder(parsed, "call_1", 1)
+    assert encoder.feed(0, told) + encoder.end([answer])
+    assert orjson.loads(encoder.respond([answer]))["id"] == "resp_1"
+
+
+def _can_be_continued(dialect: OpenAIResponses, body: Json, parsed: ParsedRequest) -> None:
+    said = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+    new = {**body, "previous_response_id": "resp_1", "input": "next"}
+    again = dialect.parse(dialect.resume(new, PreviousCall(parsed.messages[0], said)))
+    assert again.messages[0][: len(parsed.messages[0])] == parsed.messages[0]
+    assert len(again.messages[0]) == len(parsed.messages[0]) + 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param({"input": [{"role": "user", "content": "x", "extra": DEEP}]}, id="deep extra field"),
+        pytest.param({"input": [{"type": "web_search_call", "action": DEEP}]}, id="deep harmless item"),
+        pytest.param({"metadata": DEEP}, id="deep metadata"),
+        pytest.param({"tools": [{"type": "x", "deep": DEEP}]}, id="deep tool"),
+        pytest.param({"input": [{"type": "function_call", "name": "a", "arguments": DEEP}]}, id="deep arguments"),
+        pytest.param({"input": [{"type": "function_call_output", "output": DEEP}]}, id="deep output"),
+        pytest.param({"input": [{"role": "user", "content": "\ud800"}]}, id="lone surrogate"),
+        pytest.param({"instructions": "\ud800"}, id="lone surrogate in the instructions"),
+        pytest.param({"max_output_tokens": 1e300}, id="integer of 1000 bits"),
+        pytest.param({"user": 2**64}, id="integer of 65 bits"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(body: Json) -> None:
+    with pytest.raises(RequestError):
+        OpenAIResponses().parse({"model": "m", "input": "hi", **body})

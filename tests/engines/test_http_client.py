@@ -1,0 +1,227 @@
+"""The client of the engine hop, against a server that says exactly what it is told to, byte for byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from polar_proxy.engines import openai_client
+from polar_proxy.engines.http_client import HttpClient, NoResponseError
+from polar_proxy.engines.openai_client import OpenAIClient
+from polar_proxy.errors import EngineError, RequestError
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
+CLOSE = b"<close>"
+
+
+class Server:
+    """Answers each request with the next of `plan`, pieces of bytes in a row; `CLOSE` closes the connection."""
+
+    def __init__(self, plan: list[list[bytes]]) -> None:
+        self.plan = plan
+        self.heads: list[bytes] = []
+        self.bodies: list[bytes] = []
+        self.connections = 0
+        self.left = asyncio.Event()
+        """A client has gone in the middle of an answer."""
+        self.sent = 0
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                self.heads.append(head)
+                length = [int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")]
+                self.bodies.append(await reader.readexactly(length[0]) if length else b"")
+                for piece in self.plan.pop(0):
+                    if piece == CLOSE:
+                        return
+                    writer.write(piece)
+                    await writer.drain()
+                    self.sent += len(piece)
+                    await asyncio.sleep(0.005)
+                if not self.plan:
+                    await reader.read()
+                    self.left.set()
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.left.set()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def serving(*plan: list[bytes], keep: float = 3600.0) -> AsyncIterator[tuple[Server, HttpClient]]:
+    server = Server(list(plan))
+    async with await asyncio.start_server(server.serve, "127.0.0.1", 0) as listener:
+        port = listener.sockets[0].getsockname()[1]
+        server.url = f"http://127.0.0.1:{port}"
+        client = HttpClient(server.url + "/base", {"x-key": "k"}, connect_seconds=60, keep_seconds=keep)
+        try:
+            async with asyncio.timeout(120):
+                yield server, client
+        finally:
+            client.close()
+
+
+async def test_a_connection_is_used_again() -> None:
+    async with serving([OK], [OK], [OK]) as (server, client):
+        for body in (b"{}", None, b"[1]"):
+            response = await client.request("POST", "/v1/x", body)
+            assert (response.status, await response.read(), response.complete) == (200, b"hi", True)
+            response.close()
+        assert server.connections == 1
+        assert server.bodies == [b"{}", b"", b"[1]"]
+        assert server.heads[0].startswith(b"POST /base/v1/x HTTP/1.1\r\nhost: 127.0.0.1:")
+        assert b"\r\nx-key: k\r\n" in server.heads[0]
+
+
+async def test_not_when_it_has_lain_idle_or_the_server_says_so() -> None:
+    last = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nhi"
+    async with serving([OK], [last], [OK], keep=0.0) as (server, client):
+        for _ in range(3):
+            assert await (await client.request("GET", "/", None)).read() == b"hi"
+        assert server.connections == 3
+    async with serving([last], [OK]) as (server, client):
+        for _ in range(2):
+            assert await (await client.request("GET", "/", None)).read() == b"hi"
+        assert server.connections == 2
+
+
+async def test_two_at_once_have_two_connections() -> None:
+    async with serving([OK], [OK]) as (server, client):
+        both = await asyncio.gather(client.request("GET", "/", None), client.request("GET", "/", None))
+        assert [await one.read() for one in both] == [b"hi", b"hi"]
+        assert server.connections == 2
+
+
+@pytest.mark.parametrize("cut", [1, 3, 7, 1000])
+async def test_chunks_however_they_are_cut(cut: int) -> None:
+    raw = (
+        b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: 1\r\n\r\n5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
+    )
+    pieces = [raw[at : at + cut] for at in range(0, len(raw), cut)]
+    async with serving(pieces, [OK]) as (server, client):
+        response = await client.request("GET", "/", None)
+        assert (response.status, response.headers) == (200, {"transfer-encoding": "chunked", "x-a": "1"})
+        got = []
+        while data := await response.read_some():
+            got.append(data)
+        assert b"".join(got) == b"hello world"
+        assert await (await client.request("GET", "/", None)).read() == b"hi"
+        assert server.connections == 1
+
+
+async def test_a_body_that_ends_with_its_connection() -> None:
+    async with serving([b"HTTP/1.1 200 OK\r\n\r\nall ", b"of it", CLOSE]) as (_, client):
+        response = await client.request("GET", "/", None)
+        assert await response.read() == b"all of it"
+        assert response.complete
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nhalf", CLOSE],
+        [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\nhalf\r\n", CLOSE],
+        [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\nhalf\r\nzz\r\n"],
+    ],
+)
+async def test_what_breaks_off_is_an_error_and_not_an_end(pieces: list[bytes]) -> None:
+    async with serving(pieces) as (_, client):
+        response = await client.request("GET", "/", None)
+        with pytest.raises(ConnectionError):
+            await response.read()
+        assert not response.complete
+
+
+@pytest.mark.parametrize(
+    ("pieces", "error"), [([CLOSE], NoResponseError), ([b"SSH-2.0-OpenSSH\r\n\r\n"], ConnectionError)]
+)
+async def test_no_answer_at_all(pieces: list[bytes], error: type[Exception]) -> None:
+    async with serving(pieces) as (_, client):
+        with pytest.raises(error):
+            await client.request("GET", "/", None)
+
+
+async def test_closing_tells_the_server() -> None:
+    async with serving([b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nhalf"]) as (server, client):
+        response = await client.request("GET", "/", None)
+        assert await response.read_some() == b"half"
+        response.close()
+        await server.left.wait()
+        with pytest.raises(ConnectionError):
+            await response.read_some()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_cancelling_tells_the_server(begun: bool) -> None:
+    async with serving([b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nhalf"] if begun else [b"HTTP/1.1 "]) as (
+        server,
+        client,
+    ):
+
+        async def ask() -> None:
+            response = await client.request("GET", "/", None)
+            try:
+                await response.read()
+            finally:
+                response.close()
+
+        task = asyncio.create_task(ask())
+        while not server.sent:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await server.left.wait()
+
+
+async def test_a_slow_reader_holds_the_server_back() -> None:
+    size = 64 << 20
+    piece = bytes(1 << 20)
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
+    async with serving([head, *([piece] * 64)], [OK]) as (server, client):
+        response = await client.request("GET", "/", None)
+        await asyncio.sleep(0.8)
+        assert server.sent < size // 2
+        assert len(await response.read()) == size
+        assert await (await client.request("GET", "/", None)).read() == b"hi"
+        assert server.connections == 1
+
+
+async def test_a_connection_that_was_closed_under_our_hands_is_asked_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(openai_client, "KEEPALIVE_SECONDS", 3600.0)
+    monkeypatch.setattr(openai_client, "RETRY_WITHIN_SECONDS", 3600.0)
+    async with serving([OK], [CLOSE], [OK]) as (server, _):
+        http = OpenAIClient(server.url)
+        await http.open()
+        for _ in range(2):
+            assert await http.read(await http.send("GET", "/health")) == b"hi"
+        await http.close()
+        assert server.connections == 2
+    async with serving([CLOSE], [CLOSE]) as (server, _):
+        http = OpenAIClient(server.url)
+        await http.open()
+        with pytest.raises(EngineError, match="broke off"):
+            await http.send("GET", "/health")
+        await http.close()
+
+
+@pytest.mark.parametrize("url", ["http://", "http://h:port", "http://h\u00e4st\u2028/"])
+def test_urls_that_cannot_be(url: str) -> None:
+    with pytest.raises(RequestError):
+        OpenAIClient(url)
+
+
+def test_a_key_cannot_smuggle_a_header() -> None:
+    with pytest.raises(RequestError):
+        OpenAIClient("http://h", "key\r\nx-other: 1")

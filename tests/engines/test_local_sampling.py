@@ -1,0 +1,113 @@
+"""The sampler: the distribution is the one asked for, and the log-probability is that distribution's."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polar_proxy.engines.local.sampling import SamplingParams, SequenceSampler, draw, truncate
+
+INF = float("-inf")
+P = SamplingParams
+
+
+def sampler(params: SamplingParams, seed: int = 0, vocab: int = 4) -> SequenceSampler:
+    return SequenceSampler(params, seed, vocab)
+
+
+def kept(logits: list[float], params: SamplingParams) -> list[int]:
+    out = truncate(torch.tensor([logits]), [params])[0]
+    return [token for token, value in enumerate(out.tolist()) if value != INF]
+
+
+LOGITS = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens"),
+    [
+        (P(top_k=1), [1]),
+        (P(top_k=2), [1, 3]),
+        (P(top_k=9), [0, 1, 2, 3]),
+        (P(top_p=0.4), [1]),
+        (P(top_p=0.41), [1, 3]),
+        (P(top_p=0.7001), [1, 2, 3]),
+        (P(top_p=1e-9), [1]),
+        (P(min_p=0.6), [1, 3]),
+        (P(min_p=1.0), [1]),
+        (P(top_k=3, top_p=0.5), [1, 3]),  # top_p of what top_k left: 0.4 / 0.9 < 0.5
+        (P(top_k=2, temperature=0.0), [0, 1, 2, 3]),
+    ],
+)
+def test_truncation_by_hand(params: SamplingParams, tokens: list[int]) -> None:
+    assert kept(LOGITS, params) == tokens
+
+
+def test_rows_of_a_batch_are_truncated_each_its_own_way() -> None:
+    out = truncate(torch.tensor([LOGITS, LOGITS]), [P(top_k=1), P()])
+    assert out.isinf().sum(dim=-1).tolist() == [3, 0]
+    assert out[1].tolist() == torch.tensor(LOGITS).tolist()
+
+
+def test_logprob_is_that_of_the_processed_distribution() -> None:
+    drawn = draw(torch.tensor([LOGITS]), [sampler(P(temperature=0.5, top_k=2, top_logprobs=4))])
+    weights = {1: 0.4**2, 3: 0.3**2}
+    expected = {token: math.log(weight / sum(weights.values())) for token, weight in weights.items()}
+    assert drawn.logprobs[0] == pytest.approx(expected[drawn.ids[0]], abs=1e-6)
+    assert dict(drawn.top[0]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_greedy_reports_temperature_one() -> None:
+    drawn = draw(torch.tensor([LOGITS]), [sampler(P(temperature=0.0, top_p=0.1))])
+    assert drawn.ids == [1]
+    assert drawn.logprobs[0] == pytest.approx(math.log(0.4), abs=1e-6)
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    row, n = sampler(P()), 4000
+    counts = Counter(draw(torch.tensor([LOGITS]), [row]).ids[0] for _ in range(n))
+    for token, probability in enumerate((0.1, 0.4, 0.2, 0.3)):
+        assert counts[token] / n == pytest.approx(probability, abs=4 * math.sqrt(0.25 / n))
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
+    logits = torch.randn(50, 1, 100, generator=torch.Generator().manual_seed(3))
+    alone = sampler(P(temperature=0.8), 11, 100)
+    one = [draw(step.clone(), [alone]).ids[0] for step in logits]
+    rows = [sampler(P(), 1, 100), sampler(P(temperature=0.8), 11, 100), sampler(P(temperature=0.0), 2, 100)]
+    two = [draw(step.expand(3, -1).clone(), rows).ids[1] for step in logits]
+    assert one == two
+
+
+def test_penalties_count_what_was_sampled() -> None:
+    row = sampler(P(temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5))
+    tokens = [draw(torch.tensor([[2.0, 1.2, 0.1, -9.0]]), [row]).ids[0] for _ in range(4)]
+    # 2.0 wins; then 0.5 < 1.2; then 0.5 > -0.3 and 0.1; then 0.1 beats 0.0.
+    assert tokens == [0, 1, 0, 2]
+
+
+def test_logit_bias() -> None:
+    bias = (torch.tensor([3]), torch.tensor([50.0]))
+    assert draw(torch.tensor([LOGITS]), [sampler(P(logit_bias=bias))]).ids == [3]
+
+
+@given(
+    st.lists(st.floats(-30, 30) | st.just(-1e9), min_size=2, max_size=40),
+    st.floats(0.05, 3.0),
+    st.floats(0.01, 1.0),
+    st.integers(0, 50),
+    st.floats(0, 1),
+    st.integers(0, 2**60),
+)
+def test_a_sampled_token_is_possible(
+    logits: list[float], temperature: float, top_p: float, top_k: int, min_p: float, seed: int
+) -> None:
+    params = P(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    drawn = draw(torch.tensor([logits]), [SequenceSampler(params, seed, len(logits))])
+    assert drawn.logprobs[0] > -200
+    assert drawn.logprobs[0] <= 1e-6

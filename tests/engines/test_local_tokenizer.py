@@ -1,0 +1,138 @@
+"""Text of a stream of tokens, stop strings, rendering: the parts of the local engine that know no tensors."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from polar_proxy.engines.local.template import ChatTemplate, flat_text, template_message
+from polar_proxy.engines.local.tokenizer import TextStream, Vocabulary
+from polar_proxy.errors import RequestError
+from polar_proxy.types import ChatRequest, Message, ToolCall
+
+
+@pytest.fixture(scope="module")
+def tokenizer(random_model_dir: Path) -> Any:
+    return AutoTokenizer.from_pretrained(random_model_dir)
+
+
+@given(data=st.data())
+def test_any_ids_decode_as_the_tokenizer_does(tokenizer: Any, data: st.DataObject) -> None:
+    vocabulary = Vocabulary(tokenizer)
+    ids = data.draw(st.lists(st.integers(0, vocabulary.size - 1), max_size=30))
+    decoder = vocabulary.decoder()
+    text = "".join([*(decoder.feed(token) for token in ids), decoder.close()])
+    assert text == tokenizer.decode(ids, skip_special_tokens=True)
+    assert vocabulary.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_a_character_of_several_tokens_comes_whole(tokenizer: Any) -> None:
+    vocabulary = Vocabulary(tokenizer)
+    ids = tokenizer.encode("a🦊b", add_special_tokens=False)
+    decoder = vocabulary.decoder()
+    pieces = [decoder.feed(token) for token in ids]
+    assert "".join(pieces) == "a🦊b"
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert len(pieces) > 3
+
+
+def test_tokenizers_that_are_not_byte_level() -> None:
+    words = ["▁Hello", "▁wor", "ld", "▁", "<0xF0>", "<0x9F>", "<0xA6>", "<0x8A>", "!"]
+    backend = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    vocabulary = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=backend))
+    decoder = vocabulary.decoder()
+    pieces = [decoder.feed(token) for token in range(len(words))]
+    assert pieces[:3] == ["Hello", " wor", "ld"]
+    assert "".join(pieces) + decoder.close() == "Hello world 🦊!"
+    unfinished = vocabulary.decoder()
+    assert [unfinished.feed(token) for token in (0, 4, 5)] == ["Hello", "", ""]
+    assert unfinished.close().startswith("\ufffd")
+
+
+class Letters:
+    """A decoder whose tokens are characters."""
+
+    def feed(self, token_id: int) -> str:
+        return chr(token_id)
+
+    def close(self) -> str:
+        return ""
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_stop_strings_cut_at_their_first_place(text: str, stop: list[str]) -> None:
+    stream, told, used = TextStream(Letters(), stop), "", 0
+    for char in text:
+        told += stream.feed(ord(char))
+        used += 1
+        if stream.stopped_at is not None:
+            break
+    told += stream.close()
+    ends = [place + len(mark) for mark in stop if (place := text.find(mark)) >= 0]
+    assert (stream.stopped_at is not None) == bool(ends)
+    if not ends:
+        assert told == text
+        return
+    assert used == min(ends), "it stops with the token that completes the first stop string"
+    assert told == text[: min(text[:used].find(mark) for mark in stop if mark in text[:used])]
+
+
+def test_text_that_cannot_be_a_stop_string_is_not_held() -> None:
+    stream = TextStream(Letters(), ["xyz"])
+    assert [stream.feed(ord(char)) for char in "axyaxyz"] == ["a", "", "", "xya", "", "", ""]
+    assert stream.stopped_at is not None
+
+
+@given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(max_size=20)), max_size=5))
+def test_cached_pieces_tokenise_like_the_whole(tokenizer: Any, turns: list[tuple[str, str]]) -> None:
+    template = ChatTemplate(tokenizer)
+    messages = tuple(Message(role, text) for role, text in [("system", "s"), *turns])
+    text = template.render(ChatRequest("", messages))
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    assert template.encode(text) == expected
+    assert template.encode(text) == expected, "from the cache as well"
+
+
+def test_messages_as_templates_expect_them() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    assert flat_text(parts) == "a\nb"
+    assert flat_text(None) == ""
+    calls = (ToolCall("1", "f", '{"b": 1, "a": 2}'), ToolCall("2", "g", ""), ToolCall("3", "h", "not JSON"))
+    made = template_message(Message("assistant", None, "because", calls))
+    assert [call["function"]["arguments"] for call in made["tool_calls"]] == [{"b": 1, "a": 2}, {}, "not JSON"]
+    assert list(made["tool_calls"][0]["function"]["arguments"]) == ["b", "a"], "the order stays"
+    assert (made["content"], made["reasoning_content"], made["reasoning"]) == ("", "because", "because")
+    with pytest.raises(RequestError, match="image_url"):
+        flat_text([{"type": "image_url", "image_url": {"url": "x"}}])
+
+
+def test_what_the_template_refuses_is_a_bad_request(tokenizer: Any) -> None:
+    with pytest.raises(RequestError, match="Unexpected role clown") as caught:
+        ChatTemplate(tokenizer).render(ChatRequest("", (Message("system", "s"), Message("clown", "x"))))
+    assert caught.value.status == 400
+
+
+def test_where_reasoning_stands(tokenizer: Any) -> None:
+    template = ChatTemplate(tokenizer)
+    request = ChatRequest("", (Message("user", "x"),))
+    assert template.reasoning(template.render(request)) == "tags"
+    opened = ChatRequest("", (Message("user", "x"),), template_kwargs={"open_thinking": True})
+    assert template.reasoning(template.render(opened)) == "open"
+
+
+def test_tools_are_shown_unless_forbidden(tokenizer: Any) -> None:
+    tools = ({"type": "function", "function": {"name": "get_weather"}},)
+    for choice, shown in itertools.product((None, "auto", "none"), (tools, ())):
+        request = ChatRequest("", (Message("user", "x"),), tools=shown, tool_choice=choice)
+        text = ChatTemplate(tokenizer).render(request)
+        assert ("get_weather" in text) == (bool(shown) and choice != "none")

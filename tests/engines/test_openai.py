@@ -1,0 +1,209 @@
+"""`hosted`: what goes out is what any OpenAI-compatible API takes; what comes back is told and recorded as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from polar_proxy.config import EngineSettings
+from polar_proxy.dialects import Answer as Gathered
+from polar_proxy.dialects import assistant_message
+from polar_proxy.engines.factory import make_engine
+from polar_proxy.engines.openai import CONTEXT_LENGTH, OpenAIEngine
+from polar_proxy.errors import EngineError, RequestError, UsageError
+from polar_proxy.store import Store
+from polar_proxy.traces import per_call
+from polar_proxy.types import EngineRequest, Json, Message, Sampling, TextRequest, ToolCall
+from tests.conftest import Serve
+from tests.engines.engine_contract import WEATHER, chat
+from tests.fakes.hosted_api import HostedApi
+from tests.fakes.vllm_server import Answer, Fault
+
+streams = pytest.mark.parametrize("stream", [False, True])
+CALLING = Answer("Let me look.", reasoning="Hm.", tool_calls=(("get_weather", '{"city":  "Zürich"}'),))
+
+
+async def gathered(engine: OpenAIEngine, request: EngineRequest, *, stream: bool = True) -> Gathered:
+    answer = Gathered()
+    async for event in engine.sample(request, stream=stream):
+        answer.add(event)
+    assert answer.finished
+    return answer
+
+
+def hosted(api: HostedApi, path: str = "/v1") -> OpenAIEngine:
+    return OpenAIEngine(api.url + path, model="fake")
+
+
+@streams
+async def test_text_reasoning_and_calls_without_ids(stream: bool) -> None:
+    async with HostedApi() as api, hosted(api) as engine:
+        api.script(CALLING)
+        answer = await gathered(engine, chat(sampling=Sampling(), tools=(WEATHER,)), stream=stream)
+        state = answer.choices[0]
+        said = assistant_message(state)
+        assert (said["content"], said["reasoning_content"]) == ("Let me look.", "Hm.")
+        assert said["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city":  "Zürich"}'}
+        assert state.finish_reason == "tool_calls"
+        assert (answer.prompt_ids, state.token_ids, state.logprobs) == (None, [], [])
+        assert answer.prompt_tokens > 100  # the API's own count
+        assert answer.completion_tokens == len(CALLING.tokens())
+        assert api.bodies[-1].get("stream", False) is stream
+
+
+async def test_only_documented_fields_go_out() -> None:
+    everything = Sampling(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.1,
+        max_tokens=30,
+        seed=3,
+        stop=("x",),
+        n=2,
+        presence_penalty=0.1,
+        frequency_penalty=0.2,
+        logit_bias={"5": 1.0},
+        logprobs=True,
+        top_logprobs=3,
+    )
+    form: Json = {"type": "json_object"}
+    more: dict[str, Any] = {"tools": (WEATHER,), "tool_choice": "auto", "parallel_tool_calls": False}
+    async with HostedApi() as api, hosted(api) as engine:  # it refuses what it does not know
+        answer = await gathered(engine, chat(sampling=everything, response_format=form, **more))
+        assert sorted(answer.choices) == [0, 1]
+        body = api.bodies[-1]
+        assert {"top_k", "min_p", "logprobs", "top_logprobs", "return_token_ids"}.isdisjoint(body)
+        assert (body["temperature"], body["top_p"], body["max_tokens"], body["seed"]) == (0.5, 0.9, 30, 3)
+        assert (body["n"], body["stop"], body["logit_bias"]) == (2, ["x"], {"5": 1.0})
+        assert (body["response_format"], body["tool_choice"], body["parallel_tool_calls"]) == (form, "auto", False)
+        await gathered(engine, chat(sampling=Sampling()), stream=False)
+        assert sorted(api.bodies[-1]) == ["messages", "model"]
+
+
+def _turns() -> tuple[Message, ...]:
+    call = ToolCall("c1", "get_weather", "{}")
+    return (
+        Message("user", "Weather?"),
+        Message("assistant", None, reasoning="Look first.", tool_calls=(call,)),
+        Message("tool", "rain", tool_call_id="c1"),
+    )
+
+
+@pytest.mark.parametrize("wants", [False, True])
+async def test_earlier_reasoning_goes_to_those_who_want_it(wants: bool) -> None:
+    async with HostedApi(wants_reasoning=wants) as api, hosted(api) as engine:
+        request = replace(chat(), messages=_turns())
+        for _ in range(2):
+            await gathered(engine, request)
+        assert len(api.bodies) == (3 if wants else 2)  # refused once, then known
+        assert ("reasoning_content" in api.bodies[-1]["messages"][1]) is wants
+        assert api.bodies[-1]["messages"][1]["tool_calls"][0]["function"]["arguments"] == "{}"
+
+
+async def test_the_newer_name_of_the_limit_is_learnt() -> None:
+    async with HostedApi(newer_limit=True) as api, hosted(api) as engine:
+        for _ in range(2):
+            await gathered(engine, chat())
+        assert ["max_tokens" in body for body in api.bodies] == [True, False, False]
+        assert api.bodies[-1]["max_completion_tokens"] == 24
+
+
+@streams
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_overload_is_passed_on_with_its_header(serve: Serve, store: Store, status: int, stream: bool) -> None:
+    async with HostedApi(retry_after="17") as api, serve(hosted(api)) as gateway:
+        api.script(Fault(status, "slow down"))
+        async with httpx.AsyncClient(
+            base_url=gateway.url + "/v1", headers={"authorization": "Bearer k"}, timeout=120
+        ) as http:
+            body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+            answer = await http.post("/chat/completions", json=body)
+        assert answer.status_code == (502 if status == 500 else status)
+        assert answer.headers["retry-after"] == "17"
+        assert "slow down" in answer.json()["error"]["message"]
+        (row,) = await store.sessions()
+        (call,) = await store.calls(row.session_id)
+        assert (call.status, call.http_status) == ("upstream_error", answer.status_code)
+
+
+@streams
+async def test_recorded_as_text_and_never_trained(serve: Serve, store: Store, stream: bool) -> None:
+    async with HostedApi() as api, serve(hosted(api)) as gateway:
+        api.script(CALLING)
+        async with httpx.AsyncClient(
+            base_url=gateway.url + "/v1", headers={"authorization": "Bearer k"}, timeout=120
+        ) as http:
+            body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER], "stream": stream}
+            answer = await http.post("/chat/completions", json=body)
+        assert answer.status_code == 200
+        (row,) = await store.sessions()
+        (call,) = await store.calls(row.session_id)
+        assert (call.status, call.prompt_ids, call.choices[0].token_ids.size) == ("no_tokens", None, 0)
+        assert call.choices[0].message["content"] == "Let me look."
+        if not stream:  # the API's own count, by which agents know how full the context is
+            usage = answer.json()["usage"]
+            assert usage["prompt_tokens"] > usage["prompt_tokens_details"]["cached_tokens"] > 0
+            assert usage["completion_tokens"] == len(CALLING.tokens())
+        assert call.engine is not None
+        assert (call.engine.engine, call.engine.model) == ("hosted", "fake")
+        assert per_call([call]).excluded == {call.call_id: "no_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("path", "root"), [("", "/v1"), ("/v1", "/v1"), ("/api/v1/", "/api/v1"), ("/v1beta/openai/", "/v1beta/openai")]
+)
+async def test_roots(path: str, root: str) -> None:
+    asked: list[str] = []
+    async with HostedApi() as api:
+        plain = api.plain
+
+        def heard(path: str, body: Json) -> tuple[int, Json]:
+            asked.append(path)
+            return plain(path, body)
+
+        api.plain = heard  # type: ignore[method-assign]
+        async with OpenAIEngine(api.url + path) as engine:
+            assert engine.info.model == "fake"
+            assert await engine.health() is None
+    assert asked == [f"{root}/models"] * 2
+
+
+async def test_what_an_api_tells_of_itself() -> None:
+    async with HostedApi(lists_models=False) as api:
+        with pytest.raises(EngineError, match="--model"):
+            await OpenAIEngine(api.url).__aenter__()
+        async with hosted(api) as engine:
+            assert engine.info.context_length == CONTEXT_LENGTH
+            assert {"token_ids", "logprobs", "score", "continue"}.isdisjoint(engine.info.capabilities)
+    async with HostedApi(context_length=777) as api, hosted(api) as engine:
+        assert engine.info.context_length == 777
+    async with HostedApi(api_key="right") as api:
+        with pytest.raises(EngineError, match="key"):
+            await OpenAIEngine(api.url, model="fake", api_key="wrong").__aenter__()
+        async with OpenAIEngine(api.url, model="fake", api_key="right") as engine:
+            await gathered(engine, chat())
+
+
+async def test_what_it_cannot_do_it_says() -> None:
+    async with HostedApi() as api, hosted(api) as engine:
+        for doing in (engine.render(chat()), engine.score([1, 2]), gathered(engine, TextRequest("m", (1, 2)))):
+            with pytest.raises(RequestError, match="token"):
+                await doing
+        assert assistant_message((await gathered(engine, TextRequest("m", "def"))).choices[0])["content"] == "Hello."
+        api.script(Answer("Hello there", drop_after=2))
+        with pytest.raises(EngineError, match="broke off"):
+            await gathered(engine, chat())
+        api.script(Fault(200, body=b'{"error": {"message": "provider is down", "code": 503}}'))
+        with pytest.raises(EngineError, match="provider is down") as caught:
+            await gathered(engine, chat(), stream=False)
+        assert caught.value.status == 503
+
+
+def test_by_settings() -> None:
+    assert isinstance(make_engine(EngineSettings(kind="hosted", url="https://api.example.com/v1")), OpenAIEngine)
+    with pytest.raises(UsageError, match="--engine-url"):
+        make_engine(EngineSettings(kind="hosted"))

@@ -1,0 +1,386 @@
+"""Continuing from exact ids on the scripted server: the wire, what is believed, and who reads the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polar_proxy.dialects.base import Answer as Heard
+from polar_proxy.engines.openai_stream import version_runs
+from polar_proxy.engines.vllm.answer_parser import DERENDER
+from polar_proxy.engines.vllm.engine import VllmEngine
+from polar_proxy.engines.vllm.probe_forms import ForcedAnswer, ParsedAnswer, matching_reasoning_mode
+from polar_proxy.engines.vllm.requests import render_body
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.types import Message, SampleEvent, Sampling, TextRequest
+from tests.engines.engine_contract import WEATHER, chat, read, run
+from tests.fakes.vllm_server import CALL, END, Answer, FakeVllm, ids, text_of, tokenized
+from tests.until import until
+
+TOOLS: dict[str, Any] = {"tools": (WEATHER,)}
+PARIS = ("get_weather", '{"city" : "Paris"}')
+PROMPT = [*ids("odd"), END, *ids("tokens")]
+LONG = Sampling(max_tokens=200)
+
+
+async def test_the_request_on_the_wire() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.bodies.clear()
+        sampling = Sampling(temperature=0.5, seed=3, stop=("x",), n=2, top_logprobs=2, max_tokens=7)
+        result = await run(engine, chat(sampling=sampling, **TOOLS), prompt=PROMPT)
+        body = fake.bodies[0]
+        assert (body["prompt"], body["max_tokens"], body["n"], body["stop"]) == (PROMPT, 7, 2, ["x"])
+        assert body["logprobs"] == 2
+        assert body["skip_special_tokens"] is False
+        assert not {"messages", "tools", "return_weight_versions"} & set(body)
+        assert list(result.prompt_ids) == PROMPT
+        assert len(result.choices) == 2
+
+
+@pytest.mark.parametrize(("wanted", "sent"), [(None, 4096 - len(PROMPT)), (5000, 4096 - len(PROMPT)), (9, 9)])
+async def test_the_room_is_what_is_left(wanted: int | None, sent: int) -> None:
+    """Completions would end behind 16 tokens."""
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.bodies.clear()
+        fake.script(Answer("a long answer of more than sixteen tokens"))
+        answer = (await run(engine, chat(sampling=Sampling(max_tokens=wanted)), prompt=PROMPT)).choices[0]
+        assert fake.bodies[0]["max_tokens"] == sent
+        assert answer.finish_reason == ("stop" if wanted != 9 else "length")
+
+
+async def test_a_full_context_is_refused() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        with pytest.raises(RequestError) as caught:
+            await run(engine, chat(), prompt=ids("x") * 4096)
+        assert caught.value.code == "context_length_exceeded"
+
+
+ANSWERS = [
+    Answer("Hello."),
+    Answer("", tool_calls=(PARIS,)),
+    Answer("Looking. ", tool_calls=(PARIS, ("get_weather", "{}"))),
+    Answer("Höre: 漢字", per_chunk=2),
+    Answer("cut off in its midst", finish_reason="length"),
+    Answer(token_ids=[*ids("a"), 1, *ids("b"), END], text="a<|im_start|>b"),
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.text or "call")
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("limits", [{}, {"other_form"}], ids=["own parser", "derendered"])
+async def test_answers_read_as_in_a_chat(answer: Answer, stream: bool, limits: set[str]) -> None:
+    if limits:
+        answer = replace(answer, token_ids=answer.token_ids or _other_form(answer))
+    async with FakeVllm(limits=frozenset(limits), derenders=bool(limits)) as fake, VllmEngine(fake.url) as engine:
+        assert engine.continue_problem is None
+        fake.script(answer, answer)
+        request = chat(sampling=LONG, **TOOLS)
+        rendered = (await run(engine, request)).choices[0]
+        exact = (await run(engine, request, prompt=await engine.render(request), stream=stream)).choices[0]
+        assert exact.token_ids == rendered.token_ids == answer.tokens()
+        assert exact.logprobs == rendered.logprobs
+        assert read(exact) == read(rendered)
+
+
+def _other_form(answer: Answer) -> list[int]:
+    calls = "".join(f"<tool_call>\n{name}({arguments})\n</tool_call>" for name, arguments in answer.tool_calls)
+    return [*tokenized(answer.text + calls), END]
+
+
+async def test_text_comes_as_it_is_sampled() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.script(Answer("abcdefgh", delay=0.02, tool_calls=(PARIS,)))
+        request = chat(sampling=LONG, **TOOLS)
+        events = [event async for event in engine.sample(request, prompt=np.array(PROMPT, dtype=np.int32))]
+        assert len([event for event in events if event.text]) > 4
+        assert [event.tool_calls[0].name for event in events if event.tool_calls] == ["get_weather"]
+
+
+async def test_the_derenderer_is_asked_now_and_then() -> None:
+    """Its requests parse the answer from the beginning: they grow rarer as it grows longer."""
+    asked: list[int] = []
+    fake = FakeVllm(limits=frozenset({"other_form"}), derenders=True)
+    derender = fake.derender
+    fake.derender = lambda body: (asked.append(len(body["stream_state"] or ())), derender(body))[1]  # type: ignore[method-assign]
+    async with fake, VllmEngine(fake.url) as engine:
+        asked.clear()
+        fake.script(Answer("x" * 600))
+        answer = (await run(engine, chat(sampling=Sampling(max_tokens=700)), prompt=PROMPT)).choices[0]
+        assert answer.text == "x" * 600
+        assert len(asked) < 60
+
+
+async def test_parallel_calls_that_are_not_wanted_are_not_told() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.script(Answer("", tool_calls=(PARIS, PARIS)))
+        request = chat(sampling=LONG, parallel_tool_calls=False, **TOOLS)
+        assert (await run(engine, request, prompt=PROMPT)).choices[0].names == {0: "get_weather"}
+
+
+@pytest.mark.parametrize(("thinks", "reasoning", "text"), [(True, "hm", "Yes."), (False, "", "<think>hm</think>Yes.")])
+async def test_reasoning_is_read_where_the_server_reads_it(thinks: bool, reasoning: str, text: str) -> None:
+    async with FakeVllm(thinks=thinks) as fake, VllmEngine(fake.url) as engine:
+        fake.script(Answer("Yes.", reasoning="hm"))
+        answer = (await run(engine, chat(sampling=LONG), prompt=PROMPT)).choices[0]
+        assert (answer.reasoning, answer.text) == (reasoning, text)
+
+
+@pytest.mark.parametrize(
+    ("fake", "words"),
+    [
+        (FakeVllm(limits=frozenset({"no_tokenize"})), "`/tokenize` does not render"),
+        (FakeVllm(limits=frozenset({"no_choice"})), "could not be made to answer.*--enable-scale-out"),
+        (FakeVllm(limits=frozenset({"other_form"})), f"another form.*does not offer {DERENDER}.*--enable-scale-out"),
+    ],
+    ids=["no tokenize", "no structured outputs", "another form"],
+)
+async def test_what_was_not_proved_is_not_claimed(fake: FakeVllm, words: str) -> None:
+    async with fake, VllmEngine(fake.url) as engine:
+        assert "continue" not in engine.info.capabilities
+        with pytest.raises(RequestError, match=words) as caught:
+            await run(engine, chat(), prompt=PROMPT)
+        assert caught.value.code == "cannot_continue"
+        assert str(caught.value) == engine.continue_problem
+        assert (await run(engine, chat())).choices[0].text == "Hello."  # observed as ever
+
+
+async def test_a_server_that_rereads_arguments_is_found_out() -> None:
+    """It prints the arguments anew: another text than was sampled."""
+    fake = FakeVllm()
+    plain = fake.read
+    fake.read = lambda tokens, body: _reprinted(plain(tokens, body))  # type: ignore[method-assign]
+    async with fake, VllmEngine(fake.url) as engine:
+        assert "awkward JSON otherwise than the Hermes parser" in str(engine.continue_problem)
+
+
+def _reprinted(answer: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    reasoning, text, calls = answer
+    return reasoning, text, tuple((name, arguments.replace(" :", ":")) for name, arguments in calls)
+
+
+async def test_other_template_options_are_proved_when_they_are_met() -> None:
+    """This server stops reading calls where thinking is switched off."""
+    fake = FakeVllm()
+    plain = fake.read
+
+    def reads(tokens: list[int], body: dict[str, Any]) -> Any:
+        return plain(tokens, {**body, "tools": None} if body.get("chat_template_kwargs") else body)
+
+    fake.read = reads  # type: ignore[method-assign]
+    async with fake, VllmEngine(fake.url) as engine:
+        assert engine.continue_problem is None
+        request = chat(template_kwargs={"enable_thinking": False}, **TOOLS)
+        for _ in range(2):
+            fake.bodies.clear()
+            with pytest.raises(RequestError, match="otherwise than the Hermes parser") as caught:
+                await run(engine, request, prompt=PROMPT)
+            assert caught.value.code == "cannot_continue"
+            why = await engine.cannot_continue(request, np.array(PROMPT, dtype=np.int32))
+            assert why == str(caught.value)
+        assert fake.bodies == []  # the second time it is known
+        assert (await run(engine, chat(**TOOLS), prompt=PROMPT)).choices[0].text == "Hello."
+
+
+@pytest.mark.parametrize(
+    "more", [{"tool_choice": "required", **TOOLS}, {"response_format": {"type": "json_object"}}], ids=["call", "json"]
+)
+async def test_a_grammar_is_not_continued(more: dict[str, Any]) -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        with pytest.raises(RequestError, match="held to a grammar"):
+            await run(engine, chat(**more), prompt=PROMPT)
+
+
+async def test_a_prompt_that_ends_in_open_reasoning_where_none_was_seen() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        with pytest.raises(RequestError, match="leaves reasoning open"):
+            await run(engine, chat(), prompt=[*PROMPT, *ids("<think>")])
+        # What was thought in an earlier turn opens nothing.
+        await run(engine, chat(), prompt=[*ids("<think>"), END, *ids("ab")])
+
+
+async def test_a_server_that_changes_the_prompt_is_not_believed() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.prompt = lambda path, body: [9, *body["prompt"]]  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="other prompt tokens than it was given"):
+            await run(engine, chat(), prompt=PROMPT)
+
+
+async def test_a_raw_prompt_takes_exact_ids_too() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.script(Answer("raw <tool_call>"))
+        result = await run(engine, TextRequest("", "ignored", LONG), prompt=PROMPT)
+        assert (list(result.prompt_ids), result.choices[0].text) == (PROMPT, "raw <tool_call>")
+
+
+async def test_rendering_without_what_opens_the_answer() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        whole, closed = await engine.render(chat()), await engine.render(chat(), generation=False)
+        assert text_of(whole[len(closed) :]) == "<|im_start|>assistant\n"
+    async with FakeVllm(limits=frozenset({"no_tokenize"})) as fake, VllmEngine(fake.url) as engine:
+        with pytest.raises(RequestError, match="only together with what opens the answer"):
+            await engine.render(chat(), generation=False)
+
+
+@pytest.mark.parametrize("how", ["close", "cancel"])
+async def test_leaving_aborts_the_generation(how: str) -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.script(Answer("x" * 500, delay=0.05))
+        sampled = engine.sample(chat(sampling=Sampling(max_tokens=600)), prompt=np.array(PROMPT, dtype=np.int32))
+        if how == "close":
+            async with aclosing(sampled) as events:
+                await anext(events)
+        else:
+            fake.bodies.clear()
+            task = asyncio.create_task(_all(sampled))
+            await until(lambda: fake.bodies)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: fake.aborted)
+        assert fake.aborted == 1
+
+
+async def _all(events: Any) -> list[SampleEvent]:
+    return [event async for event in events]
+
+
+@pytest.mark.parametrize("prompt", [None, PROMPT], ids=["chat", "exact"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_versions_that_change_in_the_midst(prompt: list[int] | None, stream: bool) -> None:
+    """vLLM 0.33's documented shape; no server of that version was at hand."""
+    async with FakeVllm(tells_versions=True, weight_version="7") as fake, VllmEngine(fake.url) as engine:
+        assert "weight_versions" in engine.info.capabilities
+        fake.script(Answer("Hello.", versions=((0, "7"), (3, "8"))))
+        exact = None if prompt is None else np.array(prompt, dtype=np.int32)
+        events = await _all(engine.sample(chat(sampling=LONG), stream=stream, prompt=exact))
+        assert events[-1].versions == ((0, "7"), (3, "8"))
+        heard = Heard()
+        for event in events:
+            heard.add(event)
+        assert heard.choices[0].versions == [(0, "7"), (3, "8")]
+
+
+async def test_a_server_without_versions_is_not_asked_for_them() -> None:
+    async with FakeVllm(weight_version="7") as fake, VllmEngine(fake.url) as engine:
+        fake.bodies.clear()
+        events = await _all(engine.sample(chat()))
+        assert "return_weight_versions" not in fake.bodies[0]
+        assert "weight_versions" not in engine.info.capabilities
+        assert all(event.versions == () for event in events)
+
+
+@pytest.mark.parametrize(
+    ("spans", "runs"),
+    [
+        ([("a", 0, 4)], ((0, "a"),)),
+        ([("a", 0, 4), ("b", 4, 9)], ((0, "a"), (4, "b"))),
+        ([("a", 0, 0), ("b", 0, 9), ("b", 9, 12)], ((0, "b"),)),
+        ([("a", 1, 4)], ()),
+        ([("a", 0, 4), ("b", 5, 9)], ()),
+        ([("a", 0, 4), ("b", 4, 3)], ()),
+        ([], ()),
+    ],
+)
+def test_spans_are_runs_or_nothing(spans: list[tuple[str, int, int]], runs: tuple[tuple[int, str], ...]) -> None:
+    assert version_runs([{"version": v, "start": start, "end": end} for v, start, end in spans]) == runs
+
+
+async def test_a_template_that_writes_more_behind_a_message() -> None:
+    """The end of turn is the token at which the server stops, not whatever comes first behind the content."""
+    fake = FakeVllm()
+    plain = fake.render
+
+    def render(body: dict[str, Any]) -> list[int]:
+        out = plain(body)
+        if body.get("continue_final_message"):
+            return out
+        return [
+            token for at, token in enumerate(out) for token in ([*ids("\n"), token] if token == END and at else [token])
+        ]
+
+    fake.render = render  # type: ignore[method-assign]
+    async with fake, VllmEngine(fake.url) as engine:
+        assert engine.info.eos_token_ids == (END,)
+
+
+async def test_a_token_at_which_the_server_does_not_stop_is_no_end_of_turn() -> None:
+    fake = FakeVllm()
+    plain = fake.sampled
+
+    def sampled(body: dict[str, Any], answer: Answer, prompt: list[int]) -> Any:
+        goes_on = str(END) in (body.get("logit_bias") or {})
+        return ([END, CALL], [-0.5, -0.5], "length") if goes_on else plain(body, answer, prompt)
+
+    fake.sampled = sampled  # type: ignore[method-assign]
+    async with fake, VllmEngine(fake.url) as engine:
+        assert engine.info.eos_token_ids == ()
+        assert "no token ends the turns" in str(engine.continue_problem)
+
+
+# Which kind of reasoning a server reads: vLLM 0.32 with its parser qwen3 said so of these texts.
+IMPLIED = [
+    ("Z</think>Hello.", ParsedAnswer("Hello.", "Z", (), "stop")),
+    ("<think>Z</think>Hello.", ParsedAnswer("Hello.", "Z", (), "stop")),
+    ("</think>Hello.", ParsedAnswer("Hello.", "", (), "stop")),
+]
+
+
+def seen(*rows: tuple[str, ParsedAnswer]) -> list[ForcedAnswer]:
+    return [ForcedAnswer("it", text, (), said, text) for text, said in rows]
+
+
+def test_the_kind_of_reasoning_follows_what_was_seen() -> None:
+    call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    ends = ("Z" + call, ParsedAnswer("", "Z", (("look", "{}"),), "tool_calls"))
+    goes_on = ("Z" + call, ParsedAnswer("", "Z" + call, (), "stop"))
+    assert matching_reasoning_mode(seen(*IMPLIED), tools=True) == ("implied", None)
+    assert matching_reasoning_mode(seen(*IMPLIED, ends), tools=True) == ("implied_call", None)
+    assert matching_reasoning_mode(seen(*IMPLIED, goes_on), tools=True) == ("implied", None)
+    assert (
+        matching_reasoning_mode(
+            seen(("<think>Z</think>a", ParsedAnswer("<think>Z</think>a", "", (), "stop"))), tools=True
+        )[0]
+        == "off"
+    )
+    assert (
+        matching_reasoning_mode(
+            seen(("<think>Z</think>a", ParsedAnswer("a", "Z", (), "stop")), ("b", ParsedAnswer("b", "", (), "stop"))),
+            tools=True,
+        )[0]
+        == "tags"
+    )
+    assert matching_reasoning_mode(seen(*IMPLIED, ("c", ParsedAnswer("else", "", (), "stop"))), tools=True)[0] is None
+
+
+async def test_reasoning_goes_out_by_both_of_its_names() -> None:
+    """vLLM 0.32 takes `reasoning_content` for `reasoning` on its chat route, and drops it at `/tokenize`."""
+    body = render_body("m", replace(chat(), messages=(Message("assistant", "a", reasoning="hm"),)))
+    assert (body["messages"][0]["reasoning"], body["messages"][0]["reasoning_content"]) == ("hm", "hm")
+
+
+async def test_a_server_that_drops_reasoning_at_tokenize_is_found_out() -> None:
+    fake = FakeVllm()
+    plain = fake.prompt
+    thought = {"role": "system", "content": "thought"}
+
+    def prompt(path: str, body: dict[str, Any]) -> list[int]:
+        thinks = path.endswith("chat/completions") and any("reasoning" in message for message in body["messages"])
+        return plain(path, {**body, "messages": [*body["messages"], thought]} if thinks else body)
+
+    fake.prompt = prompt  # type: ignore[method-assign]
+    async with fake, VllmEngine(fake.url) as engine:
+        assert "`/tokenize` does not render" in str(engine.continue_problem)
+        request = replace(chat(), messages=(Message("user", "a"), Message("assistant", "b", reasoning="hm")))
+        assert await engine.render(request) == list((await run(engine, request)).prompt_ids)
+
+
+async def test_tools_that_may_not_be_called_are_not_read() -> None:
+    async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
+        fake.script(Answer("", tool_calls=(PARIS,)))
+        answer = (await run(engine, chat(sampling=LONG, tool_choice="none", **TOOLS), prompt=PROMPT)).choices[0]
+        assert (answer.names, answer.finish_reason) == ({}, "stop")
+        assert PARIS[1] in answer.text

@@ -1,0 +1,212 @@
+"""Each record against a row worked out by hand, without the trainers' libraries."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polar_proxy.errors import UsageError
+from polar_proxy.export.formats import (
+    TRAINER_FORMATS,
+    RecordConverter,
+    UnsupportedRowError,
+    nemo_rl,
+    read_row,
+    slime,
+    tinker,
+    trl,
+    verl,
+)
+from polar_proxy.export.formats.training_rows import IdNumbers
+from tests.export.formats.row_factory import group, row
+
+IDS = [11, 12, 13, 20, 21, 31, 32, 22, 23, 24]
+LOGPROBS = [-0.5, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125]
+TRAINER = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1), num_generations=4)
+
+
+def refused(reason: str) -> Any:
+    return pytest.raises(UnsupportedRowError, check=lambda error: error.reason == reason)
+
+
+def test_trl_completions() -> None:
+    made = trl.completions(group(), 4)
+    assert made["prompt_ids"] == [[11, 12, 13]] * 4
+    assert [ids[0] for ids in made["completion_ids"]] == [20, 30, 40, 50]
+    assert made["logprobs"][1] == [-0.51, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125]
+    assert made["env_mask"] == [[1, 1, 0, 0, 1, 1, 1]] * 4
+    assert made["reward"] == [0.0, 1.0, 0.0, 1.0]
+    assert trl.recorded_reward(prompts=[], completions=[], reward=made["reward"]) == made["reward"]
+
+
+def test_trl_keeps_a_masked_rollout_in_the_baseline_and_an_unscored_one_out_of_it() -> None:
+    rows = [row(0, 0, masked=True), row(0, 1, reward=None), *group()[2:]]
+    made = trl.completions(rows, 4)
+    assert made["env_mask"][0] == [0] * 7
+    assert made["reward"] == [0.0, None, 0.0, 1.0]
+
+
+def test_trl_refuses_what_a_completion_cannot_hold() -> None:
+    with refused("group_size"):
+        trl.completions(group(size=3), 4)
+    with refused("several_traces"):
+        trl.completions([*group(), row(0, 0, 1)], 4)
+
+
+def test_trl_hands_out_group_after_group() -> None:
+    rollouts = trl.RecordedRollouts([group(0), group(1), group(2)])
+    found = rollouts(["any"] * 8, TRAINER)
+    assert found["trace_id"] == [f"trace_{number}_{member}_0" for number in (0, 1) for member in range(4)]
+    assert rollouts(["any"] * 4, TRAINER)["trace_id"][0] == "trace_2_0_0"
+    with pytest.raises(UsageError, match="no recorded groups left"):
+        rollouts(["any"] * 4, TRAINER)
+
+
+def test_trl_skips_and_counts_only_when_told() -> None:
+    groups = [group(0, size=3), [*group(1), row(1, 0, 1)], group(2)]
+    with refused("group_size"):
+        trl.RecordedRollouts(groups)(["any"] * 4, TRAINER)
+    rollouts = trl.RecordedRollouts(groups, on_refused="skip")
+    assert rollouts(["any"] * 4, TRAINER)["trace_id"][0] == "trace_2_0_0"
+    assert rollouts.left_out == {"group_size": 1, "several_traces": 1}
+
+
+def test_trl_trains_the_longest_sequence_only_where_told_and_counts_the_others() -> None:
+    shorter = row(0, 2, 1, loss_mask=[1, 0, 0, 0, 0, 0, 0])
+    rollouts = trl.RecordedRollouts([[shorter, *group(), row(0, 1, 1)]], several="longest")
+    assert rollouts(["any"] * 4, TRAINER)["trace_id"] == ["trace_0_2_0", "trace_0_0_0", "trace_0_1_0", "trace_0_3_0"]
+    assert rollouts.left_out == {"shorter_sequence": 2}
+
+
+def test_trl_does_not_cut_groups_over_processes() -> None:
+    many = SimpleNamespace(accelerator=SimpleNamespace(num_processes=2), num_generations=4)
+    with pytest.raises(UsageError, match="cut apart"):
+        trl.RecordedRollouts([group()])(["any"] * 4, many)
+    with pytest.raises(UsageError, match="no whole groups"):
+        trl.RecordedRollouts([group()])(["any"] * 6, TRAINER)
+
+
+def test_trl_rollout_sample() -> None:
+    made = trl.rollout_sample(read_row(row(advantage=0.75)), 3)
+    np.testing.assert_array_equal(made["input_ids"], IDS)
+    np.testing.assert_array_equal(made["completion_mask"], [0, 0, 0, 1, 1, 0, 0, 1, 1, 1])
+    np.testing.assert_array_equal(made["old_log_probs"], np.array([0.0] * 3 + LOGPROBS, dtype=np.float32))
+    assert (made["input_ids"].dtype, made["completion_mask"].dtype, made["old_log_probs"].dtype) == (
+        np.int64,
+        np.int64,
+        np.float32,
+    )
+    assert (made["advantage"], made["group_id"], made["model_version"]) == (0.75, 3, 4)  # the oldest of 4 and 5
+    unknown = trl.rollout_sample(read_row(row(advantage=0.75, certificate=None)), 3, model_version=9)
+    assert unknown["model_version"] == 9
+
+
+@pytest.mark.parametrize(("changes", "reason"), [({}, "no_advantage"), ({"advantage": 1.0, "masked": True}, "masked")])
+def test_records_with_an_advantage_need_one(changes: dict[str, Any], reason: str) -> None:
+    for make in (tinker.datum, lambda one: trl.rollout_sample(one, 0)):
+        with refused(reason):
+            make(read_row(row(**changes)))
+
+
+def test_verl_output_and_dataset() -> None:
+    made = verl.agent_loop_output(read_row(row(0, 1)))
+    assert (made["prompt_ids"], made["response_ids"]) == ([11, 12, 13], [30, 21, 31, 32, 22, 23, 24])
+    assert made["response_mask"] == [1, 1, 0, 0, 1, 1, 1]
+    assert made["response_logprobs"] == [-0.51, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125]
+    assert (made["reward_score"], made["num_turns"]) == (1.0, 4)
+    assert verl.agent_loop_output(read_row(row(masked=True)))["response_mask"] == [0] * 7
+    with refused("no_reward"):
+        verl.agent_loop_output(read_row(row(reward=None)))
+    rows = verl.dataset([*group(0), *group(1)])
+    assert [one["extra_info"]["group_id"] for one in rows] == ["group_0", "group_1"]
+    assert [one["extra_info"]["rollouts"] for one in rows] == [4, 4]
+    with refused("group_size"):
+        verl.dataset([*group(0), *group(1, size=3)])
+
+
+def test_verl_sessions_are_rollouts_with_all_their_traces() -> None:
+    recorded = verl.RecordedGroups([*group(0), row(0, 2, 1)])
+    asked = {"group_id": "group_0"}
+    assert [[one["extra_fields"]["trace_id"] for one in recorded.session(asked, i)] for i in range(4)] == [
+        ["trace_0_0_0"],
+        ["trace_0_1_0"],
+        ["trace_0_2_0", "trace_0_2_1"],
+        ["trace_0_3_0"],
+    ]
+    with pytest.raises(UsageError, match=r"set rollout\.n"):
+        recorded.session(asked, 4)
+    with pytest.raises(UsageError, match="no group"):
+        recorded.session({"group_id": "other"}, 0)
+
+
+def test_slime_samples_keep_slimes_invariants() -> None:
+    samples = slime.Samples()
+    made = [samples.sample(read_row(one)) for one in (row(0, 0), row(0, 1), row(0, 1, 1), row(1, 0, masked=True))]
+    first = made[0]
+    assert first["tokens"] == IDS
+    assert (first["response_length"], first["loss_mask"]) == (7, [1, 1, 0, 0, 1, 1, 1])
+    assert first["rollout_log_probs"] == LOGPROBS
+    assert first["weight_versions"] == ["4", "5"]
+    assert [one["index"] for one in made] == [0, 1, 2, 3]
+    assert [one["rollout_id"] for one in made] == [0, 1, 1, 2]
+    assert [one["group_index"] for one in made] == [0, 0, 0, 1]
+    assert [one["remove_sample"] for one in made] == [False, False, False, True]
+    assert samples.sample(read_row(row(0, 5, status="timed_out")))["status"] == "truncated"
+    with refused("no_reward"):
+        samples.sample(read_row(row(reward=None)))
+
+
+def test_slime_rewards_count_a_rollout_once() -> None:
+    """Rewards 1, 0, 0; the first rollout has two samples. mean 1/3, deviation sqrt(1/3)."""
+    samples = [
+        SimpleNamespace(group_index=0, rollout_id=rollout, get_reward_value=lambda _, value=value: value)
+        for rollout, value in ((0, 1.0), (0, 1.0), (1, 0.0), (2, 0.0))
+    ]
+    raw, made = slime.reward_post_process(SimpleNamespace(grpo_std_normalization=False), samples)
+    assert raw == [1.0, 1.0, 0.0, 0.0]
+    assert made == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
+    _, scaled = slime.reward_post_process(SimpleNamespace(grpo_std_normalization=True), samples)
+    assert scaled == pytest.approx([value * 3**0.5 for value in made], rel=1e-5)
+
+
+def test_nemo_rl_cuts_where_the_mask_changes() -> None:
+    made = nemo_rl.datum_spec([read_row(row())], 7)
+    assert [(one["role"], one["token_ids"], one.get("generation_logprobs")) for one in made["message_log"]] == [
+        ("user", [11, 12, 13], None),
+        ("assistant", [20, 21], [-0.5, -0.25]),
+        ("environment", [31, 32], None),
+        ("assistant", [22, 23, 24], [-1.5, -2.0, -0.125]),
+    ]
+    assert (made["length"], made["idx"], made["loss_multiplier"], made["total_reward"]) == (10, 7, 1.0, 0.0)
+    assert nemo_rl.datum_spec([read_row(row(masked=True))])["loss_multiplier"] == 0.0
+    with refused("several_traces"):
+        nemo_rl.datum_spec([read_row(row()), read_row(row(trace=1))])
+
+
+def test_tinker_datum_is_shifted_by_one() -> None:
+    made = tinker.datum(read_row(row(advantage=-0.5)))
+    inputs = {name: tensor["data"] for name, tensor in made["loss_fn_inputs"].items()}
+    assert made["model_input"]["chunks"][0]["tokens"] == IDS[:-1]
+    assert inputs["target_tokens"] == IDS[1:]
+    assert inputs["advantages"] == [0.0, 0.0, -0.5, -0.5, 0.0, 0.0, -0.5, -0.5, -0.5]
+    assert inputs["logprobs"] == [0.0, 0.0, *LOGPROBS]
+
+
+@pytest.mark.parametrize("form", TRAINER_FORMATS)
+def test_a_rollout_is_written_whole_or_not_at_all(form: str) -> None:
+    records = RecordConverter(form)
+    assert len(records([row(advantage=1.0)])) == 1
+    assert records([row(0, 1, advantage=1.0), row(0, 1, 1, advantage=1.0, grade="refused")]) == []
+    assert records.left_out == {"refused": 2}
+    assert records([]) == []
+
+
+def test_trl_rows_number_groups() -> None:
+    numbers = IdNumbers()
+    made = [trl.record([read_row(row(number, advantage=1.0))], numbers)[0] for number in (5, 3, 5)]
+    assert [one["group_id"] for one in made] == [0, 1, 0]
+    assert made[0]["input_ids"] == [11, 12, 13, 20, 21, 31, 32, 22, 23, 24]
+    assert made[0]["labels"] == [-100, -100, -100, 20, 21, -100, -100, 22, 23, 24]

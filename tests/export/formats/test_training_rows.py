@@ -1,0 +1,101 @@
+"""What every bridge reads: checked once, refused by name, and a rollout counted once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polar_proxy.export.formats import UnsupportedRowError, read_row, rows_of_group, with_advantages
+from polar_proxy.export.formats.training_rows import REFUSAL_REASONS, IdNumbers, group_advantages, group_by_rollout
+from tests.export.formats.row_factory import row
+from tests.training import group_factories
+
+
+def test_a_row_is_read_as_it_was_written() -> None:
+    found = read_row(row(1, 2))
+    assert found.token_ids == (11, 12, 13, 20 + 120 % 50, 21, 31, 32, 22, 23, 24)
+    assert found.loss_mask == (1, 1, 0, 0, 1, 1, 1)
+    assert found.logprobs == (-0.62, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125)
+    assert found.runs() == [(True, 0, 2), (False, 2, 4), (True, 4, 7)]
+    assert found.versions == ("4", "5")
+    assert found.trained_mask() == [1, 1, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("field", ["masked", "incomplete"])
+def test_a_rollout_of_the_baseline_alone_is_not_trained(field: str) -> None:
+    assert read_row(row(**{field: True})).trained_mask() == [0] * 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"schema": 2}, "newer_schema"),
+        ({"schema": None}, "newer_schema"),
+        ({"parent_trace_id": "trace_x"}, "branch"),
+        ({"grade": "refused"}, "refused"),
+        ({"loss_mask": [0] * 7}, "nothing_sampled"),
+        ({"prompt_ids": []}, "no_prompt"),
+        ({"loss_mask": [1] * 7}, "malformed"),
+        ({"loss_mask": [1] * 6}, "malformed"),
+        ({"loss_mask": [2, 0, 0, 0, 0, 0, 0]}, "malformed"),
+        ({"logprobs": [-1.0] * 8}, "malformed"),
+        ({"logprobs": [math.nan, -1.0, None, None, -1.0, -1.0, -1.0]}, "malformed"),
+        ({"logprobs": [None, -1.0, None, None, -1.0, -1.0, -1.0]}, "malformed"),
+        ({"response_ids": None}, "malformed"),
+    ],
+)
+def test_what_no_record_can_hold_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedRowError) as caught:
+        read_row(row(**changes))
+    assert caught.value.reason == reason
+    assert reason in REFUSAL_REASONS
+
+
+def test_a_rollout_counts_once_however_many_traces_it_has() -> None:
+    """Rewards 0, 1, 1, 0; the first rollout has three traces. Its mean stays 1/2, so advantages are symmetric."""
+    rows = [row(0, 0, 0), row(0, 0, 1), row(0, 0, 2), row(0, 1), row(0, 2, reward=1.0), row(0, 3, reward=0.0)]
+    found = {one["trace_id"]: one["advantage"] for one in with_advantages(rows, "dr_grpo")}
+    assert found == {
+        "trace_0_0_0": -0.5,
+        "trace_0_0_1": -0.5,
+        "trace_0_0_2": -0.5,
+        "trace_0_1_0": 0.5,
+        "trace_0_2_0": 0.5,
+        "trace_0_3_0": -0.5,
+    }
+
+
+def test_rollouts_without_a_trace_are_in_the_baseline_where_they_are_told() -> None:
+    rows = [row(0, 0), row(0, 1)]
+    rewards = {"group_0": {"roll_0_0": 0.0, "roll_0_1": 1.0, "lost": 1.0, "unscored": None}}
+    found = [one["advantage"] for one in with_advantages(rows, "dr_grpo", rewards)]
+    assert found == [pytest.approx(-2 / 3), pytest.approx(1 / 3)]
+
+
+def test_a_row_of_no_group_has_no_advantage() -> None:
+    assert with_advantages([row(group_id=None)])[0]["advantage"] is None
+    with pytest.raises(UnsupportedRowError, match="belongs to no group"):
+        group_by_rollout([read_row(row(group_id=None))])
+
+
+def test_no_reward_is_no_advantage() -> None:
+    assert group_advantages({"a": 1.0, "b": None, "c": 0.0}, "dr_grpo") == {"a": 0.5, "b": None, "c": -0.5}
+
+
+def test_a_group_of_the_store_gives_the_same_rows() -> None:
+    trace = group_factories.trace("t", [1, 2], [3, 4], logprobs=[-0.5, -0.75])
+    made = rows_of_group(
+        group_factories.group(group_factories.GroupRollout(group_factories.rollout(0, 1.0, masked=True), (trace,)))
+    )
+    found = read_row(made[0])
+    assert (found.prompt_ids, found.response_ids) == ((1, 2), (3, 4))
+    assert np.float32(found.logprobs).tolist() == [-0.5, -0.75]
+    assert (found.rollout_id, found.group_id, found.reward, found.masked) == ("roll_0", "group_0", 1.0, True)
+
+
+def test_numbers_are_given_in_order() -> None:
+    numbers = IdNumbers()
+    assert [numbers[name] for name in ("b", "a", "b", "c")] == [0, 1, 0, 2]

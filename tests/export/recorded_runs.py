@@ -1,0 +1,65 @@
+"""A store with rollouts and sessions as a real run leaves them, for the exports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from polar_proxy.store import Store
+from polar_proxy.traces import BUILDERS
+from polar_proxy.types import CallRecord, Json, new_id
+from tests.traces.calls import call
+
+TOOLS: list[Json] = [{"type": "function", "function": {"name": "bash"}}]
+
+
+def conversation(session_id: str, *, base: int = 10, warped: bool = False) -> list[CallRecord]:
+    """Two turns that join, a drifted third, and a call whose client went away."""
+    drift = [base, 1, base + 1, 99, 4]
+    calls = [
+        call("a", 0.0, [base, 1], [base + 1, 2]),
+        call("b", 1.0, [base, 1, base + 1, 2, 3], [base + 2, 2, 7]),
+        call("c", 2.0, drift, [5, 2], **({"logprob_mode": "raw", "sampling": {"temperature": 0.5}} if warped else {})),
+        call("d", 3.0, [*drift, 5, 2], [6], status="client_gone"),
+    ]
+    said: list[bytes] = []
+    made = []
+    for record in calls:
+        said.append(orjson.dumps({"role": "user", "content": f"turn {len(said)}"}))
+        messages, tools = tuple(said), orjson.dumps(TOOLS)
+        made.append(replace(record, call_id=new_id("call"), session_id=session_id, messages=messages, tools=tools))
+        said.append(orjson.dumps(record.choices[0].message))
+    return made
+
+
+async def loose_session(store: Store, **changes: Any) -> tuple[str, list[CallRecord]]:
+    """A session of `polar serve`, which belongs to no rollout."""
+    row = await store.create_session(key_hash=None, label=None, origin="open")
+    return row.session_id, await _commit(store, conversation(row.session_id, **changes))
+
+
+async def rollout(
+    store: Store, *, reward: float | None, built: bool = True, status: str = "done", **changes: Any
+) -> tuple[str, list[CallRecord]]:
+    """A rollout with its session, its traces (unless it still runs) and its reward."""
+    await store.put_task("task-1", "swe-task", 11, "Fix the bug.", {})
+    group_id = await store.create_group("task-1", 1, {})
+    rollout_id = await store.create_rollout(group_id, "task-1", 0, "mini-swe-agent", "process", "scripted", "m", 11, {})
+    row = await store.create_session(key_hash=None, label=None, rollout_id=rollout_id, origin="rollout")
+    calls = await _commit(store, conversation(row.session_id, **changes))
+    await store.set_rollout(rollout_id, session_id=row.session_id, status=status)  # type: ignore[arg-type]
+    if reward is not None:
+        await store.add_reward(rollout_id, reward, "tests", {})
+    for name, build in BUILDERS.items():
+        if built:
+            made = build(calls, rollout_id=rollout_id, reward=reward)
+            await store.put_traces(made.traces, made.excluded, name, row.session_id, rollout_id)
+    return rollout_id, calls
+
+
+async def _commit(store: Store, calls: list[CallRecord]) -> list[CallRecord]:
+    for record in calls:
+        await store.commit_call(record)
+    return calls

@@ -1,0 +1,26 @@
+"""A gateway in a process of its own, to be killed: `python -m tests.gateway.killable_gateway DB`. Prints its port.
+The first
+token of an answer takes minutes; calls are held for a second."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from polar_proxy.config import GatewaySettings
+from polar_proxy.engines.scripted import Reply, ScriptedEngine
+from polar_proxy.gateway import Gateway, in_flight
+from polar_proxy.store import open_store
+
+
+async def main(url: str) -> None:
+    in_flight.LEASE_SECONDS, in_flight._RENEW_SECONDS = 1.0, 0.2
+    settings = GatewaySettings(port=0, closed=True, shared=True)
+    engine = ScriptedEngine(lambda request: Reply("too late", wait=300.0))
+    async with open_store(url) as store, engine, Gateway(engine, store, settings) as gateway:
+        print(gateway.port, flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

@@ -1,0 +1,46 @@
+"""The time in which the engine has work: calls beside one another count once."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+
+import httpx
+
+from polar_proxy.gateway.metrics import BusyClock
+from tests.conftest import Serve
+from tests.fakes.scripted_engine import ScriptedEngine
+
+
+def test_time_with_any_call_counts_once() -> None:
+    now = 100.0
+    busy = BusyClock(lambda: now)
+    assert busy.seconds() == 0.0
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(busy.call())
+        now = 103.0
+        second.enter_context(busy.call())
+        assert busy.seconds() == 3.0  # one that has not ended counts until now
+        now = 104.0
+        first.close()
+        now = 110.0
+    now = 150.0  # nothing was asked in the meantime
+    assert busy.seconds() == 10.0
+    call = busy.call()
+    call.__enter__()
+    now = 151.0
+    failure = RuntimeError("the engine failed")
+    assert call.__exit__(RuntimeError, failure, None) is not True
+    assert busy.seconds() == 11.0
+
+
+async def test_a_gateway_says_how_long_its_engine_had_work(serve: Serve) -> None:
+    async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
+        assert "polar_engine_busy_seconds 0.0" in (await http.get("/metrics")).text
+        chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+        answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=chat) for _ in range(3)))
+        assert [answer.status_code for answer in answers] == [200] * 3
+        spent = gateway.metrics.busy.seconds()
+        assert spent > 0
+        await asyncio.sleep(0.05)
+        assert gateway.metrics.busy.seconds() == spent

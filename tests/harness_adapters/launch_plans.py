@@ -1,0 +1,54 @@
+"""What holds for the plan of every adapter, and a context to plan with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from harness_adapters import HarnessAdapter, Installation, LaunchContext, LaunchPlan, McpServer, Skill
+
+KEY = "sk-secret-0123456789"
+INSTRUCTION = "-- Fix `it`; $(now) \"and\" 'then'\n{model} ü"
+CONTEXT = LaunchContext(
+    base_url="http://127.0.0.1:9/v1",
+    api_key=KEY,
+    model="polar-tiny",
+    instruction=INSTRUCTION,
+    home="/home/agent",
+    workdir="/workspace",
+)
+MCP = (
+    McpServer("files", command=("mcp-files", "--root", "/a b"), env={"LEVEL": '"1"'}),
+    McpServer("web", url="http://127.0.0.1:9/mcp"),
+)
+SKILL = Skill("say-hello", "---\nname: say-hello\ndescription: Says hello.\n---\nSay hello.\n")
+
+
+def installed(adapter: HarnessAdapter, root: Path = Path("/cache/x")) -> Installation:
+    return Installation(adapter.name, adapter.default_version, root, root / "bin" / "python", (root,))
+
+
+def plan(adapter: HarnessAdapter, **changes: Any) -> LaunchPlan:
+    """The plan for `CONTEXT` with `changes`, after looking at what every plan must keep."""
+    context = replace(CONTEXT, **changes)
+    first = adapter.launch(installed(adapter), context)
+    assert first == adapter.launch(installed(adapter), context), "not pure"
+    assert not any(KEY in word for word in first.argv), "the key is in the argument list"
+    assert KEY in first.env.values(), "the key is not in the environment"
+    assert not any(KEY in text for text in first.files.values()), "the key is in a file as well"
+    assert first.env["HOME"] == context.home
+    assert Path("/cache/x") in first.mounts
+    for name in first.files:
+        assert not name.startswith("/")
+        assert ".." not in PurePosixPath(name).parts
+    return first
+
+
+def facts_are_complete(adapter: HarnessAdapter) -> None:
+    facts = adapter.facts
+    assert facts.homepage.startswith("https://")
+    assert facts.package.partition(":")[0] in ("pypi", "npm")
+    assert facts.tested_versions[0] <= adapter.default_version <= facts.tested_versions[1]
+    assert facts.wire_apis
+    assert facts.runtime

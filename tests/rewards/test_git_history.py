@@ -1,0 +1,125 @@
+"""What the agent's repository still tells: its past, and nothing of its future."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from polar_proxy.rollouts.git import WorkspaceError, git
+from polar_proxy.rollouts.git_history import truncate_git_history
+from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
+from polar_proxy.rollouts.workspace import prepare_workspace
+from polar_proxy.tasks import Environment, Repository, Task, get_source
+from sandboxes import Sandbox, open_sandbox
+from tests.rewards.conftest import EXAMPLES, needs
+
+ROWS = EXAMPLES / "swebench"
+IDENTITY = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+
+
+def run(folder: Path, *arguments: str) -> str:
+    command = ["git", *IDENTITY, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+async def told(sandbox: Sandbox) -> dict[str, str]:
+    """What anybody inside can learn from the repository."""
+    questions = {
+        "log": ("log", "--all", "--format=%s"),
+        "refs": ("for-each-ref", "--format=%(refname)"),
+        "remotes": ("remote", "-v"),
+        "reflog": ("reflog", "--all"),
+        "unreachable": ("fsck", "--unreachable", "--no-reflogs", "--no-progress"),
+        "status": ("status", "--porcelain"),
+        "config": ("config", "--local", "--list"),
+    }
+    return {name: (await git(sandbox, *words)).decode().strip() for name, words in questions.items()}
+
+
+def nothing_later(seen: dict[str, str], log: list[str]) -> None:
+    assert seen["log"].splitlines() == log
+    assert seen["refs"] == "refs/heads/main"
+    assert (seen["remotes"], seen["reflog"], seen["unreachable"], seen["status"]) == ("", "", "", "")
+    assert "secret" not in seen["config"]
+
+
+@pytest.mark.parametrize("kind", [needs("process"), needs("bubblewrap")])
+async def test_a_repository_at_hand_ends_at_its_base_commit(kind: str) -> None:
+    task = get_source(str(ROWS / "rows.jsonl")).task(0)
+    environments = TaskSandboxes(kind)  # type: ignore[arg-type]
+    spec = await environments.spec(task, memory_mb=512, labels={})
+    bundle = await environments.bundle(task)
+    assert bundle == await environments.bundle(task)
+    async with await open_sandbox(environments.kind, spec) as sandbox:
+        base = await prepare_workspace(task, sandbox, bundle)
+        assert task.environment.repository is not None
+        assert base == task.environment.repository.commit
+        nothing_later(await told(sandbox), ["Count items"])
+        for path in (".git/FETCH_HEAD", ".git/ORIG_HEAD"):
+            with pytest.raises(FileNotFoundError):
+                await sandbox.read(path)
+        # Nor does the bundle, which the sandbox can read, hold more.
+        refs = await sandbox.exec(("git", "bundle", "list-heads", str(bundle)))
+        assert refs.stdout.decode().split() == [base, "refs/heads/base"]
+
+
+async def test_a_folder_is_a_repository_as_well_and_stays_as_it_is(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    run(tmp_path, "clone", "-q", str(ROWS / "tally.bundle"), str(source))
+    before = run(source, "for-each-ref")
+    task = Task("x", "x", 0, "x", environment=Environment(repository=Repository(str(source), "v1.0~1")))
+    environments = TaskSandboxes("process")
+    async with await open_sandbox("process") as sandbox:
+        base = await prepare_workspace(task, sandbox, await environments.bundle(task))
+        assert base == run(source, "rev-parse", "v1.0~1")
+        nothing_later(await told(sandbox), ["Shares of the whole", "most_common: most frequent first", "Count items"])
+    assert run(source, "for-each-ref") == before
+    # A URL is fetched from; here it is one of this machine.
+    remote = Task("x", "x", 0, "x", environment=Environment(repository=Repository(source.as_uri(), base)))
+    async with await open_sandbox("process") as sandbox:
+        assert await prepare_workspace(remote, sandbox, await environments.bundle(remote)) == base
+        assert len((await told(sandbox))["log"].splitlines()) == 3
+    missing = Task("x", "x", 0, "x", environment=Environment(repository=Repository(str(source), "0" * 40)))
+    with pytest.raises(WorkspaceError, match="cannot be read"):
+        await environments.bundle(missing)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+async def test_a_clone_in_an_image_loses_everything_later(tmp_path: Path, detached: bool) -> None:
+    """As images are made: cloned with all history, put back to the base commit, changed a little."""
+    async with await open_sandbox("process") as sandbox:
+        place = Path(sandbox.workdir)
+        run(place, "clone", "-q", str(ROWS / "tally.bundle"), ".")
+        fix = run(place, "rev-parse", "v1.0~2")
+        base = run(place, "rev-parse", f"{fix}~1")
+        (place / "secret.txt").write_text("stashed")
+        run(place, "stash", "-q", "-u")
+        run(place, "notes", "add", "-m", "a note", fix)
+        run(place, "remote", "add", "upstream", "https://user:secret@example.org/tally.git")
+        run(place, "checkout", "-q", *(["--detach"] if detached else []), base)
+        if not detached:
+            run(place, "checkout", "-q", "-B", "work")
+        run(place, "gc", "-q")
+        (place / "tally.py").write_text((place / "tally.py").read_text() + "# set up\n")
+        (place / "built.txt").write_text("by the image")
+        await truncate_git_history(sandbox, base)
+        nothing_later(await told(sandbox), ["The environment's own changes", "Count items"])
+        assert run(place, "show", "--format=", "--name-only", "HEAD").split() == ["built.txt", "tally.py"]
+        with pytest.raises(subprocess.CalledProcessError):
+            run(place, "cat-file", "-e", fix)
+
+
+async def test_an_image_without_the_base_commit_is_refused(tmp_path: Path) -> None:
+    async with await open_sandbox("process") as sandbox:
+        run(Path(sandbox.workdir), "clone", "-q", str(ROWS / "tally.bundle"), ".")
+        with pytest.raises(WorkspaceError, match="rev-parse failed"):
+            await truncate_git_history(sandbox, "1" * 40)
+
+
+async def test_the_files_of_a_task_become_a_repository_without_a_past() -> None:
+    task = get_source("swe-task").task(0)
+    async with await open_sandbox("process") as sandbox:
+        await prepare_workspace(task, sandbox)
+        nothing_later(await told(sandbox), ["Initial commit"])

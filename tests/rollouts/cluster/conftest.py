@@ -1,0 +1,83 @@
+"""A real PostgreSQL server and a real Ray cluster, both started for this folder's tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+from tests.rollouts.cluster.machines import Node, RayHead, Serving, environment
+from tests.store.conftest import PostgresServer, postgres
+
+__all__ = ["postgres"]
+
+
+class Machines:
+    """A Ray head; nodes are added by tests, and what is left of them is killed at the end."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder = folder
+        self.home = folder / "home"
+        self.env = {
+            **environment(self.home, folder / "tmp"),
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(24),
+        }
+        (folder / "tmp").mkdir()
+        self.head = RayHead(self.env, folder, port)
+        self.nodes: list[Node] = []
+        self.services: list[Serving] = []
+
+    def start(self) -> None:
+        self.head.until("Ray runtime started")
+
+    def add(self, sandboxes: int, **environment: str) -> Node:
+        """One more, with so many places and more in its environment. They start one after the other: two at the same
+        time would take each other's sockets."""
+        node = Node({**self.env, **environment}, self.folder, f"node-{len(self.nodes)}", self.head.address, sandboxes)
+        self.nodes.append(node)
+        node.until("Ray runtime started")
+        return node
+
+    def serve(self, url: str) -> Serving:
+        """A head of Polar's on this cluster and database, ready."""
+        served = Serving(self.env, self.folder, f"serve-{len(self.services)}", self.head.address, url)
+        self.services.append(served)
+        served.ready()
+        return served
+
+    def release(self) -> None:
+        """Let held agents go on."""
+        self.home.mkdir(exist_ok=True)
+        (self.home / "go").touch()
+
+    def end(self) -> None:
+        for program in (*self.services, *self.nodes, self.head):
+            program.end()
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed (pip install 'polar-proxy[ray]')")
+    # Ray's sockets have long names of their own, and a socket's name may have 107 characters in all.
+    folder = Path(tempfile.mkdtemp(prefix="pr-"))
+    made = Machines(folder, free_port())
+    try:
+        made.start()
+        yield made
+    finally:
+        made.end()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def url(postgres: PostgresServer) -> str:
+    return postgres.new_database(f"t{os.urandom(6).hex()}")

@@ -1,0 +1,162 @@
+"""A real Ray cluster of several nodes on this machine, each with processes of its own, that tests may kill."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from polar_proxy.errors import RequestError
+from polar_proxy.types import EngineRequest
+from sandboxes.supervisor.shim import descendants
+from tests.fakes.player import play
+from tests.fakes.scripted_engine import Reply, ScriptedEngine
+
+ROOT = Path(__file__).resolve().parents[3]
+POLAR = str(Path(sys.executable).with_name("polar"))
+
+
+# Nodes of one machine must not choose the same ports.
+SMALL = ("--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", str(80 << 20))
+
+
+def talk(request: EngineRequest) -> Reply:
+    """As the expert, who has something to say about everything else, too."""
+    reply = play(request)
+    return "I have no opinion." if isinstance(reply, RequestError) else reply
+
+
+class SlowPlayer(ScriptedEngine):
+    """`--engine tests.rollouts.cluster.machines:SlowPlayer`: a call takes about a second."""
+
+    def __init__(self) -> None:
+        super().__init__(talk, delay=0.01)
+
+
+def environment(home: Path, scratch: Path) -> dict[str, str]:
+    """For everything of one cluster: a Polar home and a register of sandboxes of its own."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("POLAR_", "RAY_"))}
+    return {
+        **kept,
+        "POLAR_HOME": str(home),
+        "TMPDIR": str(scratch),
+        "PYTHONPATH": str(ROOT),
+        "NO_COLOR": "1",
+        "COLUMNS": "200",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "POLAR_ADMISSION__MEMORY_MB": "0",  # whatever else this machine does: nodes fill their places
+    }
+
+
+def wait_for(what: Callable[[], Any], seconds: float, why: Callable[[], str]) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if found := what():
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"not within {seconds:g} s: {why()}")
+
+
+def command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return ""
+
+
+class Program:
+    """A program with its output in a file."""
+
+    def __init__(self, env: dict[str, str], folder: Path, name: str, *arguments: str) -> None:
+        self.log = folder / f"{name}.log"
+        self._file = self.log.open("w")
+        self.process = subprocess.Popen(
+            arguments, env=env, cwd=folder, stdout=subprocess.PIPE, stderr=self._file, start_new_session=True
+        )
+
+    def ready(self) -> Any:
+        """The JSON document that `polar serve --json` prints."""
+        assert self.process.stdout is not None
+        text = b""
+        while not text.rstrip().endswith(b"}"):
+            line = self.process.stdout.readline()
+            assert line, self.log.read_text()
+            text += line
+        return orjson.loads(text)
+
+    def until(self, words: str, seconds: float = 180) -> None:
+        """Wait until its log has these words."""
+        wait_for(lambda: words in self.log.read_text(), seconds, self.log.read_text)
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = 120) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+    def end(self) -> None:
+        """Whatever is left of it."""
+        left = descendants(self.process.pid)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._file.close()
+
+
+class Node(Program):
+    """`polar node` with all of its Ray processes."""
+
+    def __init__(self, env: dict[str, str], folder: Path, name: str, address: str, sandboxes: int) -> None:
+        room = ("--sandboxes", str(sandboxes), "--scoring", "2")
+        super().__init__(env, folder, name, POLAR, "node", "--ray-address", address, *room, "--", *SMALL)
+
+    def rays(self) -> list[int]:
+        """Its raylet and that one's workers, its own polar and ray commands; not the sandboxes below them."""
+        mine = descendants(self.process.pid)
+        marks = ("raylet", "ray::", "ray/_private", "ray.scripts", "polar node")
+        return [self.process.pid, *(pid for pid in mine if any(mark in command(pid) for mark in marks))]
+
+    def workers(self) -> list[int]:
+        """The processes of its node actors."""
+        return [pid for pid in descendants(self.process.pid) if command(pid).startswith("ray::NodeActor")]
+
+    def kill(self) -> None:
+        """As when the machine loses its power, only that what ran in sandboxes goes on."""
+        for pid in self.rays():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class Serving(Program):
+    """`polar serve --executor ray`."""
+
+    def __init__(self, env: dict[str, str], folder: Path, name: str, address: str, url: str) -> None:
+        engine = ("--engine", "tests.rollouts.cluster.machines:SlowPlayer")
+        ray = ("--executor", "ray", "--ray-address", address)
+        super().__init__(env, folder, name, POLAR, "serve", "--port", "0", "--db", url, *engine, *ray, "--json")
+
+    def gateways(self) -> list[str]:
+        """Of the nodes, as it told."""
+        return re.findall(r"agents at a time, gateway (http\S+)", self.log.read_text())
+
+
+class RayHead(Program):
+    """`ray start --head` without a processor, so that no node actor and no scoring is placed there."""
+
+    def __init__(self, env: dict[str, str], folder: Path, port: int) -> None:
+        self.address = f"127.0.0.1:{port}"
+        ray = (sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats")
+        size = ("--num-cpus", "0", "--include-dashboard", "false", *SMALL)
+        where = ("--port", str(port), "--temp-dir", f"{env['TMPDIR']}/ray")
+        super().__init__(env, folder, "ray-head", "sh", "-c", 'exec "$@" >&2', "sh", *ray, *size, *where)

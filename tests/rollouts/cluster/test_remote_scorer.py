@@ -1,0 +1,91 @@
+"""Scoring that finds no place here is done elsewhere: the runner's side of it, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from polar_proxy.config import AdmissionSettings, Settings
+from polar_proxy.rewards import EvaluationInput, Score
+from polar_proxy.rollouts import JobSpec, RolloutService, RolloutSpec, ServiceLimits, local_gateway
+from polar_proxy.rollouts.attempt import score_attempt
+from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
+from polar_proxy.rollouts.worker import InfrastructureError, WorkerLimits
+from polar_proxy.store import Store
+from polar_proxy.tasks import get_source
+from polar_proxy.tasks.evaluation import CommandEvaluator
+from sandboxes.base import SandboxKind
+from tests.fakes.player import PlayerEngine
+
+LIMITS = ServiceLimits(
+    WorkerLimits(in_flight=8, preparing=3, running=3, scoring=1, pause_seconds=0.01, poll_seconds=0.05),
+    shelf=0,
+    refill=False,
+    admission=AdmissionSettings(memory_mb=0),  # whatever else this machine does: all three run at the same time
+)
+
+
+@pytest.fixture(autouse=True)
+def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+
+
+class Other:
+    """Another machine: it scores as the real one does, once there is a file `after`; `broken` of its first scorings
+    fail."""
+
+    def __init__(self, broken: int = 0, after: Path | None = None) -> None:
+        self.broken = broken
+        self.after = after
+        self.asked: list[str] = []
+        self.open = asyncio.Event()
+
+    async def __call__(self, attempt: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score:
+        self.asked.append(labels["polar.rollout"])
+        if len(self.asked) <= self.broken:
+            raise InfrastructureError("evaluator", "its judge was lost")
+        while self.after is not None and not self.after.exists():
+            await asyncio.sleep(0.01)
+        environments = TaskSandboxes(kind)
+        score = await score_attempt(attempt, lambda: environments.fresh(attempt.task, labels))
+        self.open.set()
+        return score
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+async def test_only_what_would_wait(store: Store, tmp_path: Path, broken: int) -> None:
+    """One of three is scored here, which takes until the others are done; a judge that is lost is asked once more."""
+    # The one that is scored here begins first, and ends when `held` is there: after the others.
+    other, engine = Other(broken, after=tmp_path / "first"), PlayerEngine()
+    held = tmp_path / "go"
+    script = f"test -e {tmp_path}/first && exit 0; touch {tmp_path}/first; until test -e {held}; do sleep 0.1; done"
+    task = replace(
+        get_source("swe-task").task(3), timeout_seconds=280.0, evaluators=(CommandEvaluator(("sh", "-c", script)),)
+    )
+    async with (
+        engine,
+        local_gateway(Settings(), engine, store) as gateway,
+        RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=LIMITS, elsewhere=other) as running,
+    ):
+        recipe = RolloutSpec("tests.fakes.tiny_agent:TinyAgent", "process", timeout=600.0)
+        job, _ = await running.submit(JobSpec([task], recipe, 3))
+        async with asyncio.timeout(240):
+            while sum(row.status == "done" for row in await store.rollouts()) < 2:
+                await asyncio.sleep(0.05)
+        (here,) = [row for row in await store.rollouts() if row.status != "done"]
+        assert here.status == "scoring"
+        assert here.rollout_id not in other.asked
+        held.touch()
+        await asyncio.wait_for(running.until_done(job.job_id), 120)
+    assert len(set(other.asked)) == 2
+    assert len(other.asked) == 2 + broken
+    assert [(row.status, row.reward) for row in await store.rollouts()] == [("done", 1.0)] * 3
+    for row in await store.rollouts():
+        assert [stage.stage for stage in await store.stages(row.rollout_id)][-1] == "scoring"
+        assert {stage.attempt for stage in await store.stages(row.rollout_id)} == {1}

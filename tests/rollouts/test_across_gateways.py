@@ -1,0 +1,111 @@
+"""A rollout whose calls went to two gateways of one database: its end knows of both.
+
+Real parts: store, gateways, service, process sandbox, the small agent, hidden tests. Scripted: the engines. The second
+gateway is in this process, or in another one that is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from polar_proxy.config import GatewaySettings, Settings
+from polar_proxy.gateway import in_flight
+from polar_proxy.rollouts import RolloutService, attempt, local_gateway
+from polar_proxy.store import RolloutRow, Store, open_store
+from tests.fakes.player import PlayerEngine
+from tests.gateway.test_in_flight import HELLO, ask, call_at, slow, until_open, victim
+from tests.rollouts.test_service import LIMITS, books, job, own_sandbox_register
+
+__all__ = ["own_sandbox_register"]
+
+pytestmark = pytest.mark.usefixtures("polar_home")
+
+KEY = "sk-polar-known-to-the-test"
+
+
+@contextlib.asynccontextmanager
+async def held_agent(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[RolloutService, str]]:
+    """A service on a gateway that is one of several, with a rollout whose agent waits; and the rollout's session."""
+    monkeypatch.setattr(attempt, "new_key", lambda: KEY)
+    settings = Settings(gateway=GatewaySettings(shared=True))
+    async with (
+        PlayerEngine() as engine,
+        local_gateway(settings, engine, store) as gateway,
+        RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=LIMITS) as service,
+    ):
+        await service.submit(job("HeldAgent"))
+        async with asyncio.timeout(240):
+            while not (rows := await store.rollouts()) or not rows[0].calls:
+                await asyncio.sleep(0.05)
+        assert rows[0].session_id is not None
+        yield service, rows[0].session_id
+
+
+async def ended(store: Store) -> RolloutRow:
+    """The rollout, once its agent was let go on."""
+    home = Path(os.environ["POLAR_HOME"])
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "go").touch()
+    async with asyncio.timeout(240):
+        while True:
+            (row,) = await store.rollouts()
+            if row.final:
+                return row
+            await asyncio.sleep(0.05)
+
+
+async def test_a_call_in_flight_on_another_gateway_is_in_the_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(tmp_path / "polar.db")
+    async with (
+        open_store(url, artifacts=tmp_path / "artifacts") as store,
+        slow(url, 8.0) as (there, _),
+        held_agent(store, tmp_path, monkeypatch) as (_, session_id),
+    ):
+        before = len(await store.calls(session_id))
+        asking = asyncio.create_task(ask(there, KEY, HELLO))
+        await until_open(store, session_id)
+        row = await ended(store)
+        answer = await asking
+        assert answer.status_code == 200
+        late = answer.headers["x-polar-call-id"]
+        traces = await store.traces(session_id=session_id)
+    assert row.calls > before
+    assert (row.status, row.reward, row.incomplete, row.error) == ("done", 1.0, False, None)
+    assert late in {call_id for trace in traces for call_id in trace.call_ids}
+
+
+async def test_a_gateway_that_is_killed_makes_the_rollout_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only that: the agent's result and reward stand, its calls are kept and accounted for."""
+    monkeypatch.setattr(in_flight, "_RENEW_SECONDS", 0.2)
+    url = str(tmp_path / "polar.db")
+    async with (
+        open_store(url, artifacts=tmp_path / "artifacts") as store,
+        victim(url) as (process, port),
+        held_agent(store, tmp_path, monkeypatch) as (_, session_id),
+    ):
+        asking = asyncio.create_task(call_at(port, KEY))
+        await until_open(store, session_id)
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+        await asking
+        row = await ended(store)
+        assert (row.status, row.cause, row.reward, row.incomplete) == ("done", None, 1.0, True)
+        assert row.error is not None
+        assert "1 call(s) were lost on the gateway" in row.error
+        assert "not to be trained on" in row.error
+        assert await store.traces(session_id=session_id) == []
+        assert await books(store, row) == {"trained": 0, "incomplete": row.calls}
+        assert await store.open_gateways() == set()

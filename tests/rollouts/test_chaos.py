@@ -1,0 +1,131 @@
+"""`benchmarks/chaos.py`, one round of it; and that its witness would notice what it is there to notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks._stacks.reconcile import left_behind, logged_answers, reconcile
+from polar_proxy.rollouts import JobSpec, RolloutSpec, submit
+from polar_proxy.rollouts.traces import build_traces
+from polar_proxy.store import Store
+from polar_proxy.tasks import get_source
+from polar_proxy.types import CallRecord
+from tests.store.records import choice, record
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize(
+    ("db", "victims"),
+    [("sqlite", "service,sandbox,engine"), ("postgresql", "service,sandbox,engine,postgresql")],
+)
+def test_a_round(db: str, victims: str) -> None:
+    command = [sys.executable, "benchmarks/chaos.py", "--rounds", "1", "--db", db, "--victims", victims, "--json"]
+    small = ["--samples", "2", "--turns", "4", "--concurrency", "2", "--seed", "3"]
+    done = subprocess.run([*command, *small], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    if "server programs are not installed" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.stdout, done.stderr
+    found = json.loads(done.stdout)
+    bad = ("lost", "doubled", "unfinished", "left_behind", "wrong", "unaccounted")
+    assert {name: found[name] for name in bad} == dict.fromkeys(bad, 0), (found["cases"], done.stderr)
+    rollouts = 2 * (1 + len(victims.split(",")))
+    assert sum(found["rollouts"]["statuses"].values()) == rollouts
+    assert found["acknowledged"] >= 4 * found["rollouts"]["statuses"]["done"]
+    assert all(found["killed"][name]["kills"] == 1 for name in victims.split(","))
+    assert done.returncode == 0
+
+
+# The reckoning itself
+
+
+def call(session_id: str, word: str) -> CallRecord:
+    return record(session_id, messages=(json.dumps({"role": "user", "content": f"Your word is {word}."}).encode(),))
+
+
+def said(told: CallRecord, word: str, **changes: object) -> str:
+    tokens = len(told.choices[0].token_ids)
+    line = {"nonce": word, "asked": 1, "call_id": told.call_id, "text": word, "tokens": tokens}
+    return json.dumps(line | changes) + "\n"
+
+
+async def ended_rollout(store: Store, calls: list[str], sessions: int = 1) -> tuple[str, list[CallRecord]]:
+    job, _ = await submit(store, JobSpec([get_source("swe-task").task(1)], RolloutSpec("shell:true")))
+    (held,) = await store.claim("me", 1, 60, job_id=None)
+    made = []
+    for number in range(sessions):
+        session = await store.create_session(key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout")
+        await store.enter_stage(held, "preparing" if number == 0 else "running", session_id=session.session_id)
+        for position, word in enumerate(calls):
+            one = replace(call(session.session_id, word), started_at=1000.0 + position)
+            await store.commit_call(one)
+            made.append(one)
+        await build_traces(store, session.session_id, held.rollout_id, reward=1.0, incomplete=False)
+    await store.end_rollout(held, "done")
+    assert job.job_id
+    return held.rollout_id, made
+
+
+async def test_what_was_told_and_is_there(store: Store, tmp_path: Path) -> None:
+    words = ["nonce-00000000000a-0", "nonce-00000000000a-1"]
+    rollout_id, calls = await ended_rollout(store, words)
+    book = "".join(said(one, word) for one, word in zip(calls, words, strict=True))
+    (tmp_path / "a.jsonl").write_text(book + '{"nonce": "cut sho')
+    account = await reconcile(store, tmp_path, [rollout_id], echoes=True)
+    assert (account.acknowledged, account.recorded, account.trained) == (2, 2, 2)
+    assert account.lost + account.doubled + account.wrong + account.unaccounted == []
+
+
+async def test_each_fault_is_noticed(store: Store, tmp_path: Path) -> None:
+    word = "nonce-00000000000b-0"
+    rollout_id, (first, second) = await ended_rollout(store, [word, word])
+    other = call("sess_x", word)
+    lines = [
+        said(other, word),
+        said(first, "nonce-00000000000c-0"),
+        said(second, word, tokens=len(choice().token_ids) + 1),
+        said(first, word, text="another's answer"),
+    ]
+    (tmp_path / "b.jsonl").write_text("".join(lines))
+    account = await reconcile(store, tmp_path, [rollout_id], echoes=True)
+    assert len(logged_answers(tmp_path)) == account.acknowledged == 4
+    assert [line.split(": ")[1] for line in account.lost] == [f"{other.call_id} is not there"]
+    assert len(account.wrong) == 3
+    (twice,) = account.doubled
+    assert first.call_id in twice
+    assert second.call_id in twice
+
+
+async def test_a_rollout_trained_from_two_attempts_is_noticed(store: Store, tmp_path: Path) -> None:
+    rollout_id, _ = await ended_rollout(store, ["nonce-00000000000d-0"], sessions=2)
+    account = await reconcile(store, tmp_path, [rollout_id], echoes=True)
+    assert f"{rollout_id} is trained from 2 attempts" in account.doubled
+
+
+async def test_what_is_left_is_noticed(tmp_path: Path) -> None:
+    register = tmp_path / "tmp" / "polar-sandboxes-0"
+    (register / "records").mkdir(parents=True)
+    assert left_behind(tmp_path) == []
+    (register / "polar-1").mkdir()
+    (register / "polar-1" / "home").mkdir()
+    (register / "records" / "polar-1.json").write_text("{}")
+    stray = await asyncio.create_subprocess_exec("sleep", "60", env={"HOME": str(register)})
+    try:
+        found = left_behind(tmp_path)
+    finally:
+        stray.kill()
+        await stray.wait()
+    assert sorted(line.rpartition("/")[2] for line in found if not line.startswith("process")) == [
+        "polar-1",
+        "polar-1.json",
+    ]
+    assert [line for line in found if line.startswith(f"process {stray.pid}: sleep")]

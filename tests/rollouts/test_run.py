@@ -1,0 +1,179 @@
+"""`polar run` as a program: whole runs with a small agent, and every way in which a run can end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polar_proxy.store import Store, open_store
+from polar_proxy.traces import build
+from sandboxes import available
+
+POLAR = [str(Path(sys.executable).with_name("polar")), "run", "swe-task"]
+PLAYER = ["--engine", "tests.fakes.player:PlayerEngine"]
+AGENT = ["--harness", "tests.fakes.tiny_agent:TinyAgent"]
+USABLE = {item.kind: item for item in available()}
+
+
+def sandbox(kind: str) -> Any:
+    """A parameter that skips, saying what to install, where there is no such sandbox."""
+    item = USABLE[kind]  # type: ignore[index]
+    skip = pytest.mark.skipif(not item.ok, reason=f"{kind}: {item.why_not}. {item.how_to_get}")
+    marks = [skip, pytest.mark.full] if kind == "docker" else [skip]
+    return pytest.param(kind, marks=marks)
+
+
+def polar(*arguments: str, agent: str = "TinyAgent", **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [*POLAR, *PLAYER, "--harness", f"tests.fakes.tiny_agent:{agent}", "--json", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, **more)
+
+
+def rollouts_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    return list(document["rollouts"])
+
+
+def strays(home: Path) -> list[str]:
+    """Living processes whose environment names this test's home: a run, its sandboxes, the agents inside (the small
+    agent hands the name on)."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if path.parent.name != str(os.getpid()) and str(home).encode() in path.read_bytes():
+                found.append((path.parent / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes are registered below the temporary directory: one of the test's own sweeps nobody else's."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("POLAR_ADMISSION__MEMORY_MB", "0")  # whatever else this machine does: two run at a time
+
+
+async def opened(home: Path) -> Store:
+    return open_store(f"sqlite:///{home}/polar.db", create=False)
+
+
+@pytest.mark.parametrize("kind", [sandbox("process"), sandbox("bubblewrap"), sandbox("docker")])
+async def test_a_solved_run_is_recorded_whole(polar_home: Path, kind: str) -> None:
+    done = polar("--instances", "2", "--samples", "2", "--concurrency", "2", "--sandbox", kind)
+    rollouts = rollouts_of(done)
+    assert [row["seed"] for row in rollouts] == [0, 0, 1, 1]
+    assert len({row["group_id"] for row in rollouts}) == 2
+    async with await opened(polar_home) as store:
+        for row in rollouts:
+            assert (row["status"], row["reward"], row["exit_code"]) == ("done", 1.0, 0)
+            calls = await store.calls(row["session_id"])
+            assert len(calls) == row["calls"] >= 4
+            for call in calls:
+                assert call.status == "ok"
+                for choice in call.choices:
+                    assert len(choice.token_ids) == len(choice.logprobs) > 0
+            stored = await store.traces(session_id=row["session_id"], builder="merged")
+            for traces in (stored, build(calls, "per_call").traces, build(calls, "tree").traces):
+                trained = sum(int(trace.loss_mask.sum()) for trace in traces)
+                assert trained == sum(len(c.token_ids) for call in calls for c in call.choices)
+                assert all(np.isfinite(t.logprobs[t.loss_mask == 1]).all() for t in traces)
+            assert row["trained_tokens"] == row["completion_tokens"]
+            names = {item.name for item in await store.artifacts(row["rollout_id"])}
+            assert {"agent.log", "patch.diff", "tests.log"} <= names
+
+
+async def test_agents_that_end_badly(polar_home: Path) -> None:
+    (crashed,) = rollouts_of(polar("--seed", "3", "--sandbox", "process", agent="CrashingAgent"))
+    assert (crashed["status"], crashed["reward"], crashed["exit_code"]) == ("failed", 0.0, 3)
+    assert crashed["calls"] == 1
+    (vandal,) = rollouts_of(polar("--seed", "3", "--sandbox", "process", agent="VandalAgent"))
+    assert (vandal["status"], vandal["reward"]) == ("done", 0.0)
+    (cheat,) = rollouts_of(polar("--seed", "3", "--sandbox", "process", agent="CheatingAgent"))
+    assert (cheat["status"], cheat["reward"]) == ("done", 0.0)
+    async with await opened(polar_home) as store:
+        (reward,) = await store.rewards(vandal["rollout_id"])
+        assert "no_patch" in reward.detail
+
+
+def test_a_run_out_of_time_keeps_its_calls(polar_home: Path) -> None:
+    (row,) = rollouts_of(polar("--seed", "4", "--timeout", "20", "--sandbox", "process", agent="SleepyAgent"))
+    assert (row["status"], row["calls"], row["exit_code"]) == ("timed_out", 1, None)
+    assert row["trained_tokens"] > 0
+    assert not strays(polar_home)
+
+
+@pytest.mark.parametrize("kind", [sandbox("process"), sandbox("bubblewrap"), sandbox("docker")])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+async def test_stopped_in_the_middle(polar_home: Path, kind: str, how: signal.Signals) -> None:
+    """Ctrl-C cleans up at once; after kill -9 the next start does. Either way every answered call is in the store."""
+    command = [
+        *POLAR,
+        *PLAYER,
+        "--harness",
+        "tests.fakes.tiny_agent:SleepyAgent",
+        "--instances",
+        "2",
+        "--sandbox",
+        kind,
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    await _until_calls(polar_home, 2)
+    process.send_signal(how)
+    _, words = process.communicate(timeout=120)
+    if how is signal.SIGINT:
+        assert process.returncode == 130, words
+        assert not strays(polar_home)
+    else:
+        assert process.returncode == -9
+        # The other kinds die with their owner; a container is what the next start has to remove.
+        assert strays(polar_home) or kind != "docker"
+        second = polar("--seed", "9", "--sandbox", kind)
+        rollouts_of(second)
+        assert "interrupted" in second.stderr
+        assert not strays(polar_home)
+    async with await opened(polar_home) as store:
+        stopped = [row for row in await store.rollouts() if row.seed in (0, 1)]
+        assert [row.status for row in stopped] == ["cancelled" if how is signal.SIGINT else "failed"] * 2
+        assert [row.calls for row in stopped] == [1, 1]
+        assert [row.reward for row in stopped] == [None, None]
+        assert [row.trained_tokens == row.completion_tokens > 0 for row in stopped] == [True, True]
+    assert not strays(polar_home)
+
+
+async def _until_calls(home: Path, count: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (home / "polar.db").exists():
+            try:
+                async with await opened(home) as store:
+                    if sum(row.calls for row in await store.sessions()) >= count:
+                        return
+            except Exception as error:  # noqa: BLE001  the schema may be half made yet
+                print(error)
+        time.sleep(0.2)
+    raise AssertionError(f"{count} calls were not recorded within 120 s")
+
+
+def test_usage_errors_are_one_line(polar_home: Path) -> None:
+    for arguments in (
+        ["run", "no-such-family"],
+        ["run", "swe-task", "--engine", "no-such-engine"],
+        ["run", "swe-task", "--engine", "vllm"],
+        ["run", "swe-task", "--harness", "no-such-harness", *PLAYER],
+        ["run", "swe-task", "--seed", "1", "--instances", "2"],
+    ):
+        done = subprocess.run([POLAR[0], *arguments], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2, (arguments, done.stderr)
+        assert "error:" in done.stderr
+        assert "Traceback" not in done.stderr

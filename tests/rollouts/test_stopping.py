@@ -1,0 +1,132 @@
+"""Policies: when a group needs no more, and when a rollout can no longer matter."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from polar_proxy.errors import UsageError
+from polar_proxy.rollouts.early_stop import EarlyStopCheck, early_stop_check, stop_early
+from polar_proxy.rollouts.stopping import GROUP_POLICIES, NAMES, get_group_policy
+from polar_proxy.tasks import BadTaskError
+from sandboxes import SandboxError
+
+
+@dataclass(frozen=True)
+class Row:
+    status: str
+    reward: float | None = None
+    completion_tokens: int = 100
+    incomplete: bool = False
+
+
+WON, LOST = Row("done", 1.0), Row("done", 0.0)
+RUNS, WAITS, FAILED = Row("running"), Row("queued"), Row("failed")
+NO_REWARD, BROKEN, SLOW = Row("done", None), Row("done", 1.0, incomplete=True), Row("timed_out", 0.0)
+SPENT = Row("running", completion_tokens=900)
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "rollouts", "reason"),
+    [
+        ("wait_for_all", 1, [WON, LOST, RUNS], None),
+        ("first_n", 2, [WON, RUNS, RUNS], None),
+        ("first_n", 2, [WON, LOST, RUNS], "the first 2 have ended"),
+        ("first_n", 2, [WON, SLOW, RUNS], "the first 2 have ended"),  # it counts in the baseline
+        ("first_n", 2, [WON, FAILED, NO_REWARD, BROKEN, RUNS], None),
+        ("first_n_with_spread", 2, [WON, WON, RUNS], None),
+        ("first_n_with_spread", 2, [WON, LOST, RUNS], "the first 2 have ended"),
+        ("first_n_with_spread", 2, [WON, WON, WON, LOST], "the first 2 have ended"),
+        ("first_n_with_spread", 3, [WON, LOST, RUNS], None),
+        ("no_spread_left", 3, [WON, LOST, LOST, RUNS], "the first 3 have ended"),
+        ("no_spread_left", 3, [FAILED, FAILED, FAILED, WAITS], "only 1 of 3 can still be had"),
+        ("no_spread_left", 3, [FAILED, FAILED, WON, RUNS], None),
+        ("no_spread_left", 1, [FAILED, RUNS], None),
+        ("token_budget=1000", 3, [WON, LOST, SPENT], "1100 of 1000 tokens are spent"),
+        ("token_budget=1000", 3, [WON, SPENT, RUNS], None),  # one alone is no group
+        ("token_budget=1200", 3, [WON, LOST, SPENT], None),
+        ("token_budget=9999", 2, [WON, LOST, SPENT], "the first 2 have ended"),
+    ],
+)
+def test_when_a_group_is_decided(name: str, wanted: int, rollouts: Sequence[Row], reason: str | None) -> None:
+    policy = get_group_policy(name)
+    assert policy(wanted, rollouts) == reason
+    assert policy(wanted, list(reversed(rollouts))) == reason
+
+
+def test_names() -> None:
+    assert set(GROUP_POLICIES) < set(NAMES)
+    for name in GROUP_POLICIES:
+        assert get_group_policy(name) is GROUP_POLICIES[name]
+    for bad in ("first", "token_budget=", "token_budget=0", "token_budget=-3", "token_budget=many", ""):
+        with pytest.raises(UsageError, match="There is no policy"):
+            get_group_policy(bad)
+
+
+def test_a_task_says_when_it_is_lost() -> None:
+    assert early_stop_check({}) is None
+    assert early_stop_check({"stop_when": {"command": ["false"], "every": 2}}) == EarlyStopCheck(("false",), 2.0)
+    assert early_stop_check({"stop_when": {"command": ["false"]}}) == EarlyStopCheck(("false",), 30.0)
+    for bad in (
+        "test",
+        {"command": "false"},
+        {"command": []},
+        {"command": ["a", 1]},
+        {"command": ["a"], "every": 0},
+        {"command": ["a"], "every": True},
+        {"command": ["a"], "often": 3},
+        {"every": 3},
+    ):
+        with pytest.raises(BadTaskError, match="stop_when"):
+            early_stop_check({"stop_when": bad})
+
+
+class Answers:
+    """A sandbox whose commands answer as they are told."""
+
+    def __init__(self, *said: Any) -> None:
+        self.said = list(said)
+        self.asked: list[tuple[str, ...]] = []
+        self.killed = asyncio.Event()
+
+    async def exec(self, argv: Sequence[str], *, timeout: float | None = None) -> Any:
+        self.asked.append(tuple(argv))
+        said = self.said.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    async def kill_all(self) -> None:
+        self.killed.set()
+
+
+@dataclass(frozen=True)
+class Result:
+    exit_code: int
+    timed_out: bool = False
+
+
+async def test_the_agent_is_ended_when_all_is_lost() -> None:
+    sandbox = Answers(Result(1), Result(0, timed_out=True), Result(0))
+    async with stop_early(sandbox, EarlyStopCheck(("look",), 0.01)) as early:
+        assert early.reason is None
+        await asyncio.wait_for(sandbox.killed.wait(), 60)
+    assert early.reason is not None
+    assert sandbox.asked == [("look",)] * 3
+
+
+async def test_no_check_and_a_check_that_fails() -> None:
+    sandbox = Answers(SandboxError("gone"))
+    async with stop_early(sandbox, None) as early:
+        await asyncio.sleep(0.05)
+    assert (early.reason, sandbox.asked) == (None, [])
+    async with stop_early(sandbox, EarlyStopCheck(("look",), 0.01)) as early:
+        async with asyncio.timeout(60):
+            while not sandbox.asked:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)  # it does not look again
+    assert (early.reason, sandbox.asked, sandbox.killed.is_set()) == (None, [("look",)], False)

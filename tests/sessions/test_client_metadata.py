@@ -1,0 +1,56 @@
+"""What harnesses say in headers and bodies; nothing else is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from polar_proxy.sessions import ClientMetadata, read_client_metadata
+
+CASES: dict[str, tuple[dict[str, str], dict[str, Any], ClientMetadata]] = {
+    "nothing": ({"authorization": "Bearer secret", "user-agent": "x"}, {}, ClientMetadata()),
+    "retry": ({"x-stainless-retry-count": "2"}, {}, ClientMetadata(retry=2)),
+    "no number": ({"x-stainless-retry-count": "-1"}, {}, ClientMetadata()),
+    "claude": ({"x-claude-code-session-id": "s"}, {}, ClientMetadata(thread="s")),
+    "claude's agent": (
+        {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"},
+        {},
+        ClientMetadata(thread="a", parent_thread="s", subagent="agent"),
+    ),
+    "claude's metadata": (
+        {},
+        {"metadata": {"user_id": '{"session_id":"s","device_id":"d"}'}},
+        ClientMetadata(thread="s"),
+    ),
+    "metadata of others": ({}, {"metadata": {"user_id": "{"}}, ClientMetadata()),
+    "codex": (
+        {"session-id": "s", "thread-id": "t", "x-codex-parent-thread-id": "p", "x-openai-subagent": "collab_spawn"},
+        {},
+        ClientMetadata(thread="t", parent_thread="p", subagent="collab_spawn"),
+    ),
+    "codex compaction": (
+        {"thread-id": "t"},
+        {"client_metadata": {"request_kind": "compaction"}},
+        ClientMetadata(thread="t", request="compaction"),
+    ),
+    "opencode": (
+        {"x-session-id": "s", "x-parent-session-id": "p"},
+        {},
+        ClientMetadata(thread="s", parent_thread="p", subagent="agent"),
+    ),
+    "openhands": ({}, {"prompt_cache_key": "conversation"}, ClientMetadata(thread="conversation")),
+    "vibe": ({"x-affinity": "v"}, {}, ClientMetadata(thread="v")),
+    "too long": ({"x-affinity": "v" * 999}, {}, ClientMetadata(thread="v" * 200)),
+    "strange types": (
+        {},
+        {"prompt_cache_key": 7, "session_id": [], "metadata": [], "client_metadata": 1},
+        ClientMetadata(),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hints(case: str) -> None:
+    headers, params, expected = CASES[case]
+    assert read_client_metadata(headers, params) == expected

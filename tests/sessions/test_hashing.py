@@ -1,0 +1,130 @@
+"""Messages are compared by what they mean, not by their bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from polar_proxy.types import Json
+from tests.sessions.conversations import SessionDriver, edge_parent_rule, system, user
+
+SYSTEM = system("be exact")
+USER = user("fix it")
+ANSWER: Json = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls", "wait": 1}'}}
+    ],
+}
+RESULT: Json = {"role": "tool", "tool_call_id": "c1", "content": "a.py"}
+
+
+@pytest.fixture
+def session() -> SessionDriver:
+    """After one call: SYSTEM, USER -> ANSWER."""
+    made = SessionDriver()
+    made.call([SYSTEM, USER], ANSWER)
+    return made
+
+
+def _answer(content: Any = None, **function: Any) -> Json:
+    call = ANSWER["tool_calls"][0]
+    return {**ANSWER, "content": content, "tool_calls": [{**call, "function": {**call["function"], **function}}]}
+
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+IMAGE: Json = {"type": "image_url", "image_url": {"url": "x"}}
+PARTS = [{"type": "text", "text": "fix "}, {"type": "text", "text": "it", **MARK}]
+SAME: dict[str, list[Json]] = {
+    "as it was": [SYSTEM, USER, ANSWER, RESULT],
+    "nothing new": [SYSTEM, USER, ANSWER],
+    "content parts": [SYSTEM, {**USER, "content": PARTS}, ANSWER, RESULT],
+    "developer": [{**SYSTEM, "role": "developer"}, USER, ANSWER, RESULT],
+    "other fields": [SYSTEM, {**USER, **MARK}, ANSWER, RESULT],
+    "arguments printed again": [SYSTEM, USER, _answer(arguments='{"wait":1,"command":"ls"}'), RESULT],
+    "arguments as an object": [SYSTEM, USER, _answer(arguments={"wait": 1, "command": "ls"}), RESULT],
+    "numbers as JavaScript has them": [SYSTEM, USER, _answer(arguments='{"command": "ls", "wait": 1.0}'), RESULT],
+    "empty content": [SYSTEM, USER, _answer(content=""), RESULT],
+    "white space for content": [SYSTEM, USER, _answer(content="\n"), RESULT],
+    "empty parts": [SYSTEM, USER, _answer(content=[]), RESULT],
+    "other ids": [SYSTEM, USER, {**ANSWER, "tool_calls": [{**ANSWER["tool_calls"][0], "id": "call_99"}]}, RESULT],
+    "reasoning dropped or added": [SYSTEM, USER, {**ANSWER, "reasoning_content": "let me see"}, RESULT],
+    "thinking blocks": [SYSTEM, USER, _answer(content=[{"type": "thinking", "thinking": "hm"}]), RESULT],
+    "the result twice": [SYSTEM, USER, ANSWER, RESULT, RESULT],
+}
+ANOTHER_START: dict[str, list[Json]] = {
+    "no system prompt": [USER],
+    "another user": [SYSTEM, {**USER, "content": "fix that"}],
+    "another role": [SYSTEM, {**USER, "role": "system"}],
+    "text moved between messages": [{**SYSTEM, "content": "be exactfix"}, {**USER, "content": " it"}],
+    "an image": [SYSTEM, {**USER, "content": [*PARTS, IMAGE]}],
+}
+ANOTHER_ANSWER: dict[str, Json] = {
+    "another tool": _answer(name="sh"),
+    "other arguments": _answer(arguments='{"command": "ls -l", "wait": 1}'),
+    "another type in the arguments": _answer(arguments='{"command": "ls", "wait": "1"}'),
+    "arguments cut": _answer(arguments='{"command": "ls", "wait": '),
+    "text added": _answer(content="I look:"),
+    "no calls": {"role": "assistant", "content": "ls"},
+    "a call more": {**ANSWER, "tool_calls": ANSWER["tool_calls"] * 2},
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_the_same_meaning_continues(session: SessionDriver, case: str) -> None:
+    found = session.ask(*SAME[case])
+    assert edge_parent_rule(found) == ("continues", session.stored[0].call_id, "extends")
+    assert not found.ambiguous
+    assert found.thread == session.stored[0].thread
+
+
+@pytest.mark.parametrize("case", ANOTHER_START)
+def test_another_conversation_is_a_root(session: SessionDriver, case: str) -> None:
+    found = session.ask(*ANOTHER_START[case])
+    assert edge_parent_rule(found) == ("root", None, None)
+    assert found.thread == found.call_id
+
+
+@pytest.mark.parametrize("case", ANOTHER_ANSWER)
+def test_another_answer_does_not_continue(session: SessionDriver, case: str) -> None:
+    found = session.ask(SYSTEM, USER, ANOTHER_ANSWER[case], RESULT)
+    assert edge_parent_rule(found) == ("rewinds", session.stored[0].call_id, "answer_replaced")
+
+
+def test_the_latest_call_is_the_parent(session: SessionDriver) -> None:
+    """Of several calls that the messages contain, the last one is continued; going back branches off an earlier."""
+    first = session.stored[0].call_id
+    second = session.call([SYSTEM, USER, ANSWER, RESULT], {"role": "assistant", "content": "done"})
+    done: Json = {"role": "assistant", "content": [{"type": "text", "text": "done"}]}
+    third = session.ask(SYSTEM, USER, ANSWER, RESULT, done, USER)
+    assert edge_parent_rule(third) == ("continues", second.call_id, "extends")
+    back = session.ask(SYSTEM, USER, ANSWER, {**RESULT, "content": "b.py"})
+    assert edge_parent_rule(back) == ("continues", first, "branches")
+
+
+def test_arguments_that_are_no_json_are_compared_as_text(session: SessionDriver) -> None:
+    broken = _answer(arguments='{"command": ls')
+    called = session.call([USER], broken)
+    assert session.ask(USER, broken, RESULT).parent_call_id == called.call_id
+    assert session.ask(USER, _answer(arguments='{"command":ls'), RESULT).edge == "rewinds"
+
+
+def test_sessions_know_nothing_of_each_other(session: SessionDriver) -> None:
+    assert SessionDriver().ask(SYSTEM, USER, ANSWER, RESULT).edge == "root"
+
+
+def test_a_turn_in_several_messages_is_one(session: SessionDriver) -> None:
+    """Responses and Gemini send text and calls of one turn as separate items."""
+    both = _answer(content="I look:")
+    called = session.call([SYSTEM, user("and now?")], both)
+    apart = [{"role": "assistant", "content": "I look:"}, ANSWER]
+    assert session.ask(SYSTEM, user("and now?"), *apart, RESULT).parent_call_id == called.call_id
+
+
+def test_parts_are_no_text(session: SessionDriver) -> None:
+    """A text that looks like the parts of another message is another message."""
+    called = session.call([user('[{"image_url":{"url":"x"},"type":"image_url"}]')], ANSWER)
+    found = session.ask({"role": "user", "content": [IMAGE]}, ANSWER, RESULT)
+    assert called.call_id != found.parent_call_id or found.rule == "opening_regenerated"

@@ -1,0 +1,365 @@
+"""Each edge, told by structure alone: rewinds, retries, twins, threads, restarts."""
+
+from __future__ import annotations
+
+import pytest
+
+from polar_proxy.errors import UsageError
+from polar_proxy.sessions import ClientMetadata
+from polar_proxy.types import CallStatus, TextRequest
+from tests.sessions.conversations import (
+    SessionDriver,
+    calls,
+    edge_parent_rule,
+    request,
+    result,
+    says,
+    system,
+    tools,
+    user,
+)
+
+SYSTEM, USER = system("be exact"), user("fix it")
+RETRY = ClientMetadata(retry=1)
+
+
+def long_run(session: SessionDriver, turns: int) -> list[tuple[str, str | None, str | None]]:
+    messages, edges = [SYSTEM, USER], []
+    for number in range(turns):
+        answer = calls(command=f"step {number}")
+        edges.append(edge_parent_rule(session.call(list(messages), answer)))
+        messages += [answer, result(answer, f"output {number}")]
+    return edges
+
+
+def test_26_turns() -> None:
+    edges = long_run(SessionDriver(), 26)
+    assert [edge for edge, _, _ in edges] == ["root"] + ["continues"] * 25
+    assert {rule for _, _, rule in edges[1:]} == {"extends"}
+
+
+def test_the_same_after_a_restart() -> None:
+    session = SessionDriver()
+    messages = [SYSTEM, USER]
+    for number in range(4):
+        answer = calls(command=f"step {number}")
+        place = session.call(list(messages), answer)
+        assert place.edge == ("continues" if number else "root")
+        assert place.thread == session.stored[0].call_id
+        messages += [answer, result(answer, "ok")]
+        session.restart()
+
+
+def test_other_normalisers_after_a_restart_mix_nothing_up() -> None:
+    session = SessionDriver()
+    place = session.call([SYSTEM, USER], says("done"))
+    session.history = SessionDriver("trailing_space").history
+    session.history.rebuild(session.stored)
+    assert session.ask(SYSTEM, USER, says("done"), USER).parent_call_id in (None, place.call_id)
+
+
+def test_an_unknown_normaliser_is_refused() -> None:
+    with pytest.raises(UsageError, match="no normaliser nothing"):
+        SessionDriver("nothing")
+
+
+def test_a_normaliser_that_is_off() -> None:
+    session = SessionDriver("trailing_space")
+    session.call([SYSTEM, USER], says("done \n"))
+    assert session.ask(SYSTEM, USER, says("done"), USER).edge == "rewinds"
+    session = SessionDriver()
+    session.call([SYSTEM, USER], says("done \n"))
+    assert session.ask(SYSTEM, USER, says("done"), USER).edge == "continues"
+
+
+# Rewinds
+
+
+def test_a_cut_answer() -> None:
+    session = SessionDriver()
+    first = session.call([SYSTEM, USER], says("I will look at the file and fix it"))
+    found = session.ask(SYSTEM, USER, says("I will look at"), user("go on"))
+    assert edge_parent_rule(found) == ("rewinds", first.call_id, "answer_cut")
+    assert found.thread == first.thread
+
+
+def test_a_removed_answer() -> None:
+    session = SessionDriver()
+    answer = calls(command="ls")
+    session.call([SYSTEM, USER], answer)
+    second = session.call([SYSTEM, USER, answer, result(answer, "a.py")], says(""))
+    found = session.ask(SYSTEM, USER, answer, result(answer, "a.py"), user("well?"))
+    assert edge_parent_rule(found) == ("rewinds", second.call_id, "answer_removed")
+
+
+def test_what_arrived_of_a_failed_answer() -> None:
+    """Codex keeps the finished items of a broken stream and asks again."""
+    session = SessionDriver()
+    part = calls(command="ls")
+    first = session.call([SYSTEM, USER], part, status="upstream_error")
+    found = session.ask(SYSTEM, USER, part, result(part, "a.py"))
+    assert edge_parent_rule(found) == ("rewinds", first.call_id, "partial_answer_kept")
+
+
+# The same request again
+
+
+@pytest.mark.parametrize("status", ["client_gone", "upstream_error"])
+def test_again_after_a_failure(status: CallStatus) -> None:
+    session = SessionDriver()
+    first = session.call([SYSTEM, USER], says("I w"), status=status)
+    session.now += 40
+    again = session.call([SYSTEM, USER], says("done"))
+    assert edge_parent_rule(again) == ("retries", first.call_id, "asked_again_after_failure")
+    assert again.thread == first.thread
+    after = session.ask(SYSTEM, USER, says("done"), USER)
+    assert edge_parent_rule(after) == ("continues", again.call_id, "extends")
+
+
+def test_each_failure_is_retried_once() -> None:
+    """Attempt after attempt: each is a retry of the one before."""
+    session = SessionDriver()
+    places = [session.call([SYSTEM, USER], says(""), status="upstream_error") for _ in range(5)]
+    last = session.call([SYSTEM, USER], says("done"))
+    assert [place.edge for place in (*places, last)] == ["root"] + ["retries"] * 5
+    assert [place.parent_call_id for place in (*places[1:], last)] == [place.call_id for place in places]
+    assert session.ask(SYSTEM, USER, says("done"), USER).parent_call_id == last.call_id
+
+
+def test_the_retry_header() -> None:
+    session = SessionDriver()
+    first = session.call([SYSTEM, USER], says("done"))
+    again = session.ask(SYSTEM, USER, hints=RETRY)
+    assert edge_parent_rule(again) == ("retries", first.call_id, "sdk_retry_header")
+
+
+def test_the_retry_header_on_something_new() -> None:
+    assert edge_parent_rule(SessionDriver().ask(SYSTEM, USER, hints=RETRY)) == ("root", None, None)
+
+
+def test_the_same_request_without_any_sign_is_a_second_call() -> None:
+    session = SessionDriver()
+    first = session.ask(SYSTEM, USER)
+    twin = session.ask(SYSTEM, USER)
+    assert (edge_parent_rule(twin), twin.ambiguous) == (("root", None, "same_request_again"), True)
+    assert twin.thread != first.thread
+    session.answer(first, says("done"))
+    session.answer(twin, says("done"))
+    third = session.ask(SYSTEM, USER)
+    assert third.ambiguous  # just answered
+    session.answer(third, says("done"))
+    session.now += 60
+    later = session.ask(SYSTEM, USER)
+    assert (edge_parent_rule(later), later.ambiguous) == (("root", None, None), False)
+
+
+@pytest.mark.parametrize("first", [2, 3, 4])
+def test_a_summary_behind_the_first_turns_compacts(first: int) -> None:
+    """OpenHands keeps the first events and the newest ones; the summary stands between them."""
+    session = SessionDriver()
+    talk, answers = [SYSTEM, USER], []
+    for number in range(4):
+        answers.append(calls(command=f"step {number}"))
+        session.call(list(talk), answers[-1], tools=tools("bash"))
+        talk += [answers[-1], result(answers[-1], "done")]
+    order = user("You are maintaining a context-aware state summary for an interactive agent.\n<EVENT id='2'>")
+    summary = "The user wants the failing test fixed; steps 1 and 2 are done and nothing is broken."
+    asked = session.call([order], says(summary))
+    kept = [*talk[:first], user(summary), *talk[-2:]]
+    assert edge_parent_rule(session.ask(*kept, tools=tools("bash"))) == ("compacts", asked.call_id, "quotes_a_summary")
+
+
+def test_a_summary_told_as_the_agents_own_turn_compacts() -> None:
+    """opencode: a fixed question, the summary as its answer."""
+    session = SessionDriver()
+    session.call([SYSTEM, USER], calls(command="ls"), tools=tools("bash"))
+    prompt = system("You are a context summarization agent. You are given a conversation")
+    summary = says("The user wants the failing test fixed; nothing has been done yet but to look around.")
+    asked = session.call([prompt, user("Here is the conversation so far: ...")], summary)
+    after = session.ask(SYSTEM, user("What did we do so far?"), summary, user("Continue."), tools=tools("bash"))
+    assert edge_parent_rule(after) == ("compacts", asked.call_id, "opencode_compacted")
+
+
+def test_the_same_again_in_one_run_is_a_retry() -> None:
+    """A connection that breaks behind the gateway's back: the answer was sent whole, and the run asks once more."""
+    session = SessionDriver()
+    answer = calls(command="ls")
+    session.call([SYSTEM, USER], answer)
+    talk = [SYSTEM, USER, answer, result(answer, "a.txt")]
+    second = session.call(talk, calls(command="cat a.txt"))
+    again = session.ask(*talk)
+    assert (edge_parent_rule(again), again.ambiguous) == (("retries", second.call_id, "asked_again_in_one_run"), True)
+    said = calls(command="cat a.txt")
+    session.answer(again, said)
+    session.call([*talk, said, result(said, "hello")], says("done"))
+    assert session.ask(*talk).edge == "continues"
+
+
+def test_the_same_again_without_tool_calls_is_a_retry_where_there_is_one_run() -> None:
+    session = SessionDriver()
+    session.call([SYSTEM, USER], says("first"))
+    talk = [SYSTEM, USER, says("first"), USER]
+    second = session.call(talk, says("second"))
+    assert edge_parent_rule(session.ask(*talk)) == ("retries", second.call_id, "asked_again_in_one_run")
+    two = SessionDriver()
+    two.call([SYSTEM, USER], says("first"))
+    two.call([SYSTEM, USER], says("first"))
+    two.call(talk, says("second"))
+    assert two.ask(*talk).edge == "continues"
+
+
+def test_sampling_many_answers_to_one_conversation() -> None:
+    """Best-of-n by a client, one after the other: calls of their own, and nothing undecided once time has passed."""
+    session = SessionDriver()
+    answer = calls(command="ls")
+    first = session.call([SYSTEM, USER], answer)
+    places = []
+    for number in range(3):
+        places.append(session.call([SYSTEM, USER, answer, result(answer, "x")], says(f"idea {number}")))
+        session.now += 60
+    assert [(p.edge, p.parent_call_id, p.ambiguous) for p in places] == [("continues", first.call_id, False)] * 3
+
+
+# Parallel runs under one key, without a session id
+
+
+def test_parallel_runs_of_one_task_are_told_apart_by_call_ids() -> None:
+    session = SessionDriver()
+    threads: list[set[str]] = []
+    runs = [[SYSTEM, USER] for _ in range(3)]
+    for turn in range(4):
+        placed = [session.ask(*run) for run in runs]
+        for number, (run, place) in enumerate(zip(runs, placed, strict=True)):
+            answer = calls(command="ls")  # all say the same: only the random ids differ
+            session.answer(place, answer)
+            run += [answer, result(answer, "a.py")]
+            threads.append({place.thread}) if turn == 0 else threads[number].add(place.thread)
+            if turn:
+                assert (place.edge, place.ambiguous) == ("continues", False)
+    assert all(len(own) == 1 for own in threads)
+    assert len(set.union(*threads)) == 3
+
+
+def test_runs_that_nothing_tells_apart_are_ambiguous() -> None:
+    session = SessionDriver()
+    first = session.call([SYSTEM, USER], says("done"))
+    session.now += 60
+    second = session.call([SYSTEM, USER], says("done"))
+    follow = session.call([SYSTEM, USER, says("done"), user("more")], says("yes"))
+    assert (edge_parent_rule(follow), follow.ambiguous) == (("continues", second.call_id, "twins"), True)
+    other = session.ask(SYSTEM, USER, says("done"), user("else"))
+    assert (other.parent_call_id, other.ambiguous) == (first.call_id, True)
+
+
+def test_session_ids_of_the_harness_tell_runs_apart() -> None:
+    session = SessionDriver()
+    one, two = ClientMetadata(thread="t1"), ClientMetadata(thread="t2")
+    first = session.call([SYSTEM, USER], says("done"), hints=one)
+    second = session.call([SYSTEM, USER], says("done"), hints=two)
+    assert (edge_parent_rule(second), second.ambiguous, second.thread) == (("root", None, None), False, "t2")
+    for hints, parent in ((one, first), (two, second)):
+        found = session.ask(SYSTEM, USER, says("done"), user("more"), hints=hints)
+        assert (found.parent_call_id, found.ambiguous, found.thread) == (parent.call_id, False, hints.thread)
+
+
+# Sub-agents
+
+
+def test_a_subagent_by_the_harnesss_word() -> None:
+    session = SessionDriver()
+    main, child = ClientMetadata(thread="t1"), ClientMetadata(thread="a1", parent_thread="t1", subagent="agent")
+    first = session.call([SYSTEM, USER], calls("Task", prompt="look around"), hints=main)
+    started = session.call([system("you search"), user("look around")], says("found"), hints=child)
+    assert (edge_parent_rule(started), started.thread) == (("subagent", first.call_id, "harness_says_subagent"), "a1")
+    more = session.ask(system("you search"), user("look around"), says("found"), user("sure?"), hints=child)
+    assert (edge_parent_rule(more), more.thread) == (("continues", started.call_id, "extends"), "a1")
+
+
+def test_a_subagent_that_starts_with_its_parents_history() -> None:
+    session = SessionDriver()
+    main, child = ClientMetadata(thread="t1"), ClientMetadata(thread="a1", parent_thread="t1", subagent="collab_spawn")
+    first = session.call([SYSTEM, USER], says("I spawn"), hints=main)
+    started = session.call([SYSTEM, USER, says("I spawn"), user("you are the child")], says("yes"), hints=child)
+    assert (edge_parent_rule(started), started.thread) == (("subagent", first.call_id, "harness_says_subagent"), "a1")
+
+
+def test_a_subagent_by_its_prompt() -> None:
+    """Qwen Code and Gemini CLI mark nothing: the prompt that the parent wrote is the child's first message."""
+    session = SessionDriver()
+    first = session.call([SYSTEM, USER], calls("agent", prompt="Find all the callers of foo()"))
+    child = session.call([system("you search"), user("Find all the callers of foo()")], says("none"))
+    assert (edge_parent_rule(child), child.ambiguous) == (("subagent", first.call_id, "prompt_from_tool_call"), False)
+    assert child.thread != first.thread
+
+
+def test_a_prompt_from_an_unknown_tool_is_ambiguous() -> None:
+    session = SessionDriver()
+    text = "Look at every file of the package and write down which functions are never called by anything"
+    session.call([SYSTEM, USER], calls("bash", command=f"some-agent '{text}'"))
+    session.call([SYSTEM, user("two")], calls("consult", question=text))
+    found = session.ask(system("another program"), user(text))
+    assert (found.edge, found.rule, found.ambiguous) == ("root", "prompt_from_unknown_tool", True)
+
+
+# Rewritten histories
+
+
+def test_a_regenerated_opening() -> None:
+    session = SessionDriver()
+    answer = calls(command="ls")
+    session.call([SYSTEM, USER], answer)
+    second = session.call([SYSTEM, USER, answer, result(answer, "a")], says("done"))
+    opening = [system("be exact. branch: main, 2 files changed"), user("reminder: it is late"), USER]
+    found = session.ask(*opening, answer, result(answer, "a"), says("done"), user("more"))
+    assert (edge_parent_rule(found), found.ambiguous) == (("continues", second.call_id, "opening_regenerated"), False)
+
+
+def test_a_short_answer_alone_proves_nothing() -> None:
+    session = SessionDriver()
+    session.call([SYSTEM, USER], says("ok"))
+    found = session.ask(system("another"), user("conversation"), says("ok"), user("more"))
+    assert (found.rule, found.ambiguous) == ("opening_regenerated", True)
+
+
+def test_reworded_messages() -> None:
+    session = SessionDriver()
+    session.call([SYSTEM, USER], says("I have read it all, and here is what I think of it"))
+    messages = [SYSTEM, USER, says("I have read it all, and here is what I think of it"), user("summary v1")]
+    second = session.call(messages, says("that is all"))
+    found = session.ask(*messages[:3], user("summary v2"), says("that is all"), user("more"))
+    assert edge_parent_rule(found) == ("continues", second.call_id, "messages_reworded")
+
+
+def test_outputs_changed_in_an_unknown_way_are_ambiguous() -> None:
+    session = SessionDriver()
+    answer = calls(command="cat a")
+    session.call([SYSTEM, USER], answer)
+    second = session.call([SYSTEM, USER, answer, result(answer, "long output")], says("done"))
+    found = session.ask(SYSTEM, USER, answer, result(answer, "shortened"), says("done"), user("more"))
+    assert (edge_parent_rule(found), found.ambiguous) == (("continues", second.call_id, "outputs_changed"), True)
+
+
+def test_dropped_turns() -> None:
+    session = SessionDriver()
+    messages = [SYSTEM, USER]
+    for number in range(3):
+        answer = calls(command=f"step {number}")
+        last = session.call(list(messages), answer)
+        messages += [answer, result(answer, "ok")]
+    found = session.ask(SYSTEM, user("(older messages left out)"), *messages[-2:])
+    assert edge_parent_rule(found) == ("compacts", last.call_id, "older_turns_dropped")
+
+
+def test_raw_prompts() -> None:
+    session = SessionDriver()
+    for prompt in ("one", (1, 2, 3)):
+        assert session.history.place(f"p{prompt}", TextRequest("m", prompt), now=0.0).edge == "root"
+
+
+def test_tools_are_no_part_of_the_conversation() -> None:
+    session = SessionDriver()
+    answer = calls(command="ls")
+    first = session.call([SYSTEM, USER], answer, tools=tools("bash"))
+    found = session.ask(SYSTEM, USER, answer, result(answer, "x"), tools=tools("bash", "found_later"))
+    assert found.parent_call_id == first.call_id
+    assert request(SYSTEM).tools == ()

@@ -1,0 +1,103 @@
+"""What happens to jobs, read from a cursor: once each, in order, from any process."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from polar_proxy.errors import UsageError
+from polar_proxy.store import Store, open_store
+from polar_proxy.store.job_events import EventCursor, JobEventRow
+from tests.store.test_jobs import submit
+
+
+async def run(store: Store, job_id: str) -> None:
+    for held in await store.claim("w", 99, 60, job_id=job_id):
+        await store.enter_stage(held, "preparing")
+        await store.end_rollout(held, "done")
+        await store.settle_group(held.group_id)
+
+
+async def read(store: Store, after: EventCursor, job_id: str | None = None, limit: int = 500) -> list[JobEventRow]:
+    found: list[JobEventRow] = []
+    while True:
+        rows, seen = await store.progress(after, job_id=job_id, limit=limit)
+        found += rows
+        if seen == after:
+            return found
+        after = seen
+
+
+def words(rows: list[JobEventRow]) -> list[str]:
+    return [f"{row.kind} {row.data.get('to') or row.data['status']}" for row in rows]
+
+
+async def test_a_job_from_its_start(store: Store) -> None:
+    await run(store, await submit(store))
+    job_id = await submit(store, size=1)
+    await run(store, job_id)
+    await run(store, await submit(store))
+    (lease,) = (await store.lease_groups("t", 9, 60)).leases[1:2]
+    await store.acknowledge(lease.lease_id)
+    rows = await read(store, await store.progress_start(job_id), job_id)
+    assert words(rows) == [
+        *("job open", "stage queued", "stage preparing", "stage done", "group finished", "job done"),
+        *("feed leased", "feed delivered"),
+    ]
+    assert {row.data["job_id"] for row in rows} == {job_id}
+    assert await store.progress_over(job_id)
+    last, end = rows[-1].cursor, await store.progress_end(job_id)
+    assert (last.stage >= end.stage, last.job) == (True, end.job)
+    for place, row in enumerate(rows):
+        assert await read(store, row.cursor, job_id, limit=1) == rows[place + 1 :]
+        assert EventCursor.parse(str(row.cursor)) == row.cursor
+
+
+async def test_of_all_jobs_from_now(store: Store) -> None:
+    await run(store, await submit(store))
+    now = await store.progress_start()
+    assert await read(store, now) == []
+    job_id = await submit(store, size=1)
+    await store.set_job(job_id, "paused")
+    assert not await store.progress_over(job_id)
+    await store.set_job(job_id, "cancelled")
+    assert await store.progress_over(job_id)
+    assert words(await read(store, now)) == [
+        *("job open", "stage queued", "job paused", "stage cancelled", "group cancelled", "job cancelled")
+    ]
+    with pytest.raises(UsageError, match="no place"):
+        EventCursor.parse("12")
+
+
+async def test_writers_at_once(store: Store, url: str) -> None:
+    """A reader that polls while two processes write sees all, once and in order."""
+    start = await store.progress_start()
+    seen: list[JobEventRow] = []
+    over = asyncio.Event()
+
+    async def follow() -> None:
+        after = start
+        while True:
+            last = over.is_set()
+            rows, seen_to = await store.progress(after, limit=7)
+            seen.extend(rows)
+            if last and seen_to == after:
+                return
+            after = seen_to
+            await asyncio.sleep(0)
+
+    async with open_store(url) as other:
+
+        async def write(one: Store) -> None:
+            for _ in range(6):
+                await run(one, await submit(one, size=3))
+
+        task = asyncio.create_task(follow())
+        await asyncio.gather(write(store), write(other), write(other))
+        over.set()
+        await task
+    assert len({str(row.cursor) for row in seen}) == len(seen)
+    told = [(row.kind, row.at, row.data) for row in seen]
+    assert sorted(map(repr, told)) == sorted(repr((row.kind, row.at, row.data)) for row in await read(store, start))
+    assert len(seen) == 18 * (1 + 3 * 3 + 1 + 1)

@@ -1,0 +1,277 @@
+"""Verify, prune and vacuum: faults are named, nothing that is needed goes, and gateways write on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import delete, func, select, update
+
+from polar_proxy.store import Store, open_store, schema
+from polar_proxy.store.codec import CellCodec
+from polar_proxy.types import CallRecord
+from tests.store.records import END, assert_same, choice, ids, new_rollout, new_session, record, trace_of
+
+
+def _turn(session_id: str, number: int, **changes: Any) -> CallRecord:
+    """Calls that share the beginning of their conversation and prompt and go on differently."""
+    shared = [(7 * n) % 5000 + 10 for n in range(60)]
+    own = [(11 * n + number) % 5000 + 10 for n in range(40)]
+    return record(
+        session_id,
+        messages=(b'{"role":"system"}', b'{"role":"user","content":"%d"}' % number),
+        prompt_ids=ids(*shared, END, *own, END, 1, 2, 3),
+        params={"number": number},
+        started_at=float(number),
+        **changes,
+    )
+
+
+async def _finished(store: Store, number: int = 0) -> tuple[str, str, CallRecord]:
+    session_id = await new_session(store, origin="rollout")
+    rollout_id = await new_rollout(store, session_id)
+    call = _turn(session_id, number)
+    await store.commit_call(call)
+    await store.put_traces([trace_of([call], rollout_id=rollout_id)], {}, "merged", session_id, rollout_id)
+    await store.add_reward(rollout_id, 1.0, "tests", {})
+    await store.add_artifact(rollout_id, "patch.diff", b"patch %d" % number)
+    await store.add_artifact(rollout_id, "same.diff", b"the same for all")
+    await store.set_rollout(rollout_id, status="running")
+    await store.set_rollout(rollout_id, status="done")
+    return rollout_id, session_id, call
+
+
+async def _rows(store: Store) -> dict[str, int]:
+    return dict((await store.stats())["rows"])
+
+
+async def _problems(store: Store) -> list[str]:
+    return [f"{fault.what}: {fault.problem}" for fault in await store.verify()]
+
+
+async def test_a_sound_database_has_no_faults(store: Store) -> None:
+    for number in range(3):
+        await _finished(store, number)
+    session_id = await new_session(store)
+    await store.commit_call(record(session_id, messages=(b"", b""), tools=b"", prompt_ids=ids(), choices=()))
+    await store.commit_call(record(session_id, prompt_ids=None, choices=(choice(tokens=0),)))
+    told: list[str] = []
+    assert await store.verify(lambda what, done, total: told.append(f"{what} {done}/{total}")) == []
+    assert "calls 5/5" in told
+
+
+async def test_every_kind_of_damage_is_named(store: Store) -> None:
+    await _finished(store)
+    n, codec = schema.nodes.c, CellCodec()
+    changes: list[tuple[str, Any]] = [
+        (r"nodes .*its content", update(schema.nodes).where(n.kind == "tools").values(data=codec.pack_bytes(b"[]"))),
+        (r"nodes .*it counts", update(schema.nodes).where(n.kind == "message", n.parent_id.is_(None)).values(length=1)),
+        (r"calls .*cannot be|calls .*damaged", update(schema.completions).values(token_ids=b"\x01\x99no zstd frame")),
+        (r"completions .*counts 99", update(schema.completions).values(tokens=99)),
+        (r"calls .*prompt tokens", update(schema.calls).values(prompt_tokens=3)),
+        (r"calls .*has 2 stored", update(schema.calls).values(message_count=5)),
+        (r"settings .*content", update(schema.settings).values(value={"another": 1})),
+        (r"engines .*content", update(schema.engines).values(info={"capabilities": [], "another": 1})),
+        (r"sessions .*prompt_tokens", update(schema.sessions).values(prompt_tokens=1)),
+        (r"sessions .*failed_calls", update(schema.sessions).values(failed_calls=1)),
+        (r"traces .*its spans", update(schema.traces).values(length=1)),
+        (r"artifacts .*content", update(schema.artifacts).values(bytes=1)),
+        (r"artifacts .*cannot be read", update(schema.artifacts).values(sha256="0" * 64)),
+    ]
+    for pattern, statement in changes:
+        async with store._database._writer.connect() as connection:
+            await connection.execute(statement)
+            await connection.commit()
+        problems = await _problems(store)
+        assert any(re.search(pattern, problem) for problem in problems), (pattern, problems)
+        async with store._database.writing() as connection:
+            for table in reversed(schema.metadata.sorted_tables):
+                if table is not schema.nodes:
+                    await connection.execute(delete(table))
+            await connection.execute(update(schema.nodes).values(parent_id=None))
+            await connection.execute(delete(schema.nodes))
+        store._commits._packer.forget()
+        await _finished(store)
+    assert await _problems(store) == []
+
+
+async def test_prune_removes_what_is_old_and_finished_only(store: Store) -> None:
+    old, old_session, _ = await _finished(store, 1)
+    young, young_session, young_call = await _finished(store, 2)
+    running = await new_rollout(store, await new_session(store, origin="rollout"))
+    await store.set_rollout(running, status="running")
+    long_ago = time.time() - 40 * 86400
+    async with store._database.writing() as connection:
+        for rollout_id in (old, running):
+            values = {"created_at": long_ago, "ended_at": long_ago if rollout_id == old else None}
+            await connection.execute(
+                update(schema.rollouts).where(schema.rollouts.c.rollout_id == rollout_id).values(**values)
+            )
+    files = {item.name: item.path for item in await store.artifacts(old)}
+    for path in files.values():
+        os.utime(path, (long_ago, long_ago))
+    before = await _rows(store)
+    would = await store.prune(time.time() - 30 * 86400, dry_run=True)
+    assert (would.rollouts, would.sessions, would.calls) == ([old], [], 1)
+    assert await _rows(store) == before
+    done = await store.prune(time.time() - 30 * 86400)
+    assert (done.rollouts, done.sessions, done.calls, done.files) == ([old], [old_session], 1, 1)
+    assert not files["patch.diff"].exists()
+    assert files["same.diff"].exists()  # the young rollout has it too
+    assert {row.rollout_id for row in await store.rollouts()} == {young, running}
+    assert await store.session(old_session) is None
+    assert_same(await store.calls(young_session), [young_call])
+    after = await _rows(store)
+    for table in ("rollouts", "calls", "completions", "traces", "rewards", "groups"):
+        assert after[table] == before[table] - 1, table
+    assert await _problems(store) == []
+    assert (await store.prune(time.time() - 30 * 86400)).rollouts == []
+
+
+async def test_prune_by_condition(store: Store) -> None:
+    kept, _, _ = await _finished(store, 1)
+    await store.add_reward(kept, 0.0, "tests", {})
+    gone, _, _ = await _finished(store, 2)
+    alone = await new_session(store)
+    await store.commit_call(record(alone, ended_at=1.0))
+    assert (await store.prune(time.time() + 1, where="reward>=1")).rollouts == [gone]
+    assert [row.rollout_id for row in await store.rollouts()] == [kept]
+    assert len(await store.call_rows(alone)) == 1
+
+
+async def test_a_session_that_is_open_keeps_its_key(store: Store) -> None:
+    key = bytes(32)
+    still_open = await new_session(store, key_hash=key)
+    closed = await new_session(store)
+    for session_id in (still_open, closed):
+        await store.commit_call(record(session_id, ended_at=1000.0))
+    await store.close_session(closed)
+    done = await store.prune(time.time() - 60)
+    assert set(done.sessions) == {still_open, closed}
+    assert await store.session(closed) is None
+    found = await store.session_by_key(key)
+    assert found is not None
+    call = record(found.session_id)
+    await store.commit_call(call)
+    assert_same(await store.calls(still_open), [call])
+    assert await _problems(store) == []
+
+
+async def test_vacuum_removes_what_nothing_refers_to(store: Store) -> None:
+    old, _, _ = await _finished(store, 1)
+    _, young_session, young_call = await _finished(store, 2)
+    async with store._database.writing() as connection:
+        await connection.execute(
+            update(schema.rollouts).where(schema.rollouts.c.rollout_id == old).values(ended_at=1000.0)
+        )
+    assert (await store.vacuum()).nodes == 0
+    await store.prune(2000.0)
+    done = await store.vacuum()
+    assert (done.nodes, done.settings, done.engines) == (2, 1, 0)  # its last message and last segment, its parameters
+    assert_same(await store.calls(young_session), [young_call])
+    assert await _problems(store) == []
+    async with store._database.reading() as connection:
+        if store._database.dialect == "sqlite":
+            names = "SELECT name FROM sqlite_master WHERE type = 'index'"
+        else:
+            names = "SELECT indexname FROM pg_indexes WHERE schemaname = 'public'"
+        indices = {row[0] for row in await connection.exec_driver_sql(names)}
+    assert not {name for name in indices if name.startswith("upkeep_")}
+
+
+async def test_a_call_whose_chain_was_just_vacuumed_is_stored_whole(store: Store, url: str, tmp_path: Path) -> None:
+    """The gateway believes the nodes to be stored; the database says no, and it offers all of them again."""
+    first = await new_session(store)
+    call = _turn(first, 1)
+    await store.commit_call(call)
+    await store.close_session(first)
+    async with open_store(url, artifacts=tmp_path / "other") as other:  # `polar db` in another process
+        await other.prune(time.time() + 1)
+        done = await other.vacuum()
+        assert (done.nodes, done.settings, done.engines) == (5, 2, 1)
+    second = await new_session(store)
+    calls = [_turn(second, 1), _turn(second, 2)]
+    await asyncio.gather(*(store.commit_call(call) for call in calls))
+    assert_same(await store.calls(second), calls)
+    assert await _problems(store) == []
+
+
+async def test_gateways_write_while_it_is_pruned_and_vacuumed(store: Store, url: str, tmp_path: Path) -> None:
+    """The same conversations come again and again, while all that is closed is removed under them."""
+    stop = asyncio.Event()
+    kept: list[CallRecord] = []
+
+    async def gateway() -> None:
+        async with open_store(url, artifacts=tmp_path / "gateway") as writer:
+            for round_ in range(12):
+                session_id = await new_session(writer)
+                batch = [_turn(session_id, number, ended_at=time.time() + 1000) for number in range(5)]
+                await asyncio.gather(*(writer.commit_call(call) for call in batch))
+                if round_ % 2:
+                    kept.extend(batch)
+                else:
+                    await writer.close_session(session_id)
+        stop.set()
+
+    async def upkeep() -> int:
+        removed = 0
+        async with open_store(url, artifacts=tmp_path / "upkeep") as other:
+            while not stop.is_set():
+                s = schema.sessions.c
+                async with other._database.writing() as connection:  # closed ones are old at once
+                    await connection.execute(
+                        update(schema.sessions).where(s.closed_at.is_not(None)).values(last_call_at=1.0)
+                    )
+                await other.prune(2.0)
+                removed += (await other.vacuum()).nodes
+        return removed
+
+    await asyncio.gather(gateway(), gateway(), upkeep())
+    await store.prune(2.0)
+    await store.vacuum()
+    by_session: dict[str, list[CallRecord]] = {}
+    for call in kept:
+        by_session.setdefault(call.session_id, []).append(call)
+    for session_id, calls in by_session.items():
+        assert_same(await store.calls(session_id), calls)
+    assert await _problems(store) == []
+
+
+async def test_a_file_shrinks_without_being_rewritten(tmp_path: Path) -> None:
+    file = tmp_path / "polar.db"
+    async with open_store(str(file)) as store:
+        session_id = await new_session(store)
+        for number in range(40):
+            noise = os.urandom(20_000)
+            await store.commit_call(record(session_id, messages=(noise,), ended_at=1.0, started_at=float(number)))
+        full = (await store.stats())["bytes"]
+        await store.close_session(session_id)
+        await store.prune(2.0)
+        done = await store.vacuum()
+        assert done.bytes_after < full - 700_000
+        assert done.free_bytes == 0
+        async with store._database.reading() as connection:
+            assert await connection.scalar(select(func.count()).select_from(schema.nodes)) == 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+async def test_an_older_file_is_rewritten_only_when_asked(tmp_path: Path, full: bool) -> None:
+    file = tmp_path / "polar.db"
+    with sqlite3.connect(file) as connection:
+        connection.execute("CREATE TABLE t (x)")
+        connection.execute("DROP TABLE t")
+    async with open_store(str(file)) as store:
+        session_id = await new_session(store)
+        for _ in range(20):
+            await store.commit_call(record(session_id, messages=(os.urandom(20_000),), ended_at=1.0))
+        await store.close_session(session_id)
+        await store.prune(2.0)
+        done = await store.vacuum(full=full)
+        assert (done.free_bytes == 0) is full
+        assert (done.bytes_after < done.bytes_before) is full

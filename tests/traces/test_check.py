@@ -1,0 +1,193 @@
+"""The checker: right rows pass, and every kind of damage in `damage.py` is caught, wherever it strikes."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from polar_proxy.traces import ON_DRIFT, hash_chain, merged, rescore
+from polar_proxy.traces.check import check_lines, check_row, main
+from polar_proxy.types import CallRecord, Json
+from tests.traces.calls import call, sessions
+from tests.traces.conversations import conversations
+from tests.traces.mutations import WOUNDS
+from tests.traces.rows import lines, rows, rows_of
+from tests.traces.test_canonical import DRIFTED, FIRST, _Teacher
+
+BUILDS = [("per_call", "split"), ("tree", "split"), *(("merged", policy) for policy in ON_DRIFT)]
+
+
+@pytest.mark.parametrize(("builder", "on_drift"), BUILDS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(calls=conversations())
+def test_what_a_builder_made_is_right(builder: str, on_drift: str, calls: list[CallRecord]) -> None:
+    made = rows_of(calls, builder, on_drift)
+    checked = check_lines(lines(made))
+    assert checked.bad == []
+    assert checked.rows == len(made)
+
+
+@pytest.mark.parametrize("builder", ["per_call", "tree", "merged"])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(session=sessions())
+def test_wild_sessions_too(builder: str, session: tuple[list[CallRecord], dict[str, str]]) -> None:
+    assert check_lines(lines(rows_of(session[0], builder))).bad == []
+
+
+async def test_rescored_rows_are_right() -> None:
+    built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), _Teacher())
+    (row,) = rows([FIRST, DRIFTED], built)
+    assert check_row(row) == []
+    assert row["grade"] == "marked"
+
+
+@pytest.mark.parametrize("wound", WOUNDS)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(calls=conversations(), build=st.sampled_from(BUILDS), seed=st.integers(0, 1 << 30))
+def test_damage_is_caught(wound: str, calls: list[CallRecord], build: tuple[str, str], seed: int) -> None:
+    made = rows_of(calls, *build)
+    hurt = copy.deepcopy(made)
+    assume(made and WOUNDS[wound](hurt, Random(seed)))
+    assume(hurt != made)
+    assert check_lines(lines(hurt)).bad
+
+
+def _forged(row: Json, change: Callable[[Json], object]) -> Json:
+    """A row whose certificate was changed and whose hashes were all made anew."""
+    row = copy.deepcopy(row)
+    told = row["certificate"]
+    change(told)
+    first = hash_chain.seed(told)
+    told["seed"] = first.hex()
+    off = [None] * len(row["prompt_ids"])
+    ids, values = hash_chain.as_arrays(row["prompt_ids"] + row["response_ids"], off + row["logprobs"])
+    for span, link in zip(told["spans"], hash_chain.links(first, told["spans"], ids, values), strict=True):
+        span["hash"] = told["head"] = link.hex()
+    return row
+
+
+SECOND = call("b", 1, [1, 9, 7, 2, 3, 9, 4], [5, 6], weight_version="3")
+(ROW,) = rows_of([FIRST, SECOND])
+SCORER = {"engine": "vllm", "version": "1", "model": "m", "weight_version": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda told: told["spans"][3].update(prompt_mode="continue"), "continued is missing"),
+        (lambda told: told.update(why=["warped"], grade="marked"), "warped is given without cause"),
+        (lambda told: told["spans"][3].update(sampling={"temperature": 0.5}), "warped is missing"),
+        (lambda told: told["spans"][3].update(versions=[[0, "3..4"]]), "weights_changed is missing"),
+        (lambda told: told["spans"][3].update(versions=[[1, "3"]]), "do not tile"),
+        (lambda told: told["spans"][3].update(versions=[[0, "3"], [2, "4"]]), "do not tile"),
+        (lambda told: told["spans"][3].update(versions=[[0, "3"], [0, "4"]]), "do not tile"),
+        (lambda told: told["spans"][3].update(engine=5), "not described"),
+        (lambda told: told["spans"][3].update(call_id="c"), "no answer of b follows"),
+        (lambda told: told["spans"][3].update(start=1, end=3), "not whole"),
+        (lambda told: told["spans"][2].update(start=7, end=8), "begins at 7"),
+        (lambda told: told.update(on_drift=None), "on_drift cannot be None"),
+        (lambda told: told.update(branch_hash="0" * 32), "in part only"),
+        (lambda told: told.update(rescored=SCORER), "rescored is missing"),
+    ],
+)
+def test_what_cannot_be_is_caught_though_the_hashes_are_right(change: Callable[[Json], object], said: str) -> None:
+    row = _forged(ROW, change)
+    row["grade"] = row["certificate"]["grade"]
+    row["spans"] = [{name: span[name] for name in row["spans"][0]} for span in row["certificate"]["spans"]]
+    assert any(said in problem for problem in check_row(row)), check_row(row)
+
+
+def test_an_audit_may_lower_the_grade_and_not_raise_it() -> None:
+    assert check_row(_audited(ROW, "refused")) == []
+    (marked,) = rows_of([FIRST, DRIFTED], on_drift="canonical")
+    assert check_row(_audited(marked, "refused")) == []
+    assert any("grade" in problem for problem in check_row(_audited(marked, "exact")))
+
+
+def _audited(row: Json, grade: str) -> Json:
+    row = {**copy.deepcopy(row), "grade": grade}
+    row["certificate"].update(grade=grade, audit={"max_abs_diff": 3.0})
+    return row
+
+
+def test_what_a_certificate_does_not_cover() -> None:
+    """Told in docs/certificate.md: the reward and what else the row says of its rollout are no part of it."""
+    assert check_row({**ROW, "reward": 1.0, "task_id": "another"}) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", "not JSON"),
+        (b'{"logprobs": [NaN]}', "not JSON"),
+        (b"[]", "not a row"),
+        (b"{}", "no certificate"),
+        (b'{"certificate": {"schema": 2}}', "update Polar"),
+    ],
+)
+def test_what_is_no_row(line: bytes, said: str) -> None:
+    ((number, _, problems),) = check_lines([b"\n", line]).bad
+    assert number == 2
+    assert said in problems[0]
+
+
+def test_an_answer_in_two_rows_is_trained_twice() -> None:
+    one, other = rows_of([FIRST], "tree"), rows_of([FIRST], "tree")
+    ((line, trace_id, problems),) = check_lines(lines([*one, *other])).bad
+    assert (line, trace_id) == (2, other[0]["trace_id"])
+    assert "line 1 already" in problems[0]
+    assert check_lines(lines([*one, *rows_of([FIRST], "merged")])).bad == []
+
+
+def test_branches_are_checked_against_what_they_stand_behind() -> None:
+    made = rows_of([FIRST, DRIFTED, call("c", 2, [1, 9, 7, 2, 8], [6])], "tree")
+    assert [row["branch_at"] for row in made] == [0, 3, 4]
+    assert check_lines(lines(made[::-1])).bad == []
+    other = rows_of([call("a", 0, [1, 9, 8], [2, 3, 9])], "tree")
+    root = _forged(other[0], lambda told: told.update(trace_id=made[0]["trace_id"]))
+    root["trace_id"] = made[0]["trace_id"]
+    said = [problems for _, _, problems in check_lines(lines([root, *made[1:]])).bad]
+    assert ["other tokens" in problems[0] for problems in said] == [True, True]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(b"".join(lines([ROW])))
+    assert main([str(file)]) == 0
+    assert capsys.readouterr() == ("", "1 rows, 0 bad\n")
+    hurt = copy.deepcopy(ROW)
+    hurt["response_ids"][0] += 1
+    file.write_bytes(b"".join(lines([ROW, hurt])))
+    assert main([str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{file}:2: {ROW['trace_id']}: the hashes do not chain at span 1 (sampled, a)")
+    assert (out.count("\n"), err) == (1, "2 rows, 1 bad\n")
+    assert main([str(file), "--json"]) == 1
+    told = orjson.loads(capsys.readouterr().out)
+    assert (told["rows"], [bad["line"] for bad in told["bad"]]) == (2, [2])
+    assert main([str(tmp_path / "none.jsonl")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_it_runs_alone_and_needs_little(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(b"".join(lines([ROW])))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "polar_proxy.traces.check", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "1 rows, 0 bad\n")
+    code = "import polar_proxy.traces.check, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout.split()
+    assert not {"torch", "transformers", "sqlalchemy", "fastapi", "pydantic", "aiohttp"} & set(loaded)

@@ -1,0 +1,53 @@
+"""What joining costs: a 200-turn session of 100,000 tokens, as the store gives it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.joining import join_ms, long_session
+from polar_proxy.store import Store
+from polar_proxy.traces import build
+from polar_proxy.types import CallRecord
+
+
+async def _stored(store: Store, calls: list[CallRecord]) -> list[CallRecord]:
+    row = await store.create_session(key_hash=None, label=None, origin="open")
+    for call in calls:
+        await store.commit_call(replace(call, session_id=row.session_id))
+    return await store.calls(row.session_id)
+
+
+async def test_prompts_are_read_into_shared_memory(store: Store) -> None:
+    calls = await _stored(store, long_session(30, 6000))
+    prompts = [call.prompt_ids for call in calls if call.prompt_ids is not None]
+    owners = {id(prompt.base) for prompt in prompts}
+    assert len(owners) <= 5  # the buffer grows in doublings
+    assert sum(prompt.nbytes for prompt in prompts) > 10 * prompts[-1].nbytes
+    assert np.shares_memory(prompts[-2], prompts[-1])
+
+
+@pytest.mark.parametrize("builder", ["merged", "tree"])
+def test_a_long_session_is_joined_fast(builder: str) -> None:
+    """The target is 50 ms where a million turns of a small loop take 80; CPU time, and twice of it, because a test may
+    run beside others."""
+    calls = long_session(200, 100_000)
+    taken, loop = [], []
+    for _ in range(5):
+        started = time.thread_time()
+        built = build(calls, builder)
+        built_at = time.thread_time()
+        assert sum(number * number for number in range(1_000_000)) > 0
+        taken.append(built_at - started)
+        loop.append(time.thread_time() - built_at)
+    assert [len(trace.token_ids) for trace in built.traces] == [100_000]
+    assert min(taken) / min(loop) < 100 / 80
+
+
+def test_the_benchmark_measures_what_it_says() -> None:
+    calls = long_session(20, 2000, drift_every=5)
+    assert [len(build(calls).traces), len(build(calls, on_drift="canonical").traces)] == [4, 1]
+    assert join_ms(calls, repeat=1) > 0

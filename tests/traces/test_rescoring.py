@@ -1,0 +1,249 @@
+"""Answers that came as text get tokens later: clean ones only, never in place of sampled ones, and labelled so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polar_proxy.engines.base import Engine
+from polar_proxy.errors import RequestError, UsageError
+from polar_proxy.store import Store
+from polar_proxy.store.rescores import RESCORED_BUILDER, Rescore, apply_rescores
+from polar_proxy.traces import merged
+from polar_proxy.traces.audit import AuditReference
+from polar_proxy.traces.audit_store import audit_store
+from polar_proxy.traces.certificate import expand
+from polar_proxy.traces.rescoring import (
+    RescoreReport,
+    UnusableAnswerError,
+    encode_answers,
+    require_scoring_engine,
+    rescore_session,
+)
+from polar_proxy.traces.targets import SessionTarget
+from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json
+from tests.fakes.scripted_engine import END, INFO, ScriptedEngine, decode, logprob
+from tests.fakes.scripted_engine import encode as tokens
+from tests.traces.calls import call
+
+HOSTED = EngineInfo("hosted", "api.example.com", "big", 128_000, None, "raw", frozenset({"tools"}))
+SCORER = replace(INFO, capabilities=INFO.capabilities | {"score"})
+
+
+def engine(**changes: Any) -> ScriptedEngine:
+    return ScriptedEngine(info=replace(SCORER, **changes))
+
+
+def answered(
+    name: str, at: float, messages: list[Json], content: str | None, *, finish: str = "stop", **more: Any
+) -> CallRecord:
+    """A call that a hosted API answered."""
+    answer: Json = {"role": "assistant", "content": content, **more.pop("said", {})}
+    none = np.empty(0, dtype=np.int32)
+    record = call(name, at, None, status="no_tokens", engine=HOSTED, params={"model": "big"}, **more)
+    return replace(
+        record,
+        messages=tuple(json.dumps(message).encode() for message in messages),
+        choices=(Choice(0, answer, finish, none, none.astype(np.float32)),),
+    )
+
+
+HI: Json = {"role": "user", "content": "hi"}
+MORE: Json = {"role": "user", "content": "more"}
+
+
+def conversation() -> list[CallRecord]:
+    """Two turns; before them a side call, and a call of another engine with tokens of its own."""
+    own = call("own", 0.0, [5, 6], [7, 2], engine=INFO)
+    side = answered("side", 0.5, [HI], "title", edge="side_call")
+    first = answered("one", 1.0, [HI], "hello")
+    said: Json = {"role": "assistant", "content": "hello"}
+    second = answered("two", 2.0, [HI, said, MORE], "bye", edge="continues", parent_call_id="one")
+    return [own, side, first, second]
+
+
+async def put(store: Store, calls: list[CallRecord]) -> str:
+    session = await store.create_session(key_hash=None, label=None, origin="open")
+    for one in calls:
+        await store.commit_call(replace(one, session_id=session.session_id))
+    return session.session_id
+
+
+async def rescored(store: Store, calls: list[CallRecord], by: Engine | None = None) -> tuple[str, RescoreReport]:
+    session_id = await put(store, calls)
+    report = RescoreReport()
+    await rescore_session(store, by or engine(), SessionTarget(session_id), report)
+    return session_id, report
+
+
+async def test_one_sequence_of_what_was_said(store: Store) -> None:
+    session_id, report = await rescored(store, conversation())
+    assert (report.calls, report.answers, report.traces) == (2, 2, 1)
+    assert report.skipped == {"side_call": 1, "sampled_here": 1}
+    (trace,) = await store.traces(session_id=session_id, builder=RESCORED_BUILDER)
+    assert (trace.builder, trace.grade, trace.rescored, trace.call_ids) == ("rescored", "marked", True, ("one", "two"))
+    assert decode(trace.token_ids.tolist()) == "user:hiassistant:hellouser:moreassistant:bye"
+    trained = trace.token_ids[trace.loss_mask == 1].tolist()
+    assert trained == [*tokens("hello"), END, *tokens("bye"), END]
+    assert trace.logprobs[trace.loss_mask == 1] == pytest.approx([logprob(token) for token in trained])
+    assert np.isnan(trace.logprobs[trace.loss_mask == 0]).all()
+    # Scored once, though both calls ask for it.
+    assert report.scored.tokens == len(trace.token_ids)
+
+
+async def test_the_record_stays_as_it_was(store: Store) -> None:
+    session_id, _ = await rescored(store, conversation())
+    kept = {one.call_id: one for one in await store.calls(session_id)}
+    for name in ("one", "two"):
+        assert (kept[name].status, kept[name].prompt_ids, kept[name].choices[0].token_ids.size) == (
+            "no_tokens",
+            None,
+            0,
+        )
+    built = merged(list(kept.values()))
+    assert [trace.call_ids for trace in built.traces] == [("own",)]
+    assert built.excluded["one"] == "no_tokens"
+    assert await store.traces(session_id=session_id, builder="merged") == []
+
+
+async def test_every_call_is_accounted_for(store: Store) -> None:
+    silent = answered("silent", 3.0, [HI], "x", finish="content_filter")
+    session_id, report = await rescored(store, [*conversation(), silent])
+    assert await store.exclusions(session_id, builder=RESCORED_BUILDER) == {
+        "own": "sampled_here",
+        "side": "side_call",
+        "silent": "unfinished",
+    }
+    assert report.calls + sum(report.skipped.values()) == 5
+
+
+async def test_certificates_name_both_engines(store: Store) -> None:
+    session_id, _ = await rescored(store, conversation())
+    kept = await store.certificates(session_id=session_id, builder=RESCORED_BUILDER)
+    traces = await store.traces(session_id=session_id, builder=RESCORED_BUILDER)
+    calls = apply_rescores(await store.calls(session_id), await store.rescores(session_id))
+    (whole,) = expand(kept, traces, calls).values()  # the hashes chain
+    assert (whole["builder"], whole["grade"], whole["why"]) == ("rescored", "marked", ["rescored"])
+    assert whole["rescored"] == {
+        "engine": "scripted",
+        "version": "1",
+        "model": "scripted-model",
+        "weight_version": None,
+    }
+    assert [one["engine"] for one in whole["engines"]] == ["hosted"]
+
+
+async def test_once_more_replaces_what_was_made(store: Store) -> None:
+    session_id, _ = await rescored(store, conversation())
+    before = await store.rescores(session_id)
+    await rescore_session(store, engine(version="2"), SessionTarget(session_id), RescoreReport())
+    after = await store.rescores(session_id)
+    assert [one.engine.version for one in before] == ["1", "1"]
+    assert [one.engine.version for one in after] == ["2", "2"]
+    assert len(await store.traces(session_id=session_id, builder=RESCORED_BUILDER)) == 1
+
+
+async def test_an_audit_holds_the_numbers_to_the_engine_that_gave_them(store: Store) -> None:
+    session_id, _ = await rescored(store, conversation())
+    scorer = engine()
+    targets = [SessionTarget(session_id)]
+    report = await audit_store(store, scorer, AuditReference(scorer.info, None), targets, builder=RESCORED_BUILDER)
+    assert (report.grades, report.all.tokens) == ({"marked": 1}, 10)
+    other = engine(model="another")
+    with pytest.raises(UsageError, match="scripted-model"):
+        await audit_store(store, other, AuditReference(other.info, None), targets, builder=RESCORED_BUILDER)
+
+
+CALL: Json = {"id": "c", "type": "function", "function": {"name": "bash", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("reason", "record"),
+    [
+        ("images", answered("a", 0.0, [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "x")),
+        ("constrained", answered("a", 0.0, [HI], "x", sampling={"constrained": True})),
+        ("unreadable", answered("a", 0.0, [{"role": "nobody"}], "x")),
+        ("raw_prompt", answered("a", 0.0, ["hi"], "x", dialect="openai_completions")),  # type: ignore[list-item]
+        ("empty", answered("a", 0.0, [HI], "")),
+        ("cut_call", answered("a", 0.0, [HI], None, finish="length", said={"tool_calls": [CALL]})),
+        ("client_gone", replace(answered("a", 0.0, [HI], "x"), status="client_gone")),
+        ("answer_not_kept", answered("a", 0.0, [HI], "x", said={"reasoning_content": "dropped by the template"})),
+    ],
+)
+async def test_what_is_not_clean_is_left_out(reason: str, record: CallRecord) -> None:
+    with pytest.raises(UnusableAnswerError, match=f"^{reason}$"):
+        await encode_answers(record, engine())
+
+
+class Moody(ScriptedEngine):
+    """Renders a conversation that has been answered otherwise than before."""
+
+    def __init__(self, mood: str) -> None:
+        super().__init__(info=SCORER)
+        self._mood = mood
+
+    async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
+        ids = await super().render(request, generation=generation)
+        if self._mood == "template_refuses":
+            raise RequestError("no")
+        if generation:
+            return ids
+        return ids[:-1] if self._mood == "no_end_of_turn" else [9, *ids]
+
+
+@pytest.mark.parametrize("mood", ["prompt_not_kept", "no_end_of_turn", "template_refuses"])
+async def test_templates_that_cannot_be_followed(mood: str) -> None:
+    with pytest.raises(UnusableAnswerError, match=f"^{mood}$"):
+        await encode_answers(answered("a", 0.0, [HI], "x"), Moody(mood))
+
+
+async def test_a_cut_answer_has_no_end() -> None:
+    ((_, prompt, said),) = await encode_answers(answered("a", 0.0, [HI], "hel", finish="length"), engine())
+    assert said.tolist() == tokens("hel")
+    assert decode(prompt.tolist()) == "user:hiassistant:"
+
+
+async def test_calls_and_several_answers() -> None:
+    record = answered("a", 0.0, [HI], "so", said={"tool_calls": [CALL]})
+    other = replace(record.choices[0], index=1, message={"role": "assistant", "content": "else"})
+    told = await encode_answers(replace(record, choices=(record.choices[0], other)), engine())
+    assert [decode(said.tolist()) for _, _, said in told] == [
+        'so<tool_call>{"name": "bash", "arguments": {}}</tool_call>',
+        "else",
+    ]
+    assert all(said[-1] == END for _, _, said in told)
+
+
+def test_engines_that_cannot() -> None:
+    with pytest.raises(UsageError, match="log-prob"):
+        require_scoring_engine(ScriptedEngine())
+    with pytest.raises(UsageError, match="end-of-turn"):
+        require_scoring_engine(engine(eos_token_ids=()))
+
+
+async def test_rescores_come_back_as_they_were_put(store: Store) -> None:
+    session_id = await put(store, conversation())
+    rng = np.random.default_rng(1)
+    rows = [
+        Rescore(
+            name,
+            0,
+            SCORER,
+            "3",
+            rng.integers(0, 300, size).astype(np.int32),
+            rng.integers(0, 300, 7).astype(np.int32),
+            -rng.random(7).astype(np.float32),
+        )
+        for name, size in (("one", 400), ("two", 0))
+    ]
+    await store.put_rescores(session_id, rows)
+    for kept, one in zip(await store.rescores(session_id), rows, strict=True):
+        assert (kept.call_id, kept.choice, kept.engine, kept.weight_version) == (one.call_id, 0, SCORER, "3")
+        for name in ("prompt_ids", "token_ids", "logprobs"):
+            assert np.array_equal(getattr(kept, name), getattr(one, name))
+    await store.put_rescores(session_id, [])
+    assert await store.rescores(session_id) == []

@@ -1,0 +1,175 @@
+"""Builder `tree`: by hand, and over random sessions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from polar_proxy.traces import BuildResult, InvariantError, merged, trace_path, tree, validate
+from polar_proxy.types import CallRecord, Trace
+from tests.traces.calls import call, sessions
+from tests.traces.conversations import conversations
+
+
+def tell(built: BuildResult) -> list[tuple[list[int], str, int | None, int]]:
+    """Own tokens, mask, position of the parent, where it branches."""
+    places = {trace.trace_id: trace.index for trace in built.traces}
+    return [
+        (
+            trace.token_ids.tolist(),
+            "".join(map(str, trace.loss_mask)),
+            None if trace.parent_trace_id is None else places[trace.parent_trace_id],
+            trace.branch_at,
+        )
+        for trace in built.traces
+    ]
+
+
+def test_turns_that_go_on_are_one_trace() -> None:
+    built = tree([call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 3, 4, 5], [6])])
+    assert tell(built) == [([1, 2, 3, 4, 5, 6], "001101", None, 0)]
+
+
+def test_parallel_answers_share_their_prompt() -> None:
+    built = tree([call("a", 0, [1, 2], [3], [4]), call("b", 1, [1, 2, 4, 5], [6])])
+    assert tell(built) == [([1, 2, 3], "001", None, 0), ([4, 5, 6], "101", 0, 2)]
+    assert [trace.prompt_length for trace in built.traces] == [2, 0]
+
+
+def test_equal_answers_are_both_trained() -> None:
+    assert tell(tree([call("a", 0, [1], [2, 3], [2, 3])])) == [([1, 2, 3], "011", None, 0), ([2, 3], "11", 0, 1)]
+
+
+def test_a_rewind_branches_and_a_shared_response_is_trained_once() -> None:
+    built = tree(
+        [
+            call("a", 0, [1], [2, 3]),
+            call("b", 1, [1, 2, 3, 4], [5]),
+            call("c", 2, [1, 2, 3, 6], [7], edge="rewinds"),
+        ]
+    )
+    assert tell(built) == [([1, 2, 3, 4, 5], "01101", None, 0), ([6, 7], "01", 0, 3)]
+    whole = trace_path(built.traces[1], built.traces)
+    assert whole.token_ids.tolist() == [1, 2, 3, 6, 7]
+    assert whole.loss_mask.tolist() == [0, 1, 1, 0, 1]
+    np.testing.assert_array_equal(whole.logprobs[1:3], built.traces[0].logprobs[1:3])
+    assert whole.own == 3
+
+
+def test_a_subagent_shares_the_system_prompt_alone() -> None:
+    built = tree(
+        [
+            call("a", 0, [1, 1, 2], [3]),
+            call("s", 1, [1, 1, 8], [9], edge="subagent"),
+            call("b", 2, [1, 1, 2, 3, 4], [5]),
+            call("t", 3, [1, 1, 8, 9, 4], [6]),
+        ]
+    )
+    assert tell(built) == [([1, 1, 2, 3, 4, 5], "000101", None, 0), ([8, 9, 4, 6], "0101", 0, 2)]
+
+
+def test_a_subagent_behind_a_whole_path_has_its_own_trace() -> None:
+    built = tree(
+        [
+            call("a", 0, [1], [2]),
+            call("s", 1, [1, 2, 7], [8], edge="subagent", parent_call_id="a"),
+            call("b", 2, [1, 2, 3], [4], edge="continues", parent_call_id="a"),
+        ]
+    )
+    assert [trace.call_ids for trace in built.traces] == [("a", "b"), ("s",)]
+    assert tell(built)[1] == ([7, 8], "01", 0, 2)
+
+
+def test_a_drift_branches_where_the_tokens_part() -> None:
+    """Also in the middle of an answer: the tokens before are shared, those behind are context."""
+    built = tree([call("a", 0, [1, 2], [3, 4, 5]), call("b", 1, [1, 2, 3, 9, 5, 6], [7])])
+    assert tell(built) == [([1, 2, 3, 4, 5], "00111", None, 0), ([9, 5, 6, 7], "0001", 0, 3)]
+
+
+def test_a_branch_of_a_branch() -> None:
+    built = tree([call("a", 0, [1, 2, 3], [4]), call("b", 1, [1, 2, 6, 7], [8]), call("c", 2, [1, 2, 6, 9], [5])])
+    assert tell(built)[1:] == [([6, 7, 8], "001", 0, 2), ([9, 5], "01", 1, 3)]
+    assert trace_path(built.traces[2], built.traces).token_ids.tolist() == [1, 2, 6, 9, 5]
+
+
+def test_what_shares_nothing_is_another_root() -> None:
+    assert [row[2:] for row in tell(tree([call("a", 0, [1], [2]), call("b", 1, [3], [4]), call("c", 2, [], [1])]))] == [
+        (None, 0)
+    ] * 3
+
+
+def _answers(traces: tuple[Trace, ...]) -> list[tuple[str, int]]:
+    return sorted((s.call_id, s.choice) for trace in traces for s in trace.spans if s.kind == "sampled")
+
+
+def _check(calls: list[CallRecord]) -> None:
+    built = tree(calls, rollout_id="roll_1", reward=0.5)
+    by_id = {call.call_id: call for call in calls}
+    flat = merged(calls)
+    assert built.excluded == flat.excluded
+    assert _answers(built.traces) == _answers(flat.traces)
+    assert sum(len(trace.token_ids) for trace in built.traces) <= sum(len(trace.token_ids) for trace in flat.traces)
+    for number, trace in enumerate(built.traces):
+        assert (trace.index, trace.rollout_id, trace.reward) == (number, "roll_1", 0.5)
+        whole = trace_path(trace, built.traces)
+        assert (whole.token_ids.dtype, whole.loss_mask.dtype) == (np.int32, np.uint8)
+        assert whole.own == trace.branch_at == len(whole.token_ids) - len(trace.token_ids)
+        if trace.parent_trace_id is not None:  # no path is stored twice: it parts from its parent where it begins
+            parent = next(one for one in built.traces if one.trace_id == trace.parent_trace_id)
+            assert parent.branch_at < trace.branch_at <= parent.branch_at + len(parent.token_ids)
+        position = trace.branch_at
+        for span in trace.spans:
+            size = span.end - span.start
+            if span.kind == "sampled":
+                asked = by_id[span.call_id].prompt_ids
+                said = by_id[span.call_id].choices[span.choice]
+                assert asked is not None
+                assert whole.token_ids[: position + size].tolist() == asked.tolist() + said.token_ids.tolist()
+                np.testing.assert_array_equal(whole.logprobs[position : position + size], said.logprobs)
+                assert whole.loss_mask[position : position + size].all()
+            position += size
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(session=sessions())
+def test_every_path_is_a_prompt_and_its_answer(session: tuple[list[CallRecord], dict[str, str]]) -> None:
+    _check(session[0])
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(calls=conversations())
+def test_of_conversations_too(calls: list[CallRecord]) -> None:
+    _check(calls)
+
+
+CALLS = [call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 5], [6]), call("c", 2, [1, 2, 5, 7], [8])]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"branch_at": 1},
+        {"branch_at": 3},
+        {"branch_at": 0},
+        {"parent_trace_id": None, "branch_at": 0},
+        {"parent_trace_id": "trc_0"},
+        {"prompt_length": 2},
+    ],
+    ids=str,
+)
+def test_a_wrong_branch_is_found(changes: dict[str, object]) -> None:
+    built = tree(CALLS)
+    assert tell(built)[1][2:] == (0, 2)
+    hurt = replace(built.traces[1], **changes)  # type: ignore[arg-type]
+    with pytest.raises(InvariantError):
+        validate(CALLS, replace(built, traces=(built.traces[0], hurt, *built.traces[2:])))
+
+
+def test_a_circle_of_parents_is_found() -> None:
+    built = tree(CALLS)
+    root, leaf = built.traces[:2]
+    with pytest.raises(InvariantError, match="no token"):
+        validate(CALLS, replace(built, traces=(replace(root, parent_trace_id=leaf.trace_id), *built.traces[1:])))

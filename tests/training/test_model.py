@@ -1,0 +1,202 @@
+"""One update: exact sums over passes, recorded log-probabilities, what is reported, what stops it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from polar_proxy.training.batch import GroupRollout, TrainingBatch, make_batch
+from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.model import Learner, load_model
+from tests.engines.conftest import make_random_model
+from tests.training.group_factories import group, rollout, trace
+
+PROMPT = [11, 12, 13, 14]
+ANSWERS = ([21, 22, 23], [21, 30], [40, 41, 42, 43], [50])
+REWARDS = (1.0, 0.0, 1.0, 0.0)
+CONFIG = GrpoConfig(learning_rate=1e-3, max_grad_norm=1e9, betas=(0.0, 0.99))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_model(tmp_path_factory.mktemp("policy"), vocab_size=300)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def logprobs(model: Any, answer: list[int]) -> list[float]:
+    """By the model's own forward pass of this one sequence, with its usual attention."""
+    ids = torch.tensor([[*PROMPT, *answer]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0].float()
+    found = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+    return found[len(PROMPT) - 1 :].tolist()
+
+
+def plain(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def batch(folder: Path, shift: float = 0.0, **settings: Any) -> TrainingBatch:
+    model = plain(folder)
+    members = [
+        GroupRollout(
+            rollout(n, reward),
+            (trace(f"t{n}", PROMPT, answer, logprobs=[value + shift for value in logprobs(model, answer)]),),
+        )
+        for n, (answer, reward) in enumerate(zip(ANSWERS, REWARDS, strict=True))
+    ]
+    return make_batch([group(*members)], CONFIG.model_copy(update=settings))
+
+
+def learner(folder: Path, **settings: Any) -> Learner:
+    config = CONFIG.model_copy(update=settings)
+    return Learner(load_model(folder), config, load_model(folder) if config.kl else None)
+
+
+@pytest.mark.parametrize(("loss", "normalise"), [("dapo", "token"), ("gspo", "sequence"), ("tis", "rollout")])
+def test_gradients_of_passes_add_up(folder: Path, loss: str, normalise: str) -> None:
+    step = batch(folder)
+    one, many = (
+        learner(folder, loss=loss, normalise=normalise, max_tokens_per_microbatch=limit) for limit in (1000, 8)
+    )
+    whole, parts = one.update(step, 0), many.update(step, 0)
+    assert (whole.passes, parts.passes) == (1, 3)
+    assert (whole.computed_tokens, whole.flat_tokens) == (13, 26)
+    gradients = [{name: p.grad for name, p in each.model.named_parameters()} for each in (one, many)]
+    largest = max(float(grad.abs().max()) for grad in gradients[0].values())
+    for name, grad in gradients[0].items():
+        assert float((grad - gradients[1][name]).abs().max()) < 1e-5 * largest, name
+    assert parts.loss == pytest.approx(whole.loss, abs=1e-5)
+    assert parts.mismatch_max == pytest.approx(whole.mismatch_max, abs=1e-5)
+
+
+def test_an_update_makes_good_answers_likelier_and_reports_the_mismatch(folder: Path) -> None:
+    step = batch(folder, shift=-0.05)
+    policy = learner(folder)
+    before = [sum(policy.logprobs([*PROMPT, *answer])[3:]) for answer in ANSWERS]
+    assert before == pytest.approx([sum(logprobs(plain(folder), answer)) for answer in ANSWERS], abs=1e-4)
+    stats = policy.update(step, 0)
+    after = [sum(policy.logprobs([*PROMPT, *answer])[3:]) for answer in ANSWERS]
+    assert [now > then for now, then in zip(after, before, strict=True)] == [True, False, True, False]
+    assert stats.mismatch_mean == pytest.approx(0.05, abs=1e-4)
+    assert stats.ratio_mean == pytest.approx(2.718281828**0.05, abs=1e-3)
+    assert (stats.tokens, stats.clipped_share) == (10, 0.0)
+    assert stats.entropy > 0
+
+
+def test_epochs_are_measured_against_what_was_before_the_step(folder: Path) -> None:
+    stats = learner(folder, epochs=2, loss="decoupled", learning_rate=1e-5).update(batch(folder, shift=0.3), 0)
+    # The ratio is pi / pi_prox: moved a little by the first epoch, and not by the shift of what was recorded.
+    assert 1e-5 < abs(stats.ratio_max - 1.0) < 0.2
+    assert stats.mismatch_mean == pytest.approx(0.3, abs=1e-4)
+
+
+def test_minibatches_are_updates_of_their_own(folder: Path) -> None:
+    """Two groups in two minibatches: as two steps of one group each, in one of the two orders."""
+    both = two_groups(folder)
+    policy = learner(folder, minibatches=2)
+    stats = policy.update(both, 0)
+    names = sorted({sequence.group_id for sequence in both.sequences})
+    assert (len(names), stats.tokens) == (2, 20)
+    orders = []
+    for order in (names, names[::-1]):
+        alone = learner(folder)
+        losses = [alone.update(only(both, name), 0).loss for name in order]
+        orders.append((alone.weights(), sum(losses) / 2))
+    same = [
+        all(torch.allclose(tensor, policy.weights()[name], atol=1e-6) for name, tensor in weights.items())
+        for weights, _ in orders
+    ]
+    assert sorted(same) == [False, True]
+    assert stats.loss == pytest.approx(orders[same.index(True)][1], abs=1e-4)
+    # What was before the step is known of the second, too, though it comes behind the first's update.
+    assert stats.mismatch_mean == pytest.approx(0.05, abs=1e-4)
+
+
+def test_what_the_environment_answered_is_predicted_too(folder: Path) -> None:
+    """ECHO: its gradient is that of the cross-entropy of the tokens between what was sampled, each counted once."""
+    model = plain(folder)
+    turns = ([21, 22], [60, 61, 62], [23]), ([21, 22], [60, 61, 63], [24, 25])  # sampled, observed, sampled
+    members = []
+    for number, (first, seen, last) in enumerate(turns):
+        answer = [*first, *seen, *last]
+        found = logprobs(model, answer)
+        mask = [1] * len(first) + [0] * len(seen) + [1] * len(last)
+        kept = [value if own else float("nan") for value, own in zip(found, mask, strict=True)]
+        told = trace(f"t{number}", PROMPT, answer, logprobs=kept)
+        told = replace(told, loss_mask=np.array([0] * len(PROMPT) + mask, dtype=np.uint8))
+        members.append(GroupRollout(rollout(number, 1.0 - number), (told,)))
+    step = make_batch([group(*members)], CONFIG)
+    assert [one.observed.tolist() for one in step.sequences] == [
+        [False] * 6 + [True] * 3 + [False],
+        [False] * 6 + [True] * 3 + [False] * 2,
+    ]
+    with_echo, without = learner(folder, echo=0.5), learner(folder)
+    stats, bare = with_echo.update(step, 0), without.update(step, 0)
+    entropy = 0.0
+    for first, seen, _ in turns:
+        ids = torch.tensor([[*PROMPT, *first, *seen]])
+        logs = torch.log_softmax(model(input_ids=ids).logits[0].float(), -1)
+        entropy = entropy - sum(logs[5 + place, token] for place, token in enumerate(seen)) / 6
+    entropy.backward()
+    assert stats.observation_loss == pytest.approx(float(entropy.detach()), abs=1e-4)
+    assert stats.loss == pytest.approx(bare.loss + 0.5 * float(entropy.detach()), abs=1e-4)
+    assert (stats.tokens, stats.mismatch_max < 1e-4, bare.observation_loss) == (bare.tokens, True, None)
+    plainly = dict(model.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in without.model.named_parameters()}
+    for name, parameter in with_echo.model.named_parameters():
+        wanted = gradients[name] + 0.5 * plainly[name].grad
+        assert torch.allclose(parameter.grad, wanted, atol=2e-5 * float(wanted.abs().max()) + 1e-7), name
+
+
+def two_groups(folder: Path) -> TrainingBatch:
+    """The same group twice, under two names; the second with its rewards turned round."""
+    first = batch(folder, shift=0.05)
+    again = [
+        replace(one, group_id="group_1", rollout=one.rollout + 4, advantage=-one.advantage) for one in first.sequences
+    ]
+    return replace(first, sequences=(*first.sequences, *again), group_ids=("group_0", "group_1"))
+
+
+def only(step: TrainingBatch, name: str) -> TrainingBatch:
+    return replace(step, sequences=tuple(one for one in step.sequences if one.group_id == name))
+
+
+def test_a_kl_term_holds_the_policy_back(folder: Path) -> None:
+    free, held = learner(folder, epochs=4), learner(folder, epochs=4, kl=10.0)
+    apart = [each.update(batch(folder), 0).approx_kl for each in (free, held)]
+    assert apart[1] < apart[0]
+    assert learner(folder, kl=0.1).update(batch(folder), 0).kl_reference == pytest.approx(0.0, abs=1e-6)
+    with pytest.raises(TrainingError, match="reference"):
+        Learner(load_model(folder), CONFIG.model_copy(update={"kl": 0.1}))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path) -> None:
+    policy = learner(folder)
+    parameter = next(policy.model.parameters())
+    parameter.register_hook(lambda grad: grad * float("nan"))
+    before = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    with pytest.raises(TrainingError, match="not finite"):
+        policy.update(batch(folder), 0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights().items())
+
+
+def test_bapo_wants_the_whole_step_in_one_pass(folder: Path) -> None:
+    with pytest.raises(TrainingError, match="max_tokens_per_microbatch"):
+        learner(folder, loss="bapo", max_tokens_per_microbatch=8).update(batch(folder), 0)

@@ -1,0 +1,181 @@
+"""Weights into a real vLLM, on the processor: taken whole, told by their version; what was not taken stops the run.
+
+At POLAR_TEST_VLLM_URL (polar-tiny, development mode), or one that is started here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+from torch import Tensor
+
+from polar_proxy.cli.attached import train_grpo
+from polar_proxy.cli.common import load_settings
+from polar_proxy.engines.factory import POLAR_TINY
+from polar_proxy.engines.vllm.engine import VllmEngine
+from polar_proxy.store import open_store
+from polar_proxy.training import metrics
+from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.vllm_control import VllmControl
+from polar_proxy.training.weight_sync import ProbeResult, VllmDiskSync, probe, probe_ids
+from polar_proxy.types import Sampling, TextRequest
+from tests.engines.test_vllm_real import serve
+from tests.training.test_nccl import send
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
+
+EXACT = 2e-4
+"""Nats between two float32 programs at equal weights, on unlikely text."""
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    given = os.environ.get("POLAR_TEST_VLLM_URL")
+    if given:
+        yield given.rstrip("/")
+    else:
+        yield from serve(POLAR_TINY)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def engine(url: str) -> AsyncIterator[VllmEngine]:
+    async with VllmEngine(url, model="polar-tiny") as opened:
+        yield opened
+
+
+@dataclass
+class Policy:
+    """What a trainer would hold: the bundled policy, moved a little each time, as a step moves it."""
+
+    engine: VllmEngine
+    sync: VllmDiskSync
+    learner: Learner = field(default_factory=lambda: Learner(load_model(POLAR_TINY), GrpoConfig()))
+    noise: float | None = None
+
+    def __post_init__(self) -> None:
+        self.ids = probe_ids(self.learner.vocabulary)
+        self.before: list[float] | None = None
+
+    def move(self, seed: int) -> dict[str, Tensor]:
+        """The weights of before; those of now are others."""
+        old = {name: tensor.clone() for name, tensor in self.learner.weights().items()}
+        noise = torch.Generator().manual_seed(seed)
+        for tensor in self.learner.weights().values():
+            tensor.add_(1e-4 * torch.randn(tensor.shape, generator=noise))
+        return old
+
+    async def check(self) -> ProbeResult:
+        now = self.learner.logprobs(self.ids)
+        found = await probe(self.engine, self.ids, now, self.before, 0.02, self.noise)
+        self.before, self.noise = now, self.noise or found.mean
+        return found
+
+
+@pytest.fixture
+def policy(engine: VllmEngine, url: str, tmp_path: Path) -> Policy:
+    return Policy(engine, VllmDiskSync(VllmControl(url, engine=engine), tmp_path))
+
+
+async def version_told(engine: VllmEngine) -> list[str | None]:
+    """Of the weights now loaded, and of those that sampled."""
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=2)
+    events = [event async for event in engine.sample(TextRequest("polar-tiny", "one two", sampling))]
+    assert sum(len(event.token_ids) for event in events)
+    return [await engine.weight_version()]
+
+
+async def test_every_tensor_is_taken_and_the_version_told(policy: Policy) -> None:
+    await policy.sync.push(policy.learner.weights(), "0")
+    assert (await policy.check()).mean < EXACT
+    for version in ("1", "2"):
+        policy.move(int(version))
+        await policy.sync.push(policy.learner.weights(), version)
+        found = await policy.check()
+        assert found.moved is not None
+        # Within a hundredth of what the step moved: an old head, or one layer left behind, is a fifth of it.
+        assert found.mean < min(EXACT, found.moved / 20)
+        assert await version_told(policy.engine) == [version]
+
+
+async def test_weights_that_were_not_taken_stop_the_run(policy: Policy) -> None:
+    await policy.sync.push(policy.learner.weights(), "0")
+    await policy.check()
+    old = policy.move(1)
+    await policy.sync.push(old, "1")
+    with pytest.raises(TrainingError, match="did not take them"):
+        await policy.check()
+
+
+async def test_a_part_that_was_left_behind_stops_the_run(policy: Policy) -> None:
+    """As vLLM's processor kernels do with a head that is the embedding, too."""
+    await policy.sync.push(policy.learner.weights(), "0")
+    await policy.check()
+    old = policy.move(1)
+    await policy.sync.push({**policy.learner.weights(), "lm_head.weight": old["model.embed_tokens.weight"]}, "1")
+    with pytest.raises(TrainingError, match="only a part of them"):
+        await policy.check()
+
+
+async def test_a_server_that_was_not_told_of_nccl_says_what_it_needs(url: str) -> None:
+    [refused] = await asyncio.to_thread(send, url)
+    assert "Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config" in refused["error"]
+
+
+class Sabotaged(VllmDiskSync):
+    """Sends other weights from the second sync on."""
+
+    async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
+        wrong = {name: tensor * 1.05 for name, tensor in weights.items()}
+        await super().push(weights if version == "0" else wrong, version)
+
+
+@pytest.mark.parametrize("sabotaged", [False, True], ids=["sound", "sabotaged"])
+async def test_a_run_with_an_agent(
+    url: str, polar_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sabotaged: bool
+) -> None:
+    """Two steps: rollouts of an agent program, steps, syncs. The calls of each step have its version.
+
+    (The agent is one that always ends well: a group none of whose agents did is not trained on but asked for anew.)
+    """
+    if sabotaged:
+        monkeypatch.setattr("polar_proxy.training.weight_sync.VllmDiskSync", Sabotaged)
+    run = {"harness": "tests.fakes.tiny_agent:BriefAgent", "sandbox": "process", "max_tokens": 64, "timeout": 600.0}
+    settings = load_settings(
+        f"sqlite:///{tmp_path}/polar.db", engine={"kind": "vllm", "url": url, "model": "polar-tiny"}, run=run
+    )
+    config = GrpoConfig(
+        groups=2, samples=2, steps=2, keep_zero_variance_groups=True, weights=str(POLAR_TINY), learning_rate=1e-4
+    )
+    said: list[str] = []
+    if sabotaged:
+        with pytest.raises(TrainingError, match="differ by up to"):
+            await train_grpo(settings, config, tmp_path / "run", said.append)
+    else:
+        await train_grpo(settings, config, tmp_path / "run", said.append)
+    async with open_store(f"sqlite:///{tmp_path}/polar.db") as store:
+        rollouts = await store.rollouts()
+        by_version = {
+            rollout.rollout_id: {call.weight_version for call in await store.call_rows(rollout.session_id)}
+            for rollout in rollouts
+            if rollout.session_id is not None
+        }
+    lines = list(metrics.read_lines(tmp_path / "run"))
+    syncs = [line for line in lines if line["kind"] == "sync"]
+    if sabotaged:
+        assert [line["engine"] for line in syncs] == ["0"]
+        return
+    assert [line["engine"] for line in syncs] == ["0", "1", "2"]
+    assert max(line["largest"] for line in syncs) < 1e-2
+    assert sorted(version for versions in by_version.values() for version in versions) == ["0"] * 4 + ["1"] * 4
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert max(line["mismatch_max"] for line in steps if line["updated"]) < 1e-2
+    assert 0 < metrics.time_by_phase(lines)["engine_busy_share"] <= 1
