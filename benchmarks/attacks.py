@@ -112,7 +112,11 @@ class Attack:
     async def add(self, name: str, row: RolloutRow, *, also: bool = False, more: str = "") -> None:
         reward = "none" if row.reward is None else f"{row.reward:g}"
         got = f"{row.status}, reward {reward}{more}" + (f" ({row.error})" if row.error else "")
-        signs = [sign for given in await self.store.rewards(row.rollout_id) for sign in given.detail.get("signs", ())]
+        signs = [
+            sign
+            for given in await self.store.rewards.of_rollout(row.rollout_id)
+            for sign in given.detail.get("signs", ())
+        ]
         got += f"; signs: {', '.join(signs)}" if signs else ""
         self.results[name] = {"reached": also or bool(row.reward), "got": got}
 
@@ -148,7 +152,7 @@ class Attack:
         return job.job_id, rollout_id
 
     async def row(self, rollout_id: str) -> RolloutRow:
-        row = await self.store.rollout(rollout_id)
+        row = await self.store.rollouts.get(rollout_id)
         assert row is not None
         return row
 
@@ -159,7 +163,7 @@ class Attack:
         return row
 
     async def said(self, row: RolloutRow) -> str:
-        (log,) = [item for item in await self.store.artifacts(row.rollout_id) if item.name == "agent.log"]
+        (log,) = [item for item in await self.store.artifacts.of_rollout(row.rollout_id) if item.name == "agent.log"]
         return log.path.read_text()
 
 

@@ -141,7 +141,7 @@ class Bench:
         await self.reached(job_id, cell.stage, min(AGENTS, groups * samples))
         await asyncio.sleep(self.random.uniform(0.0, 0.5))
         self.watched.records()
-        mine = await self.store.rollouts(job_id=job_id)
+        mine = await self.store.rollouts.find(job_id=job_id)
         if any(row.final for row in mine):
             raise StackError(f"a rollout ended before it was cancelled: {mine[0].status} {mine[0].error}")
         what = {"rollout": mine[0].rollout_id, "group": mine[0].group_id, "job": job_id}[cell.what]
@@ -162,7 +162,7 @@ class Bench:
         status = "running" if stage == "calling" else stage
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
-            rows = await self.store.rollouts(job_id=job_id)
+            rows = await self.store.rollouts.find(job_id=job_id)
             if sum(row.status == status for row in rows) >= count:
                 break
             if time.monotonic() > deadline or any(row.final for row in rows):
@@ -176,7 +176,7 @@ class Bench:
         """Seconds until all is final, and until nothing is left."""
         final: float | None = None
         while True:
-            rows = await self.store.rollouts(job_id=job_id)
+            rows = await self.store.rollouts.find(job_id=job_id)
             if final is None and all(row.final for row in rows):
                 final = time.monotonic() - began
             if final is not None and not (remains := await self.watched.remains(rows)):
@@ -186,13 +186,13 @@ class Bench:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def over(self, job_id: str) -> list[str]:
-        rows = await self.store.rollouts(job_id=job_id)
+        rows = await self.store.rollouts.find(job_id=job_id)
         found = [*await self.watched.remains(rows), *await asyncio.to_thread(self.watched.containers)]
         for row in rows:
             if row.status != "cancelled":
                 found.append(f"{row.rollout_id} is {row.status}, not cancelled")
-            closed = await self.store.sessions_of(row.rollout_id, closed=True)
-            every = await self.store.sessions_of(row.rollout_id)
+            closed = await self.store.sessions.ids_of_rollout(row.rollout_id, closed=True)
+            every = await self.store.sessions.ids_of_rollout(row.rollout_id)
             found += [f"session {one} is open" for one in every if one not in closed]
         return found
 

@@ -172,12 +172,12 @@ class Chaos:
                 return []
             if time.monotonic() > deadline:
                 ids = await rollout_ids(self.store, job_id)
-                rows = [row for row in await self.store.rollouts(rollout_ids=ids) if not row.final]
+                rows = [row for row in await self.store.rollouts.find(rollout_ids=ids) if not row.final]
                 return [f"{row.rollout_id}: {row.status}" for row in rows] or [f"{job_id}: not settled"]
             await asyncio.sleep(0.1)
 
     async def job(self, job_id: str) -> JobRow:
-        row = await patient(lambda: self.store.job(job_id))
+        row = await patient(lambda: self.store.jobs.get(job_id))
         assert row is not None
         return row
 
@@ -189,7 +189,7 @@ class Chaos:
             await asyncio.to_thread(self.cluster.stop)
         self.remains = left_behind(self.folder)
         self.unfinished = [line for kill in self.kills for line in kill.unfinished]
-        final = [row.rollout_id for row in await self.store.rollouts(rollout_ids=self.rollout_ids) if row.final]
+        final = [row.rollout_id for row in await self.store.rollouts.find(rollout_ids=self.rollout_ids) if row.final]
         self.account = await reconcile(self.store, self.witness, final, echoes=self.given.engine == "echo")
 
 

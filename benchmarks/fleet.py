@@ -39,8 +39,8 @@ from polar_proxy.rollouts.engine_monitor import EngineMonitor  # noqa: E402
 from polar_proxy.rollouts.pool import SandboxPool  # noqa: E402
 from polar_proxy.rollouts.worker import Worker, WorkerLimits  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
+from polar_proxy.store.groups import KEEP  # noqa: E402
 from polar_proxy.store.jobs import NewGroup, NewRollout  # noqa: E402
-from polar_proxy.store.overflow import KEEP  # noqa: E402
 from polar_proxy.types import Json  # noqa: E402
 
 GROUP = 8
@@ -130,10 +130,10 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
     fleet = Fleet(math.ceil(n / case.setting.agents_per_engine), engines, loop)
     groups = jobs(case)
     for task_id in sorted({group.task_id for group in groups}):
-        await store.put_task(task_id, "fleet", 1, "", {})
-    job, _ = await store.submit_job({}, groups)
-    ours = {group.group_id for group in await store.groups(job.job_id)}
-    store.seconds, store.calls = 0.0, 0  # submission is no part of it
+        await store.tasks.put(task_id, "fleet", 1, "", {})
+    job, _ = await store.jobs.submit({}, groups)
+    ours = {group.group_id for group in await store.groups.of_job(job.job_id)}
+    store.seconds, store.operations = 0.0, 0  # submission is no part of it
     # As ServiceLimits.of, for a service of a hundred agents on each machine. Nobody else has the queue, so its holds
     # need not be renewed often.
     preparing = 4 * math.ceil(n / 100)
@@ -175,7 +175,7 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
         "wall_seconds": round(took, 1),
         "cpu_seconds": round(time.process_time() - cpu, 1),
         "store_seconds": round(store.seconds, 1),
-        "store_calls": store.calls,
+        "store_calls": store.operations,
         "rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
 

@@ -117,13 +117,13 @@ async def _from_store(calls: Sequence[CallRecord]) -> tuple[list[CallRecord], fl
     """The calls as the store gives them back without text, and the milliseconds that it takes (the faster of two)."""
     with tempfile.TemporaryDirectory() as folder:
         async with open_store(str(Path(folder) / "polar.db")) as store:
-            row = await store.create_session(key_hash=None, label=None, origin="open")
+            row = await store.sessions.create(key_hash=None, label=None, origin="open")
             for call in calls:
-                await store.commit_call(replace(call, session_id=row.session_id))
+                await store.calls.commit(replace(call, session_id=row.session_id))
             taken = []
             for _ in range(2):
                 started = time.perf_counter()
-                found = await store.calls(row.session_id, text=False)
+                found = await store.calls.of_session(row.session_id, text=False)
                 taken.append(time.perf_counter() - started)
             return found, min(taken) * 1000
 

@@ -133,7 +133,7 @@ async def account(run: Run) -> dict[str, int]:
     """Groups: rolled out, trained (in the steps that the last weights are made of), trained twice, not trained, and
     not known to the feed as trained."""
     async with open_store(f"sqlite:///{run.folder}/polar.db") as store:
-        depth = await store.feed_depth()
+        depth = await store.feed.depth()
     trained = Counter(
         group for line in metrics.read_lines(run.run) if line["kind"] == "step" for group in line["groups"]
     )

@@ -71,7 +71,7 @@ async def stage_times(store: Store, rows: list[RolloutRow]) -> dict[str, Any]:
     """Seconds in each stage, of every attempt; `queued` until the first attempt began."""
     times: dict[str, list[float]] = {name: [] for name in STAGES}
     for row in rows:
-        stages = await store.stages(row.rollout_id)
+        stages = await store.rollouts.stages(row.rollout_id)
         if stages:
             times["queued"].append(stages[0].started_at - row.created_at)
         for stage in stages:
@@ -85,8 +85,8 @@ async def engine_times(store: Store, rows: list[RolloutRow], began: float, secon
     on average. As the gateway saw them, so that a call's own cost in the gateway is in it."""
     spans, tokens = [], 0
     for row in rows:
-        for session_id in await store.sessions_of(row.rollout_id):
-            for call in await store.call_rows(session_id):
+        for session_id in await store.sessions.ids_of_rollout(row.rollout_id):
+            for call in await store.calls.summaries(session_id):
                 spans.append((call.started_at, call.ended_at))
                 tokens += call.completion_tokens
     busy, end = 0.0, began

@@ -45,10 +45,10 @@ AGENT = Path(__file__).parent / "_stacks" / "witness_agent.py"
 async def times_of(store: Store, row: RolloutRow) -> dict[str, float]:
     """Seconds of one rollout; raises RuntimeError where its agent never called."""
     assert row.session_id is not None
-    calls = await store.call_rows(row.session_id)
+    calls = await store.calls.summaries(row.session_id)
     if not calls:
         raise RuntimeError(f"no call: {row.status} {row.error}")
-    stages = {stage.stage: stage for stage in await store.stages(row.rollout_id)}
+    stages = {stage.stage: stage for stage in await store.rollouts.stages(row.rollout_id)}
     began, ready, running = stages["preparing"].started_at, stages["preparing"].ended_at, stages["running"].started_at
     assert ready is not None
     first = calls[0].started_at

@@ -61,9 +61,9 @@ async def store_sizes(folder: Path, runs: list[list[Turn]]) -> dict[str, Any]:
     sizes = [file.stat().st_size]
     for number, turns in enumerate(runs):
         async with open_store(str(file)) as store:
-            session = await store.create_session(key_hash=None, label=None, origin="key")
+            session = await store.sessions.create(key_hash=None, label=None, origin="key")
             for record in records(session.session_id, turns, step=number * 1e5):
-                await store.commit_call(record)
+                await store.calls.commit(record)
         sizes.append(file.stat().st_size)
     added = [after - before for before, after in pairwise(sizes)]
     query = """SELECT (SELECT SUM(LENGTH(data)) FROM nodes WHERE kind = 'message'),
@@ -105,15 +105,15 @@ async def joining(folder: Path, turns: list[Turn]) -> dict[str, Any]:
     load: list[float] = []
     build_: list[float] = []
     async with open_store(str(folder / "long.db")) as store:
-        session = await store.create_session(key_hash=None, label=None, origin="key")
+        session = await store.sessions.create(key_hash=None, label=None, origin="key")
         for record in records(session.session_id, turns):
-            await store.commit_call(record)
+            await store.calls.commit(record)
         for _ in range(5):
             begun = time.perf_counter()
-            await store.calls(session.session_id)
+            await store.calls.of_session(session.session_id)
             whole.append(time.perf_counter() - begun)
             begun = time.perf_counter()
-            calls = await store.calls(session.session_id, text=False)
+            calls = await store.calls.of_session(session.session_id, text=False)
             load.append(time.perf_counter() - begun)
             begun = time.perf_counter()
             built = build(calls, "merged")

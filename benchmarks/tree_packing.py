@@ -182,7 +182,7 @@ async def recorded(db: str) -> list[tuple[str, dict[str, tuple[TrainingSequence,
     found = []
     async with open_store(db) as store:
         reader = StoreGroupReader(store)
-        rows = await store.rollouts()
+        rows = await store.rollouts.find()
         unfinished = {row.group_id for row in rows if row.status not in ("done", "failed", "timed_out")}
         for group_id in dict.fromkeys(row.group_id for row in rows if row.group_id not in unfinished):
             ways = {}

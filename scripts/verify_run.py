@@ -36,10 +36,10 @@ async def check(store: Store, model: torch.nn.Module) -> dict[str, object]:
     await export(store, "tokens-jsonl", lines.append)
     rows = {row["trace_id"]: row for row in map(json.loads, lines)}
     worst, total, tokens, calls_seen, problems = 0.0, 0.0, 0, 0, []
-    for rollout in await store.rollouts():
+    for rollout in await store.rollouts.find():
         if rollout.session_id is None:
             continue
-        calls = await store.calls(rollout.session_id)
+        calls = await store.calls.of_session(rollout.session_id)
         for call in calls:
             calls_seen += 1
             for choice in call.choices:
@@ -53,7 +53,7 @@ async def check(store: Store, model: torch.nn.Module) -> dict[str, object]:
                 gap = np.abs(forward(model, call.prompt_ids, choice.token_ids) - choice.logprobs)
                 worst, total, tokens = max(worst, float(gap.max())), total + float(gap.sum()), tokens + len(gap)
         by_id = {call.call_id: call for call in calls}
-        for trace in await store.traces(session_id=rollout.session_id):
+        for trace in await store.traces.find(session_id=rollout.session_id):
             trained = int(trace.loss_mask.sum())
             if trained != sum(len(c.token_ids) for call_id in trace.call_ids for c in by_id[call_id].choices):
                 problems.append(f"{trace.trace_id}: trained tokens are not the completions of its calls")

@@ -165,7 +165,7 @@ class ModelAttempt:
         seen = self.seen[held.rollout_id] = Seen(held.group_id, task, loop.time())
         try:
             async with gates.preparing.enter(ticket):
-                await self._store.enter_stage(held, "preparing")
+                await self._store.rollouts.enter_stage(held, "preparing")
                 sandbox = await self._pool.take("process", self._spec)
                 try:
                     await asyncio.sleep(drawn.workspace)
@@ -174,10 +174,10 @@ class ModelAttempt:
                     raise
             seen.prepared = loop.time()
             try:
-                await self._store.enter_stage(held, "ready")
+                await self._store.rollouts.enter_stage(held, "ready")
                 async with gates.running.enter(ticket):
                     seen.running = loop.time()
-                    await self._store.enter_stage(held, "running")
+                    await self._store.rollouts.enter_stage(held, "running")
                     if self._warm:
                         self._pool.expect("process", self._judge)
                     await self._work(held, task, drawn, seen)
@@ -185,10 +185,10 @@ class ModelAttempt:
                 await sandbox.close()
             async with gates.scoring.enter(ticket):
                 seen.scoring = loop.time()
-                await self._store.enter_stage(held, "scoring")
+                await self._store.rollouts.enter_stage(held, "scoring")
                 await self._score(drawn)
-                await self._store.add_reward(held.rollout_id, drawn.reward, "tests", {})
-                await self._store.end_rollout(held, "done")
+                await self._store.rewards.add(held.rollout_id, drawn.reward, "tests", {})
+                await self._store.rollouts.end(held, "done")
             seen.status = "done"
         finally:
             seen.ended = loop.time()

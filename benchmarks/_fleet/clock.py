@@ -13,8 +13,11 @@ import contextlib
 import inspect
 import selectors
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+
+from polar_proxy.store.base import Repository
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -64,23 +67,30 @@ def real_time(loop: VirtualLoop) -> Iterator[None]:
 
 
 class Outside:
-    """An object whose coroutine methods take no virtual time; `seconds` and `calls` say what they took of ours."""
+    """An object whose coroutine methods, and those of its attributes, take no virtual time.
+
+    `seconds` and `operations` count the real time and the number of these calls.
+    """
 
     def __init__(self, inner: Any, loop: VirtualLoop) -> None:
         self._inner = inner
         self._loop = loop
         self.seconds = 0.0
-        self.calls = 0
+        self.operations = 0
         self._since = 0.0
         self._open = 0
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
+        return self._wrap(getattr(self._inner, name))
+
+    def _wrap(self, found: Any) -> Any:
+        if isinstance(found, Repository | SimpleNamespace):
+            return _OutsideRepository(found, self._wrap)
         if not inspect.iscoroutinefunction(found):
             return found
 
         async def method(*args: Any, **given: Any) -> Any:
-            self.calls += 1
+            self.operations += 1
             if not self._open:
                 self._since = time.perf_counter()
             self._open += 1
@@ -93,3 +103,14 @@ class Outside:
                     self.seconds += time.perf_counter() - self._since
 
         return method
+
+
+class _OutsideRepository:
+    """A repository of the store whose coroutine methods are wrapped."""
+
+    def __init__(self, inner: Any, wrap: Callable[[Any], Any]) -> None:
+        self._inner = inner
+        self._wrap = wrap
+
+    def __getattr__(self, name: str) -> Any:
+        return self._wrap(getattr(self._inner, name))

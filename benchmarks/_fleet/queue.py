@@ -13,7 +13,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from polar_proxy.store import FINAL_STATUSES
-from polar_proxy.store.jobs import GroupRow, NewGroup
+from polar_proxy.store.groups import GroupRow
+from polar_proxy.store.jobs import NewGroup
 from polar_proxy.store.stages import Claim, ClaimLostError
 from polar_proxy.types import Json
 
@@ -52,31 +53,53 @@ class ThinQueue:
     """One job."""
 
     def __init__(self) -> None:
-        self._groups: dict[str, _Group] = {}
-        self._rollouts: dict[str, _Rollout] = {}
+        self._group_rows: dict[str, _Group] = {}
+        self._rollout_rows: dict[str, _Rollout] = {}
         self._queue: deque[_Rollout] = deque()
         self._of_task: dict[str, list[_Group]] = {}
+        self.tasks = SimpleNamespace(put=self._put_task)
+        self.jobs = SimpleNamespace(submit=self._submit_job)
+        self.groups = SimpleNamespace(
+            of_job=self._groups,
+            unsettled=self._unsettled_groups,
+            get=self._group,
+            cancel=self._cancel_group,
+            keep_overflow=self._keep_surplus,
+            settle=self._settle_group,
+        )
+        self.queue = SimpleNamespace(
+            claim=self._claim, heartbeat=self._hold, reclaim_expired=self._lost, release=self._release
+        )
+        self.rollouts = SimpleNamespace(
+            enter_stage=self._enter_stage,
+            end=self._end_rollout,
+            get=self._rollout,
+            group_id=self._group_of,
+            find=self._rollouts,
+        )
+        self.rewards = SimpleNamespace(add=self._add_reward)
+        self.sessions = SimpleNamespace(ids_of_rollout=self._sessions_of)
 
-    async def put_task(self, task_id: str, *rest: Any) -> None:
+    async def _put_task(self, task_id: str, *rest: Any) -> None:
         """Nothing is asked of tasks."""
 
-    async def submit_job(self, spec: Json, groups: Sequence[NewGroup]) -> tuple[Any, bool]:
+    async def _submit_job(self, spec: Json, groups: Sequence[NewGroup]) -> tuple[Any, bool]:
         for group in groups:
-            made = _Group(f"group_{len(self._groups):08}", group.task_id, group.wanted, group.config)
-            self._groups[made.group_id] = made
+            made = _Group(f"group_{len(self._group_rows):08}", group.task_id, group.wanted, group.config)
+            self._group_rows[made.group_id] = made
             self._of_task.setdefault(made.task_id, []).append(made)
             for index, rollout in enumerate(group.rollouts):
-                name = f"roll_{len(self._rollouts):08}"
+                name = f"roll_{len(self._rollout_rows):08}"
                 one = _Rollout(name, made.group_id, index, rollout.seed, rollout.config)
-                self._rollouts[one.rollout_id] = one
+                self._rollout_rows[one.rollout_id] = one
                 made.rollouts.append(one)
                 self._queue.append(one)
         return SimpleNamespace(job_id="job"), True
 
-    async def groups(self, job_id: str) -> list[_Group]:
-        return list(self._groups.values())
+    async def _groups(self, job_id: str) -> list[_Group]:
+        return list(self._group_rows.values())
 
-    async def claim(
+    async def _claim(
         self, worker: str, limit: int, seconds: float, *, policy_version: str | None = None, job_id: str | None = None
     ) -> list[Claim]:
         held: list[Claim] = []
@@ -89,53 +112,53 @@ class ThinQueue:
             held.append(Claim(*place, 1, "h", "process", one.seed, one.config, worker))
         return held
 
-    async def hold(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
-        return {name for name in rollout_ids if self._rollouts[name].cancelled}, set()
+    async def _hold(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
+        return {name for name in rollout_ids if self._rollout_rows[name].cancelled}, set()
 
-    async def lost(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
+    async def _lost(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
         return {}
 
-    async def unsettled_groups(self) -> list[str]:
+    async def _unsettled_groups(self) -> list[str]:
         return []
 
-    async def enter_stage(self, held: Claim, stage: str, **given: Any) -> None:
+    async def _enter_stage(self, held: Claim, stage: str, **given: Any) -> None:
         self._held(held).status = stage
 
-    async def add_reward(self, rollout_id: str, value: float | None, source: str, detail: Json) -> None:
-        self._rollouts[rollout_id].reward = value
+    async def _add_reward(self, rollout_id: str, value: float | None, source: str, detail: Json) -> None:
+        self._rollout_rows[rollout_id].reward = value
 
-    async def end_rollout(self, held: Claim, status: str, **given: Any) -> None:
+    async def _end_rollout(self, held: Claim, status: str, **given: Any) -> None:
         self._held(held).status = status
 
     def _held(self, held: Claim) -> _Rollout:
-        one = self._rollouts[held.rollout_id]
+        one = self._rollout_rows[held.rollout_id]
         if one.final or one.claimed_by != held.claimed_by:
             raise ClaimLostError(held.rollout_id)
         return one
 
-    async def rollout(self, rollout_id: str) -> _Rollout:
-        return self._rollouts[rollout_id]
+    async def _rollout(self, rollout_id: str) -> _Rollout:
+        return self._rollout_rows[rollout_id]
 
-    async def group_of(self, rollout_id: str) -> str:
-        return self._rollouts[rollout_id].group_id
+    async def _group_of(self, rollout_id: str) -> str:
+        return self._rollout_rows[rollout_id].group_id
 
-    async def release(self, rollout_id: str, *, cause: str) -> int:
-        self._rollouts[rollout_id].status = "queued"
+    async def _release(self, rollout_id: str, *, cause: str) -> int:
+        self._rollout_rows[rollout_id].status = "queued"
         return 2
 
-    async def rollouts(self, *, group_id: str) -> list[_Rollout]:
-        return self._groups[group_id].rollouts
+    async def _rollouts(self, *, group_id: str) -> list[_Rollout]:
+        return self._group_rows[group_id].rollouts
 
-    async def sessions_of(self, rollout_id: str, *, closed: bool = False) -> list[str]:
+    async def _sessions_of(self, rollout_id: str, *, closed: bool = False) -> list[str]:
         return []
 
-    async def group(self, group_id: str) -> GroupRow:
-        group = self._groups[group_id]
+    async def _group(self, group_id: str) -> GroupRow:
+        group = self._group_rows[group_id]
         size, state = len(group.rollouts), (group.status, group.reason, None)
         return GroupRow(group_id, "job", "task", size, group.wanted, group.config, *state, 0.0, None)
 
-    async def cancel_group(self, group_id: str, *, reason: str) -> list[str]:
-        group = self._groups[group_id]
+    async def _cancel_group(self, group_id: str, *, reason: str) -> list[str]:
+        group = self._group_rows[group_id]
         group.reason = reason
         in_flight = []
         for one in group.rollouts:
@@ -148,8 +171,8 @@ class ThinQueue:
                 in_flight.append(one.rollout_id)
         return in_flight
 
-    async def keep_surplus(self, group_id: str, *, reason: str) -> dict[str, str]:
-        group = self._groups[group_id]
+    async def _keep_surplus(self, group_id: str, *, reason: str) -> dict[str, str]:
+        group = self._group_rows[group_id]
         if group.status != "open":
             return {}
         group.reason = reason
@@ -163,13 +186,13 @@ class ThinQueue:
                 continue
             place = next((place for place in self._places(group) if place.config == one.config), None)
             if place is None:
-                shelf = shelf or _Group(f"shelf_{len(self._groups):08}", "", 0, {})
-                self._groups[shelf.group_id] = shelf
+                shelf = shelf or _Group(f"shelf_{len(self._group_rows):08}", "", 0, {})
+                self._group_rows[shelf.group_id] = shelf
                 group.rollouts.remove(one)
                 shelf.rollouts.append(one)
                 one.group_id = shelf.group_id
             else:
-                other = self._groups[place.group_id]
+                other = self._group_rows[place.group_id]
                 group.rollouts[group.rollouts.index(one)] = place
                 other.rollouts[other.rollouts.index(place)] = one
                 one.group_id, place.group_id = place.group_id, one.group_id
@@ -183,14 +206,14 @@ class ThinQueue:
             if other is not group and other.status == "open":
                 yield from (one for one in other.rollouts if one.status == "queued" and one.claimed_by is None)
 
-    async def settle_group(self, group_id: str) -> tuple[GroupRow, bool] | None:
-        group = self._groups[group_id]
+    async def _settle_group(self, group_id: str) -> tuple[GroupRow, bool] | None:
+        group = self._group_rows[group_id]
         if group.status != "open":
-            return await self.group(group_id), False
+            return await self._group(group_id), False
         if not all(one.final for one in group.rollouts):
             return None
         group.status = "finished"
-        return await self.group(group_id), True
+        return await self._group(group_id), True
 
     async def stands(self) -> Counter[str]:
-        return Counter(one.status for one in self._rollouts.values())
+        return Counter(one.status for one in self._rollout_rows.values())

@@ -75,7 +75,7 @@ async def finished(running: RolloutService, store: Store, submission: JobSpec) -
     """Submit, wait for the end; the rollouts."""
     job, _ = await running.submit(submission)
     await running.until_done(job.job_id)
-    return await store.rollouts(rollout_ids=await rollout_ids(store, job.job_id))
+    return await store.rollouts.find(rollout_ids=await rollout_ids(store, job.job_id))
 
 
 def containers_of(pid: int) -> list[str]:

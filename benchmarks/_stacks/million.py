@@ -77,15 +77,15 @@ async def _queries(path: Path, last: int) -> dict[str, float]:
 
     async with open_store(str(path), upgrade=False) as store:
         await clock("open_ms", store.schema_revision())
-        await clock("sessions_ms", store.sessions(20))
-        await clock("sessions_middle_ms", store.sessions(20, before=_session_id(last // 2)))
-        await clock("call_rows_ms", store.call_rows(_session_id(last)))
-        await clock("call_places_ms", store.lineages(_session_id(last)))
-        await clock("rollouts_ms", store.rollouts(limit=50))
-        await clock("rollouts_of_group_ms", store.rollouts(group_id=f"group_{last // 8:08}"))
-        await clock("rollouts_where_ms", store.rollouts(where="reward>=1, harness=codex", limit=50))
-        await clock("interrupted_ms", store.interrupted_rollouts())
-        await clock("stats_ms", store.stats())
+        await clock("sessions_ms", store.sessions.recent(20))
+        await clock("sessions_middle_ms", store.sessions.recent(20, before=_session_id(last // 2)))
+        await clock("call_rows_ms", store.calls.summaries(_session_id(last)))
+        await clock("call_places_ms", store.calls.lineages(_session_id(last)))
+        await clock("rollouts_ms", store.rollouts.find(limit=50))
+        await clock("rollouts_of_group_ms", store.rollouts.find(group_id=f"group_{last // 8:08}"))
+        await clock("rollouts_where_ms", store.rollouts.find(where="reward>=1, harness=codex", limit=50))
+        await clock("interrupted_ms", store.rollouts.interrupted())
+        await clock("stats_ms", store.maintenance.stats())
     return timed
 
 

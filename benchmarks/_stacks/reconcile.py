@@ -58,15 +58,15 @@ async def reconcile(store: Store, folder: Path, rollout_ids: list[str], *, echoe
     account = Reconciliation()
     calls: dict[str, Any] = {}
     trained_of: dict[str, list[str]] = {}
-    for row in await store.rollouts(rollout_ids=rollout_ids):
+    for row in await store.rollouts.find(rollout_ids=rollout_ids):
         account.statuses[row.status] += 1
         account.attempts[row.attempt] += 1
         account.causes[row.cause or "none"] += 1
         trained_by: list[str] = []
-        for session_id in await store.sessions_of(row.rollout_id):
-            recorded = {call.call_id: call for call in await store.calls(session_id)}
-            excluded = await store.exclusions(session_id)
-            trained = {call for trace in await store.traces(session_id=session_id) for call in trace.call_ids}
+        for session_id in await store.sessions.ids_of_rollout(row.rollout_id):
+            recorded = {call.call_id: call for call in await store.calls.of_session(session_id)}
+            excluded = await store.traces.exclusions(session_id)
+            trained = {call for trace in await store.traces.find(session_id=session_id) for call in trace.call_ids}
             calls |= recorded
             account.recorded += len(recorded)
             account.trained += len(trained)

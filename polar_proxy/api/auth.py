@@ -33,9 +33,9 @@ class KeyAuthenticator:
         if scheme.lower() != "bearer" or not key.strip():
             raise _refused("The API takes a key: Authorization: Bearer KEY. `polar key new` makes one.")
         digest = hash_key(key.strip())
-        found = await self._store.api_key(digest)
+        found = await self._store.api_keys.get(digest)
         if found is None:
-            if await self._store.session_by_key(digest) is not None:
+            if await self._store.sessions.by_key(digest) is not None:
                 raise ApiError(
                     "This is an agent's key: it is for the model routes, never for the API.",
                     status=403,
@@ -59,13 +59,13 @@ async def local_admin_key(store: Store, home: Path) -> Path:
         key = path.read_text().strip()
     except FileNotFoundError:
         key = ""
-    known = await store.api_key(hash_key(key)) if key else None
+    known = await store.api_keys.get(hash_key(key)) if key else None
     if not key or (known is not None and known.revoked_at is not None):
         key = new_api_key("admin")
         write_private(path, key)
         known = None
     if known is None:
-        await store.add_api_key(hash_key(key), "admin", f"made by polar serve, in {KEY_FILE}")
+        await store.api_keys.add(hash_key(key), "admin", f"made by polar serve, in {KEY_FILE}")
     return path
 
 

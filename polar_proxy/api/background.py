@@ -57,11 +57,11 @@ class BackgroundLoops:
             pass
 
     async def _resume(self) -> None:
-        if await self._api.store.resume_due():
+        if await self._api.store.jobs.resume_due():
             self._api.wake()
 
     async def _look(self) -> None:
-        self.feed_depth = await self._api.store.feed_depth()
+        self.feed_depth = await self._api.store.feed.depth()
 
 
 async def _again_and_again(name: str, work: Callable[[], Awaitable[None]], pause: float) -> None:

@@ -71,25 +71,25 @@ class CallbackSender:
 
     async def send_due(self) -> int:
         """Sends at most so many at once; returns how many were due."""
-        rows = await self._store.claim_callbacks(_AT_ONCE, 2 * self._settings.callback_timeout_seconds + 10)
+        rows = await self._store.callbacks.claim(_AT_ONCE, 2 * self._settings.callback_timeout_seconds + 10)
         await asyncio.gather(*(self._send(row) for row in rows))
         return len(rows)
 
     async def _send(self, row: CallbackRow) -> None:
         try:
-            body = row.body or await self._store.fix_callback_body(row.callback_id, await self._body(row))
+            body = row.body or await self._store.callbacks.fix_body(row.callback_id, await self._body(row))
         except ApiError as error:  # its group was pruned since
-            await self._store.callback_failed(row.callback_id, str(error), None)
+            await self._store.callbacks.mark_failed(row.callback_id, str(error), None)
             return
         problem, again = await self._post(row, body.encode())
         if problem is None:
-            await self._store.callback_delivered(row.callback_id)
+            await self._store.callbacks.mark_delivered(row.callback_id)
         elif again and row.attempts < self._settings.callback_attempts:
             pause = self._settings.callback_pause_seconds * 4.0 ** (row.attempts - 1)
-            await self._store.callback_failed(row.callback_id, problem, pause)
+            await self._store.callbacks.mark_failed(row.callback_id, problem, pause)
         else:
             log.warning("callback %s of %s is given up: %s", row.callback_id, row.job_id, problem)
-            await self._store.callback_failed(row.callback_id, problem, None)
+            await self._store.callbacks.mark_failed(row.callback_id, problem, None)
 
     async def _post(self, row: CallbackRow, body: bytes) -> tuple[str | None, bool]:
         """What stood against it (None: it was taken), and whether it may be sent again."""

@@ -35,10 +35,10 @@ def add(rooms: Routers, api: ApiContext) -> None:
         """Events `stage`, `group`, `job` and `feed`. With `job`, those of one job from its start, until it is over,
         which the event `end` says; without, those of all jobs from now on. Each has an id: given as `Last-Event-ID`,
         or as `after`, the stream goes on behind that event, on any server of the same database."""
-        if job is not None and await store.job(job) is None:
+        if job is not None and await store.jobs.get(job) is None:
             raise not_found("job", job)
         known = last_event_id or after
-        start = await store.progress_start(job) if known is None else EventCursor.parse(known)
+        start = await store.job_events.start(job) if known is None else EventCursor.parse(known)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(_follow(api, job, start), media_type="text/event-stream", headers=headers)
 
@@ -49,8 +49,8 @@ async def _follow(api: ApiContext, job_id: str | None, after: EventCursor) -> As
     said = time.monotonic()
     while not api.closing.is_set():
         # Asked before the events are read: what made it so is then among them.
-        over = job_id is not None and await store.progress_over(job_id)
-        rows, seen = await store.progress(after, job_id=job_id)
+        over = job_id is not None and await store.job_events.is_over(job_id)
+        rows, seen = await store.job_events.read(after, job_id=job_id)
         if rows:
             yield b"".join(_event(str(row.cursor), row.kind, {**row.data, "at": row.at}) for row in rows)
             said = time.monotonic()
@@ -58,7 +58,7 @@ async def _follow(api: ApiContext, job_id: str | None, after: EventCursor) -> As
             after = seen
             continue
         if over and job_id is not None:
-            end = await store.progress_end(job_id)
+            end = await store.job_events.end(job_id)
             if after.stage >= end.stage and after.job >= end.job:
                 yield _event(str(after), "end", {"job_id": job_id})
                 return

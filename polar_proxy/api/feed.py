@@ -25,7 +25,7 @@ def add(rooms: Routers, api: ApiContext) -> None:
         dropped: list[str] = []
         while True:
             # The first look is a whole one: it says what a bad request lacks, and what was dropped.
-            offer = await store.lease_groups(
+            offer = await store.feed.lease(
                 body.consumer,
                 body.limit,
                 body.seconds,
@@ -39,24 +39,24 @@ def add(rooms: Routers, api: ApiContext) -> None:
     @trainer.post("/feed/leases/{lease_id}/ack", tags=["feed"])
     async def acknowledge(lease_id: str) -> m.LeaseEndResponse:
         """The group was trained on: it is never offered again. 409 `lease_lost` where the lease has run out."""
-        await store.acknowledge(lease_id)
+        await store.feed.acknowledge(lease_id)
         return m.LeaseEndResponse(lease_id=lease_id, outcome="acknowledged")
 
     @trainer.post("/feed/leases/{lease_id}/return", tags=["feed"])
     async def give_back(lease_id: str) -> m.LeaseEndResponse:
         """The group will not be used: it is offered again. 409 `lease_lost` where the lease has run out."""
-        await store.give_back(lease_id)
+        await store.feed.release(lease_id)
         return m.LeaseEndResponse(lease_id=lease_id, outcome="returned")
 
     @trainer.post("/feed/leases/{lease_id}/extend", tags=["feed"])
     async def extend(lease_id: str, body: m.ExtendRequest) -> m.LeaseExtendResponse:
         """Keep the group for so long from now. 409 `lease_lost` where the lease has run out."""
-        return m.LeaseExtendResponse(lease_id=lease_id, expires_at=await store.extend_lease(lease_id, body.seconds))
+        return m.LeaseExtendResponse(lease_id=lease_id, expires_at=await store.feed.extend(lease_id, body.seconds))
 
     @trainer.get("/feed", tags=["feed"])
     async def state() -> m.FeedState:
         """How many groups are open, waiting, leased, delivered, dropped; and why they were dropped."""
-        return m.FeedState(depth=await store.feed_depth(), dropped_reasons=await store.dropped_reasons())
+        return m.FeedState(depth=await store.feed.depth(), dropped_reasons=await store.feed.drop_reasons())
 
 
 async def _until_waiting(api: ApiContext, request: Request, deadline: float) -> bool:
@@ -65,7 +65,7 @@ async def _until_waiting(api: ApiContext, request: Request, deadline: float) -> 
     while (left := deadline - time.monotonic()) > 0 and not api.closing.is_set():
         if await request.is_disconnected():
             return False
-        if await api.store.any_waiting():
+        if await api.store.feed.any_waiting():
             return True
         await asyncio.sleep(min(_LOOK_SECONDS, left))
     return False

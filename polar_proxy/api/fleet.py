@@ -25,18 +25,18 @@ async def pause(store: Store, seconds: float | None, wait_idle: float | None) ->
     if wait_idle is not None and (left := await _idle(store, wait_idle)):
         raise pause_timed_out(wait_idle, len(left))
     now = time.time()
-    await store.set_fleet(FleetRow(now, None if seconds is None else now + seconds))
+    await store.fleet.update(FleetRow(now, None if seconds is None else now + seconds))
 
 
 async def resume(store: Store) -> None:
-    await store.set_fleet(_WORKING)
+    await store.fleet.update(_WORKING)
 
 
 async def drain(store: Store, timeout: float | None) -> list[str]:
     """Returns what is still in hand after `timeout` seconds; then it is as it was before. Else all stay paused."""
     if left := await _idle(store, timeout):
         return left
-    await store.set_fleet(FleetRow(time.time(), None))
+    await store.fleet.update(FleetRow(time.time(), None))
     return []
 
 
@@ -48,13 +48,13 @@ def pause_timed_out(seconds: float, in_flight: int) -> ApiError:
 async def _idle(store: Store, seconds: float | None) -> list[str]:
     """Pause and wait until nothing is in hand. What is left is returned, and this pause, if nobody has changed it
     meanwhile, is undone."""
-    before = await store.fleet()
+    before = await store.fleet.get()
     deadline = None if seconds is None else time.monotonic() + seconds
     left: list[str] = []
 
     async def idle() -> bool:
         nonlocal left
-        left = await store.fleet_in_hand()
+        left = await store.fleet.in_flight()
         return not left
 
     mine = before
@@ -63,11 +63,11 @@ async def _idle(store: Store, seconds: float | None) -> list[str]:
         while not done and (deadline is None or mine is before or time.monotonic() < deadline):
             rest = _ROUND if deadline is None else min(_ROUND, max(0.0, deadline - time.monotonic()))
             held = FleetRow(time.time(), time.time() + rest + _AHEAD)
-            if not await store.set_fleet(held, only_if=mine):
+            if not await store.fleet.update(held, only_if=mine):
                 raise ApiError("Somebody else paused or resumed all servers meanwhile.", status=409, code="conflict")
             mine = held
             done = await until(idle, rest)
     finally:
         if not done and mine is not before:
-            await store.set_fleet(before, only_if=mine)
+            await store.fleet.update(before, only_if=mine)
     return left

@@ -52,8 +52,8 @@ def add(rooms: Routers, api: ApiContext) -> None:
         for one in states or ():
             if one not in known:
                 raise UsageError(f"Jobs are {', '.join(known)}, never {one!r}.")
-        rows = await store.jobs(statuses=states, limit=limit, before=before)
-        return m.JobList(jobs=[serializers.job(row) for row in rows], feed=await store.feed_depth())
+        rows = await store.jobs.find(statuses=states, limit=limit, before=before)
+        return m.JobList(jobs=[serializers.job(row) for row in rows], feed=await store.feed.depth())
 
     @trainer.get("/jobs/{job_id}", tags=["jobs"])
     async def get_job(job_id: str) -> m.JobDetail:
@@ -64,7 +64,7 @@ def add(rooms: Routers, api: ApiContext) -> None:
     async def job_rollouts(job_id: str) -> m.RolloutList:
         """A job's rollouts, in the order of submission."""
         await _job(api, job_id)
-        return m.RolloutList(rollouts=[serializers.rollout(row) for row in await store.rollouts(job_id=job_id)])
+        return m.RolloutList(rollouts=[serializers.rollout(row) for row in await store.rollouts.find(job_id=job_id)])
 
     @admin.post("/jobs/{job_id}/cancel", tags=["jobs"])
     async def cancel_job(job_id: str) -> m.CancelResponse:
@@ -75,14 +75,14 @@ def add(rooms: Routers, api: ApiContext) -> None:
     @admin.post("/groups/{group_id}/cancel", tags=["groups"])
     async def cancel_group(group_id: str) -> m.CancelResponse:
         """End what is left of a group."""
-        if await store.group(group_id) is None:
+        if await store.groups.get(group_id) is None:
             raise not_found("group", group_id)
         return await _cancel(api, group_id)
 
     @admin.post("/rollouts/{rollout_id}/cancel", tags=["rollouts"])
     async def cancel_rollout(rollout_id: str) -> m.CancelResponse:
         """End one rollout."""
-        if await store.rollout(rollout_id) is None:
+        if await store.rollouts.get(rollout_id) is None:
             raise not_found("rollout", rollout_id)
         return await _cancel(api, rollout_id)
 
@@ -100,7 +100,7 @@ def add(rooms: Routers, api: ApiContext) -> None:
     async def resume_job(job_id: str) -> m.Job:
         """Go on. Of a job that has ended nothing changes."""
         await _job(api, job_id)
-        await store.set_job(job_id, "open")
+        await store.jobs.set_status(job_id, "open")
         api.wake()
         return serializers.job(await _job(api, job_id))
 
@@ -117,7 +117,7 @@ async def until(idle: Callable[[], Awaitable[bool]], seconds: float) -> bool:
 
 
 async def _job(api: ApiContext, job_id: str) -> JobRow:
-    row = await api.store.job(job_id)
+    row = await api.store.jobs.get(job_id)
     if row is None:
         raise not_found("job", job_id)
     return row
@@ -135,23 +135,23 @@ async def _pause(api: ApiContext, before: JobRow, body: m.PauseRequest) -> None:
         provisional = time.time() + body.wait_idle + 60.0
 
         async def idle() -> bool:
-            return await store.in_flight(job_id) == 0
+            return await store.jobs.in_flight(job_id) == 0
 
-        await store.set_job(job_id, "paused", paused_until=provisional)
+        await store.jobs.set_status(job_id, "paused", paused_until=provisional)
         mine: tuple[JobStatus, float] = ("paused", provisional)
         done = False
         try:
             done = await until(idle, body.wait_idle)
         finally:
             if not done:
-                await store.set_job(job_id, before.status, paused_until=before.paused_until, only_if=mine)
+                await store.jobs.set_status(job_id, before.status, paused_until=before.paused_until, only_if=mine)
                 api.wake()
         if not done:
-            left = await store.in_flight(job_id)
+            left = await store.jobs.in_flight(job_id)
             message = f"After {body.wait_idle:g} s {left} rollouts of {job_id} still run: nothing stays paused."
             raise ApiError(message, status=409, code="pause_timed_out", detail={"in_flight": left})
     ends = None if body.seconds is None else time.time() + body.seconds
-    await store.set_job(job_id, "paused", paused_until=ends)
+    await store.jobs.set_status(job_id, "paused", paused_until=ends)
 
 
 def _submission(api: ApiContext, body: m.JobRequest, key: str | None) -> tuple[JobSpec, list[Json]]:

@@ -38,7 +38,7 @@ def add(rooms: Routers, api: ApiContext) -> None:
         """One row a trace of each rollout that has ended, rollout by rollout. `all_grades`: also those that are not
         to be trained on."""
         _check(builder)
-        if await store.group(group_id) is None:
+        if await store.groups.get(group_id) is None:
             raise not_found("group", group_id)
         rows = await serializers.group_rollouts(store, group_id)
         return StreamingResponse(_lines(store, rows, builder, all_grades), media_type=NDJSON)
@@ -50,7 +50,7 @@ def add(rooms: Routers, api: ApiContext) -> None:
         before: str | None = None,
     ) -> m.RolloutList:
         """The newest that fulfil a condition such as `reward>=1, harness=codex`, oldest first."""
-        rows = await store.rollouts(where=where, limit=limit, before=before)
+        rows = await store.rollouts.find(where=where, limit=limit, before=before)
         return m.RolloutList(rollouts=[serializers.rollout(row) for row in rows])
 
     @trainer.get("/rollouts/{rollout_id}", tags=["rollouts"])
@@ -66,7 +66,7 @@ def add(rooms: Routers, api: ApiContext) -> None:
     ) -> StreamingResponse:
         """As `/groups/{group_id}/trajectories`, of one rollout."""
         _check(builder)
-        row = await store.rollout(rollout_id)
+        row = await store.rollouts.get(rollout_id)
         if row is None:
             raise not_found("rollout", rollout_id)
         return StreamingResponse(_lines(store, [row], builder, all_grades), media_type=NDJSON)
@@ -76,10 +76,10 @@ def add(rooms: Routers, api: ApiContext) -> None:
         """Give a reward to a rollout, or to one call or trace of it. Earlier ones stay; the newest of the rollout
         itself is its reward."""
         await _check_target(store, body)
-        reward_id = await store.add_reward(
+        reward_id = await store.rewards.add(
             body.rollout_id, body.value, body.source, body.detail, trace_id=body.trace_id, call_id=body.call_id
         )
-        (row,) = [row for row in await store.rewards(body.rollout_id) if row.reward_id == reward_id]
+        (row,) = [row for row in await store.rewards.of_rollout(body.rollout_id) if row.reward_id == reward_id]
         return serializers.reward(row)
 
     @admin.post("/sessions", status_code=201, tags=["sessions"])
@@ -88,7 +88,9 @@ def add(rooms: Routers, api: ApiContext) -> None:
         key = new_key()
         names = ("temperature", "max_tokens", "prompt_mode", "past_reasoning")
         policy = {name: value for name in names if (value := getattr(body, name)) is not None}
-        made = await store.create_session(key_hash=hash_key(key), label=body.label, policy=policy or None, origin="key")
+        made = await store.sessions.create(
+            key_hash=hash_key(key), label=body.label, policy=policy or None, origin="key"
+        )
         return m.CreatedSession(session_id=made.session_id, key=key)
 
 
@@ -105,12 +107,12 @@ async def _lines(store: Store, rows: Sequence[RolloutRow], builder: str, all_gra
 
 
 async def _check_target(store: Store, body: m.RewardRequest) -> None:
-    if await store.rollout(body.rollout_id) is None:
+    if await store.rollouts.get(body.rollout_id) is None:
         raise not_found("rollout", body.rollout_id)
     if body.call_id is not None:
-        for session_id in await store.sessions_of(body.rollout_id):
-            if body.call_id in {row.call_id for row in await store.call_rows(session_id)}:
+        for session_id in await store.sessions.ids_of_rollout(body.rollout_id):
+            if body.call_id in {row.call_id for row in await store.calls.summaries(session_id)}:
                 return
         raise not_found("call of this rollout", body.call_id)
-    if body.trace_id is not None and not await store.has_trace(body.rollout_id, body.trace_id):
+    if body.trace_id is not None and not await store.traces.belongs_to(body.rollout_id, body.trace_id):
         raise not_found("trace of this rollout", body.trace_id)

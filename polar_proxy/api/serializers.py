@@ -12,7 +12,8 @@ from polar_proxy import api_models as m
 from polar_proxy.api.context import not_found
 from polar_proxy.store import RewardRow, RolloutRow, Store
 from polar_proxy.store.feed import GroupLease
-from polar_proxy.store.jobs import GroupRow, JobRow
+from polar_proxy.store.groups import GroupRow
+from polar_proxy.store.jobs import JobRow
 from polar_proxy.store.training import TrainingRunRow
 from polar_proxy.training import curves
 from polar_proxy.types import Json
@@ -57,12 +58,12 @@ def training_run(row: TrainingRunRow) -> m.TrainingRun:
 async def training_detail(store: Store, run_id: str) -> m.TrainingRunDetail:
     """Raises ApiError 404."""
     row = await require_training_run(store, run_id)
-    return _of(m.TrainingRunDetail, row, series=curves.series(await store.training_lines(run_id)))
+    return _of(m.TrainingRunDetail, row, series=curves.series(await store.training.lines(run_id)))
 
 
 async def require_training_run(store: Store, run_id: str) -> TrainingRunRow:
     """Raises ApiError 404."""
-    rows = await store.training_runs(run_id)
+    rows = await store.training.runs(run_id)
     if not rows:
         raise not_found("training run", run_id)
     return rows[0]
@@ -70,31 +71,31 @@ async def require_training_run(store: Store, run_id: str) -> TrainingRunRow:
 
 async def job_detail(store: Store, job_id: str) -> m.JobDetail:
     """Raises ApiError 404."""
-    row = await store.job(job_id)
+    row = await store.jobs.get(job_id)
     if row is None:
         raise not_found("job", job_id)
-    return _of(m.JobDetail, row, group_list=[group(one) for one in await store.groups(job_id)])
+    return _of(m.JobDetail, row, group_list=[group(one) for one in await store.groups.of_job(job_id)])
 
 
 async def group_detail(store: Store, group_id: str) -> m.GroupDetail:
     """Raises ApiError 404."""
-    row = await store.group(group_id)
+    row = await store.groups.get(group_id)
     if row is None:
         raise not_found("group", group_id)
     return _of(m.GroupDetail, row, rollouts=[rollout(one) for one in await group_rollouts(store, group_id)])
 
 
 async def group_rollouts(store: Store, group_id: str) -> list[RolloutRow]:
-    return sorted(await store.rollouts(group_id=group_id), key=lambda row: row.group_index)
+    return sorted(await store.rollouts.find(group_id=group_id), key=lambda row: row.group_index)
 
 
 async def rollout_detail(store: Store, rollout_id: str) -> m.RolloutDetail:
     """Raises ApiError 404."""
-    row = await store.rollout(rollout_id)
+    row = await store.rollouts.get(rollout_id)
     if row is None:
         raise not_found("rollout", rollout_id)
-    stages = [_of(m.Stage, stage) for stage in await store.stages(rollout_id)]
-    rewards = [reward(one) for one in await store.rewards(rollout_id)]
+    stages = [_of(m.Stage, stage) for stage in await store.rollouts.stages(rollout_id)]
+    rewards = [reward(one) for one in await store.rewards.of_rollout(rollout_id)]
     return _of(m.RolloutDetail, row, wall_seconds=_wall(row), stages=stages, rewards=rewards)
 
 

@@ -87,12 +87,12 @@ def _service(api: ApiContext) -> RolloutService:
 
 async def _state(api: ApiContext) -> m.ServiceState:
     version, engine = await _engine(api)
-    feed = await api.store.feed_depth()
-    row = await api.store.fleet()
+    feed = await api.store.feed.depth()
+    row = await api.store.fleet.get()
     all_of_it: Json = {
         "state": "paused" if row.paused else "working",
         "paused_until": row.paused_until if row.paused else None,
-        "in_flight": len(await api.store.fleet_in_hand()),
+        "in_flight": len(await api.store.fleet.in_flight()),
     }
     own: Json = {}
     if (service := api.service) is not None:

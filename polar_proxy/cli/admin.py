@@ -35,7 +35,7 @@ def new(
 
         key = new_api_key("admin" if role == "admin" else "trainer")
         async with common.writer(settings) as store:
-            return await store.add_api_key(hash_key(key), "admin" if role == "admin" else "trainer", label), key
+            return await store.api_keys.add(hash_key(key), "admin" if role == "admin" else "trainer", label), key
 
     row, key = common.run_async(make())
     if as_json:
@@ -52,7 +52,7 @@ def list_keys(db: DbOption = None, as_json: JsonOption = False) -> None:
 
     async def look() -> list[ApiKeyRow]:
         async with common.reader(settings) as store:
-            return await store.api_keys()
+            return await store.api_keys.all()
 
     rows = common.run_async(look())
     if as_json:
@@ -77,7 +77,7 @@ def revoke(
 
     async def end() -> ApiKeyRow:
         async with common.writer(settings) as store:
-            return await store.revoke_api_key(name)
+            return await store.api_keys.revoke(name)
 
     row = common.run_async(end())
     if as_json:

@@ -98,7 +98,7 @@ class ServiceRollouts:
         )
 
     async def under_way(self) -> int:
-        return (await self._store.feed_depth()).get("open", 0)
+        return (await self._store.feed.depth()).get("open", 0)
 
     async def evaluate(self, step: int) -> list[float | None]:
         from polar_proxy.rollouts.service import JobSpec, rollout_ids
@@ -110,7 +110,7 @@ class ServiceRollouts:
             JobSpec(tasks, self._recipe, samples, priority=10, label=self._run_id, idempotency_key=key)
         )
         await self._service.until_done(job.job_id)
-        rows = await self._store.rollouts(rollout_ids=await rollout_ids(self._store, job.job_id))
+        rows = await self._store.rollouts.find(rollout_ids=await rollout_ids(self._store, job.job_id))
         return [row.reward for row in rows]
 
 
@@ -152,7 +152,7 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
                     model=weights,
                     engine=engine,
                     sync=_sync(settings, config, engine, run),
-                    feed=store,
+                    feed=store.feed,
                     reader=StoreGroupReader(store),
                     rollouts=rollouts,
                     busy=gateway.metrics.busy.seconds,

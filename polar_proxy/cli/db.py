@@ -60,7 +60,7 @@ def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
 
     async def work() -> Json:
         async with common.reader(settings) as store:
-            return await store.stats()
+            return await store.maintenance.stats()
 
     found = common.run_async(work())
     if as_json:
@@ -87,7 +87,7 @@ def vacuum(
     async def work() -> VacuumResult:
         with _progress() as told:
             async with common.writer(settings) as store:
-                return await store.vacuum(full=full, progress=told)
+                return await store.maintenance.vacuum(full=full, progress=told)
 
     done = common.run_async(work())
     if as_json:
@@ -118,7 +118,7 @@ def prune(
     async def work() -> PruneResult:
         with _progress() as told:
             async with common.writer(settings) as store:
-                return await store.prune(before, where=where, dry_run=dry_run, progress=told)
+                return await store.maintenance.prune(before, where=where, dry_run=dry_run, progress=told)
 
     done = common.run_async(work())
     if as_json:
@@ -138,7 +138,7 @@ def verify(db: DbOption = None, as_json: JsonOption = False) -> None:
     async def work() -> list[IntegrityFault]:
         with _progress() as told:
             async with common.reader(settings) as store:
-                return await store.verify(told)
+                return await store.maintenance.verify(told)
 
     faults = common.run_async(work())
     if as_json:
@@ -165,7 +165,9 @@ def export_command(
 
     async def work() -> ArchiveCounts:
         async with common.reader(settings) as store:
-            return await store.export_archive(file, where=where, sessions=session or (), overwrite=overwrite)
+            return await store.maintenance.export_archive(
+                file, where=where, sessions=session or (), overwrite=overwrite
+            )
 
     _tell(common.run_async(work()), "written", as_json)
 
@@ -181,7 +183,7 @@ def import_command(
 
     async def work() -> ArchiveCounts:
         async with common.writer(settings) as store:
-            return await store.import_archive(file)
+            return await store.maintenance.import_archive(file)
 
     _tell(common.run_async(work()), "new", as_json)
 

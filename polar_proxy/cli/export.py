@@ -110,7 +110,7 @@ async def _rewards(store: Store) -> dict[str, dict[str, float | None]]:
     """Of every rollout of every group, whatever is exported of it: a baseline knows all of its group."""
     found: dict[str, dict[str, float | None]] = {}
     before: str | None = None
-    while page := await store.rollouts(limit=_PAGE, before=before):
+    while page := await store.rollouts.find(limit=_PAGE, before=before):
         for row in page:
             found.setdefault(row.group_id, {})[row.rollout_id] = row.reward
         before = page[0].rollout_id

@@ -107,7 +107,7 @@ async def _run(settings: Settings, tasks: list[Task], *, quiet: bool) -> list[Ro
                     ids = await run_job(submission, settings, engine, store, gateway, view, view.note)
         rows = []
         for rollout_id in ids:
-            row = await store.rollout(rollout_id)
+            row = await store.rollouts.get(rollout_id)
             assert row is not None
             rows.append(row)
         return rows

@@ -156,7 +156,7 @@ def session_new(
 
         key = new_key()
         async with common.writer(settings) as store:
-            session = await store.create_session(
+            session = await store.sessions.create(
                 key_hash=hash_key(key), label=label, rollout_id=None, policy=policy or None, origin="key"
             )
         return session.session_id, key

@@ -32,7 +32,7 @@ def sessions(
 
     async def work() -> list[SessionSummary]:
         async with common.reader(settings) as store:
-            return await store.sessions(limit=limit)
+            return await store.sessions.recent(limit=limit)
 
     rows = common.run_async(work())
     if as_json:
@@ -84,31 +84,31 @@ def show(
 
 
 async def _rollout(store: Store, ident: str) -> Json | None:
-    row = await store.rollout(ident)
+    row = await store.rollouts.get(ident)
     if row is None:
         return None
-    task = await store.task(row.task_id)
+    task = await store.tasks.get(row.task_id)
     session = await _session(store, row.session_id) if row.session_id else None
     return {
         **asdict(row),
         "instruction": task.instruction if task else None,
-        "rewards": [asdict(reward) for reward in await store.rewards(ident)],
-        "events": [asdict(event) for event in await store.events(ident)],
-        "artifacts": [{**asdict(item), "path": str(item.path)} for item in await store.artifacts(ident)],
+        "rewards": [asdict(reward) for reward in await store.rewards.of_rollout(ident)],
+        "events": [asdict(event) for event in await store.rollouts.events(ident)],
+        "artifacts": [{**asdict(item), "path": str(item.path)} for item in await store.artifacts.of_rollout(ident)],
         "session": session,
     }
 
 
 async def _session(store: Store, ident: str) -> Json | None:
-    summary = await store.session_summary(ident)
+    summary = await store.sessions.summary(ident)
     if summary is None:
         return None
-    calls = await store.calls(ident)
+    calls = await store.calls.of_session(ident)
     commands = {call.call_id: last_command(call.choices[0].message) if call.choices else "" for call in calls}
-    traces = await store.traces(session_id=ident)
+    traces = await store.traces.find(session_id=ident)
     return {
         **asdict(summary),
-        "calls": [{**asdict(row), "said": commands.get(row.call_id, "")} for row in await store.call_rows(ident)],
+        "calls": [{**asdict(row), "said": commands.get(row.call_id, "")} for row in await store.calls.summaries(ident)],
         "traces": [
             {
                 "trace_id": trace.trace_id,
@@ -121,12 +121,12 @@ async def _session(store: Store, ident: str) -> Json | None:
             }
             for trace in traces
         ],
-        "excluded": dict(await store.exclusions(ident)),
+        "excluded": dict(await store.traces.exclusions(ident)),
     }
 
 
 async def _call(store: Store, ident: str) -> Json | None:
-    call = await store.call(ident)
+    call = await store.calls.get(ident)
     return None if call is None else call_json(call)
 
 

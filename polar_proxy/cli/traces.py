@@ -49,7 +49,7 @@ def build(
         async with common.reader(settings) as store:
             sessions = []
             for ident in idents or ():
-                rollout = await store.rollout(ident)
+                rollout = await store.rollouts.get(ident)
                 sessions.append(ident if rollout is None else rollout.session_id or ident)
             targets = await find_targets(store, where=where, session_ids=sessions)
             if on_drift != "rescore":

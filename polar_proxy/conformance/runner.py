@@ -113,7 +113,7 @@ class ScenarioRunner:
         from polar_proxy.gateway import hash_key, new_key
 
         key = new_key()
-        session = await self._store.create_session(key_hash=hash_key(key), label=None, policy=None, origin="key")
+        session = await self._store.sessions.create(key_hash=hash_key(key), label=None, policy=None, origin="key")
         run.session_id = session.session_id
         run.limit = self._patience * scenario.seconds
         run.limit += director.slow if "slow" in director.faults.values() else 0
@@ -139,7 +139,7 @@ class ScenarioRunner:
             await self._front.hang_up()
             with contextlib.suppress(TimeoutError):
                 await self.gateway.sessions.idle(run.session_id, timeout=_SETTLE_SECONDS)
-        run.calls = list(await self._store.calls(run.session_id))
+        run.calls = list(await self._store.calls.of_session(run.session_id))
         return run
 
     def model_of(self, director: ScriptedModel) -> str:

@@ -126,7 +126,7 @@ async def _selections(
 ) -> AsyncIterator[SessionExport]:
     if not session_ids:
         before: str | None = None
-        while rows := await store.rollouts(where=where, limit=_PAGE, before=before, builder=builder):
+        while rows := await store.rollouts.find(where=where, limit=_PAGE, before=before, builder=builder):
             for row in rows:
                 report.rollouts += 1
                 meta: Json = {name: getattr(row, name) for name in _META}
@@ -149,10 +149,12 @@ async def _of_session(
     Where this builder's are not stored, they are built now; so are those of a session of `polar serve`, which never
     ends, once calls have come that the stored ones do not know. A rollout that still runs has none yet.
     """
-    traces = await store.traces(session_id=session_id, builder=builder)
-    excluded = await store.exclusions(session_id, builder=builder)
-    kept = await store.certificates(session_id=session_id, builder=builder)
-    calls = await store.calls(session_id)  # last: a call that comes meanwhile is one too many, never one too few
+    traces = await store.traces.find(session_id=session_id, builder=builder)
+    excluded = await store.traces.exclusions(session_id, builder=builder)
+    kept = await store.traces.certificates(session_id=session_id, builder=builder)
+    calls = await store.calls.of_session(
+        session_id
+    )  # last: a call that comes meanwhile is one too many, never one too few
     known = {call_id for trace in traces for call_id in trace.call_ids} | set(excluded)
     if builder == RESCORED:  # made by `polar rescore` alone, for it takes an engine
         stale = False
@@ -165,7 +167,7 @@ async def _of_session(
     if stale:
         rewards: Json = {} if rollout is None else {"rollout_id": rollout.rollout_id, "reward": rollout.reward}
         return await asyncio.to_thread(_built_now, meta, calls, builder, rewards)
-    told = apply_rescores(calls, await store.rescores(session_id)) if builder == RESCORED else calls
+    told = apply_rescores(calls, await store.rescores.of_session(session_id)) if builder == RESCORED else calls
     try:
         whole = await asyncio.to_thread(expand, kept, traces, told)
     except CertificateError:
@@ -182,12 +184,12 @@ def _built_now(meta: Json, calls: Sequence[CallRecord], builder: str, rewards: J
 async def _loose_sessions(store: Store, session_ids: Sequence[str]) -> AsyncIterator[str]:
     if session_ids:
         for session_id in session_ids:
-            if await store.session(session_id) is None:
+            if await store.sessions.get(session_id) is None:
                 raise UsageError(f"There is no session {session_id}. `polar sessions` lists them.")
             yield session_id
         return
     before: str | None = None
-    while page := await store.sessions(limit=_PAGE, before=before):
+    while page := await store.sessions.recent(limit=_PAGE, before=before):
         for summary in page:
             if summary.rollout_id is None and summary.calls:
                 yield summary.session_id

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects import Dialect, Encoder, ParsedRequest, TokenCount, assistant_message
@@ -31,6 +30,7 @@ from polar_proxy.sessions import ClientMetadata
 from polar_proxy.sessions.prompts import PromptBuilder
 from polar_proxy.sessions.registry import SessionState, apply_policy, session_closed_error
 from polar_proxy.sessions.state import CachedRequest, ParseCache
+from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, CallStatus, new_id
 
 log = logging.getLogger(__name__)
@@ -39,12 +39,6 @@ _COMMIT_PATIENCE = 60.0
 
 CallObserver = Callable[[CallRecord], None]
 """Told of each call once it is committed; runs in the event loop, so it must be quick."""
-
-
-class CallSink(Protocol):
-    async def commit_call(self, record: CallRecord) -> None:
-        """Returns when the call is durable."""
-        ...
 
 
 async def send_error(
@@ -62,7 +56,7 @@ class GatewayContext:
     """What all turns of one gateway work with."""
 
     engine: Engine
-    store: CallSink
+    store: Store
     settings: GatewaySettings
     metrics: GatewayMetrics
     observers: list[CallObserver]
@@ -254,7 +248,7 @@ class RequestHandler:
             waited = time.perf_counter()
             try:
                 async with asyncio.timeout(_COMMIT_PATIENCE):
-                    await self._services.store.commit_call(record)
+                    await self._services.store.calls.commit(record)
             except Exception:
                 self._session.lost += 1
                 self._services.metrics.lost.inc()

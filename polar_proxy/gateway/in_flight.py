@@ -12,11 +12,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from polar_proxy.errors import StoreError
+from polar_proxy.store import Store
 from polar_proxy.types import new_id
 
 log = logging.getLogger(__name__)
@@ -28,17 +29,10 @@ _POLL_SECONDS = (0.05, 0.5)
 """The first pause before what others are answering is looked at again, and the longest."""
 
 
-class OpenCallStore(Protocol):
-    async def announce(self, gateway: str, session_id: str, call_ids: Sequence[str], seconds: float) -> bool: ...
-    async def renew(self, gateway: str, call_ids: Collection[str], seconds: float) -> None: ...
-    async def open_calls(self, session_id: str, *, but: str | None = None) -> Sequence[Any]: ...
-    async def take_open(self, session_id: str) -> Sequence[Any]: ...
-
-
 class InFlightCalls:
     """`async with InFlight(store) as in_flight:` renews what is announced until the block ends."""
 
-    def __init__(self, store: OpenCallStore) -> None:
+    def __init__(self, store: Store) -> None:
         self.name = f"{socket.gethostname()}:{os.getpid()}:{new_id('g')[-8:]}"
         self._store = store
         self._mine: set[str] = set()
@@ -60,7 +54,7 @@ class InFlightCalls:
         written keeps no agent from its answer; the commit sees to what that means."""
         self._mine.update(call_ids)
         try:
-            begins = await self._store.announce(self.name, session_id, call_ids, LEASE_SECONDS)
+            begins = await self._store.open_calls.announce(self.name, session_id, call_ids, LEASE_SECONDS)
         except StoreError:
             log.exception("call %s could not be announced to the other gateways", call_ids[0])
             return True
@@ -77,7 +71,7 @@ class InFlightCalls:
             await asyncio.sleep(_RENEW_SECONDS)
             if self._mine:
                 try:
-                    await self._store.renew(self.name, set(self._mine), LEASE_SECONDS)
+                    await self._store.open_calls.renew(self.name, set(self._mine), LEASE_SECONDS)
                 except StoreError as error:
                     log.warning("the calls in flight cannot be renewed, trying again: %s", error)
 
@@ -88,7 +82,7 @@ class InFlightCalls:
         returned: calls that still run, or whose gateway is dead."""
         deadline = time.monotonic() + patience
         pause, silent_since = _POLL_SECONDS[0], None
-        while calls := await self._store.open_calls(session_id, but=self.name):
+        while calls := await self._store.open_calls.of_session(session_id, but=self.name):
             now = time.monotonic()
             if any(call.lease_expires_at >= time.time() for call in calls):
                 silent_since = None
@@ -108,7 +102,7 @@ class InFlightCalls:
         if not await self.wait(session_id, patience) and not own:
             return None
         now = time.time()
-        taken = [call for call in await self._store.take_open(session_id) if call.gateway != self.name]
+        taken = [call for call in await self._store.open_calls.take(session_id) if call.gateway != self.name]
         return describe_lost_calls(taken, now)
 
 

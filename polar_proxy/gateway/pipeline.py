@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 from urllib.parse import parse_qs
 
 import orjson
@@ -21,14 +21,15 @@ from polar_proxy.dialects import Dialect, ParsedRequest, PreviousCall, TokenCoun
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
-from polar_proxy.gateway.handler import CallObserver, CallSink, GatewayContext, RequestHandler, send_error
+from polar_proxy.gateway.handler import CallObserver, GatewayContext, RequestHandler, send_error
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.retries import RetryCache, retry_key
 from polar_proxy.sessions import read_client_metadata
-from polar_proxy.sessions.prompts import BaseStore, PromptBuilder
+from polar_proxy.sessions.prompts import PromptBuilder
 from polar_proxy.sessions.registry import SessionRegistry, SessionState, api_key_of
 from polar_proxy.sessions.state import CachedRequest, ParseCache
+from polar_proxy.store import Store
 from polar_proxy.types import Json
 
 T = TypeVar("T")
@@ -37,17 +38,13 @@ R = TypeVar("R")
 _LARGE_BODY = 1 << 20
 
 
-class CallStore(CallSink, BaseStore, Protocol):
-    """Calls go in, and are read again."""
-
-
 class TurnPipeline:
     """Serves the model routes of one gateway."""
 
     def __init__(
         self,
         engine: Engine,
-        store: CallStore,
+        store: Store,
         sessions: SessionRegistry,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
@@ -156,7 +153,7 @@ class TurnPipeline:
     async def _earlier(self, dialect: Dialect, call_id: str, session: SessionState) -> PreviousCall:
         """The call that a body continues. RequestError where there is no such answer, of this session and dialect and
         told to its end."""
-        call = await self.store.call(call_id)
+        call = await self.store.calls.get(call_id)
         if call is None or call.session_id != session.session_id or call.dialect != dialect.name or not call.choices:
             raise RequestError(
                 "The previous response was not found in this session.",

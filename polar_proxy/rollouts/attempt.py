@@ -170,7 +170,7 @@ class AttemptRunner:
 
     async def _agent(self, one: RunningAttempt) -> AgentResult:
         """From a place to prepare in to the patch. The sandbox is closed when this is left, in whatever way."""
-        row = await self._store.task(one.held.task_id)
+        row = await self._store.tasks.get(one.held.task_id)
         assert row is not None
         task = task_from_json(row.spec)
         early_stop_check(task.metadata)  # what is wrong with it is said before anything begins
@@ -198,7 +198,7 @@ class AttemptRunner:
         with infrastructure_errors("sandbox"):
             kind: SandboxKind = (await asyncio.to_thread(choose, recipe.sandbox)).kind
             if kind != one.held.sandbox:
-                await self._store.set_rollout(one.rollout_id, sandbox=kind)
+                await self._store.rollouts.update(one.rollout_id, sandbox=kind)
             if kind not in self._environments:
                 self._environments[kind] = TaskSandboxes(kind, opener=self._pool.take)
             environments = self._environments[kind]
@@ -235,7 +235,7 @@ class AttemptRunner:
         # Nothing that the agent left running may touch the workspace while it is read.
         await sandbox.kill_all()
         said = result.stdout + result.stderr
-        await self._store.add_artifact(one.rollout_id, "agent.log", said)
+        await self._store.artifacts.add(one.rollout_id, "agent.log", said)
         exit_code = None if result.timed_out or early.reason is not None else result.exit_code
         if early.reason is None:
             outcome, detail = ready.harness.adapter.interpret(
@@ -246,7 +246,7 @@ class AttemptRunner:
         if outcome != "ok" and (reason := await self._engine_failed(one)) is not None:
             raise InfrastructureError("engine", f"the agent {outcome.replace('_', ' ')}, and {reason}")
         patch, no_patch = await read_patch(sandbox, ready.base, snapshot=task.environment.snapshot)
-        await self._store.add_artifact(one.rollout_id, "patch.diff", patch)
+        await self._store.artifacts.add(one.rollout_id, "patch.diff", patch)
         statuses: dict[str, RolloutStatus] = {"ok": "done", "failed": "failed", "timed_out": "timed_out"}
         trained = ready.recipe.train_timed_out or bool(task.metadata.get("train_timed_out"))
         masked = outcome == "timed_out" and not trained
@@ -260,7 +260,7 @@ class AttemptRunner:
         if any(evaluation.kind == "python" for evaluation in task.evaluators):
             with contextlib.suppress(TimeoutError):  # what is still in flight will make the rollout incomplete
                 await self._gateway.idle(one.session_id, _IDLE_SECONDS)
-            calls = await self._store.calls(one.session_id)
+            calls = await self._store.calls.of_session(one.session_id)
         attempt = EvaluationInput(task, end.patch, end.exit_code, calls)
         try:
             score = await self._evaluate(one, end, attempt)
@@ -270,7 +270,7 @@ class AttemptRunner:
             score = await self._evaluate(one, end, attempt)
         if end.no_patch is not None:
             score.detail["no_patch"] = end.no_patch
-        await self._store.add_artifact(one.rollout_id, "tests.log", score.log)
+        await self._store.artifacts.add(one.rollout_id, "tests.log", score.log)
         return score
 
     @contextlib.asynccontextmanager
@@ -291,8 +291,8 @@ class AttemptRunner:
     async def _reward(self, one: RunningAttempt, task: Task, score: Score) -> None:
         source = reward_source(task)
         for call_id, value in score.calls.items():
-            await self._store.add_reward(one.rollout_id, value, source, {}, call_id=call_id)
-        await self._store.add_reward(one.rollout_id, score.reward, source, score.detail)
+            await self._store.rewards.add(one.rollout_id, value, source, {}, call_id=call_id)
+        await self._store.rewards.add(one.rollout_id, score.reward, source, score.detail)
 
     # The end
 
@@ -301,7 +301,7 @@ class AttemptRunner:
         lost = await self._close_session(one)
         await self._write_traces(one, reward, incomplete=lost is not None)
         detail = end.detail if lost is None else f"{lost}; not to be trained on. {end.detail}"
-        await self._store.end_rollout(
+        await self._store.rollouts.end(
             one.held,
             end.status,
             cause=causes[end.status],
@@ -316,7 +316,7 @@ class AttemptRunner:
         lost = await self._close_session(one)
         await self._write_traces(one, None, incomplete=lost is not None)
         detail = str(error) if lost is None else f"{lost}; not to be trained on. {error}"
-        await self._store.end_rollout(
+        await self._store.rollouts.end(
             one.held, "failed", outcome="failed", cause=cause, error=detail, incomplete=lost is not None
         )
         self._listener.stage(one.rollout_id, "failed", detail)
@@ -325,7 +325,7 @@ class AttemptRunner:
         """Revoke the key and wait for what is in flight; the scheduler decides what becomes of the calls."""
         try:
             if await self._close_session(one, elsewhere=_RELEASE_IDLE_SECONDS) is not None:
-                await self._store.set_rollout(one.rollout_id, incomplete=True)
+                await self._store.rollouts.update(one.rollout_id, incomplete=True)
         except StoreError:
             log.exception("rollout %s: its session cannot be closed", one.rollout_id)
 
@@ -334,7 +334,7 @@ class AttemptRunner:
         `elsewhere` says, in seconds."""
         if one.session_id is None:
             return None
-        await self._store.close_session(one.session_id)
+        await self._store.sessions.close(one.session_id)
         self._gateway.end_session(one.session_id)
         return await self._gateway.ended(one.session_id, _IDLE_SECONDS, elsewhere=elsewhere)
 
@@ -348,7 +348,7 @@ class AttemptRunner:
 
     async def _open_session(self, one: RunningAttempt, key: str) -> None:
         recipe = RolloutSpec.from_json(one.held.config)
-        session = await self._store.create_session(
+        session = await self._store.sessions.create(
             key_hash=hash_key(key), label=None, rollout_id=one.rollout_id, policy=recipe.policy(), origin="rollout"
         )
         one.session_id = session.session_id
@@ -364,7 +364,9 @@ class AttemptRunner:
         session_id: str | None = None,
         exit_code: int | None = None,
     ) -> None:
-        await self._store.enter_stage(one.held, stage, outcome=outcome, session_id=session_id, exit_code=exit_code)
+        await self._store.rollouts.enter_stage(
+            one.held, stage, outcome=outcome, session_id=session_id, exit_code=exit_code
+        )
         self._listener.stage(one.rollout_id, stage)
 
     async def _engine_failed(self, one: RunningAttempt) -> str | None:
@@ -377,7 +379,7 @@ class AttemptRunner:
         if gone is not None:
             return f"the engine is gone: {gone}"
         assert one.session_id is not None
-        calls = [call for call in await self._store.call_rows(one.session_id) if call.status != "client_gone"]
+        calls = [call for call in await self._store.calls.summaries(one.session_id) if call.status != "client_gone"]
         if calls and calls[-1].status == "upstream_error" and (calls[-1].http_status or 0) >= 500:
             return f"the engine failed its last call: {calls[-1].error}"
         return None

@@ -51,7 +51,7 @@ async def run_job(
         job, _ = await submit(store, submission, engine.info, owned=True, harness=harness.label)
         try:
             ids = await rollout_ids(store, job.job_id)
-            for row in await store.rollouts(rollout_ids=ids):
+            for row in await store.rollouts.find(rollout_ids=ids):
                 listener.stage(row.rollout_id, "queued", row.task_id)
             service.scheduler.work_on(job.job_id)
             await service.until_done(job.job_id)

@@ -24,37 +24,37 @@ async def recover(store: Store, *, attempts: int = 3) -> list[str]:
     """
     lines = leftovers(await orphans.sweep())
     groups: set[str] = set()
-    for rollout in await store.interrupted_rollouts():
+    for rollout in await store.rollouts.interrupted():
         if not _owner_is_dead(rollout):
             continue
         if rollout.session_id is not None:
-            await store.close_session(rollout.session_id)
+            await store.sessions.close(rollout.session_id)
             # What was answered is kept and can be trained on; the reward stays null, which is not 0.
             lost = await take_calls_in_flight(store, rollout.session_id, rollout.rollout_id)
             await build_traces(store, rollout.session_id, rollout.rollout_id, reward=None, incomplete=lost)
-        await store.end_open_stage(rollout.rollout_id, "failed", "interrupted")
-        await store.set_rollout(
+        await store.rollouts.end_open_stage(rollout.rollout_id, "failed", "interrupted")
+        await store.rollouts.update(
             rollout.rollout_id, status="failed", error="interrupted: the process that ran it was killed"
         )
         await exclude_orphaned_calls(store, rollout.rollout_id)
         groups.add(rollout.group_id)
         lines.append(f"rollout {rollout.rollout_id} was interrupted; its {rollout.calls} recorded calls are kept")
-    for worker in await store.holders():
+    for worker in await store.queue.workers():
         if not _worker_is_dead(worker):
             continue
-        for rollout_id, attempt in (await store.take_from(worker, attempts=attempts)).items():
+        for rollout_id, attempt in (await store.queue.reclaim_from(worker, attempts=attempts)).items():
             await exclude_orphaned_calls(store, rollout_id)
             lines.append(f"rollout {rollout_id} " + ("is queued again" if attempt else "has been tried too often"))
-    groups.update(await store.unsettled_groups())
+    groups.update(await store.groups.unsettled())
     for group_id in groups:
-        await store.settle_group(group_id)
+        await store.groups.settle(group_id)
     return [*lines, *await _lost_calls(store)]
 
 
 async def _lost_calls(store: Store) -> list[str]:
     """Sweep what dead gateways of this database had in flight, but for rollouts that go on: their end tells of it."""
-    dead = [gateway for gateway in await store.open_gateways() if _worker_is_dead(gateway)]
-    swept = Counter(call.gateway for call in await store.sweep_open(dead))
+    dead = [gateway for gateway in await store.open_calls.gateways() if _worker_is_dead(gateway)]
+    swept = Counter(call.gateway for call in await store.open_calls.sweep(dead))
     return [f"{count} calls were in flight on the gateway {name} when it died" for name, count in sorted(swept.items())]
 
 

@@ -30,8 +30,8 @@ from polar_proxy.rollouts.prebuilt import PrebuiltImageCache
 from polar_proxy.rollouts.stopping import OverflowPolicy, get_group_policy
 from polar_proxy.rollouts.worker import Worker, WorkerLimits
 from polar_proxy.store import Store
+from polar_proxy.store.groups import KEEP
 from polar_proxy.store.jobs import JobRow, NewGroup, NewRollout
-from polar_proxy.store.overflow import KEEP
 from polar_proxy.tasks import Task
 from polar_proxy.tasks.spec import task_to_json
 from polar_proxy.types import EngineInfo, Json
@@ -110,7 +110,7 @@ async def submit(
     if harness is None:
         harness = await asyncio.to_thread(harness_label, submission.recipe.harness)
     for task in submission.tasks:
-        await store.put_task(task.task_id, task.family, task.seed, task.instruction, task_to_json(task))
+        await store.tasks.put(task.task_id, task.family, task.seed, task.instruction, task_to_json(task))
     config = submission.recipe.to_json()
     engine, model = ("", "") if info is None else (f"{info.engine} {info.version}", info.model)
     groups = [
@@ -124,7 +124,7 @@ async def submit(
         )
         for task in submission.tasks
     ]
-    job, is_new = await store.submit_job(
+    job, is_new = await store.jobs.submit(
         submission.to_json(),
         groups,
         idempotency_key=submission.idempotency_key,
@@ -133,10 +133,10 @@ async def submit(
         owned=owned,
         callback_url=submission.callback_url,
     )
-    for group in await store.groups(job.job_id) if keep and is_new else []:
+    for group in await store.groups.of_job(job.job_id) if keep and is_new else []:
         bound = 1 if submission.max_staleness is None else submission.max_staleness
-        await store.adopt_kept(group.group_id, policy_version=policy_version, max_staleness=bound)
-        await store.settle_group(group.group_id)
+        await store.groups.carry_over(group.group_id, policy_version=policy_version, max_staleness=bound)
+        await store.groups.settle(group.group_id)
     return job, is_new
 
 
@@ -144,19 +144,19 @@ async def cancel(store: Store, what: str) -> list[str]:
     """Cancel a job, a group or a rollout by its id: what is queued at once; returns the rollouts that workers have in
     hand, which they end when they look at the queue next. Raises UsageError for an id that is none."""
     if what.startswith("job_"):
-        return await store.set_job(what, "cancelled")
+        return await store.jobs.set_status(what, "cancelled")
     if what.startswith("group_"):
-        group_id, known = what, await store.group(what) is not None
+        group_id, known = what, await store.groups.get(what) is not None
     else:
-        row = await store.rollout(what)
+        row = await store.rollouts.get(what)
         group_id, known = ("", False) if row is None else (row.group_id, True)
     if not known:
         raise UsageError(f"There is no job, group or rollout {what}.")
     if group_id == what:
-        in_flight = await store.cancel_group(what, reason="cancelled")
+        in_flight = await store.groups.cancel(what, reason="cancelled")
     else:
-        in_flight = [] if await store.cancel_rollout(what) else [what]
-    await store.settle_group(group_id)
+        in_flight = [] if await store.queue.cancel(what) else [what]
+    await store.groups.settle(group_id)
     return in_flight
 
 
@@ -278,10 +278,10 @@ class RolloutService:
 
     async def pause(self, job_id: str) -> None:
         """Begin nothing new of this job; what is in hand goes on."""
-        await self._store.set_job(job_id, "paused")
+        await self._store.jobs.set_status(job_id, "paused")
 
     async def resume(self, job_id: str) -> None:
-        await self._store.set_job(job_id, "open")
+        await self._store.jobs.set_status(job_id, "open")
         self.scheduler.wake()
 
     @property
@@ -317,11 +317,11 @@ class RolloutService:
         are given up first: nothing of them is begun."""
         version = await self._engine.weight_version()
         if version != self._checked_version:
-            groups, in_flight = await self._store.drop_stale(version)
+            groups, in_flight = await self._store.feed.drop_stale(version)
             self._checked_version = version
             for group_id in groups:
                 log.warning("group %s has fallen too far behind the policy, and is given up", group_id)
-                await self._store.settle_group(group_id)
+                await self._store.groups.settle(group_id)
             if in_flight:
                 task = asyncio.create_task(self.scheduler.cancel(in_flight), name="polar-too-stale")
                 self._ending.add(task)
@@ -332,7 +332,7 @@ class RolloutService:
         """Wait until every group of the job has ended."""
         while True:
             self._settled.clear()
-            job = await self._store.job(job_id)
+            job = await self._store.jobs.get(job_id)
             if job is None:
                 raise UsageError(f"There is no job {job_id}.")
             if job.status in ("done", "cancelled"):
@@ -353,7 +353,7 @@ async def local_gateway(settings: Settings, engine: Engine, store: Store) -> Asy
 async def rollout_ids(store: Store, job_id: str, statuses: Collection[str] | None = None) -> list[str]:
     """The ids of a job's rollouts, in the order of submission."""
     found = []
-    for group in await store.groups(job_id):
-        rows = await store.rollouts(group_id=group.group_id, statuses=statuses)
+    for group in await store.groups.of_job(job_id):
+        rows = await store.rollouts.find(group_id=group.group_id, statuses=statuses)
         found += [row.rollout_id for row in sorted(rows, key=lambda row: row.group_index)]
     return found

@@ -26,7 +26,7 @@ async def build_traces(
     store: Store, session_id: str, rollout_id: str | None, *, reward: float | None, incomplete: bool
 ) -> None:
     """Build and store the traces of a session that has ended. `incomplete`: a call was lost, so none is trained."""
-    calls = await store.calls(session_id, text=False)
+    calls = await store.calls.of_session(session_id, text=False)
     for builder in _STORED_BUILDERS:
         built = await asyncio.to_thread(build, calls, builder, rollout_id=rollout_id, reward=reward)
         await _put(store, session_id, rollout_id, calls, _without_traces(built, calls) if incomplete else built)
@@ -39,8 +39,8 @@ async def exclude_orphaned_calls(store: Store, rollout_id: str) -> None:
     traces already. Those of earlier attempts, and all of a rollout that is tried again, are excluded as
     `superseded_attempt`. An attempt that goes on (its session is open) is left alone.
     """
-    sessions = await store.sessions_of(rollout_id, closed=True)
-    row = await store.rollout(rollout_id)
+    sessions = await store.sessions.ids_of_rollout(rollout_id, closed=True)
+    row = await store.rollouts.get(rollout_id)
     for session_id in sessions:
         if row is None or session_id != row.session_id:
             await _supersede(store, session_id, rollout_id)
@@ -52,24 +52,24 @@ async def exclude_orphaned_calls(store: Store, rollout_id: str) -> None:
 async def take_calls_in_flight(store: Store, session_id: str, rollout_id: str) -> bool:
     """Whether calls of a session that has ended are still in flight on any gateway, or died with one. Nobody waits for
     them any more: the rollout is incomplete, and what is recorded later is excluded by its commit."""
-    left = await store.take_open(session_id)
+    left = await store.open_calls.take(session_id)
     if left:
-        await store.set_rollout(rollout_id, incomplete=True)
+        await store.rollouts.update(rollout_id, incomplete=True)
     return bool(left)
 
 
 async def supersede_earlier(store: Store, rollout_id: str, session_id: str) -> None:
     """Exclude the calls of all attempts but that of `session_id`: a last one may have come after
     `exclude_orphaned_calls`."""
-    for other in await store.sessions_of(rollout_id):
+    for other in await store.sessions.ids_of_rollout(rollout_id):
         if other != session_id:
             await _supersede(store, other, rollout_id)
 
 
 async def _supersede(store: Store, session_id: str, rollout_id: str) -> None:
-    reasons = dict.fromkeys([call.call_id for call in await store.call_rows(session_id)], SUPERSEDED)
+    reasons = dict.fromkeys([call.call_id for call in await store.calls.summaries(session_id)], SUPERSEDED)
     for builder in _STORED_BUILDERS:
-        await store.put_traces((), reasons, builder, session_id, rollout_id)
+        await store.traces.put((), reasons, builder, session_id, rollout_id)
 
 
 @dataclass(slots=True)
@@ -102,11 +102,11 @@ async def rebuild(
         raise UsageError("--on-drift rescore asks an engine: name it with --engine.")
     done = RebuildReport()
     for target in targets:
-        row = None if target.rollout_id is None else await store.rollout(target.rollout_id)
+        row = None if target.rollout_id is None else await store.rollouts.get(target.rollout_id)
         if row is not None and not row.final:
             done.skipped[row.rollout_id] = row.status
             continue
-        calls = await store.calls(target.session_id, text=False)
+        calls = await store.calls.of_session(target.session_id, text=False)
         built = await asyncio.to_thread(
             build, calls, builder, on_drift=on_drift, rollout_id=target.rollout_id, reward=target.reward
         )
@@ -130,7 +130,7 @@ async def _put(
 ) -> None:
     proofs = await asyncio.to_thread(certificates, calls, built)
     kept = {trace_id: stored(proof) for trace_id, proof in proofs.items()}
-    await store.put_traces(built.traces, built.excluded, built.builder, session_id, rollout_id, kept, calls=calls)
+    await store.traces.put(built.traces, built.excluded, built.builder, session_id, rollout_id, kept, calls=calls)
 
 
 def _told(target: SessionTarget, calls: Sequence[CallRecord], built: BuildResult) -> Json:

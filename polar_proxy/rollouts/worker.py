@@ -25,8 +25,7 @@ from polar_proxy.rollouts.stage_limits import AdmissionCheck, AdmissionRequest, 
 from polar_proxy.rollouts.stopping import GroupPolicy, get_group_policy, wait_for_all
 from polar_proxy.rollouts.traces import exclude_orphaned_calls
 from polar_proxy.store import Store
-from polar_proxy.store.jobs import GroupRow
-from polar_proxy.store.overflow import KEEP
+from polar_proxy.store.groups import KEEP, GroupRow
 from polar_proxy.store.stages import Claim, ClaimLostError
 from polar_proxy.types import Json, new_id
 from sandboxes.base import uncancellable
@@ -235,7 +234,7 @@ class Worker:
         if not self._taking or room <= 0 or await self._backed_up():
             return 0
         version = await self._version() if self._version is not None else None
-        held = await self._store.claim(
+        held = await self._store.queue.claim(
             self.worker, room, self._limits.lease_seconds, policy_version=version, job_id=self._job_id
         )
         for one in held:
@@ -247,7 +246,7 @@ class Worker:
     async def _backed_up(self) -> bool:
         if self._limits.backlog is None:
             return False
-        return (await self._store.feed_depth()).get("waiting", 0) >= self._limits.backlog
+        return (await self._store.feed.depth()).get("waiting", 0) >= self._limits.backlog
 
     async def _hold_forever(self) -> None:
         """Keep what is in hand, end what was cancelled elsewhere, take from the dead, and finish what they left."""
@@ -257,10 +256,12 @@ class Worker:
             try:
                 if time.monotonic() - swept >= self._limits.lease_seconds:
                     swept = time.monotonic()
-                    for group_id in await self._store.unsettled_groups():
+                    for group_id in await self._store.groups.unsettled():
                         await self._settle(group_id)
-                cancelled, others = await self._store.hold(self.worker, list(self._held), self._limits.lease_seconds)
-                lost = await self._store.lost(attempts=self._limits.attempts, job_id=self._job_id)
+                cancelled, others = await self._store.queue.heartbeat(
+                    self.worker, list(self._held), self._limits.lease_seconds
+                )
+                lost = await self._store.queue.reclaim_expired(attempts=self._limits.attempts, job_id=self._job_id)
                 await self._taken(lost)
             except Exception:  # without this loop every hold would run out
                 log.exception("the queue cannot be written; trying again")
@@ -277,7 +278,7 @@ class Worker:
         for rollout_id, attempt in lost.items():
             log.warning("rollout %s was taken from a silent worker (attempt %d)", rollout_id, attempt)
             await exclude_orphaned_calls(self._store, rollout_id)
-            if not attempt and (row := await self._store.rollout(rollout_id)) is not None:
+            if not attempt and (row := await self._store.rollouts.get(rollout_id)) is not None:
                 await self._settle(row.group_id)
 
     # One rollout
@@ -321,41 +322,43 @@ class Worker:
         return None
 
     async def _interrupted(self, held: Claim) -> None:
-        row = await self._store.rollout(held.rollout_id)
+        row = await self._store.rollouts.get(held.rollout_id)
         if row is not None and not row.final and held.rollout_id in self._held:
             if self._stopping:
-                await self._store.release(held.rollout_id, cause="service_stopped")
+                await self._store.queue.release(held.rollout_id, cause="service_stopped")
             else:
-                await self._store.end_rollout(
+                await self._store.rollouts.end(
                     held, "cancelled", outcome="cancelled", cause="cancelled", error="cancelled"
                 )
             await exclude_orphaned_calls(self._store, held.rollout_id)
         if not self._stopping:
-            await self._settle(await self._store.group_of(held.rollout_id))
+            await self._settle(await self._store.rollouts.group_id(held.rollout_id))
 
     async def _again(self, held: Claim, error: InfrastructureError) -> None:
         if held.attempt < self._limits.attempts:
-            await self._store.release(held.rollout_id, cause=error.cause)
+            await self._store.queue.release(held.rollout_id, cause=error.cause)
         else:
-            await self._store.end_rollout(held, "failed", outcome="failed", cause=error.cause, error=str(error))
+            await self._store.rollouts.end(held, "failed", outcome="failed", cause=error.cause, error=str(error))
         await exclude_orphaned_calls(self._store, held.rollout_id)
 
     async def _after(self, held: Claim) -> None:
         """The group may be decided by now, or over."""
-        group_id = await self._store.group_of(held.rollout_id)  # it may have been kept for another one meanwhile
+        group_id = await self._store.rollouts.group_id(
+            held.rollout_id
+        )  # it may have been kept for another one meanwhile
         if await self._settle(group_id):
             return
-        group = await self._store.group(group_id)
+        group = await self._store.groups.get(group_id)
         assert group is not None
         decide = _policy(group)
-        reason = decide(group.wanted, await self._store.rollouts(group_id=group_id))
+        reason = decide(group.wanted, await self._store.rollouts.find(group_id=group_id))
         if reason is None:
             return
         if group.config.items() >= KEEP.items():
-            await self._store.keep_surplus(group_id, reason=reason)
+            await self._store.groups.keep_overflow(group_id, reason=reason)
             await self._settle(group_id)
             return
-        in_flight = await self._store.cancel_group(group_id, reason=reason)
+        in_flight = await self._store.groups.cancel(group_id, reason=reason)
         for rollout_id in in_flight:
             if rollout_id in self._tasks:
                 self._tasks[rollout_id].cancel()
@@ -363,7 +366,7 @@ class Worker:
             await self._settle(group_id)
 
     async def _settle(self, group_id: str) -> bool:
-        settled = await self._store.settle_group(group_id)
+        settled = await self._store.groups.settle(group_id)
         if settled is not None and settled[1] and self._on_settled is not None:
             self._on_settled(group_id)
         return settled is not None

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.sessions import Base, Lineage
 from polar_proxy.sessions import continuation as rules
 from polar_proxy.sessions.continuation import PastReasoning, PromptConfig, PromptReason, Suffix, TurnEnding
+from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineRequest, Json, PromptMode, TokenIds
 
 log = logging.getLogger(__name__)
@@ -36,10 +37,6 @@ _SHAPES = 4096
 """Of heads, and of suffixes: what is known of them is asked again when it was forgotten."""
 _REASONING = 80
 """Characters of an answer's reasoning by which it is looked for in a rendering."""
-
-
-class BaseStore(Protocol):
-    async def call(self, call_id: str) -> CallRecord | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ class AnsweredTokens:
 class PromptBuilder:
     """Plans the prompts of one gateway."""
 
-    def __init__(self, engine: Engine, store: BaseStore, settings: GatewaySettings) -> None:
+    def __init__(self, engine: Engine, store: Store, settings: GatewaySettings) -> None:
         self._engine = engine
         self._store = store
         self._settings = settings
@@ -137,7 +134,7 @@ class PromptBuilder:
 
     async def _load(self, base: Base) -> AnsweredTokens | None:
         """A base that is not in memory, from the store, with the reasoning of the answers before it."""
-        call = await self._store.call(base.call_id)
+        call = await self._store.calls.get(base.call_id)
         choice = next((choice for choice in call.choices if choice.index == base.choice), None) if call else None
         if call is None or choice is None or call.prompt_ids is None or not choice.token_ids.size:
             return None

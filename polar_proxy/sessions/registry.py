@@ -11,15 +11,15 @@ import asyncio
 import hashlib
 import secrets
 from collections import OrderedDict
-from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 from polar_proxy.errors import RequestError
 from polar_proxy.sessions import SessionHistory
-from polar_proxy.types import EngineRequest, Json, Sampling, StoredLineage
+from polar_proxy.store import Store
+from polar_proxy.types import EngineRequest, Json, Sampling
 
 _CACHED = 20_000
 
@@ -31,22 +31,6 @@ def new_key() -> str:
 
 def hash_key(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
-
-
-class SessionStore(Protocol):
-    async def session_by_key(self, key_hash: bytes) -> Any: ...
-    async def session(self, session_id: str) -> Any: ...
-    async def session_summary(self, session_id: str) -> Any: ...
-    async def lineages(self, session_id: str, *, known: Collection[str] = ()) -> list[StoredLineage]: ...
-    async def create_session(
-        self,
-        *,
-        key_hash: bytes | None,
-        label: str | None,
-        rollout_id: str | None,
-        policy: Json | None,
-        origin: str,
-    ) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -82,7 +66,7 @@ class SessionRegistry:
 
     def __init__(
         self,
-        store: SessionStore,
+        store: Store,
         *,
         open_to_all: bool,
         normalisers_off: frozenset[str] = frozenset(),
@@ -118,9 +102,9 @@ class SessionRegistry:
             return self._by_hash.get(digest) or await self._load(digest, path_key, self.open and not inside)
 
     async def _load(self, digest: bytes, path_key: str | None, opens: bool) -> SessionState:
-        record = await self._store.session_by_key(digest)
+        record = await self._store.sessions.by_key(digest)
         if record is None and path_key is not None and opens:
-            record = await self._store.session(path_key)
+            record = await self._store.sessions.get(path_key)
             if record is not None and record.rollout_id is not None:  # an id is no secret: only its key opens it
                 opens, record = False, None
         is_new = record is None
@@ -131,7 +115,7 @@ class SessionRegistry:
                     status=401,
                     code="invalid_api_key",
                 )
-            record = await self._store.create_session(
+            record = await self._store.sessions.create(
                 key_hash=digest, label=None, rollout_id=None, policy=None, origin="open"
             )
         if record.closed_at is not None:
@@ -140,7 +124,7 @@ class SessionRegistry:
         if session is None:
             history = SessionHistory(self._off, window=self._window)
             # Its calls of before a restart, or before it was put out of memory.
-            places = [] if is_new else await self._store.lineages(record.session_id)
+            places = [] if is_new else await self._store.calls.lineages(record.session_id)
             history.rebuild(places)
             session = SessionState(record.session_id, record.policy or {}, history, elsewhere=len(places))
             session.idle.set()
@@ -156,7 +140,7 @@ class SessionRegistry:
         exactly, and an equal sum proves that there is nothing new.
         """
         quiet, ended = session.in_flight == 0, session.ended
-        row = await self._store.session_summary(session.session_id)
+        row = await self._store.sessions.summary(session.session_id)
         if row is None or row.closed_at is not None:
             if session.in_flight == 0 and session.lost == 0:
                 self.forget(session.session_id)
@@ -165,7 +149,7 @@ class SessionRegistry:
         ours = session.ended - session.lost
         if quiet and row.calls == session.elsewhere + ours:
             return
-        session.history.rebuild(await self._store.lineages(session.session_id, known=session.history.known))
+        session.history.rebuild(await self._store.calls.lineages(session.session_id, known=session.history.known))
         if quiet:
             session.elsewhere = row.calls - ours
 

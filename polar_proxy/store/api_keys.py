@@ -29,7 +29,7 @@ class ApiKeyRow:
 
 
 class ApiKeyRepository(Repository):
-    async def add_api_key(self, key_hash: bytes, role: ApiRole, label: str | None = None) -> ApiKeyRow:
+    async def add(self, key_hash: bytes, role: ApiRole, label: str | None = None) -> ApiKeyRow:
         """Let this key in. One that is known already stays as it is, revoked ones included.
 
         `key_hash`: the SHA-256 of the key. Raises UsageError for a role that is none.
@@ -41,22 +41,22 @@ class ApiKeyRepository(Repository):
         values = {"role": role, "label": json_codec.clean_text(label), "created_at": time.time()}
         async with self._database.writing() as connection:
             await connection.execute(self._database.insert_new(schema.api_keys).values(key_hash=key_hash, **values))
-        found = await self.api_key(key_hash)
+        found = await self.get(key_hash)
         assert found is not None
         return found
 
-    async def api_key(self, key_hash: bytes) -> ApiKeyRow | None:
+    async def get(self, key_hash: bytes) -> ApiKeyRow | None:
         """Whose key this is, also if it was revoked."""
         async with self._database.reading() as connection:
             row = (await connection.execute(_keys.where(_k.key_hash == key_hash))).one_or_none()
         return None if row is None else _row(*row)
 
-    async def api_keys(self) -> list[ApiKeyRow]:
+    async def all(self) -> list[ApiKeyRow]:
         """Oldest first."""
         async with self._database.reading() as connection:
             return [_row(*row) for row in await connection.execute(_keys.order_by(_k.created_at, _k.key_hash))]
 
-    async def revoke_api_key(self, name: str) -> ApiKeyRow:
+    async def revoke(self, name: str) -> ApiKeyRow:
         """From now on this key lets nobody in. Raises UsageError for a name that is none."""
         try:
             first = bytes.fromhex(name)

@@ -29,7 +29,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.artifacts import artifact_path, write_artifact
-from polar_proxy.store.base import Repository
 from polar_proxy.store.database import Database
 from polar_proxy.store.filters import parse_where
 from polar_proxy.store.loader import chains_of
@@ -65,7 +64,13 @@ class ArchiveCounts:
             self.rows[table] = self.rows.get(table, 0) + count
 
 
-class ArchiveRepository(Repository):
+class StoreArchive:
+    """Exports a selection of one database to an archive, and imports archives."""
+
+    def __init__(self, database: Database, artifacts: Path) -> None:
+        self._database = database
+        self._artifacts = artifacts
+
     async def export_archive(
         self, file: Path, *, where: str | None = None, sessions: Sequence[str] = (), overwrite: bool = False
     ) -> ArchiveCounts:

@@ -15,13 +15,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.base import Repository
-from polar_proxy.store.rows import ArtifactRow, EventRow, RewardRow
+from polar_proxy.store.database import Database
+from polar_proxy.store.rows import ArtifactRow, RewardRow
 from polar_proxy.store.secrets import json_without_secrets, log_without_secrets
 from polar_proxy.types import Json, new_id
 
 
-class ArtifactRepository(Repository):
-    async def add_reward(
+class RewardRepository(Repository):
+    async def add(
         self,
         rollout_id: str,
         value: float | None,
@@ -58,14 +59,7 @@ class ArtifactRepository(Repository):
                 )
         return reward_id
 
-    async def has_trace(self, rollout_id: str, trace_id: str) -> bool:
-        """Whether this trace, of any builder, is the rollout's."""
-        t = schema.traces.c
-        query = select(t.trace_id).where(t.trace_id == trace_id, t.rollout_id == rollout_id)
-        async with self._database.reading() as connection:
-            return (await connection.execute(query)).scalar_one_or_none() is not None
-
-    async def rewards(self, rollout_id: str) -> list[RewardRow]:
+    async def of_rollout(self, rollout_id: str) -> list[RewardRow]:
         """All rewards of a rollout, its traces and calls, oldest first."""
         c = schema.rewards.c
         columns = (c.reward_id, c.rollout_id, c.trace_id, c.call_id, c.source, c.value, c.detail, c.created_at)
@@ -73,19 +67,13 @@ class ArtifactRepository(Repository):
         async with self._database.reading() as connection:
             return [RewardRow(*row) for row in await connection.execute(query)]
 
-    async def add_event(self, rollout_id: str, kind: str, data: Json) -> None:
-        async with self._database.writing() as connection:
-            await insert_event(connection, rollout_id, time.time(), kind, data)
 
-    async def events(self, rollout_id: str) -> list[EventRow]:
-        """In the order in which they were stored; status changes have the kind `status`."""
-        c = schema.events.c
-        columns = (c.event_id, c.rollout_id, c.at, c.kind, c.data)
-        query = select(*columns).where(c.rollout_id == rollout_id).order_by(c.event_id)
-        async with self._database.reading() as connection:
-            return [EventRow(*row) for row in await connection.execute(query)]
+class ArtifactRepository(Repository):
+    def __init__(self, database: Database, folder: Path) -> None:
+        super().__init__(database)
+        self._artifacts = folder
 
-    async def add_artifact(self, rollout_id: str, name: str, data: bytes) -> ArtifactRow:
+    async def add(self, rollout_id: str, name: str, data: bytes) -> ArtifactRow:
         """Keep a file (a patch, a log). Equal contents are one file on disk, named by their SHA-256.
 
         Logs are kept without secrets; a patch is kept as it is, since it must still apply."""
@@ -104,7 +92,7 @@ class ArtifactRepository(Repository):
             await connection.execute(insert(schema.artifacts).values(values))
         return ArtifactRow(**values, path=artifact_path(self._artifacts, sha256))  # type: ignore[arg-type]
 
-    async def artifacts(self, rollout_id: str) -> list[ArtifactRow]:
+    async def of_rollout(self, rollout_id: str) -> list[ArtifactRow]:
         c = schema.artifacts.c
         columns = (c.artifact_id, c.rollout_id, c.name, c.sha256, c.bytes, c.created_at)
         query = select(*columns).where(c.rollout_id == rollout_id).order_by(c.artifact_id)

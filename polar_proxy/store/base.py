@@ -1,18 +1,12 @@
-"""What every part of the store shares."""
+"""The base class of the repositories."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from polar_proxy.store.announce import CallAnnouncer
 from polar_proxy.store.database import Database
-from polar_proxy.store.group_commit import GroupCommit
 
 
 class Repository:
-    """One family of the store's methods; `store.Store` is all of them together."""
+    """The queries on one family of tables."""
 
-    _database: Database
-    _commits: GroupCommit
-    _announcer: CallAnnouncer
-    _artifacts: Path
+    def __init__(self, database: Database) -> None:
+        self._database = database

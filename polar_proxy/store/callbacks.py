@@ -45,7 +45,7 @@ class CallbackRow:
 
 
 class CallbackRepository(Repository):
-    async def claim_callbacks(self, limit: int, seconds: float) -> list[CallbackRow]:
+    async def claim(self, limit: int, seconds: float) -> list[CallbackRow]:
         """Those that are due, to be sent by the caller alone within `seconds`; each has begun one more attempt."""
         now = time.time()
         async with self._database.reading() as connection:  # which hinders nobody, and mostly there is none
@@ -68,7 +68,7 @@ class CallbackRepository(Repository):
             )
             return [CallbackRow(*row) for row in await connection.execute(_callbacks.where(mine))]
 
-    async def fix_callback_body(self, callback_id: str, body: str) -> str:
+    async def fix_body(self, callback_id: str, body: str) -> str:
         """What is sent, now and at every later attempt: this, unless an earlier attempt had another, which is
         returned."""
         mine = _b.callback_id == callback_id
@@ -76,12 +76,12 @@ class CallbackRepository(Repository):
             await connection.execute(update(schema.callbacks).where(mine, _b.body.is_(None)).values(body=body))
             return str((await connection.execute(select(_b.body).where(mine))).scalar_one())
 
-    async def callback_delivered(self, callback_id: str) -> None:
+    async def mark_delivered(self, callback_id: str) -> None:
         values = {"next_attempt_at": None, "delivered_at": time.time(), "error": None}
         async with self._database.writing() as connection:
             await connection.execute(update(schema.callbacks).where(_b.callback_id == callback_id).values(**values))
 
-    async def callback_failed(self, callback_id: str, error: str, again_after: float | None) -> None:
+    async def mark_failed(self, callback_id: str, error: str, again_after: float | None) -> None:
         """Not taken: to be sent again after so many seconds, or (None) never again."""
         next_attempt_at = None if again_after is None else time.time() + again_after
         told = json_codec.clean_text(without_secrets(error))
@@ -92,7 +92,7 @@ class CallbackRepository(Repository):
                 .values(next_attempt_at=next_attempt_at, error=told)
             )
 
-    async def callbacks(self, job_id: str) -> list[CallbackRow]:
+    async def of_job(self, job_id: str) -> list[CallbackRow]:
         """Of a job, oldest first."""
         async with self._database.reading() as connection:
             rows = await connection.execute(_callbacks.where(_b.job_id == job_id))

@@ -9,6 +9,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, func, select
 
 from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Database
+from polar_proxy.store.group_commit import GroupCommit
 from polar_proxy.store.loader import fetch
 from polar_proxy.store.rows import CallSummary, StoredCall
 from polar_proxy.store.schema import calls, completions
@@ -35,20 +37,24 @@ _summary: tuple[ColumnElement[Any], ...] = (
 
 
 class CallRepository(Repository):
-    async def commit_call(self, record: CallRecord) -> None:
+    def __init__(self, database: Database, writer: GroupCommit) -> None:
+        super().__init__(database)
+        self._commits = writer
+
+    async def commit(self, record: CallRecord) -> None:
         """Returns after the commit that holds the call. Raises StoreError when it cannot be stored.
 
         `prompt_ids` and `token_ids` int32, `logprobs` float32, one of each per token.
         """
         await self._commits.commit(record)
 
-    async def call(self, call_id: str) -> StoredCall | None:
+    async def get(self, call_id: str) -> StoredCall | None:
         async with self._database.reading() as connection:
             found = await fetch(connection, _c.call_id == call_id)
         records = await asyncio.to_thread(found.records)
         return records[0] if records else None
 
-    async def calls(self, session_id: str, *, text: bool = True) -> list[StoredCall]:
+    async def of_session(self, session_id: str, *, text: bool = True) -> list[StoredCall]:
         """All calls of a session with everything, in the order in which they started.
 
         Without `text` they have no messages, tools and marks, and their answers are empty messages: all that traces are
@@ -57,7 +63,7 @@ class CallRepository(Repository):
             found = await fetch(connection, _c.session_id == session_id, text=text)
         return await asyncio.to_thread(found.records)
 
-    async def call_rows(self, session_id: str) -> list[CallSummary]:
+    async def summaries(self, session_id: str) -> list[CallSummary]:
         """The calls of a session without messages and tokens, in the order in which they started."""
         query = select(*_summary).where(_c.session_id == session_id).order_by(_c.started_at, _c.call_id)
         async with self._database.reading() as connection:

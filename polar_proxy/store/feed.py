@@ -23,7 +23,7 @@ from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.base import Repository
 from polar_proxy.store.job_events import insert_job_event
-from polar_proxy.store.jobs import cancel_rollouts
+from polar_proxy.store.queue import cancel_rollouts
 from polar_proxy.types import new_id
 
 _g = schema.groups.c
@@ -59,7 +59,7 @@ class LeaseBatch:
 
 
 class FeedRepository(Repository):
-    async def lease_groups(
+    async def lease(
         self,
         consumer: str,
         limit: int,
@@ -158,11 +158,11 @@ class FeedRepository(Repository):
         run out."""
         await self._end(lease_id, "acknowledged", "delivered")
 
-    async def give_back(self, lease_id: str) -> None:
+    async def release(self, lease_id: str) -> None:
         """The consumer will not use the group: it is offered again."""
         await self._end(lease_id, "returned", "waiting")
 
-    async def extend_lease(self, lease_id: str, seconds: float) -> float:
+    async def extend(self, lease_id: str, seconds: float) -> float:
         """Keep the group for `seconds` from now; returns when that ends."""
         now = time.time()
         async with self._database.writing() as connection:
@@ -173,14 +173,14 @@ class FeedRepository(Repository):
                 raise _gone(lease_id)
         return now + seconds
 
-    async def feed_depth(self) -> dict[str, int]:
+    async def depth(self) -> dict[str, int]:
         """How many groups are waiting, leased, delivered, dropped; `open` ones are still being rolled out."""
         query = select(_g.delivery, func.count()).where(_g.delivery.is_not(None)).group_by(_g.delivery)
         async with self._database.writing() as connection:
             await _expire(connection, time.time())
             return {row[0]: row[1] for row in await connection.execute(query)}
 
-    async def dropped_reasons(self) -> dict[str, int]:
+    async def drop_reasons(self) -> dict[str, int]:
         """How many groups were offered and dropped, by reason."""
         query = select(_g.reason, func.count()).where(_g.delivery == "dropped").group_by(_g.reason)
         async with self._database.reading() as connection:

@@ -39,12 +39,12 @@ def fleet_paused(now: float) -> ColumnElement[bool]:
 
 
 class FleetRepository(Repository):
-    async def fleet(self) -> FleetRow:
+    async def get(self) -> FleetRow:
         async with self._database.reading() as connection:
             row = (await connection.execute(select(_f.paused_at, _f.paused_until).where(_f.fleet_id == 1))).one()
         return FleetRow(*row)
 
-    async def set_fleet(self, wanted: FleetRow, *, only_if: FleetRow | None = None) -> bool:
+    async def update(self, wanted: FleetRow, *, only_if: FleetRow | None = None) -> bool:
         """Pause all servers, or let them go on. `only_if`: only where it stands so. Returns whether it was done.
 
         When this returns, whatever was being claimed meanwhile is claimed: `fleet_in_hand` counts it."""
@@ -62,7 +62,7 @@ class FleetRepository(Repository):
             )
         return True
 
-    async def fleet_in_hand(self) -> list[str]:
+    async def in_flight(self) -> list[str]:
         """The rollouts that services have in hand, whichever server it is."""
         async with self._database.reading() as connection:
             query = select(_r.rollout_id).where(_in_hand).order_by(_r.rollout_id)

@@ -59,7 +59,7 @@ class JobEventRow:
 
 
 class JobEventRepository(Repository):
-    async def progress_start(self, job_id: str | None = None) -> EventCursor:
+    async def start(self, job_id: str | None = None) -> EventCursor:
         """Just before the first happening of a job; without one, behind the last that there is."""
         async with self._database.reading() as connection:
             if job_id is None:
@@ -70,7 +70,7 @@ class JobEventRepository(Repository):
             job = int(await connection.scalar(select(func.min(_je.job_event_id)).where(_je.job_id == job_id)) or 1)
             return EventCursor(stage - 1, job - 1)
 
-    async def progress_end(self, job_id: str) -> EventCursor:
+    async def end(self, job_id: str) -> EventCursor:
         """Behind the last happening of a job so far."""
         async with self._database.reading() as connection:
             last = select(func.max(_e.event_id)).join(schema.rollouts, _r.rollout_id == _e.rollout_id)
@@ -78,7 +78,7 @@ class JobEventRepository(Repository):
             job = int(await connection.scalar(select(func.max(_je.job_event_id)).where(_je.job_id == job_id)) or 0)
             return EventCursor(stage, job)
 
-    async def progress_over(self, job_id: str) -> bool:
+    async def is_over(self, job_id: str) -> bool:
         """Whether nothing more can happen to a job: it has ended, and so have its rollouts."""
         ended = select(schema.jobs.c.status).where(schema.jobs.c.job_id == job_id)
         left = exists().where(_r.job_id == job_id, ~schema.rollout_is_final)
@@ -87,7 +87,7 @@ class JobEventRepository(Repository):
                 return False
             return not (await connection.execute(select(left))).scalar_one()
 
-    async def progress(
+    async def read(
         self, after: EventCursor, *, job_id: str | None = None, limit: int = 500
     ) -> tuple[list[JobEventRow], EventCursor]:
         """What came after a cursor, of one job or of all, and the cursor behind all that was looked at.

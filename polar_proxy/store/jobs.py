@@ -21,10 +21,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import UsageError
 from polar_proxy.store import json_codec, schema
 from polar_proxy.store.artifacts import insert_event
-from polar_proxy.store.callbacks import CallbackKind, queue_callback
+from polar_proxy.store.callbacks import queue_callback
 from polar_proxy.store.job_events import insert_job_event
-from polar_proxy.store.queue import CANCEL_REQUESTED, QueueRepository, cancel_rollouts
-from polar_proxy.store.stages import Claim
+from polar_proxy.store.queue import QueueRepository, cancel_rollouts
 from polar_proxy.types import Json, new_id
 
 JobStatus = Literal["open", "paused", "done", "cancelled"]
@@ -81,23 +80,8 @@ class JobRow:
     rollouts: dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRow:
-    group_id: str
-    job_id: str | None
-    task_id: str
-    size: int
-    wanted: int
-    config: Json
-    status: str
-    reason: str | None
-    delivery: str | None
-    created_at: float
-    ended_at: float | None
-
-
 class JobRepository(QueueRepository):
-    async def submit_job(
+    async def submit(
         self,
         spec: Json,
         groups: Sequence[NewGroup],
@@ -148,15 +132,15 @@ class JobRepository(QueueRepository):
                         f"The idempotency key {idempotency_key!r} was used for another job, {found.job_id}."
                     )
                 job_id = found.job_id
-        row = await self.job(job_id)
+        row = await self.get(job_id)
         assert row is not None
         return row, is_new
 
-    async def job(self, job_id: str) -> JobRow | None:
+    async def get(self, job_id: str) -> JobRow | None:
         rows = await self._jobs(_j.job_id == job_id)
         return rows[0] if rows else None
 
-    async def jobs(
+    async def find(
         self, *, statuses: Collection[str] | None = None, limit: int | None = None, before: str | None = None
     ) -> list[JobRow]:
         """Newest first."""
@@ -184,7 +168,7 @@ class JobRepository(QueueRepository):
             sizes = {row[0]: row[1] for row in await connection.execute(grouped)}
         return [JobRow(*row, sizes.get(row.job_id, 0), stands.get(row.job_id, {})) for row in rows]
 
-    async def set_job(
+    async def set_status(
         self,
         job_id: str,
         status: JobStatus,
@@ -249,87 +233,6 @@ class JobRepository(QueueRepository):
         async with self._database.reading() as connection:
             return int((await connection.execute(query)).scalar_one())
 
-    async def cancel_group(self, group_id: str, *, reason: str) -> list[str]:
-        """Cancel what is left of a group; returns the ids of its rollouts that workers have in hand."""
-        now = time.time()
-        async with self._database.writing() as connection:
-            await connection.execute(
-                update(schema.groups)
-                .where(_g.group_id == group_id, _g.status == "open")
-                .values(reason=json_codec.clean_text(reason))
-            )
-            return await cancel_rollouts(connection, _r.group_id == group_id, now)
-
-    async def cancel_rollout(self, rollout_id: str) -> bool:
-        """Cancel a rollout that is queued. False: a worker has it in hand and must end it, or it has ended."""
-        async with self._database.writing() as connection:
-            await cancel_rollouts(connection, _r.rollout_id == rollout_id, time.time())
-            query = select(_r.status).where(_r.rollout_id == rollout_id)
-            return (await connection.execute(query)).scalar_one_or_none() == "cancelled"
-
-    async def group(self, group_id: str) -> GroupRow | None:
-        async with self._database.reading() as connection:
-            row = (await connection.execute(_groups.where(_g.group_id == group_id))).one_or_none()
-        return None if row is None else GroupRow(*row)
-
-    async def groups(self, job_id: str) -> list[GroupRow]:
-        """Of a job, in the order of submission."""
-        async with self._database.reading() as connection:
-            rows = await connection.execute(_groups.where(_g.job_id == job_id).order_by(_g.group_id))
-            return [GroupRow(*row) for row in rows]
-
-    async def unsettled_groups(self) -> list[str]:
-        """Groups of jobs that are open though all of their rollouts have ended: whoever ended the last was killed."""
-        busy = select(_r.group_id).where(~_final)
-        query = select(_g.group_id).where(_g.job_id.is_not(None), _g.status == "open", _g.group_id.not_in(busy))
-        async with self._database.reading() as connection:
-            return list((await connection.execute(query)).scalars())
-
-    async def settle_group(self, group_id: str) -> tuple[GroupRow, bool] | None:
-        """End a group all of whose rollouts have ended, and its job with the last group; and whether it
-        was this call that did. None: it is still open.
-
-        An offered group then waits for a consumer, unless none of its rollouts came to an end of its own.
-        """
-        now = time.time()
-        async with self._database.writing() as connection:
-            found = (await connection.execute(_groups.where(_g.group_id == group_id).with_for_update())).one()
-            if found.status != "open":
-                return GroupRow(*found), False
-            left = select(func.count()).where(_r.group_id == group_id, ~_final)
-            if (await connection.execute(left)).scalar_one():
-                return None
-            useful = select(func.count()).where(_r.group_id == group_id, _r.status.in_(("done", "timed_out")))
-            finished = bool((await connection.execute(useful)).scalar_one())
-            await connection.execute(
-                update(schema.groups)
-                .where(_g.group_id == group_id)
-                .values(
-                    status="finished" if finished else "cancelled",
-                    ended_at=now,
-                    delivery=case(
-                        (_g.delivery.is_(None), None),
-                        (_g.delivery == "dropped", "dropped"),  # it was too stale
-                        else_="waiting" if finished else "dropped",
-                    ),
-                    reason=func.coalesce(_g.reason, None if finished else "no rollout of it came to an end"),
-                )
-            )
-            group = GroupRow(*(await connection.execute(_groups.where(_g.group_id == group_id))).one())
-            told = {"status": group.status, "reason": group.reason, "delivery": group.delivery}
-            await insert_job_event(connection, found.job_id, group_id, now, "group", told)
-            if found.job_id is not None:
-                kind: CallbackKind = "group.finished" if finished else "group.cancelled"
-                await queue_callback(connection, found.job_id, kind, group_id, now)
-                await _end_job(connection, found.job_id, now)
-            return group, True
-
-
-_groups = select(
-    *(_g.group_id, _g.job_id, _g.task_id, _g.size, func.coalesce(_g.wanted, _g.size), _g.config, _g.status),
-    *(_g.reason, _g.delivery, _g.created_at, _g.ended_at),
-)
-
 
 async def _queue(connection: AsyncConnection, job_id: str, group: NewGroup, now: float, owned: bool) -> None:
     group_id = new_id("group")
@@ -370,21 +273,6 @@ async def _queue(connection: AsyncConnection, job_id: str, group: NewGroup, now:
         await insert_event(connection, rollout_id, now, "status", {"from": None, "to": "queued"})
 
 
-async def _end_job(connection: AsyncConnection, job_id: str, now: float) -> None:
-    """When none of its groups is open any more."""
-    open_groups = select(func.count()).where(_g.job_id == job_id, _g.status == "open")
-    if (await connection.execute(open_groups)).scalar_one():
-        return
-    ended = await connection.execute(
-        update(schema.jobs)
-        .where(_j.job_id == job_id, _j.status.in_(("open", "paused")))
-        .values(status="done", ended_at=now, paused_until=None)
-    )
-    if ended.rowcount:
-        await insert_job_event(connection, job_id, None, now, "job", {"status": "done"})
-        await queue_callback(connection, job_id, "job.ended", None, now)
-
-
 async def _cancel_idle_groups(connection: AsyncConnection, job_id: str, now: float) -> None:
     """Those of a cancelled job of which nothing is in hand."""
     busy = select(_r.group_id).where(_r.job_id == job_id, ~_final)
@@ -395,16 +283,3 @@ async def _cancel_idle_groups(connection: AsyncConnection, job_id: str, now: flo
         values = {"status": "cancelled", "reason": reason, "ended_at": now, "delivery": delivery}
         await connection.execute(update(schema.groups).where(_g.group_id == group_id).values(**values))
         await insert_job_event(connection, job_id, group_id, now, "group", {"status": "cancelled", "reason": reason})
-
-
-__all__ = [
-    "CANCEL_REQUESTED",
-    "Claim",
-    "GroupRow",
-    "JobRepository",
-    "JobRow",
-    "JobStatus",
-    "NewGroup",
-    "NewRollout",
-    "cancel_rollouts",
-]

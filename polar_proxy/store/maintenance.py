@@ -16,17 +16,21 @@ import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, and_, delete, exists, func, or_, select, update
+from sqlalchemy import ColumnElement, Table, and_, delete, exists, func, or_, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
-from polar_proxy.store import schema
+from polar_proxy.store import migrate, schema
+from polar_proxy.store.archive import ArchiveCounts, StoreArchive
 from polar_proxy.store.artifacts import artifact_path
 from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Database
 from polar_proxy.store.filters import parse_where
-from polar_proxy.store.verify import ProgressCallback, no_progress
+from polar_proxy.store.verify import IntegrityFault, ProgressCallback, StoreVerifier, no_progress
+from polar_proxy.types import Json
 
 _BATCH = 500
 _ROLLOUTS_AT_ONCE = 20
@@ -65,6 +69,58 @@ class VacuumResult:
 
 
 class MaintenanceRepository(Repository):
+    """Statistics, integrity checks, pruning and archives."""
+
+    def __init__(self, database: Database, artifacts: Path) -> None:
+        super().__init__(database)
+        self._artifacts = artifacts
+
+    async def stats(self) -> Json:
+        """Rows of every table, bytes on disk, tokens by kind, the schema revision.
+
+        `prompt_tokens` are as the calls saw them; `stored_prompt_tokens` are what is left after sharing.
+        """
+        s, n = schema.sessions.c, schema.nodes.c
+        async with self._database.reading() as connection:
+            rows = {
+                table.name: await connection.scalar(select(func.count()).select_from(table))
+                for table in schema.metadata.sorted_tables
+            }
+            prompt, completion = (
+                await connection.execute(
+                    select(func.coalesce(func.sum(s.prompt_tokens), 0), func.coalesce(func.sum(s.completion_tokens), 0))
+                )
+            ).one()
+            stored = await connection.scalar(select(func.coalesce(func.sum(n.length), 0)).where(n.kind == "tokens"))
+            if self._database.dialect == "sqlite":
+                size = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
+            else:
+                size = "SELECT pg_database_size(current_database())"
+            return {
+                "schema": await migrate.revision(connection),
+                "database": self._database.dialect,
+                "bytes": int(await connection.scalar(text(size)) or 0),
+                "rows": rows,
+                "tokens": {
+                    "prompt_tokens": int(prompt),
+                    "completion_tokens": int(completion),
+                    "stored_prompt_tokens": int(stored or 0),
+                },
+            }
+
+    async def verify(self, progress: ProgressCallback = no_progress) -> list[IntegrityFault]:
+        """Check every row; see `StoreVerifier`."""
+        return await StoreVerifier(self._database, self._artifacts).verify(progress)
+
+    async def export_archive(
+        self, file: Path, *, where: str | None = None, sessions: Sequence[str] = (), overwrite: bool = False
+    ) -> ArchiveCounts:
+        archive = StoreArchive(self._database, self._artifacts)
+        return await archive.export_archive(file, where=where, sessions=sessions, overwrite=overwrite)
+
+    async def import_archive(self, file: Path) -> ArchiveCounts:
+        return await StoreArchive(self._database, self._artifacts).import_archive(file)
+
     async def prune(
         self,
         before: float,

@@ -19,8 +19,10 @@ from collections.abc import Collection, Sequence
 from sqlalchemy import and_, delete, or_, select, update
 
 from polar_proxy.store import schema
-from polar_proxy.store.announce import OpenCall
+from polar_proxy.store.announce import CallAnnouncer, OpenCall
 from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Database
+from polar_proxy.store.group_commit import GroupCommit
 
 _o = schema.open_calls.c
 _r = schema.rollouts.c
@@ -29,6 +31,11 @@ _row = (_o.call_id, _o.session_id, _o.gateway, _o.started_at, _o.lease_expires_a
 
 
 class OpenCallRepository(Repository):
+    def __init__(self, database: Database, announcer: CallAnnouncer, writer: GroupCommit) -> None:
+        super().__init__(database)
+        self._announcer = announcer
+        self._commits = writer
+
     async def announce(self, gateway: str, session_id: str, call_ids: Sequence[str], seconds: float) -> bool:
         """Say that `gateway` is about to answer these calls, which it holds for so long unless it renews them. Returns
         when every gateway can see it; False: the session is closed, and nothing may be answered."""
@@ -48,7 +55,7 @@ class OpenCallRepository(Repository):
                     update(schema.open_calls).where(mine).values(lease_expires_at=time.time() + seconds)
                 )
 
-    async def open_calls(self, session_id: str, *, but: str | None = None) -> list[OpenCall]:
+    async def of_session(self, session_id: str, *, but: str | None = None) -> list[OpenCall]:
         """What is being answered of a session, or was lost of it, oldest first; not by the gateway `but`."""
         query = select(*_row).where(_o.session_id == session_id).order_by(_o.started_at, _o.call_id)
         if but is not None:
@@ -56,20 +63,20 @@ class OpenCallRepository(Repository):
         async with self._database.reading() as connection:
             return [OpenCall(*row) for row in await connection.execute(query)]
 
-    async def take_open(self, session_id: str) -> list[OpenCall]:
+    async def take(self, session_id: str) -> list[OpenCall]:
         """Take away what is left of a session that has ended: what comes of it later comes too late."""
-        if not await self.open_calls(session_id):
+        if not await self.of_session(session_id):
             return []
         taken = delete(schema.open_calls).where(_o.session_id == session_id).returning(*_row)
         async with self._database.writing() as connection:
             return [OpenCall(*row) for row in (await connection.execute(taken)).all()]
 
-    async def open_gateways(self) -> set[str]:
+    async def gateways(self) -> set[str]:
         """The gateways that have calls open, or died with some."""
         async with self._database.reading() as connection:
             return set((await connection.execute(select(_o.gateway).distinct())).scalars())
 
-    async def sweep_open(self, dead: Collection[str] = ()) -> list[OpenCall]:
+    async def sweep(self, dead: Collection[str] = ()) -> list[OpenCall]:
         """Remove the rows of gateways that are `dead` or fell silent, and return them. Those of a rollout that goes on
         stay: its end has to know what was lost."""
         now = time.time()

@@ -19,9 +19,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.artifacts import insert_event
+from polar_proxy.store.base import Repository
 from polar_proxy.store.fleet import fleet_paused
 from polar_proxy.store.pace import staleness_filter
-from polar_proxy.store.stages import Claim, StageRepository, close_sessions, end_stages
+from polar_proxy.store.stages import Claim, close_sessions, end_stages
 
 CANCEL_REQUESTED = "cancel_requested"
 """The cause of a rollout that a worker has in hand and is asked to end."""
@@ -33,7 +34,7 @@ _st = schema.stages.c
 _final = schema.rollout_is_final
 
 
-class QueueRepository(StageRepository):
+class QueueRepository(Repository):
     async def claim(
         self, worker: str, limit: int, seconds: float, *, policy_version: str | None = None, job_id: str | None = None
     ) -> list[Claim]:
@@ -67,7 +68,7 @@ class QueueRepository(StageRepository):
         held = {row.rollout_id: Claim(**row._mapping) for row in rows}
         return [held[rollout_id] for rollout_id in ids if rollout_id in held]
 
-    async def hold(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
+    async def heartbeat(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
         """Say that the worker still has these. Returns those it must end because they were cancelled, and those that
         are not its own any more, about which it has nothing to say.
 
@@ -98,19 +99,19 @@ class QueueRepository(StageRepository):
             raise UsageError(f"The rollout {rollout_id} has ended, or does not exist.")
         return attempt[rollout_id]
 
-    async def lost(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
+    async def reclaim_expired(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
         """Take rollouts from workers that fell silent: queued again, with their new attempt's number, or, after so
         many `attempts` or where they were to be cancelled, ended (attempt 0). Of one job, or of all that no process
         owns."""
         return await self._take(and_(_r.lease_expires_at < time.time(), _within(job_id)), attempts)
 
-    async def holders(self) -> set[str]:
+    async def workers(self) -> set[str]:
         """The workers that hold rollouts which no process owns."""
         query = select(_r.claimed_by).where(_r.claimed_by.is_not(None), ~_final, _within(None)).distinct()
         async with self._database.reading() as connection:
             return {str(worker) for worker in (await connection.execute(query)).scalars()}
 
-    async def take_from(self, worker: str, *, attempts: int) -> dict[str, int]:
+    async def reclaim_from(self, worker: str, *, attempts: int) -> dict[str, int]:
         """As `lost`, of all that this worker holds: it is known to be dead."""
         return await self._take(and_(_r.claimed_by == worker, _within(None)), attempts)
 
@@ -135,6 +136,13 @@ class QueueRepository(StageRepository):
             )
             again = await _requeue(connection, silent, "worker_lost", now)
         return {**again, **dict.fromkeys(gone, 0)}
+
+    async def cancel(self, rollout_id: str) -> bool:
+        """Cancel a rollout that is queued. False: a worker has it in hand and must end it, or it has ended."""
+        async with self._database.writing() as connection:
+            await cancel_rollouts(connection, _r.rollout_id == rollout_id, time.time())
+            query = select(_r.status).where(_r.rollout_id == rollout_id)
+            return (await connection.execute(query)).scalar_one_or_none() == "cancelled"
 
 
 def _queued(which: Sequence[ColumnElement[bool]]) -> Select[Any]:

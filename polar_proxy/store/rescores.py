@@ -49,7 +49,7 @@ class Rescore:
 
 
 class RescoreRepository(Repository):
-    async def put_rescores(self, session_id: str, rescores: Sequence[Rescore]) -> None:
+    async def put(self, session_id: str, rescores: Sequence[Rescore]) -> None:
         """Replace what was made of the session's answers before. Raises StoreError for arrays that do not fit."""
         for one in rescores:
             if one.token_ids.size != one.logprobs.size:
@@ -64,7 +64,7 @@ class RescoreRepository(Repository):
             if packed.rescores:
                 await connection.execute(insert(schema.rescores), packed.rescores)
 
-    async def rescores(self, session_id: str) -> list[Rescore]:
+    async def of_session(self, session_id: str) -> list[Rescore]:
         """By call and choice."""
         async with self._database.reading() as connection:
             unpack = await _fetch(connection, _c.session_id == session_id)

@@ -23,7 +23,7 @@ _summary = (
 
 
 class SessionRepository(Repository):
-    async def create_session(
+    async def create(
         self,
         *,
         key_hash: bytes | None,
@@ -54,10 +54,10 @@ class SessionRepository(Repository):
             row = (await connection.execute(select(*_row).where(mine))).one()
         return SessionRow(*row)
 
-    async def session_by_key(self, key_hash: bytes) -> SessionRow | None:
+    async def by_key(self, key_hash: bytes) -> SessionRow | None:
         return await self._session_where(_c.key_hash == key_hash)
 
-    async def session(self, session_id: str) -> SessionRow | None:
+    async def get(self, session_id: str) -> SessionRow | None:
         return await self._session_where(_c.session_id == session_id)
 
     async def _session_where(self, where: ColumnElement[bool]) -> SessionRow | None:
@@ -65,7 +65,7 @@ class SessionRepository(Repository):
             row = (await connection.execute(select(*_row).where(where))).one_or_none()
         return None if row is None else SessionRow(*row)
 
-    async def close_session(self, session_id: str) -> None:
+    async def close(self, session_id: str) -> None:
         """Mark it closed; the first closing time stays."""
         statement = (
             update(sessions).where(_c.session_id == session_id, _c.closed_at.is_(None)).values(closed_at=time.time())
@@ -73,7 +73,7 @@ class SessionRepository(Repository):
         async with self._database.writing() as connection:
             await connection.execute(statement)
 
-    async def sessions(self, limit: int = 50, before: str | None = None) -> list[SessionSummary]:
+    async def recent(self, limit: int = 50, before: str | None = None) -> list[SessionSummary]:
         """Newest first; `before` is the last session id of the page before. Fast however many calls there are."""
         query: Any = select(*_summary).order_by(_c.session_id.desc()).limit(limit)
         if before is not None:
@@ -81,7 +81,14 @@ class SessionRepository(Repository):
         async with self._database.reading() as connection:
             return [SessionSummary(*row) for row in await connection.execute(query)]
 
-    async def session_summary(self, session_id: str) -> SessionSummary | None:
+    async def summary(self, session_id: str) -> SessionSummary | None:
         async with self._database.reading() as connection:
             row = (await connection.execute(select(*_summary).where(_c.session_id == session_id))).one_or_none()
         return None if row is None else SessionSummary(*row)
+
+    async def ids_of_rollout(self, rollout_id: str, *, closed: bool = False) -> list[str]:
+        """The sessions of all its attempts, oldest first; with `closed`, those that are closed."""
+        query = select(_c.session_id).where(_c.rollout_id == rollout_id).order_by(_c.session_id)
+        query = query.where(_c.closed_at.is_not(None)) if closed else query
+        async with self._database.reading() as connection:
+            return list((await connection.execute(query)).scalars())

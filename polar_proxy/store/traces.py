@@ -27,7 +27,7 @@ _p = schema.trace_spans.c
 
 
 class TraceRepository(Repository):
-    async def put_traces(
+    async def put(
         self,
         traces: Sequence[Trace],
         excluded: Mapping[str, str],
@@ -77,7 +77,7 @@ class TraceRepository(Repository):
                 if values:
                     await connection.execute(insert(table), values)
 
-    async def traces(
+    async def find(
         self, *, session_id: str | None = None, rollout_id: str | None = None, builder: str = "merged"
     ) -> list[Trace]:
         """What the builder made of a session or a rollout, in its order, equal to what was put."""
@@ -95,6 +95,13 @@ class TraceRepository(Repository):
             sessions = sorted({row.session_id for row in rows})
             records = await fetch_for(connection, schema.calls.c.session_id.in_(sessions), builder)
         return await asyncio.to_thread(lambda: _rebuild(rows, spans, {call.call_id: call for call in records()}))
+
+    async def belongs_to(self, rollout_id: str, trace_id: str) -> bool:
+        """Whether this trace, of any builder, is the rollout's."""
+        t = schema.traces.c
+        query = select(t.trace_id).where(t.trace_id == trace_id, t.rollout_id == rollout_id)
+        async with self._database.reading() as connection:
+            return (await connection.execute(query)).scalar_one_or_none() is not None
 
     async def certificates(self, *, session_id: str, builder: str = "merged") -> dict[str, Json | None]:
         """By trace id; None where the trace has none (yet)."""

@@ -45,7 +45,7 @@ class TrainingRunRow:
 
 
 class TrainingRepository(Repository):
-    async def put_training_run(self, run_id: str, name: str, config: Json, lines: Sequence[Json]) -> None:
+    async def put_run(self, run_id: str, name: str, config: Json, lines: Sequence[Json]) -> None:
         """Make the run known, or take it up: these are all its lines. Each has `kind`, `step` and `at`."""
         row = {"run_id": run_id, "name": name, "config": config, "created_at": time.time()}
         async with self._database.writing() as connection:
@@ -56,7 +56,7 @@ class TrainingRepository(Repository):
             if lines:
                 await connection.execute(insert(schema.training_lines), _rows(run_id, 0, lines))
 
-    async def add_training_lines(self, run_id: str, first: int, lines: Sequence[Json]) -> None:
+    async def add_lines(self, run_id: str, first: int, lines: Sequence[Json]) -> None:
         """Lines `first`, `first + 1`, ... of a run; what is there already stays as it is. Raises StoreError where the
         run is not known, MissingLinesError where lines before these are not there."""
         async with self._database.writing() as connection:
@@ -70,7 +70,7 @@ class TrainingRepository(Repository):
                 new = self._database.insert_new(schema.training_lines)
                 await connection.execute(new, _rows(run_id, first, lines))
 
-    async def training_runs(self, run_id: str | None = None) -> list[TrainingRunRow]:
+    async def runs(self, run_id: str | None = None) -> list[TrainingRunRow]:
         """Newest first; or this one, if it is known."""
         told = (
             select(
@@ -96,7 +96,7 @@ class TrainingRepository(Repository):
             for row in rows
         ]
 
-    async def training_lines(self, run_id: str) -> list[Json]:
+    async def lines(self, run_id: str) -> list[Json]:
         """All of a run, in the order in which they were written."""
         query = select(_l.kind, _l.step, _l.at, _l.data).where(_l.run_id == run_id).order_by(_l.position)
         async with self._database.reading() as connection:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -15,8 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.artifacts import artifact_path
-from polar_proxy.store.base import Repository
 from polar_proxy.store.chains import NodeKind, content_hash, node_id
+from polar_proxy.store.database import Database
 from polar_proxy.store.loader import CallLoader, fetch, fetch_links
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -37,7 +38,13 @@ def no_progress(what: str, done: int, total: int) -> None:
     """Says nothing."""
 
 
-class VerifyRepository(Repository):
+class StoreVerifier:
+    """Checks every row of one database."""
+
+    def __init__(self, database: Database, artifacts: Path) -> None:
+        self._database = database
+        self._artifacts = artifacts
+
     async def verify(self, progress: ProgressCallback = no_progress) -> list[IntegrityFault]:
         """All faults found; none: every row is what it says. Reads only, and may run beside writers: what is removed
         while it looks can show as missing.

@@ -135,20 +135,20 @@ async def audit_store(
 async def _session(
     store: Store, engine: Engine, target: SessionTarget, builder: str, at_once: int, report: AuditReport
 ) -> None:
-    traces = await store.traces(session_id=target.session_id, builder=builder)
+    traces = await store.traces.find(session_id=target.session_id, builder=builder)
     if not traces:
         report.skipped["not_built"] += 1
         return
-    certificates = await store.certificates(session_id=target.session_id, builder=builder)
+    certificates = await store.traces.certificates(session_id=target.session_id, builder=builder)
     built = {
         trace_id: str(audited["built_grade"])
         for trace_id, certificate in certificates.items()
         if certificate is not None and (audited := certificate.get("audit"))
     }
     scorers = {trace_id: told["rescored"] for trace_id, told in certificates.items() if told and told.get("rescored")}
-    calls = await store.calls(target.session_id)
+    calls = await store.calls.of_session(target.session_id)
     if builder == RESCORED_BUILDER:
-        calls = apply_rescores(calls, await store.rescores(target.session_id))
+        calls = apply_rescores(calls, await store.rescores.of_session(target.session_id))
     found = await audit(
         engine,
         report.against,
@@ -161,5 +161,5 @@ async def _session(
     )
     for audited in found:
         if audited.tokens or audited.grade == "refused":
-            await store.set_audit(audited.trace_id, audited.grade, audited.to_json(report.against, time.time()))
+            await store.traces.set_audit(audited.trace_id, audited.grade, audited.to_json(report.against, time.time()))
         report.add(audited, target.harness or UNKNOWN)

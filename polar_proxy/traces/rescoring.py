@@ -83,7 +83,7 @@ async def rescore_session(
     store: Store, engine: Engine, target: SessionTarget, report: RescoreReport, *, at_once: int = 4
 ) -> None:
     """Encode and score what one session was answered without tokens, and build its traces anew."""
-    calls = await store.calls(target.session_id)
+    calls = await store.calls.of_session(target.session_id)
     reasons: dict[str, str] = {}
     answers: list[tuple[CallRecord, Choice, TokenIds, TokenIds]] = []
     for call in calls:
@@ -103,7 +103,7 @@ async def rescore_session(
             continue
         found.append(Rescore(call.call_id, choice.index, engine.info, version, prompt, said, logprobs))
     found = [one for one in found if one.call_id not in reasons]
-    if not found and not await store.rescores(target.session_id):
+    if not found and not await store.rescores.of_session(target.session_id):
         _count(report, calls, found, reasons, 0)
         return
     built = build_rescored(calls, found, reasons=reasons, rollout_id=target.rollout_id, reward=target.reward)
@@ -111,8 +111,8 @@ async def rescore_session(
         trace_id: stored(certificate)
         for trace_id, certificate in certificates(apply_rescores(calls, found), built).items()
     }
-    await store.put_rescores(target.session_id, found)
-    await store.put_traces(built.traces, built.excluded, RESCORED_BUILDER, target.session_id, target.rollout_id, told)
+    await store.rescores.put(target.session_id, found)
+    await store.traces.put(built.traces, built.excluded, RESCORED_BUILDER, target.session_id, target.rollout_id, told)
     _count(report, calls, found, reasons, len(built.traces))
 
 

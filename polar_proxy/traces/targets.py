@@ -36,7 +36,7 @@ async def find_targets(
     found: list[SessionTarget] = []
     before: str | None = None
     while (limit is None or len(found) < limit) and (
-        rows := await store.rollouts(where=where, limit=_PAGE, before=before)
+        rows := await store.rollouts.find(where=where, limit=_PAGE, before=before)
     ):
         found += [
             SessionTarget(row.session_id, row.rollout_id, row.harness, row.reward)
@@ -45,17 +45,19 @@ async def find_targets(
         ]
         before = rows[0].rollout_id  # a page comes oldest first
     before = None
-    while where is None and (limit is None or len(found) < limit) and (page := await store.sessions(_PAGE, before)):
+    while (
+        where is None and (limit is None or len(found) < limit) and (page := await store.sessions.recent(_PAGE, before))
+    ):
         found += [SessionTarget(row.session_id) for row in page if row.rollout_id is None and row.calls]
         before = page[-1].session_id
     return found[:limit]
 
 
 async def _of_session(store: Store, session_id: str) -> SessionTarget:
-    session = await store.session(session_id)
+    session = await store.sessions.get(session_id)
     if session is None:
         raise UsageError(f"There is no session {session_id}. `polar sessions` lists them.")
-    row = None if session.rollout_id is None else await store.rollout(session.rollout_id)
+    row = None if session.rollout_id is None else await store.rollouts.get(session.rollout_id)
     if row is None:
         return SessionTarget(session_id, session.rollout_id)
     return SessionTarget(session_id, row.rollout_id, row.harness, row.reward)

@@ -25,12 +25,12 @@ FEED_ERRORS = (StoreError, ApiError, UnreachableError)
 class GroupFeed(Protocol):
     """The trainer feed, of the store in this process or of one elsewhere."""
 
-    async def lease_groups(
+    async def lease(
         self, consumer: str, limit: int, seconds: float, *, policy_version: str | None, max_staleness: int | None
     ) -> LeaseBatch: ...
     async def acknowledge(self, lease_id: str) -> None: ...
-    async def give_back(self, lease_id: str) -> None: ...
-    async def extend_lease(self, lease_id: str, seconds: float) -> float: ...
+    async def release(self, lease_id: str) -> None: ...
+    async def extend(self, lease_id: str, seconds: float) -> float: ...
 
 
 class OpenLeases:
@@ -45,8 +45,8 @@ class OpenLeases:
         return iter(list(self._open))
 
     async def take(self, consumer: str, limit: int, *, step: int, max_staleness: int | None) -> LeaseBatch:
-        """As `lease_groups`, staleness counted from `step`. What is taken is written down before it is returned."""
-        offer = await self._feed.lease_groups(
+        """As `GroupFeed.lease`, staleness counted from `step`. What is taken is written down before it is returned."""
+        offer = await self._feed.lease(
             consumer, limit, self._seconds, policy_version=str(step), max_staleness=max_staleness
         )
         if offer.leases:
@@ -70,7 +70,7 @@ class OpenLeases:
         """End what the process before had open: `trained` groups are acknowledged, the others offered again. A lease
         that it took and could not write down any more runs out by itself."""
         for row in orjson.loads(self._file.read_bytes()) if self._file.exists() else []:
-            end = self._feed.acknowledge if row["group_id"] in trained else self._feed.give_back
+            end = self._feed.acknowledge if row["group_id"] in trained else self._feed.release
             try:
                 await end(row["lease_id"])
             except FEED_ERRORS as error:  # it has run out already
@@ -92,7 +92,7 @@ class OpenLeases:
             await asyncio.sleep(self._seconds / 3)
             for lease in self:
                 try:
-                    await self._feed.extend_lease(lease.lease_id, self._seconds)
+                    await self._feed.extend(lease.lease_id, self._seconds)
                 except FEED_ERRORS as error:
                     log.warning("group %s: %s", lease.group_id, error)
 

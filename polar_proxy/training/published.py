@@ -28,11 +28,11 @@ class StoreSink:
         self._store, self._run_id, self._name, self._config = store, run_id, name, config
 
     async def begin(self, lines: Sequence[Json]) -> bool:
-        await self._store.put_training_run(self._run_id, self._name, self._config, lines)
+        await self._store.training.put_run(self._run_id, self._name, self._config, lines)
         return True
 
     async def add(self, first: int, lines: Sequence[Json]) -> bool:
-        await self._store.add_training_lines(self._run_id, first, lines)
+        await self._store.training.add_lines(self._run_id, first, lines)
         return True
 
 

@@ -33,15 +33,15 @@ class StoreGroupReader:
         self._store = store
 
     async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> TrainingGroup:
-        rows = await self._store.rollouts(group_id=group_id)
+        rows = await self._store.rollouts.find(group_id=group_id)
         members = [GroupRollout(row, tuple(await self._traces(row, builder))) for row in rows]
         return TrainingGroup(group_id, rows[0].task_id if rows else "", tuple(members), staleness)
 
     async def _traces(self, row: RolloutRow, builder: BuilderName) -> Sequence[Trace]:
-        found = await self._store.traces(rollout_id=row.rollout_id, builder=builder)
+        found = await self._store.traces.find(rollout_id=row.rollout_id, builder=builder)
         if found or builder == _STORED or row.session_id is None:
             return found
-        calls = await self._store.calls(row.session_id, text=False)
+        calls = await self._store.calls.of_session(row.session_id, text=False)
         return (await asyncio.to_thread(build, calls, builder, rollout_id=row.rollout_id, reward=row.reward)).traces
 
 
@@ -56,7 +56,7 @@ class HttpFeed:
         self._client, self._note, self._wait = client, note, wait
         self._away = False
 
-    async def lease_groups(
+    async def lease(
         self, consumer: str, limit: int, seconds: float, *, policy_version: str | None, max_staleness: int | None
     ) -> LeaseBatch:
         """As the store's. A server that does not answer offers nothing, and is told of once: the trainer asks again,
@@ -93,10 +93,10 @@ class HttpFeed:
     async def acknowledge(self, lease_id: str) -> None:
         await self._client.acknowledge(lease_id)
 
-    async def give_back(self, lease_id: str) -> None:
+    async def release(self, lease_id: str) -> None:
         await self._client.give_back(lease_id)
 
-    async def extend_lease(self, lease_id: str, seconds: float) -> float:
+    async def extend(self, lease_id: str, seconds: float) -> float:
         return (await self._client.extend(lease_id, seconds)).expires_at
 
     async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> TrainingGroup:

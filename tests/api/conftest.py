@@ -56,7 +56,7 @@ def _checked(answer: httpx.Response, status: int) -> Any:
 
 async def make_key(store: Store, role: Role) -> str:
     key = new_api_key(role)
-    await store.add_api_key(hash_key(key), role)
+    await store.api_keys.add(hash_key(key), role)
     return key
 
 

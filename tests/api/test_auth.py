@@ -67,9 +67,9 @@ async def test_every_route_under_every_key(store: Store) -> None:
     app = create_api(store, settings=Settings())
     assert routes(app) == ADMIN_ONLY | TRAINERS
     session_key = new_key()
-    await store.create_session(key_hash=hash_key(session_key), label=None, origin="key")
+    await store.sessions.create(key_hash=hash_key(session_key), label=None, origin="key")
     revoked = await make_key(store, "admin")
-    await store.revoke_api_key(hash_key(revoked).hex()[:12])
+    await store.api_keys.revoke(hash_key(revoked).hex()[:12])
     admin, trainer = await make_key(store, "admin"), await make_key(store, "trainer")
     refused = {
         None: 401,
@@ -99,7 +99,7 @@ async def test_every_route_under_every_key(store: Store) -> None:
             keys = (admin,) if (method, path) in ADMIN_ONLY else (admin, trainer)
             for key in keys:
                 assert (await ask(method, path, f"Bearer {key}")).status_code not in (401, 403, 500), path
-    assert await store.jobs() == []
+    assert await store.jobs.find() == []
 
 
 async def test_there_is_no_anonymous_access_on_loopback(serve_api: ServeApi) -> None:
@@ -119,7 +119,7 @@ async def test_there_is_no_anonymous_access_on_loopback(serve_api: ServeApi) -> 
         assert told["paths"]["/api/v1/jobs"]["post"]["security"] == [{"HTTPBearer": []}]
         assert (await http.get("/docs")).status_code == 200
         assert (await running.get("/nothing", status=404))["error"]["code"] == "not_found"
-    assert await running.store.jobs() == []
+    assert await running.store.jobs.find() == []
 
 
 async def test_a_socket_inside_a_sandbox_serves_agents_alone(serve_api: ServeApi) -> None:
@@ -153,13 +153,13 @@ async def test_the_key_of_this_machine(store: Store, tmp_path: Any) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert await local_admin_key(store, tmp_path / "home") == path
     assert path.read_text().strip() == key
-    row = await store.api_key(hash_key(key))
+    row = await store.api_keys.get(hash_key(key))
     assert row is not None
     assert row.role == "admin"
-    await store.revoke_api_key(row.name)
+    await store.api_keys.revoke(row.name)
     await local_admin_key(store, tmp_path / "home")
     assert path.read_text().strip() != key
-    assert len(await store.api_keys()) == 2
+    assert len(await store.api_keys.all()) == 2
 
 
 @pytest.mark.parametrize("path", ["jobs", "rollouts"])

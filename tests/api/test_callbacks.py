@@ -30,9 +30,9 @@ async def cancelled_job(running: RunningServer, url: str) -> str:
 
 async def until_over(running: RunningServer, job_id: str) -> list[CallbackRow]:
     async with asyncio.timeout(120):
-        while any(row.next_attempt_at is not None for row in await running.store.callbacks(job_id)):
+        while any(row.next_attempt_at is not None for row in await running.store.callbacks.of_job(job_id)):
             await asyncio.sleep(0.05)
-    return await running.store.callbacks(job_id)
+    return await running.store.callbacks.of_job(job_id)
 
 
 async def test_each_group_and_the_end(serve_api: ServeApi) -> None:
@@ -83,11 +83,11 @@ async def test_over_a_restart_with_the_secret_of_this_machine(serve_api: ServeAp
         async with serve_api(callback_pause_seconds=600) as running:
             job_id = await cancelled_job(running, receiver.url)
             async with asyncio.timeout(60):
-                while [row.error for row in await running.store.callbacks(job_id)] != ["answered 503"]:
+                while [row.error for row in await running.store.callbacks.of_job(job_id)] != ["answered 503"]:
                     await asyncio.sleep(0.05)
         assert len(receiver.got) == 1
         async with serve_api() as running:
-            async with running.store._database.writing() as connection:  # its pause is over
+            async with running.store.database.writing() as connection:  # its pause is over
                 await connection.exec_driver_sql("UPDATE callbacks SET next_attempt_at = 1")
             (row,) = await until_over(running, job_id)
         assert row.delivered_at is not None

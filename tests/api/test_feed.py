@@ -127,8 +127,8 @@ async def test_rewards_from_outside(serve_api: ServeApi) -> None:
         job = await running.post("/jobs", job_request(), status=201)
         await until_ended(running, job["job_id"])
         (row,) = (await running.get(f"/jobs/{job['job_id']}/rollouts"))["rollouts"]
-        calls = await running.store.call_rows(row["session_id"])
-        traces = await running.store.traces(rollout_id=row["rollout_id"])
+        calls = await running.store.calls.summaries(row["session_id"])
+        traces = await running.store.traces.find(rollout_id=row["rollout_id"])
         mine = {"rollout_id": row["rollout_id"], "source": "human:anna"}
 
         async def give(**given: Any) -> Any:
@@ -150,7 +150,7 @@ async def test_rewards_from_outside(serve_api: ServeApi) -> None:
         assert [(one["source"], one["value"]) for one in detail["rewards"]] == [
             *(("tests", 1.0), ("human:anna", 0.25), ("human:anna", 0.5), ("human:anna", None)),
         ]
-        assert (await running.store.traces(rollout_id=row["rollout_id"]))[0].reward == 0.5
+        assert (await running.store.traces.find(rollout_id=row["rollout_id"]))[0].reward == 0.5
         for wrong in ({"call_id": "call_none"}, {"trace_id": "trace_none"}, {"rollout_id": "roll_none"}):
             await running.post("/rewards", {**mine, "value": 1.0, **wrong}, status=404)
         for wrong in ({"call_id": "a", "trace_id": "b"}, {"source": ""}, {"value": "nan"}):
@@ -162,7 +162,7 @@ async def test_a_session_for_an_agent(serve_api: ServeApi, policy: dict[str, Any
     async with serve_api() as running:
         made = await running.post("/sessions", {"label": "laptop", **policy}, status=201)
         assert made["key"].startswith("sk-polar-")
-        row = await running.store.session(made["session_id"])
+        row = await running.store.sessions.get(made["session_id"])
         assert row is not None
         assert (row.label, row.origin, row.policy) == ("laptop", "key", policy or None)
         refused = await running.admin.get("/jobs", headers={"authorization": f"Bearer {made['key']}"})

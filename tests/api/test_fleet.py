@@ -36,7 +36,7 @@ async def test_one_that_times_out_leaves_nothing_paused(serve_api: ServeApi) -> 
         refused = await head.post("/service/drain", {"scope": "all", "timeout": 0.3}, status=409)
         assert refused["error"]["code"] == "drain_timed_out"
         assert len(refused["error"]["detail"]["left"]) == 1
-        assert await head.store.fleet() == FleetRow(None, None)
+        assert await head.store.fleet.get() == FleetRow(None, None)
         state = await head.get("/service")
         assert (state["state"], state["fleet"]) == (None, {"state": "working", "paused_until": None, "in_flight": 1})
         await node.post(f"/jobs/{job['job_id']}/cancel")
@@ -49,14 +49,14 @@ async def test_a_pause_that_was_there_stays_and_somebody_elses_is_not_undone(ser
         job = await node.post("/jobs", job_request("SleepyAgent"), status=201)
         await until_calls(node, 1)
         await head.post("/service/pause", {"scope": "all"})
-        before = await head.store.fleet()
+        before = await head.store.fleet.get()
         await head.post("/service/pause", {"scope": "all", "wait_idle": 0, "seconds": 1000}, status=409)
-        assert await head.store.fleet() == before
+        assert await head.store.fleet.get() == before
         waiting = asyncio.create_task(head.post("/service/drain", {"scope": "all", "timeout": 1}, status=409))
         await asyncio.sleep(0.3)
-        held = await head.store.fleet()
+        held = await head.store.fleet.get()
         assert held.paused_until is not None  # killed now, the server would leave a pause that ends
         await node.post("/service/resume", {"scope": "all"})
         await waiting
-        assert await head.store.fleet() == FleetRow(None, None)
+        assert await head.store.fleet.get() == FleetRow(None, None)
         await node.post(f"/jobs/{job['job_id']}/cancel")

@@ -24,7 +24,7 @@ async def until_ended(running: RunningServer, job_id: str, seconds: float = 150)
 
 async def until_calls(running: RunningServer, count: int) -> None:
     async with asyncio.timeout(120):
-        while sum(row.calls for row in await running.store.sessions()) < count:
+        while sum(row.calls for row in await running.store.sessions.recent()) < count:
             await asyncio.sleep(0.05)
 
 
@@ -162,7 +162,7 @@ async def test_cancelled_before_it_began(serve_api: ServeApi) -> None:
     async with serve_api() as running:
         given = {"samples": 3, "wanted": 2, "group_policy": "first_n", "surplus": "keep", "max_staleness": 4}
         job = await running.post("/jobs", job_request(offered=True, **given), status=201)
-        row = await running.store.job(job["job_id"])
+        row = await running.store.jobs.get(job["job_id"])
         assert row is not None
         assert row.spec.items() >= given.items()
         first, *_ = (await running.get(f"/jobs/{job['job_id']}/rollouts"))["rollouts"]

@@ -31,7 +31,7 @@ async def test_a_pause_ends_by_itself(serve_api: ServeApi) -> None:
         paused = await running.post(f"/jobs/{job['job_id']}/pause", {"seconds": 600})
         assert paused["status"] == "paused"
         assert before + 600 <= paused["paused_until"] <= time.time() + 600
-        await running.store.set_job(job["job_id"], "paused", paused_until=time.time())
+        await running.store.jobs.set_status(job["job_id"], "paused", paused_until=time.time())
         async with asyncio.timeout(60):
             while (await running.get(f"/jobs/{job['job_id']}"))["status"] != "open":
                 await asyncio.sleep(0.1)

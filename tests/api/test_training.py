@@ -28,7 +28,7 @@ async def test_a_run_from_its_begin_to_its_curves(serve_api: ServeApi, store: St
         assert told["series"]["eval"]["reward"] == [0.5]
         assert told["series"]["step"]["reward"] == [0.25]
         assert told["series"]["step"]["loss"] == told["series"]["step"]["entropy"] == [None]
-        assert await store.training_lines("run_1") == lines
+        assert await store.training.lines("run_1") == lines
 
 
 async def test_what_is_wrong_is_said(serve_api: ServeApi, store: Store) -> None:
@@ -48,4 +48,4 @@ async def test_what_is_wrong_is_said(serve_api: ServeApi, store: Store) -> None:
             body = {"first": 0, "lines": [wrong]}
             assert (await running.post("/training/run_1/lines", body, status=422))["error"]["code"] == "invalid"
         assert not math.isnan((await running.get("/training/run_1"))["created_at"])
-        assert await store.training_lines("run_1") == []
+        assert await store.training.lines("run_1") == []

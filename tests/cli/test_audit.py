@@ -34,18 +34,18 @@ async def record(home: Path, *, wrong: float = 0.0) -> str:
         ):
             body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "temperature": 1}
             (await http.post("/v1/chat/completions", json=body)).raise_for_status()
-        (row,) = await store.sessions()
-        (call,) = await store.calls(row.session_id)
+        (row,) = await store.sessions.recent()
+        (call,) = await store.calls.of_session(row.session_id)
         if wrong:
             own = call.choices[0]
             values = own.logprobs + np.float32(wrong) * (np.arange(own.logprobs.size) == 3)
             call = replace(call, call_id=new_id("call"), choices=(replace(own, logprobs=values),))
-            session = await store.create_session(key_hash=None, label=None, origin="open")
+            session = await store.sessions.create(key_hash=None, label=None, origin="open")
             call = replace(call, session_id=session.session_id)
-            await store.commit_call(call)
+            await store.calls.commit(call)
         built = merged([call])
         certificates: dict[str, Json] = {trace.trace_id: {} for trace in built.traces}
-        await store.put_traces(built.traces, {}, "merged", call.session_id, certificates=certificates)
+        await store.traces.put(built.traces, {}, "merged", call.session_id, certificates=certificates)
         return call.session_id
 
 

@@ -26,8 +26,8 @@ def db(tmp_path: Path) -> Path:
         async with open_store(str(tmp_path / "polar.db")) as store:
             for number in range(2):
                 session_id = await new_session(store)
-                await store.commit_call(record(session_id, messages=(b"%d" % number,), ended_at=5.0))
-                await store.close_session(session_id)
+                await store.calls.commit(record(session_id, messages=(b"%d" % number,), ended_at=5.0))
+                await store.sessions.close(session_id)
 
     asyncio.run(fill())
     return tmp_path / "polar.db"

@@ -48,11 +48,11 @@ async def test_a_group_of_several_gives_each_rollout_its_advantage(tmp_path: Pat
     url = f"sqlite:///{tmp_path}/polar.db"
     async with open_store(url) as store:
         one, _ = await rollout(store, reward=1.0)
-        group_id = (await store.rollouts(rollout_ids=[one]))[0].group_id
+        group_id = (await store.rollouts.find(rollout_ids=[one]))[0].group_id
         for index, reward in enumerate((0.0, 0.5), start=1):
-            more = await store.create_rollout(group_id, "task-1", index, "h", "process", "scripted", "m", 0, {})
-            await store.set_rollout(more, status="done")
-            await store.add_reward(more, reward, "tests", {})
+            more = await store.rollouts.create(group_id, "task-1", index, "h", "process", "scripted", "m", 0, {})
+            await store.rollouts.update(more, status="done")
+            await store.rewards.add(more, reward, "tests", {})
     out = tmp_path / "out.jsonl"
     told = polar_json(
         "export", "--format", "tinker", "--advantage", "dr_grpo", "--db", url, "--out", str(out), cwd=tmp_path

@@ -21,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("polar_home")
 async def keep(home: Path, call: CallRecord) -> str:
     home.mkdir(exist_ok=True)
     async with open_store(f"sqlite:///{home}/polar.db") as store:
-        row = await store.create_session(key_hash=None, label=None, origin="open")
+        row = await store.sessions.create(key_hash=None, label=None, origin="open")
         call = replace(call, call_id=new_id("call"), session_id=row.session_id)
-        await store.commit_call(call)
+        await store.calls.commit(call)
     return call.call_id
 
 

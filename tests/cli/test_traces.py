@@ -19,12 +19,12 @@ from tests.traces.test_canonical import DRIFTED, FIRST
 async def session_id(polar_home: Path) -> str:
     """A session of two turns, the second drifted."""
     async with open_store(f"sqlite:///{polar_home}/polar.db") as store:
-        row = await store.create_session(key_hash=None, label=None, origin="open")
+        row = await store.sessions.create(key_hash=None, label=None, origin="open")
         names = {"a": new_id("call"), "b": new_id("call"), None: None}
         for call in (FIRST, DRIFTED):
             fields = {name: getattr(call, name) for name in call.__slots__}
             own = {"call_id": names[call.call_id], "base_call_id": names[call.base_call_id]}
-            await store.commit_call(type(call)(**{**fields, **own, "session_id": row.session_id}))
+            await store.calls.commit(type(call)(**{**fields, **own, "session_id": row.session_id}))
     return row.session_id
 
 

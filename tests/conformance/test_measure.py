@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +17,19 @@ from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, new_id
 from tests.conformance.small_agent import ForgetfulAgent, LyingAgent, RewritingAgent, SmallAgent
 
-Commit = Callable[[Store, CallRecord, int], Any]
+Save = Callable[[CallRecord], Awaitable[None]]
+Commit = Callable[[Save, CallRecord, int], Awaitable[None]]
+"""How a test commits a call: the real commit, the record, and the number of the call."""
 
 
-class BadStore:
-    """A store whose commits are done by `commit(store, record, number)`; everything else is the real one's."""
+def replace_commit(store: Store, commit: Commit) -> None:
+    save = store.calls.commit
+    numbers = count(1)
 
-    def __init__(self, store: Store, commit: Commit) -> None:
-        self._store = store
-        self._commit = commit
-        self._number = 0
+    async def replaced(record: CallRecord) -> None:
+        await commit(save, record, next(numbers))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    async def commit_call(self, record: CallRecord) -> None:
-        self._number += 1
-        await self._commit(self._store, record, self._number)
+    store.calls.commit = replaced  # type: ignore[method-assign]
 
 
 Measure = Callable[..., Any]
@@ -49,9 +46,10 @@ def measured(store: Store, state_dir: None) -> Measure:
     async def go(
         agent: SmallAgent, *checks: str, commit: Commit | None = None, runs: list[ScenarioRun] | None = None
     ) -> HarnessRow:
-        used = store if commit is None else BadStore(store, commit)
+        if commit is not None:
+            replace_commit(store, commit)
         keep = (lambda run: None) if runs is None else runs.append
-        async with ScenarioRunner(ScriptedEngine(), used, "process") as bench:  # type: ignore[arg-type]
+        async with ScenarioRunner(ScriptedEngine(), store, "process") as bench:
             return await measure(
                 bench,
                 agent,
@@ -103,10 +101,10 @@ async def test_an_agent_that_rewrites_its_history_fails_the_long_run(measured: M
 
 
 async def test_a_call_that_is_not_committed_is_lost(measured: Measure) -> None:
-    async def commit(store: Store, record: CallRecord, number: int) -> None:
+    async def commit(save: Save, record: CallRecord, number: int) -> None:
         if number == 2:
             raise StoreError("the disk is full")
-        await store.commit_call(record)
+        await save(record)
 
     row = await measured(SmallAgent(), "lost", "recorded_first", commit=commit)
     assert row.lost == 1
@@ -116,10 +114,10 @@ async def test_a_call_that_is_not_committed_is_lost(measured: Measure) -> None:
 
 
 async def test_a_call_that_is_committed_twice_is_doubled(measured: Measure) -> None:
-    async def commit(store: Store, record: CallRecord, number: int) -> None:
-        await store.commit_call(record)
+    async def commit(save: Save, record: CallRecord, number: int) -> None:
+        await save(record)
         if number == 2:
-            await store.commit_call(replace(record, call_id=new_id("call"), marks=None))
+            await save(replace(record, call_id=new_id("call"), marks=None))
 
     row = await measured(SmallAgent(), "doubled", commit=commit)
     assert row.doubled == 1
@@ -127,19 +125,19 @@ async def test_a_call_that_is_committed_twice_is_doubled(measured: Measure) -> N
 
 
 async def test_a_second_call_that_is_named_a_retry_is_not_doubled(measured: Measure) -> None:
-    async def commit(store: Store, record: CallRecord, number: int) -> None:
-        await store.commit_call(record)
+    async def commit(save: Save, record: CallRecord, number: int) -> None:
+        await save(record)
         if number == 2:
             twin = replace(record, call_id=new_id("call"), edge="retries", parent_call_id=record.call_id)
-            await store.commit_call(twin)
+            await save(twin)
 
     row = await measured(SmallAgent(), "doubled", commit=commit)
     assert row.doubled == 0
 
 
 async def test_a_call_without_its_log_probabilities_is_seen(measured: Measure) -> None:
-    async def commit(store: Store, record: CallRecord, number: int) -> None:
-        await store.commit_call(replace(record, status="no_tokens") if number == 1 else record)
+    async def commit(save: Save, record: CallRecord, number: int) -> None:
+        await save(replace(record, status="no_tokens") if number == 1 else record)
 
     row = await measured(SmallAgent(), "evidence", commit=commit)
     assert row.checks["evidence"].status == "failed"

@@ -125,8 +125,8 @@ async def test_overload_is_passed_on_with_its_header(serve: Serve, store: Store,
         assert answer.status_code == (502 if status == 500 else status)
         assert answer.headers["retry-after"] == "17"
         assert "slow down" in answer.json()["error"]["message"]
-        (row,) = await store.sessions()
-        (call,) = await store.calls(row.session_id)
+        (row,) = await store.sessions.recent()
+        (call,) = await store.calls.of_session(row.session_id)
         assert (call.status, call.http_status) == ("upstream_error", answer.status_code)
 
 
@@ -140,8 +140,8 @@ async def test_recorded_as_text_and_never_trained(serve: Serve, store: Store, st
             body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER], "stream": stream}
             answer = await http.post("/chat/completions", json=body)
         assert answer.status_code == 200
-        (row,) = await store.sessions()
-        (call,) = await store.calls(row.session_id)
+        (row,) = await store.sessions.recent()
+        (call,) = await store.calls.of_session(row.session_id)
         assert (call.status, call.prompt_ids, call.choices[0].token_ids.size) == ("no_tokens", None, 0)
         assert call.choices[0].message["content"] == "Let me look."
         if not stream:  # the API's own count, by which agents know how full the context is

@@ -36,7 +36,7 @@ def conversation(session_id: str, *, base: int = 10, warped: bool = False) -> li
 
 async def loose_session(store: Store, **changes: Any) -> tuple[str, list[CallRecord]]:
     """A session of `polar serve`, which belongs to no rollout."""
-    row = await store.create_session(key_hash=None, label=None, origin="open")
+    row = await store.sessions.create(key_hash=None, label=None, origin="open")
     return row.session_id, await _commit(store, conversation(row.session_id, **changes))
 
 
@@ -44,22 +44,24 @@ async def rollout(
     store: Store, *, reward: float | None, built: bool = True, status: str = "done", **changes: Any
 ) -> tuple[str, list[CallRecord]]:
     """A rollout with its session, its traces (unless it still runs) and its reward."""
-    await store.put_task("task-1", "swe-task", 11, "Fix the bug.", {})
-    group_id = await store.create_group("task-1", 1, {})
-    rollout_id = await store.create_rollout(group_id, "task-1", 0, "mini-swe-agent", "process", "scripted", "m", 11, {})
-    row = await store.create_session(key_hash=None, label=None, rollout_id=rollout_id, origin="rollout")
+    await store.tasks.put("task-1", "swe-task", 11, "Fix the bug.", {})
+    group_id = await store.rollouts.create_group("task-1", 1, {})
+    rollout_id = await store.rollouts.create(
+        group_id, "task-1", 0, "mini-swe-agent", "process", "scripted", "m", 11, {}
+    )
+    row = await store.sessions.create(key_hash=None, label=None, rollout_id=rollout_id, origin="rollout")
     calls = await _commit(store, conversation(row.session_id, **changes))
-    await store.set_rollout(rollout_id, session_id=row.session_id, status=status)  # type: ignore[arg-type]
+    await store.rollouts.update(rollout_id, session_id=row.session_id, status=status)  # type: ignore[arg-type]
     if reward is not None:
-        await store.add_reward(rollout_id, reward, "tests", {})
+        await store.rewards.add(rollout_id, reward, "tests", {})
     for name, build in BUILDERS.items():
         if built:
             made = build(calls, rollout_id=rollout_id, reward=reward)
-            await store.put_traces(made.traces, made.excluded, name, row.session_id, rollout_id)
+            await store.traces.put(made.traces, made.excluded, name, row.session_id, rollout_id)
     return rollout_id, calls
 
 
 async def _commit(store: Store, calls: list[CallRecord]) -> list[CallRecord]:
     for record in calls:
-        await store.commit_call(record)
+        await store.calls.commit(record)
     return calls

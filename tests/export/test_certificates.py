@@ -44,7 +44,7 @@ async def test_every_row_is_right(store: Store, builder: str, certified: bool) -
 async def test_a_builder_that_nobody_asked_for_before_is_built_now(store: Store) -> None:
     rollout_id, calls = await rollout(store, reward=0.5, built=False)
     await build_traces(store, calls[0].session_id, rollout_id, reward=0.5, incomplete=False)
-    assert await store.traces(rollout_id=rollout_id, builder="tree") == []
+    assert await store.traces.find(rollout_id=rollout_id, builder="tree") == []
     lines, report = await run(store, builder="tree")
     rows = [orjson.loads(line) for line in lines]
     assert {(row["rollout_id"], row["reward"]) for row in rows} == {(rollout_id, 0.5)}
@@ -53,7 +53,7 @@ async def test_a_builder_that_nobody_asked_for_before_is_built_now(store: Store)
 
 async def test_nothing_of_an_incomplete_rollout(store: Store) -> None:
     rollout_id, calls = await rollout(store, reward=1.0, built=False)
-    await store.set_rollout(rollout_id, incomplete=True)
+    await store.rollouts.update(rollout_id, incomplete=True)
     await build_traces(store, calls[0].session_id, rollout_id, reward=1.0, incomplete=True)
     for builder in ("merged", "tree"):
         lines, report = await run(store, builder=builder)
@@ -72,10 +72,10 @@ async def test_what_polar_build_made_of_a_session_is_exported(store: Store) -> N
     (told,) = (await _built(store))["sessions"]
     assert told["calls"] == {"recorded": 4, "trained": 3, "excluded": {"client_gone": 1}}
     assert (told["traces"], told["trained_tokens"], told["grades"]) == (2, 7, {"exact": 2})
-    stored = [trace.trace_id for trace in await store.traces(session_id=session_id)]
+    stored = [trace.trace_id for trace in await store.traces.find(session_id=session_id)]
     lines, _ = await run(store)
     assert [orjson.loads(line)["trace_id"] for line in lines] == stored
-    await store.set_audit(stored[0], "refused", {"max_abs_diff": 4.0})
+    await store.traces.set_audit(stored[0], "refused", {"max_abs_diff": 4.0})
     lines, report = await run(store)
     assert [orjson.loads(line)["trace_id"] for line in lines] == stored[1:]
     assert report.left_out["grade_refused"] == 1
@@ -83,7 +83,7 @@ async def test_what_polar_build_made_of_a_session_is_exported(store: Store) -> N
     assert check_lines(lines).bad == []
     assert orjson.loads(lines[0])["certificate"]["audit"] == {"max_abs_diff": 4.0}
     late = replace(calls[0], call_id="call_late", started_at=9.0, session_id=session_id)
-    await store.commit_call(late)  # the stored traces do not know it, so they are built as the session stands now
+    await store.calls.commit(late)  # the stored traces do not know it, so they are built as the session stands now
     lines, _ = await run(store)
     assert len(lines) == 3
     assert check_lines(lines).bad == []
@@ -92,14 +92,14 @@ async def test_what_polar_build_made_of_a_session_is_exported(store: Store) -> N
 async def test_a_rollout_that_still_runs_is_not_built(store: Store) -> None:
     rollout_id, _ = await rollout(store, reward=None, built=False, status="running")
     assert await _built(store) == {"sessions": [], "skipped": {rollout_id: "running"}}
-    assert await store.traces(rollout_id=rollout_id) == []
+    assert await store.traces.find(rollout_id=rollout_id) == []
 
 
 @pytest.mark.parametrize("column", [{"weight_version": "99"}, {"logprob_mode": "raw"}, {"prompt_mode": "continue"}])
 async def test_a_call_that_was_changed_in_the_database_is_kept_back(store: Store, column: dict[str, str]) -> None:
     rollout_id, calls = await rollout(store, reward=1.0)
     await build_traces(store, calls[0].session_id, rollout_id, reward=1.0, incomplete=False)
-    async with store._database.writing() as connection:
+    async with store.database.writing() as connection:
         mine = schema.calls.c.call_id == calls[1].call_id
         await connection.execute(update(schema.calls).where(mine).values(**column))
     lines, report = await run(store)
@@ -114,8 +114,8 @@ async def test_a_call_that_was_changed_in_the_database_is_kept_back(store: Store
 async def test_a_branch_is_of_no_use_without_what_it_branches_from(store: Store) -> None:
     session_id, _ = await loose_session(store)
     await _built(store, builder="tree")
-    root = (await store.traces(session_id=session_id, builder="tree"))[0]
-    await store.set_audit(root.trace_id, "refused", {})
+    root = (await store.traces.find(session_id=session_id, builder="tree"))[0]
+    await store.traces.set_audit(root.trace_id, "refused", {})
     lines, report = await run(store, builder="tree")
     assert lines == []
     assert report.left_out == {"client_gone": 1, "grade_refused": 1, "parent_left_out": 1}

@@ -32,7 +32,7 @@ async def check_against_store(store: Store, row: Json) -> None:
     assert len(ids) == len(mask) == len(logprobs)
     position = 0
     for span in row["spans"]:
-        call = await store.call(span["call_id"])
+        call = await store.calls.get(span["call_id"])
         assert call is not None
         assert call.session_id == row["session_id"]
         here = slice(position, position + span["end"] - span["start"])
@@ -117,10 +117,10 @@ async def test_jsonl(store: Store) -> None:
 @pytest.mark.parametrize("form", ["jsonl", "chat-jsonl"])
 async def test_half_a_character_in_an_answer(store: Store, form: str) -> None:
     """A model can sample one; JSON has an escape for it, which Python's own reader knows."""
-    row = await store.create_session(key_hash=None, label=None, origin="open")
+    row = await store.sessions.create(key_hash=None, label=None, origin="open")
     call = conversation(row.session_id)[0]
     said = {"role": "assistant", "content": "\ud83d"}
-    await store.commit_call(replace(call, choices=(replace(call.choices[0], message=said),)))
+    await store.calls.commit(replace(call, choices=(replace(call.choices[0], message=said),)))
     lines: list[bytes] = []
     await export(store, form, lines.append)
     (line,) = lines

@@ -438,8 +438,8 @@ async def storm(gateway: Gateway, store: Store, count: int, seed: int) -> Report
         if health.status_code != 200:
             report.wrong.append(f"unhealthy afterwards: {health.text[:500]}")
     kept: set[str] = set()
-    for session in await store.sessions(limit=100):
-        kept |= {row.call_id for row in await store.call_rows(session.session_id)}
+    for session in await store.sessions.recent(limit=100):
+        kept |= {row.call_id for row in await store.calls.summaries(session.session_id)}
         if lost := gateway.sessions.lost(session.session_id):
             report.wrong.append(f"{lost} calls of {session.session_id} were not recorded")
     report.wrong += [f"{call_id} was answered and is not in the store" for call_id in sorted(called - kept)]

@@ -93,11 +93,11 @@ async def test_answer(serve: Serve, store: Store, stream: bool) -> None:
     assert answer.usage.input_tokens == len(prompt)
     assert answer.usage.output_tokens == len("hello") + 1
     assert (answer.usage.cache_read_input_tokens, answer.usage.cache_creation_input_tokens) == (0, 0)
-    (session,) = await store.sessions()
-    (call,) = await store.calls(session.session_id)
+    (session,) = await store.sessions.recent()
+    (call,) = await store.calls.of_session(session.session_id)
     assert answer.id == "msg_" + call.call_id
     assert call.dialect == "anthropic_messages"
-    record = await store.call(call.call_id)
+    record = await store.calls.get(call.call_id)
     assert record is not None
     assert [json.loads(message)["role"] for message in record.messages] == ["system", "user"]
 
@@ -172,8 +172,8 @@ async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream
             "function": {"name": "bash", "description": "Runs it.", "parameters": {"type": "object"}},
         },
     )
-    (session,) = await store.sessions()
-    first, second = await store.calls(session.session_id)
+    (session,) = await store.sessions.recent()
+    first, second = await store.calls.of_session(session.session_id)
     assert (second.edge, second.parent_call_id) == ("continues", first.call_id)
     assert first.tools is not None
     assert json.loads(first.tools) == TOOLS
@@ -208,8 +208,8 @@ async def test_thinking_round_trip(serve: Serve, store: Store, stream: bool, dis
     assert answer.usage.input_tokens == len(await engine.render(first)) - 3
     assert (second.messages[1].reasoning, second.messages[1].content) == ("let me see ⚙", "hi")
     assert (first.template_kwargs, second.template_kwargs) == ({"enable_thinking": True}, {"enable_thinking": False})
-    (session,) = await store.sessions()
-    assert [call.edge for call in await store.calls(session.session_id)] == ["root", "continues"]
+    (session,) = await store.sessions.recent()
+    assert [call.edge for call in await store.calls.of_session(session.session_id)] == ["root", "continues"]
 
 
 @both
@@ -284,7 +284,7 @@ async def test_count_tokens(serve: Serve, store: Store) -> None:
         assert counted.input_tokens == answer.usage.input_tokens
         with pytest.raises(anthropic.BadRequestError, match="messages"):
             await client.messages.count_tokens(model="m", messages=[])
-    assert [session.calls for session in await store.sessions()] == [1]
+    assert [session.calls for session in await store.sessions.recent()] == [1]
 
 
 async def test_beta_routes_and_flags(serve: Serve) -> None:
@@ -338,7 +338,7 @@ async def test_bad_requests(serve: Serve, store: Store, body: Any, names: str) -
             await ask(client, False, **body)
     assert caught.value.type == "invalid_request_error"
     assert names in str(caught.value)
-    assert [session.calls for session in await store.sessions()] in ([], [0])
+    assert [session.calls for session in await store.sessions.recent()] in ([], [0])
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,7 @@ async def test_the_path_may_hold_the_key(serve: Serve, store: Store) -> None:
     ):
         await ask(client, True)
         await ask(client, False)
-    assert [session.calls for session in await store.sessions()] == [2]
+    assert [session.calls for session in await store.sessions.recent()] == [2]
 
 
 async def test_a_slow_engine(serve: Serve) -> None:

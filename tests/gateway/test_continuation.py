@@ -71,8 +71,8 @@ def http_of(url: str) -> httpx.AsyncClient:
 
 
 async def calls_of(store: Store) -> list[CallRecord]:
-    (session,) = await store.sessions()
-    return list(await store.calls(session.session_id))
+    (session,) = await store.sessions.recent()
+    return list(await store.calls.of_session(session.session_id))
 
 
 def whole(call: CallRecord) -> list[int]:
@@ -120,7 +120,7 @@ async def test_observed_the_same_run_drifts(serve: Serve, store: Store) -> None:
 
 async def test_the_session_may_choose(serve: Serve, store: Store) -> None:
     policy = {"prompt_mode": "observe"}
-    await store.create_session(key_hash=hash_key("k1"), label=None, rollout_id=None, policy=policy, origin="key")
+    await store.sessions.create(key_hash=hash_key("k1"), label=None, rollout_id=None, policy=policy, origin="key")
     async with serve(ScriptedEngine(script)) as gateway, http_of(gateway.url) as http:
         await two_rounds(http)
     assert {call.prompt_mode for call in await calls_of(store)} == {"observe"}

@@ -83,8 +83,8 @@ async def test_answer(serve: Serve, store: Store) -> None:
     assert answer.model_version == "gemini-2.5-pro"
     assert answer.usage_metadata.candidates_token_count == len("hello") + 1
     assert answer.usage_metadata.total_token_count == answer.usage_metadata.prompt_token_count + 6
-    (session,) = await store.sessions()
-    (call,) = await store.calls(session.session_id)
+    (session,) = await store.sessions.recent()
+    (call,) = await store.calls.of_session(session.session_id)
     assert (call.model, call.stream, call.call_id) == ("gemini-2.5-pro", False, answer.response_id)
 
 
@@ -108,7 +108,7 @@ async def test_sync_client_in_threads(serve: Serve, store: Store) -> None:
             )
 
         assert await asyncio.gather(*(asyncio.to_thread(ask, number) for number in range(3))) == ["hello"] * 3
-    assert [session.calls for session in await store.sessions()] == [1] * 3
+    assert [session.calls for session in await store.sessions.recent()] == [1] * 3
 
 
 @pytest.mark.parametrize("ids", [True, False])
@@ -151,8 +151,8 @@ async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream
     asked = [call.id for call in request.messages[1].tool_calls]
     answered = [(m.tool_call_id, m.content) for m in request.messages if m.role == "tool"]
     assert answered == list(zip(asked, ["call_1", "call_2"], strict=True))
-    (session,) = await store.sessions()
-    first, second = await store.calls(session.session_id)
+    (session,) = await store.sessions.recent()
+    first, second = await store.calls.of_session(session.session_id)
     assert (second.edge, second.parent_call_id) == ("continues", first.call_id)
 
 
@@ -183,8 +183,12 @@ async def test_automatic_function_calling(serve: Serve, store: Store) -> None:
     request = engine.requests[-1]
     assert isinstance(request, ChatRequest)
     assert [m.content for m in request.messages if m.role == "tool"] == ["ok ls 1", "ok ls 2"]
-    (session,) = await store.sessions()
-    assert [call.edge for call in await store.calls(session.session_id)] == ["root", "continues", "continues"]
+    (session,) = await store.sessions.recent()
+    assert [call.edge for call in await store.calls.of_session(session.session_id)] == [
+        "root",
+        "continues",
+        "continues",
+    ]
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -213,8 +217,8 @@ async def test_thinking_in_a_chat(serve: Serve, store: Store, stream: bool, show
         ("assistant", "hello", "why"),
         ("user", "two", None),
     ]
-    (session,) = await store.sessions()
-    assert [call.edge for call in await store.calls(session.session_id)] == ["root", "continues"]
+    (session,) = await store.sessions.recent()
+    assert [call.edge for call in await store.calls.of_session(session.session_id)] == ["root", "continues"]
 
 
 async def test_arguments_that_are_no_object_come_back_as_the_call(serve: Serve, store: Store) -> None:
@@ -228,8 +232,8 @@ async def test_arguments_that_are_no_object_come_back_as_the_call(serve: Serve, 
     request = engine.requests[-1]
     assert isinstance(request, ChatRequest)
     assert request.messages[1].tool_calls == (ToolCall("call_1", "bash", "[1]"),)
-    (session,) = await store.sessions()
-    assert [call.edge for call in await store.calls(session.session_id)] == ["root", "continues"]
+    (session,) = await store.sessions.recent()
+    assert [call.edge for call in await store.calls.of_session(session.session_id)] == ["root", "continues"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -314,7 +318,7 @@ async def test_count_tokens(serve: Serve, store: Store) -> None:
         counted = await client.models.count_tokens(model="m", contents="hi")
         answer = await client.models.generate_content(model="m", contents="hi")
     assert counted.total_tokens == answer.usage_metadata.prompt_token_count
-    (session,) = await store.sessions()
+    (session,) = await store.sessions.recent()
     assert session.calls == 1
 
 
@@ -332,7 +336,7 @@ async def test_bad_request(serve: Serve, store: Store) -> None:
             await client.models.generate_content(model="m", contents="hi", config=config(temperature=9))
     assert (caught.value.code, caught.value.status) == (400, "INVALID_ARGUMENT")
     assert "generationConfig.temperature" in str(caught.value.message)
-    assert [session.calls for session in await store.sessions()] == [0]
+    assert [session.calls for session in await store.sessions.recent()] == [0]
 
 
 async def test_unknown_key(serve: Serve) -> None:

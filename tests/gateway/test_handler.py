@@ -23,9 +23,9 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 async def only_call(store: Store) -> CallRecord:
-    sessions = await store.sessions()
+    sessions = await store.sessions.recent()
     assert len(sessions) == 1
-    calls = await store.calls(sessions[0].session_id)
+    calls = await store.calls.of_session(sessions[0].session_id)
     assert len(calls) == 1
     return calls[0]
 
@@ -33,7 +33,7 @@ async def only_call(store: Store) -> CallRecord:
 async def eventually(store: Store) -> CallRecord:
     """The call of an answer that no client waited for."""
     async with asyncio.timeout(120):
-        while not any(row.calls for row in await store.sessions()):
+        while not any(row.calls for row in await store.sessions.recent()):
             await asyncio.sleep(0.02)
     return await only_call(store)
 
@@ -78,14 +78,14 @@ async def test_recorded_before_told(serve: Serve, store: Store, stream: bool) ->
     """While the commit hangs, the client has no last byte; when it is done, the client has it."""
     release = asyncio.Event()
     reached = asyncio.Event()
-    commit = store.commit_call
+    commit = store.calls.commit
 
     async def slow_commit(record: CallRecord) -> None:
         reached.set()
         await release.wait()
         await commit(record)
 
-    store.commit_call = slow_commit  # type: ignore[method-assign]
+    store.calls.commit = slow_commit  # type: ignore[method-assign]
     async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
         request = asyncio.create_task(http.post("/chat/completions", json={**CHAT, "stream": stream}))
         await asyncio.wait_for(reached.wait(), 120)
@@ -101,7 +101,7 @@ async def test_a_failing_store_costs_the_agent_nothing(serve: Serve, store: Stor
     async def broken(record: CallRecord) -> None:
         raise OSError("disk full")
 
-    store.commit_call = broken  # type: ignore[method-assign]
+    store.calls.commit = broken  # type: ignore[method-assign]
     async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
         answer = await http.post("/chat/completions", json=CHAT)
         assert answer.json()["choices"][0]["message"]["content"] == "hello"
@@ -253,7 +253,7 @@ async def test_several_choices_and_prompts(serve: Serve, store: Store) -> None:
     assert [choice["finish_reason"] for choice in text["choices"]] == ["length"] * 4
     assert text["choices"][2]["prompt_token_ids"] == encode("two")
     assert text["choices"][3]["text"] == "hel"
-    (session,) = await store.sessions()
+    (session,) = await store.sessions.recent()
     assert session.calls == 3
 
 
@@ -263,8 +263,8 @@ async def test_continuation_is_placed(serve: Serve, store: Store) -> None:
         messages = [*CHAT["messages"], first.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
         await http.post("/chat/completions", json={**CHAT, "messages": messages})
         await http.post("/chat/completions", json={**CHAT, "messages": [{"role": "user", "content": "other"}]})
-    (session,) = await store.sessions()
-    calls = await store.calls(session.session_id)
+    (session,) = await store.sessions.recent()
+    calls = await store.calls.of_session(session.session_id)
     assert [call.edge for call in calls] == ["root", "continues", "root"]
     assert calls[1].parent_call_id == calls[0].call_id
 
@@ -292,7 +292,7 @@ async def test_extra_listening_socket(serve: Serve, store: Store) -> None:
     """It serves the keys that were made, also where the gateway itself takes any: an agent has its own and no other."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    await store.create_session(key_hash=hash_key("made"), label=None, rollout_id=None, policy=None, origin="key")
+    await store.sessions.create(key_hash=hash_key("made"), label=None, rollout_id=None, policy=None, origin="key")
     async with serve(ScriptedEngine()) as gateway, client(f"http://127.0.0.1:{port}") as http:
         await gateway.serve_on(listener)
         own = {"authorization": "Bearer made"}

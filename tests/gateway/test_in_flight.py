@@ -24,6 +24,7 @@ from polar_proxy.gateway import Gateway, in_flight
 from polar_proxy.rollouts import recover
 from polar_proxy.sessions.registry import SessionRegistry, SessionState
 from polar_proxy.store import Store, open_store
+from polar_proxy.store.open_calls import OpenCallRepository
 from polar_proxy.types import CallRecord
 from tests.gateway.test_shared_database import ask, gateway, opened
 from tests.store.conftest import postgres, url
@@ -76,7 +77,7 @@ async def victim(url: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, in
 
 async def until_open(store: Store, session_id: str, count: int = 1) -> None:
     async with asyncio.timeout(120):
-        while len(await store.open_calls(session_id)) != count:
+        while len(await store.open_calls.of_session(session_id)) != count:
             await asyncio.sleep(0.02)
 
 
@@ -95,13 +96,13 @@ async def test_the_end_waits_for_calls_elsewhere(url: str) -> None:
         session_id = await opened(store, "k")
         asking = asyncio.create_task(ask(there, "k", HELLO))
         await until_open(store, session_id)
-        assert await store.calls(session_id) == []
+        assert await store.calls.of_session(session_id) == []
         with pytest.raises(TimeoutError):
             await here.idle(session_id, 0.1)
-        await store.close_session(session_id)
+        await store.sessions.close(session_id)
         assert await here.ended(session_id, 60) is None
-        assert [call.status for call in await store.calls(session_id)] == ["ok"]
-        assert await store.open_calls(session_id) == []
+        assert [call.status for call in await store.calls.of_session(session_id)] == ["ok"]
+        assert await store.open_calls.of_session(session_id) == []
         assert (await asking).status_code == 200
 
 
@@ -114,14 +115,14 @@ async def test_nothing_begins_once_the_session_is_closed(url: str, monkeypatch: 
 
         async def then_closed(self: SessionRegistry, *args: Any, **given: Any) -> SessionState:
             found = await find(self, *args, **given)
-            await store.close_session(session_id)
+            await store.sessions.close(session_id)
             return found
 
         monkeypatch.setattr(SessionRegistry, "find", then_closed)
         refused = await ask(there, "k", HELLO)
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "session_closed")
-        assert len(await store.calls(session_id)) == 1
-        assert await store.open_calls(session_id) == []
+        assert len(await store.calls.of_session(session_id)) == 1
+        assert await store.open_calls.of_session(session_id) == []
 
 
 @pytest.mark.usefixtures("quick")
@@ -134,12 +135,12 @@ async def test_a_gateway_that_is_killed(url: str) -> None:
         assert await here._in_flight.wait(session_id, 0.0)  # type: ignore[union-attr]
         process.send_signal(signal.SIGKILL)
         await process.wait()
-        await store.close_session(session_id)
+        await store.sessions.close(session_id)
         lost = await here.ended(session_id, 60)
         assert lost is not None
         assert lost.startswith(f"1 call(s) were lost on the gateway {os.uname().nodename}:{process.pid}:")
-        assert await store.calls(session_id) == []
-        assert await store.open_calls(session_id) == []
+        assert await store.calls.of_session(session_id) == []
+        assert await store.open_calls.of_session(session_id) == []
         await asking
 
 
@@ -149,9 +150,9 @@ async def test_a_long_call_is_not_taken_for_lost(file: str) -> None:
         session_id = await opened(store, "k")
         asking = asyncio.create_task(ask(there, "k", HELLO))
         await until_open(store, session_id)
-        await store.close_session(session_id)
+        await store.sessions.close(session_id)
         assert await here.ended(session_id, 60) is None
-        assert len(await store.calls(session_id)) == 1
+        assert len(await store.calls.of_session(session_id)) == 1
         await asking
 
 
@@ -163,10 +164,10 @@ async def test_what_another_gateway_could_not_record(file: str, monkeypatch: pyt
         async def refuse(record: CallRecord) -> None:
             raise OSError("no room")
 
-        monkeypatch.setattr(there._pipeline.store, "commit_call", refuse)
+        monkeypatch.setattr(there._pipeline.store.calls, "commit", refuse)
         monkeypatch.setattr("logging.Logger.exception", lambda *args: None)
         assert (await ask(there, "k", HELLO)).status_code == 200
-        await store.close_session(session_id)
+        await store.sessions.close(session_id)
         lost = await here.ended(session_id, 60)
         assert lost is not None
         assert "1 call(s) were lost on the gateway" in lost
@@ -177,24 +178,24 @@ async def test_what_comes_too_late_is_in_the_books(url: str) -> None:
     async with gateway(url) as (here, store), slow(url, 2.0) as (there, _):
         session_id = await opened(store, "k")
         rollout_id = await new_rollout(store, session_id)
-        async with store._database.writing() as connection:
+        async with store.database.writing() as connection:
             await connection.exec_driver_sql(f"UPDATE sessions SET rollout_id = '{rollout_id}'")
         asking = asyncio.create_task(ask(there, "k", HELLO))
         await until_open(store, session_id)
-        await store.close_session(session_id)
+        await store.sessions.close(session_id)
         lost = await here.ended(session_id, 0.1)
         assert lost is not None
         assert "1 call(s) were still being answered on the gateway" in lost
-        await store.set_rollout(rollout_id, status="done")
+        await store.rollouts.update(rollout_id, status="done")
         assert (await asking).status_code == 200
-        (call,) = await store.calls(session_id)
-        assert await store.exclusions(session_id) == {call.call_id: "incomplete"}
-        row = await store.rollout(rollout_id)
+        (call,) = await store.calls.of_session(session_id)
+        assert await store.traces.exclusions(session_id) == {call.call_id: "incomplete"}
+        row = await store.rollouts.get(rollout_id)
         assert row is not None
         assert (row.status, row.incomplete) == ("done", True)
         assert row.error is not None
         assert "after the rollout's end" in row.error
-        assert await store.verify() == []
+        assert await store.maintenance.verify() == []
 
 
 async def test_the_dead_are_swept_and_told(file: str) -> None:
@@ -202,8 +203,8 @@ async def test_the_dead_are_swept_and_told(file: str) -> None:
     async with open_store(file) as store, victim(file) as (process, port):
         alone, running = await opened(store, "alone"), await opened(store, "running")
         rollout_id = await new_rollout(store, running)
-        await store.set_rollout(rollout_id, status="running")
-        async with store._database.writing() as connection:  # a service's, and not this process's own
+        await store.rollouts.update(rollout_id, status="running")
+        async with store.database.writing() as connection:  # a service's, and not this process's own
             await connection.exec_driver_sql("UPDATE rollouts SET owner_pid = NULL, owner_host = NULL")
         asking = [asyncio.create_task(call_at(port, key)) for key in ("alone", "running")]
         for session_id in (alone, running):
@@ -213,22 +214,22 @@ async def test_the_dead_are_swept_and_told(file: str) -> None:
         await process.wait()
         (line,) = await recover(store)
         assert line.startswith(f"1 calls were in flight on the gateway {os.uname().nodename}:{process.pid}:")
-        assert await store.open_calls(alone) == []
-        assert len(await store.open_calls(running)) == 1
-        await store.set_rollout(rollout_id, status="done")
+        assert await store.open_calls.of_session(alone) == []
+        assert len(await store.open_calls.of_session(running)) == 1
+        await store.rollouts.update(rollout_id, status="done")
         assert len(await recover(store)) == 1
-        assert await store.open_gateways() == set()
+        assert await store.open_calls.gateways() == set()
         await asyncio.gather(*asking)
 
 
 async def test_a_gateway_that_is_alone_announces_nothing(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(self: Store, *args: Any) -> bool:
+    async def never(self: OpenCallRepository, *args: Any) -> bool:
         raise AssertionError("announced")
 
-    monkeypatch.setattr(Store, "announce", never)
+    monkeypatch.setattr(OpenCallRepository, "announce", never)
     async with gateway(file, shared=False) as (alone, store):
         session_id = await opened(store, "k")
         assert (await ask(alone, "k", HELLO)).status_code == 200
-        assert store._commits.shared is False
+        assert store.open_calls._commits.shared is False
         assert await alone.ended(session_id, 1) is None
-        assert len(await store.calls(session_id)) == 1
+        assert len(await store.calls.of_session(session_id)) == 1

@@ -72,7 +72,7 @@ async def test_sync_client_in_threads(serve: Serve, store: Store) -> None:
                 return client.chat.completions.create(model="m", messages=USER).choices[0].message.content
 
         assert await asyncio.gather(*(asyncio.to_thread(ask, number) for number in range(4))) == ["hello"] * 4
-    assert [session.calls for session in await store.sessions()] == [1] * 4
+    assert [session.calls for session in await store.sessions.recent()] == [1] * 4
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -98,8 +98,8 @@ async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream
         history: Any = [*USER, choice.message.model_dump(exclude_none=True), *results]
         last = await client.chat.completions.create(model="m", messages=history, tools=TOOLS)
     assert last.choices[0].message.content == "done"
-    (session,) = await store.sessions()
-    first, second = await store.calls(session.session_id)
+    (session,) = await store.sessions.recent()
+    first, second = await store.calls.of_session(session.session_id)
     assert (second.edge, second.parent_call_id) == ("continues", first.call_id)
     assert first.tools is not None
     assert json.loads(first.tools) == TOOLS
@@ -205,7 +205,7 @@ async def test_bad_request(serve: Serve, store: Store) -> None:
             await client.chat.completions.create(model="m", messages=USER, temperature=9)
     assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
     assert caught.value.type == "invalid_request_error"
-    assert [session.calls for session in await store.sessions()] == [0]
+    assert [session.calls for session in await store.sessions.recent()] == [0]
 
 
 async def test_not_found(serve: Serve) -> None:

@@ -129,8 +129,8 @@ async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream
         (c.id, c.name, json.loads(c.arguments)) for c in CALLS
     ]
     assert [(m.role, m.tool_call_id) for m in results] == [("tool", c.id) for c in CALLS]
-    (session,) = await store.sessions()
-    first, second = await store.calls(session.session_id)
+    (session,) = await store.sessions.recent()
+    first, second = await store.calls.of_session(session.session_id)
     assert (second.edge, second.parent_call_id) == ("continues", first.call_id)
     assert first.tools is not None
     assert json.loads(first.tools) == TOOLS
@@ -154,8 +154,8 @@ async def test_the_server_remembers(serve: Serve, store: Store, stream: bool) ->
     assert [message.role for message in seen] == ["user", "assistant", "tool", "tool", "tool", "assistant", "user"]
     assert seen[1].tool_calls == CALLS
     assert [message.reasoning for message in seen if message.role == "assistant"] == ["hm", "hm"]
-    (session,) = await store.sessions()
-    calls = await store.calls(session.session_id)
+    (session,) = await store.sessions.recent()
+    calls = await store.calls.of_session(session.session_id)
     assert ["resp_" + call.call_id.removeprefix("call_") for call in calls] == [one.id, two.id, three.id]
     assert len(calls[2].messages) == 1 + 4 + 3 + 2 + 1
 
@@ -175,8 +175,8 @@ async def test_only_answers_of_this_dialect_and_told_to_the_end_are_continued(se
     async with connected(serve, ScriptedEngine(fail_after=2)) as client:
         with pytest.raises(openai.APIError):
             await client.responses.create(model="m", input="hi")
-    (session,) = await store.sessions()
-    chatted, broken = await store.calls(session.session_id)
+    (session,) = await store.sessions.recent()
+    chatted, broken = await store.calls.of_session(session.session_id)
     assert chatted.call_id in completion.id
     assert (broken.status, broken.choices[0].message["content"]) == ("upstream_error", "he")
     async with connected(serve, engine) as client:
@@ -264,7 +264,7 @@ async def test_bad_request(serve: Serve, store: Store) -> None:
         with pytest.raises(openai.BadRequestError, match="background"):
             await client.responses.create(model="m", input="hi", background=True)
     assert (caught.value.param, caught.value.type) == ("input[0]", "invalid_request_error")
-    assert [session.calls for session in await store.sessions()] == [0]
+    assert [session.calls for session in await store.sessions.recent()] == [0]
 
 
 async def test_unknown_key(serve: Serve) -> None:

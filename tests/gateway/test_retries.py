@@ -33,13 +33,13 @@ def slow() -> ScriptedEngine:
 
 
 async def recorded(store: Store) -> list[CallRecord]:
-    (session,) = await store.sessions()
-    return await store.calls(session.session_id)
+    (session,) = await store.sessions.recent()
+    return await store.calls.of_session(session.session_id)
 
 
 async def settled(store: Store, calls: int) -> list[CallRecord]:
     async with asyncio.timeout(120):
-        while sum(row.calls for row in await store.sessions()) < calls:
+        while sum(row.calls for row in await store.sessions.recent()) < calls:
             await asyncio.sleep(0.02)
     return await recorded(store)
 
@@ -94,12 +94,12 @@ async def test_the_end_of_a_session_ends_the_grace(serve: Serve, store: Store, e
     async with serve(engine, retry_grace_seconds=600) as gateway, client(gateway.url) as http:
         if ended == "after the client went":
             await lost_request(gateway, CHAT, engine)
-            gateway.end_session((await store.sessions())[0].session_id)
+            gateway.end_session((await store.sessions.recent())[0].session_id)
         else:
             asking = asyncio.create_task(http.post("/chat/completions", json={**CHAT, "stream": True}))
             await until(lambda: engine.sampled)
             gateway.end_session("session_another")
-            gateway.end_session((await store.sessions())[0].session_id)
+            gateway.end_session((await store.sessions.recent())[0].session_id)
             await asyncio.sleep(0.1)
             assert engine.aborted == 0  # who still listens is answered
             asking.cancel()
@@ -112,7 +112,7 @@ async def test_an_answer_that_is_complete_but_not_heard_is_client_gone(serve: Se
     async with serve(engine, retry_grace_seconds=600) as gateway:
         await lost_request(gateway, CHAT, engine)
         await until(lambda: engine.finished)
-        assert (await store.sessions())[0].calls == 0  # its retry may still come
+        assert (await store.sessions.recent())[0].calls == 0  # its retry may still come
         for tape in tapes(gateway):  # and now the grace is over
             tape._deadline = 0.0
             tape._notify()

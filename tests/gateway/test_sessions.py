@@ -12,7 +12,7 @@ from polar_proxy.gateway import hash_key, new_key
 from polar_proxy.gateway.server import is_loopback
 from polar_proxy.rollouts import JobSpec, RolloutSpec, submit
 from polar_proxy.sessions.registry import SessionRegistry, apply_policy
-from polar_proxy.store import Store
+from polar_proxy.store import SessionRow, Store
 from polar_proxy.tasks import get_source
 from polar_proxy.types import Sampling, TextRequest
 from tests.conftest import Serve
@@ -27,7 +27,7 @@ async def ask(url: str, path: str = "/v1", **headers: str) -> httpx.Response:
 
 
 async def new_session(store: Store, key: str, policy: dict[str, object] | None = None) -> str:
-    row = await store.create_session(key_hash=hash_key(key), label=None, policy=policy, origin="key")
+    row = await store.sessions.create(key_hash=hash_key(key), label=None, policy=policy, origin="key")
     return row.session_id
 
 
@@ -44,7 +44,7 @@ async def test_key_headers(serve: Serve, store: Store, header: str) -> None:
         assert by_query.headers["x-polar-session-id"] == session_id
         by_path = await ask(gateway.url, f"/s/{key}/v1")
         assert by_path.headers["x-polar-session-id"] == session_id
-        assert (await store.calls(session_id))[-1].path == "/v1/chat/completions"
+        assert (await store.calls.of_session(session_id))[-1].path == "/v1/chat/completions"
 
 
 async def test_open_on_loopback(serve: Serve, store: Store) -> None:
@@ -57,7 +57,7 @@ async def test_open_on_loopback(serve: Serve, store: Store) -> None:
     ids = [answer.headers["x-polar-session-id"] for answer in answers]
     assert len(set(ids)) == 3
     assert len(set(ids[:8:2])) == 1
-    assert {row.origin for row in await store.sessions()} == {"open"}
+    assert {row.origin for row in await store.sessions.recent()} == {"open"}
 
 
 async def test_closed(serve: Serve, store: Store) -> None:
@@ -67,7 +67,7 @@ async def test_closed(serve: Serve, store: Store) -> None:
         assert answer.json()["error"]["code"] == "invalid_api_key"
         by_path = await ask(gateway.url, "/s/unknown/v1")
         assert by_path.status_code == 401
-    assert await store.sessions() == []
+    assert await store.sessions.recent() == []
 
 
 async def test_bound_to_the_world_is_closed(serve: Serve) -> None:
@@ -81,20 +81,20 @@ async def test_the_id_of_a_rollouts_session_opens_nothing(serve: Serve, store: S
         own = (await ask(gateway.url, "/s/mine/v1")).headers["x-polar-session-id"]
         assert (await ask(gateway.url, f"/s/{own}/v1")).headers["x-polar-session-id"] == own
         await submit(store, JobSpec([get_source("swe-task").task(1)], RolloutSpec("shell:true")))
-        (held,) = await store.claim("me", 1, 60)
-        theirs = await store.create_session(
+        (held,) = await store.queue.claim("me", 1, 60)
+        theirs = await store.sessions.create(
             key_hash=hash_key("theirs"), label=None, rollout_id=held.rollout_id, policy=None, origin="rollout"
         )
         assert (await ask(gateway.url, f"/s/{theirs.session_id}/v1")).status_code == 401
         assert (await ask(gateway.url, "/s/theirs/v1")).headers["x-polar-session-id"] == theirs.session_id
-    assert [call.path for call in await store.call_rows(theirs.session_id)] == ["/v1/chat/completions"]
+    assert [call.path for call in await store.calls.summaries(theirs.session_id)] == ["/v1/chat/completions"]
 
 
 async def test_a_closed_session_is_refused(serve: Serve, store: Store) -> None:
     session_id = await new_session(store, "k")
     async with serve(ScriptedEngine()) as gateway:
         assert (await ask(gateway.url, authorization="Bearer k")).status_code == 200
-        await store.close_session(session_id)
+        await store.sessions.close(session_id)
         gateway.sessions.forget(session_id)
         assert (await ask(gateway.url, authorization="Bearer k")).status_code == 401
 
@@ -113,7 +113,7 @@ async def test_policy(serve: Serve, store: Store) -> None:
     session_id = await new_session(store, "k", {"temperature": 0.25, "max_tokens": 4})
     async with serve(ScriptedEngine(lambda request: "abcdefgh")) as gateway:
         await ask(gateway.url, authorization="Bearer k")
-    (call,) = await store.calls(session_id)
+    (call,) = await store.calls.of_session(session_id)
     assert call.sampling["temperature"] == 0.25
     assert call.choices[0].finish_reason == "length"
     assert len(call.choices[0].token_ids) == 4
@@ -146,23 +146,22 @@ async def test_side_routes(serve: Serve, store: Store) -> None:
         wrong = await http.get("/v1/chat/completions")
         assert wrong.status_code == 405
         assert "error" in wrong.json()
-    assert await store.sessions() == []
+    assert await store.sessions.recent() == []
 
 
-async def test_sessions_are_opened_side_by_side(store: Store) -> None:
+async def test_sessions_are_opened_side_by_side(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first request waits for others of its own key only, however slow their look-up is."""
     slow, held = hash_key("slow"), asyncio.Event()
 
-    class Slow:
-        def __getattr__(self, name: str) -> object:
-            return getattr(store, name)
+    by_key = store.sessions.by_key
 
-        async def session_by_key(self, key_hash: bytes) -> object:
-            if key_hash == slow:
-                await held.wait()
-            return await store.session_by_key(key_hash)
+    async def slow_by_key(key_hash: bytes) -> SessionRow | None:
+        if key_hash == slow:
+            await held.wait()
+        return await by_key(key_hash)
 
-    sessions = SessionRegistry(Slow(), open_to_all=True)
+    monkeypatch.setattr(store.sessions, "by_key", slow_by_key)
+    sessions = SessionRegistry(store, open_to_all=True)
     first, second = (asyncio.create_task(sessions.find("slow", None)) for _ in range(2))
     await asyncio.sleep(0)
     async with asyncio.timeout(120):
@@ -171,5 +170,5 @@ async def test_sessions_are_opened_side_by_side(store: Store) -> None:
     held.set()
     assert await first is await second
     assert (await first).session_id != other.session_id
-    assert len(await store.sessions()) == 2
+    assert len(await store.sessions.recent()) == 2
     assert (await sessions.find(None, other.session_id)) is other

@@ -19,6 +19,8 @@ from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.scripted import Reply, ScriptedEngine
 from polar_proxy.gateway import Gateway, hash_key
 from polar_proxy.store import Store, open_store
+from polar_proxy.store.calls import CallRepository
+from polar_proxy.store.sessions import SessionRepository
 from polar_proxy.traces import BUILDERS
 from polar_proxy.traces.drift import drift_events
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, ToolCall
@@ -50,7 +52,7 @@ async def two(url: str, **given: Any) -> AsyncIterator[tuple[tuple[Gateway, Gate
 
 
 async def opened(store: Store, key: str) -> str:
-    row = await store.create_session(key_hash=hash_key(key), label=None, policy=None, origin="key")
+    row = await store.sessions.create(key_hash=hash_key(key), label=None, policy=None, origin="key")
     return row.session_id
 
 
@@ -90,7 +92,7 @@ async def test_turns_alternate(url: str) -> None:
     async with two(url) as (gateways, store):
         session_id = await opened(store, "k")
         await talk(gateways, "k", 20, "the task")
-        calls = await store.calls(session_id)
+        calls = await store.calls.of_session(session_id)
         assert len(calls) == 20
         one_line(calls)
         served = [one.metrics.calls.labels("openai_chat", "ok")._value.get() for one in gateways]
@@ -102,7 +104,7 @@ async def test_threads_of_one_session_cross(url: str) -> None:
     async with two(url) as (gateways, store):
         session_id = await opened(store, "k")
         await asyncio.gather(*(talk(gateways[:: 1 - 2 * (n % 2)], "k", 8, f"thing number {n}") for n in range(4)))
-        calls = await store.calls(session_id)
+        calls = await store.calls.of_session(session_id)
     assert Counter(call.edge for call in calls) == {"root": 4, "continues": 28}
     threads: dict[str, list[CallRecord]] = {}
     for call in calls:
@@ -118,7 +120,7 @@ async def test_many_sessions_with_one_prompt(url: str) -> None:
         ids = [await opened(store, f"k{number}") for number in range(8)]
         await asyncio.gather(*(talk(gateways[:: 1 - 2 * (n % 2)], f"k{n}", 5, "the task") for n in range(8)))
         for session_id in ids:
-            one_line(await store.calls(session_id))
+            one_line(await store.calls.of_session(session_id))
         assert [gateway.sessions.lost(session_id) for gateway in gateways for session_id in ids] == [0] * 16
 
 
@@ -126,11 +128,11 @@ async def test_a_session_that_is_closed_elsewhere_is_refused(url: str) -> None:
     async with two(url) as (gateways, store):
         session_id = await opened(store, "k")
         await talk(gateways, "k", 2, "the task")
-        await store.close_session(session_id)
+        await store.sessions.close(session_id)
         for one in gateways:
             answer = await ask(one, "k", [{"role": "user", "content": "more"}])
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "session_closed")
-        assert len(await store.calls(session_id)) == 2
+        assert len(await store.calls.of_session(session_id)) == 2
 
 
 async def test_what_was_lost_is_not_taken_for_what_is_new(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +146,12 @@ async def test_what_was_lost_is_not_taken_for_what_is_new(url: str, monkeypatch:
             async def refuse(record: CallRecord) -> None:
                 raise OSError("no room")
 
-            patch.setattr(here._pipeline.store, "commit_call", refuse)
+            patch.setattr(here._pipeline.store.calls, "commit", refuse)
             patch.setattr("logging.Logger.exception", lambda *args: None)
             assert (await ask(here, "k", [{"role": "user", "content": "lost"}])).status_code == 200
         assert here.sessions.lost(session_id) == 1
         await talk(gateways[::-1], "k", 6, "another task")
-        calls = await store.calls(session_id)
+        calls = await store.calls.of_session(session_id)
         assert len(calls) == 10
         one_line(calls[:4])
         one_line(calls[4:])
@@ -158,26 +160,26 @@ async def test_what_was_lost_is_not_taken_for_what_is_new(url: str, monkeypatch:
 
 async def test_a_gateway_that_is_alone_asks_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    whole = Store.session_summary
+    whole = SessionRepository.summary
 
-    async def counted(self: Store, session_id: str) -> Any:
+    async def counted(self: SessionRepository, session_id: str) -> Any:
         asked.append(session_id)
         return await whole(self, session_id)
 
-    monkeypatch.setattr(Store, "session_summary", counted)
+    monkeypatch.setattr(SessionRepository, "summary", counted)
     async with gateway(url, shared=False) as (alone, store):
         await opened(store, "k")
         await talk([alone], "k", 4, "the task")
     assert asked == []
     read: list[int] = []
-    places = Store.lineages
+    places = CallRepository.lineages
 
-    async def measured(self: Store, session_id: str, **given: Any) -> Any:
+    async def measured(self: CallRepository, session_id: str, **given: Any) -> Any:
         found = await places(self, session_id, **given)
         read.append(len(found))
         return found
 
-    monkeypatch.setattr(Store, "lineages", measured)
+    monkeypatch.setattr(CallRepository, "lineages", measured)
     async with gateway(url) as (told, store):
         await opened(store, "k2")
         await talk([told], "k2", 4, "the task")

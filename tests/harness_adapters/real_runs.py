@@ -69,11 +69,11 @@ async def run(
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(text)
     exit_code, output = await _program(plan.argv, workdir, plan.env, timeout)
-    sessions = await store.sessions()
+    sessions = await store.sessions.recent()
     assert len(sessions) == 1, f"{len(sessions)} sessions; exit code {exit_code}\n{output[-3000:]}"
     (session,) = sessions
     await gateway.sessions.idle(session.session_id, timeout=120)
-    return FinishedRun(exit_code, output, workdir, home, await store.calls(session.session_id))
+    return FinishedRun(exit_code, output, workdir, home, await store.calls.of_session(session.session_id))
 
 
 async def _program(

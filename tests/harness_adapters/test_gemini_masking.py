@@ -34,8 +34,8 @@ async def test_masked_outputs_are_named(
 
     async with serve(ScriptedEngine(script)) as gateway:
         ran = await real_runs.run(adapter, installed, gateway, store, tmp_path, max_steps=40)
-        sessions = await store.sessions()
-        rows = await store.call_rows(sessions[0].session_id)
+        sessions = await store.sessions.recent()
+        rows = await store.calls.summaries(sessions[0].session_id)
     assert adapter.interpret(ran.exit_code, ran.output) == ("ok", "finished"), ran.output[-2000:]
     masked = [b"tool_output_masked" in b"".join(call.messages) for call in ran.calls]
     edges = [call.edge for call in ran.calls]

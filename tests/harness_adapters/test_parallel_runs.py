@@ -69,7 +69,9 @@ async def test_three_runs_at_once(
 
     async with serve(script(name)) as gateway:
         await asyncio.gather(*(run(fruit, gateway.url + "/v1") for fruit in FRUITS))
-    calls = [call for session in await store.sessions() for call in await store.calls(session.session_id)]
+    calls = [
+        call for session in await store.sessions.recent() for call in await store.calls.of_session(session.session_id)
+    ]
     by_id = {call.call_id: call for call in calls}
     edges: dict[str, list[str]] = defaultdict(list)
     for call in calls:

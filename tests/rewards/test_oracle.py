@@ -34,7 +34,7 @@ async def test_a_harbor_folder(polar_home: Path, kind: str, agent: str, reward: 
     (row,) = polar(str(HARBOR), "--sandbox", kind, "--harness", agent)["rollouts"]
     assert (row["task_id"], row["status"], row["reward"]) == ("polar/running-mean", "done", reward)
     async with open_store(f"sqlite:///{polar_home}/polar.db", create=False) as store:
-        (stored,) = await store.rewards(row["rollout_id"])
+        (stored,) = await store.rewards.of_rollout(row["rollout_id"])
         assert (stored.source, stored.value, stored.detail["exit_code"]) == ("harbor", reward, 0)
 
 
@@ -70,7 +70,7 @@ async def test_a_rollout_without_a_reward_keeps_null(polar_home: Path, tmp_path:
     (row,) = polar(str(tmp_path / "one.jsonl"), "--sandbox", "process", "--harness", "shell:true")["rollouts"]
     assert (row["status"], row["reward"]) == ("done", None)
     async with open_store(f"sqlite:///{polar_home}/polar.db", create=False) as store:
-        (stored,) = await store.rewards(row["rollout_id"])
+        (stored,) = await store.rewards.of_rollout(row["rollout_id"])
         assert stored.value is None
         assert "printed nothing" in stored.detail["no_reward"]
 
@@ -86,8 +86,8 @@ async def test_calls_are_rewarded_one_by_one(polar_home: Path, tmp_path: Path) -
     (rollout,) = polar(str(tmp_path / "one.jsonl"), "--sandbox", "process", *agent)["rollouts"]
     assert (rollout["status"], rollout["reward"]) == ("done", 1.0)
     async with open_store(f"sqlite:///{polar_home}/polar.db", create=False) as store:
-        rewards = await store.rewards(rollout["rollout_id"])
-        calls = {call.call_id for call in await store.calls(rollout["session_id"])}
+        rewards = await store.rewards.of_rollout(rollout["rollout_id"])
+        calls = {call.call_id for call in await store.calls.of_session(rollout["session_id"])}
     of_calls = [reward for reward in rewards if reward.call_id is not None]
     assert {reward.call_id for reward in of_calls} == calls
     assert {(reward.value, reward.source) for reward in of_calls} == {(1.0, "tests+python")}

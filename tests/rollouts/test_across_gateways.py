@@ -44,7 +44,7 @@ async def held_agent(
     ):
         await service.submit(job("HeldAgent"))
         async with asyncio.timeout(240):
-            while not (rows := await store.rollouts()) or not rows[0].calls:
+            while not (rows := await store.rollouts.find()) or not rows[0].calls:
                 await asyncio.sleep(0.05)
         assert rows[0].session_id is not None
         yield service, rows[0].session_id
@@ -57,7 +57,7 @@ async def ended(store: Store) -> RolloutRow:
     (home / "go").touch()
     async with asyncio.timeout(240):
         while True:
-            (row,) = await store.rollouts()
+            (row,) = await store.rollouts.find()
             if row.final:
                 return row
             await asyncio.sleep(0.05)
@@ -72,14 +72,14 @@ async def test_a_call_in_flight_on_another_gateway_is_in_the_trace(
         slow(url, 8.0) as (there, _),
         held_agent(store, tmp_path, monkeypatch) as (_, session_id),
     ):
-        before = len(await store.calls(session_id))
+        before = len(await store.calls.of_session(session_id))
         asking = asyncio.create_task(ask(there, KEY, HELLO))
         await until_open(store, session_id)
         row = await ended(store)
         answer = await asking
         assert answer.status_code == 200
         late = answer.headers["x-polar-call-id"]
-        traces = await store.traces(session_id=session_id)
+        traces = await store.traces.find(session_id=session_id)
     assert row.calls > before
     assert (row.status, row.reward, row.incomplete, row.error) == ("done", 1.0, False, None)
     assert late in {call_id for trace in traces for call_id in trace.call_ids}
@@ -106,6 +106,6 @@ async def test_a_gateway_that_is_killed_makes_the_rollout_incomplete(
         assert row.error is not None
         assert "1 call(s) were lost on the gateway" in row.error
         assert "not to be trained on" in row.error
-        assert await store.traces(session_id=session_id) == []
+        assert await store.traces.find(session_id=session_id) == []
         assert await books(store, row) == {"trained": 0, "incomplete": row.calls}
-        assert await store.open_gateways() == set()
+        assert await store.open_calls.gateways() == set()

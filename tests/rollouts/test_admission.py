@@ -15,7 +15,7 @@ from polar_proxy.rollouts.engine_monitor import ENGINE_CACHE_FULL, ENGINE_DOWN, 
 from polar_proxy.rollouts.stage_limits import AdmissionRequest, StageLimiter
 from polar_proxy.rollouts.worker import Worker, WorkerLimits
 from polar_proxy.store import Store
-from polar_proxy.store.jobs import Claim
+from polar_proxy.store.stages import Claim
 from tests.fakes.player import PlayerEngine
 from tests.rollouts.test_worker import Scripted, stands, submit
 

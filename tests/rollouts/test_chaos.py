@@ -60,17 +60,17 @@ def said(told: CallRecord, word: str, **changes: object) -> str:
 
 async def ended_rollout(store: Store, calls: list[str], sessions: int = 1) -> tuple[str, list[CallRecord]]:
     job, _ = await submit(store, JobSpec([get_source("swe-task").task(1)], RolloutSpec("shell:true")))
-    (held,) = await store.claim("me", 1, 60, job_id=None)
+    (held,) = await store.queue.claim("me", 1, 60, job_id=None)
     made = []
     for number in range(sessions):
-        session = await store.create_session(key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout")
-        await store.enter_stage(held, "preparing" if number == 0 else "running", session_id=session.session_id)
+        session = await store.sessions.create(key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout")
+        await store.rollouts.enter_stage(held, "preparing" if number == 0 else "running", session_id=session.session_id)
         for position, word in enumerate(calls):
             one = replace(call(session.session_id, word), started_at=1000.0 + position)
-            await store.commit_call(one)
+            await store.calls.commit(one)
             made.append(one)
         await build_traces(store, session.session_id, held.rollout_id, reward=1.0, incomplete=False)
-    await store.end_rollout(held, "done")
+    await store.rollouts.end(held, "done")
     assert job.job_id
     return held.rollout_id, made
 

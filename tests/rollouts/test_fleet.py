@@ -40,7 +40,7 @@ def test_a_clock_that_jumps_and_stands_for_what_is_outside() -> None:
         there = await outside.work()
         await sleeping
         assert outside.seconds >= 0.05
-        return there, loop.time(), outside.calls
+        return there, loop.time(), outside.operations
 
     began = time.monotonic()
     assert in_virtual_time(main()) == (3600.0, 3610.0, 1)

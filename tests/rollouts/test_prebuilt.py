@@ -84,10 +84,10 @@ async def test_a_rollout_with_its_agent_in_the_image(
         job, _ = await service.submit(JobSpec([get_source("swe-task").task(3)], recipe, 2))
         await asyncio.wait_for(service.until_done(job.job_id), 600)
         counts = service.counts()
-    rows = await store.rollouts()
+    rows = await store.rollouts.find()
     assert [(row.status, row.reward) for row in rows] == [("done", 0.0)] * 2
     for row in rows:
-        artifacts = {artifact.name: artifact for artifact in await store.artifacts(row.rollout_id)}
+        artifacts = {artifact.name: artifact for artifact in await store.artifacts.of_rollout(row.rollout_id)}
         assert b"+the agent was here" in artifacts["patch.diff"].path.read_bytes()
     agents = [spec for spec in opened if "polar.role" not in spec.labels]
     assert len({spec.image for spec in agents}) == 1

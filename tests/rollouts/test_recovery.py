@@ -36,16 +36,16 @@ def dead() -> int:
 async def begun(store: Store, worker: str, *, owned: bool) -> str:
     """A job of one rollout that this worker has in hand, with one call; its rollout's id."""
     job, _ = await submit(store, JobSpec([get_source("swe-task").task(1)], RolloutSpec("shell:true")), owned=owned)
-    (held,) = await store.claim(worker, 5, 60, job_id=job.job_id if owned else None)
-    session = await store.create_session(key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout")
-    await store.enter_stage(held, "preparing", session_id=session.session_id)
-    await store.enter_stage(held, "running")
-    await store.commit_call(record(session.session_id))
+    (held,) = await store.queue.claim(worker, 5, 60, job_id=job.job_id if owned else None)
+    session = await store.sessions.create(key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout")
+    await store.rollouts.enter_stage(held, "preparing", session_id=session.session_id)
+    await store.rollouts.enter_stage(held, "running")
+    await store.calls.commit(record(session.session_id))
     return held.rollout_id
 
 
 async def owned_by(store: Store, pid: int) -> None:
-    async with store._database.writing() as connection:
+    async with store.database.writing() as connection:
         await connection.exec_driver_sql(f"UPDATE rollouts SET owner_pid = {pid}")
 
 
@@ -56,15 +56,15 @@ async def test_a_run_of_its_own_is_over(store: Store, dead: int) -> None:
     await owned_by(store, dead)
     (line,) = await recover(store)
     assert "was interrupted; its 1 recorded calls are kept" in line
-    row = await store.rollout(rollout_id)
+    row = await store.rollouts.get(rollout_id)
     assert row is not None
     assert (row.status, row.traces, row.reward) == ("failed", 1, None)
-    assert [(stage.stage, stage.outcome) for stage in await store.stages(rollout_id)] == [
+    assert [(stage.stage, stage.outcome) for stage in await store.rollouts.stages(rollout_id)] == [
         ("preparing", "ok"),
         ("running", "failed"),
     ]
     assert row.job_id is not None
-    job = await store.job(row.job_id)
+    job = await store.jobs.get(row.job_id)
     assert job is not None
     assert job.status == "done"
     assert await recover(store) == []
@@ -74,18 +74,18 @@ async def test_what_a_service_held_is_queued_again(store: Store, dead: int) -> N
     living = await begun(store, f"{socket.gethostname()}:{os.getppid()}:x", owned=False)
     elsewhere = await begun(store, f"other-host:{dead}:x", owned=False)
     lost = await begun(store, f"{socket.gethostname()}:{dead}:x", owned=False)
-    first = await store.rollout(lost)
+    first = await store.rollouts.get(lost)
     assert first is not None
     assert first.session_id is not None
     assert await recover(store) == [f"rollout {lost} is queued again"]
-    statuses = {row.rollout_id: (row.status, row.attempt) for row in await store.rollouts()}
+    statuses = {row.rollout_id: (row.status, row.attempt) for row in await store.rollouts.find()}
     assert statuses == {living: ("running", 1), elsewhere: ("running", 1), lost: ("queued", 2)}
-    session = await store.session(first.session_id)
+    session = await store.sessions.get(first.session_id)
     assert session is not None
     assert session.closed_at is not None
-    assert list((await store.exclusions(first.session_id)).values()) == [SUPERSEDED]
-    assert await store.traces(session_id=first.session_id) == []
-    assert [held.rollout_id for held in await store.claim("me", 5, 60)] == [lost]
+    assert list((await store.traces.exclusions(first.session_id)).values()) == [SUPERSEDED]
+    assert await store.traces.find(session_id=first.session_id) == []
+    assert [held.rollout_id for held in await store.queue.claim("me", 5, 60)] == [lost]
 
 
 def test_leftovers_are_one_line() -> None:

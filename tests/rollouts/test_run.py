@@ -77,19 +77,19 @@ async def test_a_solved_run_is_recorded_whole(polar_home: Path, kind: str) -> No
     async with await opened(polar_home) as store:
         for row in rollouts:
             assert (row["status"], row["reward"], row["exit_code"]) == ("done", 1.0, 0)
-            calls = await store.calls(row["session_id"])
+            calls = await store.calls.of_session(row["session_id"])
             assert len(calls) == row["calls"] >= 4
             for call in calls:
                 assert call.status == "ok"
                 for choice in call.choices:
                     assert len(choice.token_ids) == len(choice.logprobs) > 0
-            stored = await store.traces(session_id=row["session_id"], builder="merged")
+            stored = await store.traces.find(session_id=row["session_id"], builder="merged")
             for traces in (stored, build(calls, "per_call").traces, build(calls, "tree").traces):
                 trained = sum(int(trace.loss_mask.sum()) for trace in traces)
                 assert trained == sum(len(c.token_ids) for call in calls for c in call.choices)
                 assert all(np.isfinite(t.logprobs[t.loss_mask == 1]).all() for t in traces)
             assert row["trained_tokens"] == row["completion_tokens"]
-            names = {item.name for item in await store.artifacts(row["rollout_id"])}
+            names = {item.name for item in await store.artifacts.of_rollout(row["rollout_id"])}
             assert {"agent.log", "patch.diff", "tests.log"} <= names
 
 
@@ -102,7 +102,7 @@ async def test_agents_that_end_badly(polar_home: Path) -> None:
     (cheat,) = rollouts_of(polar("--seed", "3", "--sandbox", "process", agent="CheatingAgent"))
     assert (cheat["status"], cheat["reward"]) == ("done", 0.0)
     async with await opened(polar_home) as store:
-        (reward,) = await store.rewards(vandal["rollout_id"])
+        (reward,) = await store.rewards.of_rollout(vandal["rollout_id"])
         assert "no_patch" in reward.detail
 
 
@@ -143,7 +143,7 @@ async def test_stopped_in_the_middle(polar_home: Path, kind: str, how: signal.Si
         assert "interrupted" in second.stderr
         assert not strays(polar_home)
     async with await opened(polar_home) as store:
-        stopped = [row for row in await store.rollouts() if row.seed in (0, 1)]
+        stopped = [row for row in await store.rollouts.find() if row.seed in (0, 1)]
         assert [row.status for row in stopped] == ["cancelled" if how is signal.SIGINT else "failed"] * 2
         assert [row.calls for row in stopped] == [1, 1]
         assert [row.reward for row in stopped] == [None, None]
@@ -157,7 +157,7 @@ async def _until_calls(home: Path, count: int) -> None:
         if (home / "polar.db").exists():
             try:
                 async with await opened(home) as store:
-                    if sum(row.calls for row in await store.sessions()) >= count:
+                    if sum(row.calls for row in await store.sessions.recent()) >= count:
                         return
             except Exception as error:  # noqa: BLE001  the schema may be half made yet
                 print(error)

@@ -72,17 +72,17 @@ def left_behind() -> list[str]:
 async def books(store: Store, row: RolloutRow) -> dict[str, int]:
     """Calls of all sessions of a rollout by what became of them; they add up, or this fails."""
     found = {"trained": 0}
-    for session_id in await store.sessions_of(row.rollout_id):
-        calls = await store.calls(session_id)
-        traces = await store.traces(session_id=session_id)
-        excluded = await store.exclusions(session_id)
+    for session_id in await store.sessions.ids_of_rollout(row.rollout_id):
+        calls = await store.calls.of_session(session_id)
+        traces = await store.traces.find(session_id=session_id)
+        excluded = await store.traces.exclusions(session_id)
         trained = {call_id for trace in traces for call_id in trace.call_ids}
         assert trained | set(excluded) == {call.call_id for call in calls}
         assert not trained & set(excluded)
         found["trained"] += len(trained)
         for reason in excluded.values():
             found[reason] = found.get(reason, 0) + 1
-        session = await store.session(session_id)
+        session = await store.sessions.get(session_id)
         assert session is not None
         assert session.closed_at is not None
     return found
@@ -110,9 +110,9 @@ async def test_a_sandbox_that_dies_is_replaced(store: Store, tmp_path: Path) -> 
     async with service(store, tmp_path, opener) as running:
         made, _ = await running.submit(job(offered=True))
         assert (await running.until_done(made.job_id)).status == "done"
-    (row,) = await store.rollouts()
+    (row,) = await store.rollouts.find()
     assert (row.status, row.reward, row.error) == ("done", 1.0, None)
-    assert told(await store.stages(row.rollout_id)) == [
+    assert told(await store.rollouts.stages(row.rollout_id)) == [
         (1, "preparing", "ok", None),
         (1, "ready", "ok", None),
         (1, "running", "failed", "sandbox"),
@@ -123,7 +123,7 @@ async def test_a_sandbox_that_dies_is_replaced(store: Store, tmp_path: Path) -> 
     ]
     counts = await books(store, row)
     assert counts == {"trained": row.calls, "superseded_attempt": row.calls}
-    assert await store.feed_depth() == {"waiting": 1}
+    assert await store.feed.depth() == {"waiting": 1}
     assert left_behind() == []
 
 
@@ -140,9 +140,9 @@ async def test_the_judge_gets_another_sandbox_and_the_agent_keeps_its_work(store
         made, _ = await running.submit(job())
         await running.until_done(made.job_id)
         assert running.pool.count.dead == 1  # the one that was opened ahead
-    (row,) = await store.rollouts()
+    (row,) = await store.rollouts.find()
     assert (row.status, row.reward) == ("done", 1.0)
-    assert {stage.attempt for stage in await store.stages(row.rollout_id)} == {1}
+    assert {stage.attempt for stage in await store.rollouts.stages(row.rollout_id)} == {1}
     assert refused == ["evaluator"] * 2
 
 
@@ -153,11 +153,11 @@ async def test_no_sandbox_at_all(store: Store, tmp_path: Path) -> None:
     async with service(store, tmp_path, opener) as running:
         made, _ = await running.submit(job(offered=True))
         await running.until_done(made.job_id)
-    (row,) = await store.rollouts()
+    (row,) = await store.rollouts.find()
     assert (row.status, row.error) == ("failed", "the engine of sandboxes is gone")
-    stages = await store.stages(row.rollout_id)
+    stages = await store.rollouts.stages(row.rollout_id)
     assert told(stages) == [(number, "preparing", "failed", "sandbox") for number in (1, 2, 3)]
-    assert await store.feed_depth() == {"dropped": 1}
+    assert await store.feed.depth() == {"dropped": 1}
     assert await books(store, row) == {"trained": 0}
 
 
@@ -168,8 +168,8 @@ async def test_cancelled_while_the_agent_runs(
     monkeypatch.setattr(attempt, "_IDLE_SECONDS", 600.0)  # which is not waited for
     async with service(store, tmp_path) as running:
         made, _ = await running.submit(job("SleepyAgent"))
-        (group,) = await store.groups(made.job_id)
-        (row,) = await store.rollouts()
+        (group,) = await store.groups.of_job(made.job_id)
+        (row,) = await store.rollouts.find()
         await asyncio.wait_for(until_calls(store, 1), 60)
         whole = {"job": made.job_id, "group": group.group_id, "rollout": row.rollout_id}[what]
         await asyncio.wait_for(running.cancel(whole), 120)
@@ -178,9 +178,9 @@ async def test_cancelled_while_the_agent_runs(
         assert len(left_behind()) == running.pool.waiting <= 1
         await asyncio.wait_for(running.until_done(made.job_id), 60)
     assert left_behind() == []
-    (row,) = await store.rollouts()
+    (row,) = await store.rollouts.find()
     assert (row.status, row.calls, row.reward) == ("cancelled", 1, None)
-    assert told(await store.stages(row.rollout_id))[-1] == (1, "running", "cancelled", "cancelled")
+    assert told(await store.rollouts.stages(row.rollout_id))[-1] == (1, "running", "cancelled", "cancelled")
     assert await books(store, row) == {"trained": 1}
 
 
@@ -205,15 +205,15 @@ async def test_a_stopped_service_is_followed_by_another(store: Store, tmp_path: 
     async with service(store, tmp_path) as first:
         made, _ = await first.submit(job("SleepyAgent", timeout=600.0, samples=2))
         await asyncio.wait_for(until_calls(store, 1), 60)
-    assert [row.status for row in await store.rollouts()] == ["queued", "queued"]
+    assert [row.status for row in await store.rollouts.find()] == ["queued", "queued"]
     assert left_behind() == []
     async with service(store, tmp_path, opener) as second:
         await asyncio.wait_for(second.until_done(made.job_id), 120)
-    for row in await store.rollouts():
+    for row in await store.rollouts.find():
         assert (row.status, row.calls, row.exit_code) == ("timed_out", 1, None)
         counts = await books(store, row)
         assert counts["trained"] == 1
-    async with store._database.reading() as connection:
+    async with store.database.reading() as connection:
         masked = (await connection.exec_driver_sql("SELECT masked, cause FROM rollouts")).all()
     assert [tuple(row) for row in masked] == [(1, "agent_timeout")] * 2
 
@@ -227,7 +227,7 @@ async def test_a_rollout_that_is_lost_is_ended_early_and_scored(store: Store, tm
     async with service(store, tmp_path) as running:
         made, _ = await running.submit(JobSpec([task], recipe, 1, offered=True))
         await asyncio.wait_for(running.until_done(made.job_id), 120)
-    (row,) = await store.rollouts()
+    (row,) = await store.rollouts.find()
     assert (row.status, row.cause, row.reward, row.exit_code, row.masked) == ("done", "lost", 0.0, None, False)
     assert (await books(store, row))["trained"] == row.calls
     assert left_behind() == []
@@ -244,7 +244,7 @@ async def test_an_engine_that_is_away_is_waited_for(store: Store, tmp_path: Path
     async with service(store, tmp_path, engine=engine) as running:
         await running._watch.look()
         made, _ = await running.submit(job())
-        while not [row for row in await store.rollouts() if row.status == "ready"]:
+        while not [row for row in await store.rollouts.find() if row.status == "ready"]:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.5)
         assert engine.requests == []
@@ -252,7 +252,7 @@ async def test_an_engine_that_is_away_is_waited_for(store: Store, tmp_path: Path
         await running._watch.look()
         await running.until_done(made.job_id)
         assert running.scheduler.gates.running.count.refusals["the engine does not answer"] > 0
-    (row,) = await store.rollouts()
+    (row,) = await store.rollouts.find()
     assert (row.status, row.reward) == ("done", 1.0)
 
 
@@ -272,14 +272,14 @@ async def test_an_engine_that_fails_the_last_call(
     async with service(store, tmp_path, engine=engine) as running:
         made, _ = await running.submit(job())
         await running.until_done(made.job_id)
-    (row,) = await store.rollouts()
-    ran = [stage for stage in await store.stages(row.rollout_id) if stage.stage == "running"]
+    (row,) = await store.rollouts.find()
+    ran = [stage for stage in await store.rollouts.stages(row.rollout_id) if stage.stage == "running"]
     assert [(stage.attempt, stage.outcome, stage.cause) for stage in ran] == ends
     assert row.status == status
 
 
 async def until_calls(store: Store, count: int) -> None:
-    while sum(row.calls for row in await store.sessions()) < count:
+    while sum(row.calls for row in await store.sessions.recent()) < count:
         await asyncio.sleep(0.05)
 
 
@@ -304,7 +304,7 @@ async def test_a_drain_that_is_not_done_in_time_takes_work_again(store: Store, t
     async with service(store, tmp_path, opener) as running:
         made, _ = await running.submit(job("SleepyAgent", timeout=600.0))
         await asyncio.wait_for(until_asleep(await first_of(opened)), 60)
-        (row,) = await store.rollouts()
+        (row,) = await store.rollouts.find()
         assert await running.drain(0.05) == [row.rollout_id]
         assert running.taking
         draining = asyncio.create_task(running.drain(120))
@@ -314,7 +314,7 @@ async def test_a_drain_that_is_not_done_in_time_takes_work_again(store: Store, t
         await running.until_done(made.job_id)
         later, _ = await running.submit(job())
         await asyncio.sleep(0.3)
-        assert await store.in_flight(later.job_id) == 0
+        assert await store.jobs.in_flight(later.job_id) == 0
         running.pause_all(0.1)
         await asyncio.wait_for(running.until_done(later.job_id), 120)
         assert (running.taking, running.paused_until) == (True, None)
@@ -335,10 +335,10 @@ async def test_a_group_that_has_fallen_too_far_behind_is_given_up(store: Store, 
         await asyncio.wait_for(until_calls(store, 2), 60)
         engine.version = "2"
         await asyncio.sleep(0.3)
-        assert await store.feed_depth() == {"open": 1}
+        assert await store.feed.depth() == {"open": 1}
         engine.version = "3"
         await asyncio.wait_for(running.until_done(made.job_id), 60)
-    assert {row.status for row in await store.rollouts()} == {"cancelled"}
-    assert await store.feed_depth() == {"dropped": 1}
-    assert await store.dropped_reasons() == {"staler than 1 policy versions": 1}
+    assert {row.status for row in await store.rollouts.find()} == {"cancelled"}
+    assert await store.feed.depth() == {"dropped": 1}
+    assert await store.feed.drop_reasons() == {"staler than 1 policy versions": 1}
     assert left_behind() == []

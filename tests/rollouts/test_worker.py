@@ -11,8 +11,9 @@ from polar_proxy.errors import EngineError
 from polar_proxy.rollouts.stage_limits import AdmissionRequest
 from polar_proxy.rollouts.worker import InfrastructureError, StageLimits, Worker, WorkerLimits
 from polar_proxy.store import Store
-from polar_proxy.store.jobs import Claim, NewGroup, NewRollout
-from polar_proxy.store.overflow import KEEP
+from polar_proxy.store.groups import KEEP
+from polar_proxy.store.jobs import NewGroup, NewRollout
+from polar_proxy.store.stages import Claim
 
 QUICK = WorkerLimits(in_flight=16, preparing=2, running=3, scoring=2, lease_seconds=30.0, poll_seconds=0.05)
 Body = Callable[[Claim], Awaitable[float | None]]
@@ -31,31 +32,31 @@ class Scripted:
     async def __call__(self, held: Claim, gates: StageLimits, ticket: AdmissionRequest) -> None:
         self.begun[held.rollout_id] += 1
         async with gates.preparing.enter(ticket):
-            await self._store.set_rollout(held.rollout_id, status="preparing")
+            await self._store.rollouts.update(held.rollout_id, status="preparing")
         async with gates.running.enter(ticket):
             self.running += 1
             self.most = max(self.most, self.running)
             try:
-                await self._store.set_rollout(held.rollout_id, status="running")
+                await self._store.rollouts.update(held.rollout_id, status="running")
                 reward = await self._body(held)
             finally:
                 self.running -= 1
         async with gates.scoring.enter(ticket):
-            await self._store.set_rollout(held.rollout_id, status="scoring")
-            await self._store.add_reward(held.rollout_id, reward, "tests", {})
-            await self._store.set_rollout(held.rollout_id, status="done")
+            await self._store.rollouts.update(held.rollout_id, status="scoring")
+            await self._store.rewards.add(held.rollout_id, reward, "tests", {})
+            await self._store.rollouts.update(held.rollout_id, status="done")
 
 
 async def submit(store: Store, groups: int, size: int, wanted: int | None = None, **config: object) -> str:
-    await store.put_task("t", "f", 1, "do", {})
+    await store.tasks.put("t", "f", 1, "do", {})
     rollout = NewRollout("h 1", "process", "e", "m", 1, {})
     group = NewGroup("t", wanted or size, dict(config), (rollout,) * size, offered=True)
-    job, _ = await store.submit_job({}, [group] * groups)
+    job, _ = await store.jobs.submit({}, [group] * groups)
     return job.job_id
 
 
 async def stands(store: Store, job_id: str) -> dict[str, int]:
-    job = await store.job(job_id)
+    job = await store.jobs.get(job_id)
     assert job is not None
     return job.rollouts
 
@@ -98,9 +99,9 @@ async def test_all_to_their_end_within_the_limits(store: Store) -> None:
         await asyncio.wait_for(scheduler.until_idle(), 60)
     assert await stands(store, job_id) == {"done": 20}
     assert 1 < attempt.most <= 3
-    assert sorted(settled) == [group.group_id for group in await store.groups(job_id)]
-    assert await store.feed_depth() == {"waiting": 5}
-    job = await store.job(job_id)
+    assert sorted(settled) == [group.group_id for group in await store.groups.of_job(job_id)]
+    assert await store.feed.depth() == {"waiting": 5}
+    job = await store.jobs.get(job_id)
     assert job is not None
     assert job.status == "done"
 
@@ -117,14 +118,14 @@ async def test_infrastructure_is_tried_again_and_agents_are_results(store: Store
     attempt = Scripted(store, body)
     async with Worker(store, attempt, QUICK) as scheduler:
         await asyncio.wait_for(scheduler.until_idle(), 60)
-    rows = sorted(await store.rollouts(), key=lambda row: row.group_index)
+    rows = sorted(await store.rollouts.find(), key=lambda row: row.group_index)
     assert [(row.status, row.error) for row in rows] == [
         ("done", None),
         ("failed", "the engine is gone"),
         ("done", None),
     ]
     assert [attempt.begun[row.rollout_id] for row in rows] == [3, 3, 1]
-    (group,) = await store.groups(job_id)
+    (group,) = await store.groups.of_job(job_id)
     assert group.status == "finished"
 
 
@@ -137,7 +138,7 @@ async def test_more_are_started_than_are_waited_for(store: Store) -> None:
     async with Worker(store, Scripted(store, body), QUICK) as scheduler:
         await asyncio.wait_for(scheduler.until_idle(), 60)
     assert await stands(store, job_id) == {"done": 2, "cancelled": 1}
-    (group,) = await store.groups(job_id)
+    (group,) = await store.groups.of_job(job_id)
     assert (group.status, group.reason, group.delivery) == ("finished", "the first 2 have ended", "waiting")
 
 
@@ -151,28 +152,28 @@ async def test_what_is_under_way_is_kept_for_the_next_group(store: Store) -> Non
         return 1.0
 
     job_id = await submit(store, 2, 3, wanted=2, group_policy="first_n", **KEEP)
-    first, second = await store.groups(job_id)
-    kept = next(row.rollout_id for row in await store.rollouts(group_id=first.group_id) if row.group_index == 0)
+    first, second = await store.groups.of_job(job_id)
+    kept = next(row.rollout_id for row in await store.rollouts.find(group_id=first.group_id) if row.group_index == 0)
     attempt = Scripted(store, body)
     limits = WorkerLimits(in_flight=3, preparing=3, running=3, scoring=3, poll_seconds=0.05)
     async with Worker(store, attempt, limits) as scheduler:
         async with asyncio.timeout(60):
-            while (group := await store.group(first.group_id)) is None or group.ended_at is None:
+            while (group := await store.groups.get(first.group_id)) is None or group.ended_at is None:
                 await asyncio.sleep(0.02)
-        assert await store.group_of(kept) == second.group_id
+        assert await store.rollouts.group_id(kept) == second.group_id
         slow.set()
         await asyncio.wait_for(scheduler.until_idle(), 60)
-        job = await store.job(job_id)
+        job = await store.jobs.get(job_id)
     assert group is not None
     assert (group.status, group.reason) == ("finished", "the first 2 have ended")
     assert job is not None
     assert job.status == "done"
     assert await stands_in(store, first.group_id) == {"done": 2, "cancelled": 1}
     assert (await stands_in(store, second.group_id))["done"] >= 2
-    row = await store.rollout(kept)
+    row = await store.rollouts.get(kept)
     assert row is not None
     assert (row.status, attempt.begun[kept]) == ("done", 1)
-    assert await store.feed_depth() == {"waiting": 2}
+    assert await store.feed.depth() == {"waiting": 2}
 
 
 async def test_a_policy_of_another_version_waits_for_all(store: Store) -> None:
@@ -186,7 +187,7 @@ async def test_a_policy_of_another_version_waits_for_all(store: Store) -> None:
 
 
 async def stands_in(store: Store, group_id: str) -> dict[str, int]:
-    return dict(Counter(row.status for row in await store.rollouts(group_id=group_id)))
+    return dict(Counter(row.status for row in await store.rollouts.find(group_id=group_id)))
 
 
 async def test_cancelled_from_another_process(store: Store) -> None:
@@ -199,10 +200,10 @@ async def test_cancelled_from_another_process(store: Store) -> None:
     async with Worker(store, attempt, QUICK) as scheduler:
         while attempt.running < 3:
             await asyncio.sleep(0.01)
-        await store.set_job(job_id, "cancelled")
+        await store.jobs.set_status(job_id, "cancelled")
         await asyncio.wait_for(scheduler.until_idle(), 60)
     assert await stands(store, job_id) == {"cancelled": 6}
-    assert {group.status for group in await store.groups(job_id)} == {"cancelled"}
+    assert {group.status for group in await store.groups.of_job(job_id)} == {"cancelled"}
 
 
 async def test_a_stopped_service_leaves_its_work_in_the_queue(store: Store) -> None:
@@ -229,7 +230,7 @@ async def test_what_a_dead_scheduler_held_is_taken_up(store: Store) -> None:
         return 1.0
 
     job_id = await submit(store, 1, 3)
-    assert len(await store.claim("dead", 2, 0.2)) == 2
+    assert len(await store.queue.claim("dead", 2, 0.2)) == 2
     attempt = Scripted(store, body)
     async with Worker(store, attempt, QUICK), asyncio.timeout(60):
         while await stands(store, job_id) != {"done": 3}:
@@ -246,15 +247,15 @@ async def test_nothing_is_begun_while_the_trainer_is_behind(store: Store) -> Non
     limits = WorkerLimits(in_flight=1, poll_seconds=0.02, backlog=2)
     async with Worker(store, Scripted(store, body), limits):
         await reaches(store, {"waiting": 2, "open": 4})
-        for lease in (await store.lease_groups("trainer", 2, 60)).leases:
-            await store.acknowledge(lease.lease_id)
+        for lease in (await store.feed.lease("trainer", 2, 60)).leases:
+            await store.feed.acknowledge(lease.lease_id)
         await reaches(store, {"waiting": 2, "open": 2, "delivered": 2})
 
 
 async def reaches(store: Store, depth: dict[str, int]) -> None:
     """The feed comes to stand so, and stays."""
     async with asyncio.timeout(60):
-        while await store.feed_depth() != depth:
+        while await store.feed.depth() != depth:
             await asyncio.sleep(0.02)
     await asyncio.sleep(0.3)
-    assert await store.feed_depth() == depth
+    assert await store.feed.depth() == depth

@@ -73,13 +73,13 @@ def record(session_id: str, **changes: Any) -> CallRecord:
 
 
 async def new_session(store: Store, **changes: Any) -> str:
-    row = await store.create_session(**{"key_hash": None, "label": None, "origin": "key", **changes})
+    row = await store.sessions.create(**{"key_hash": None, "label": None, "origin": "key", **changes})
     return row.session_id
 
 
 async def new_rollout(store: Store, session_id: str | None = None, **changes: Any) -> str:
-    await store.put_task("task-1", "swe-task", 11, "Fix the bug.", {"tests": ["a"]})
-    group_id = await store.create_group("task-1", 2, {"temperature": 1.0})
+    await store.tasks.put("task-1", "swe-task", 11, "Fix the bug.", {"tests": ["a"]})
+    group_id = await store.rollouts.create_group("task-1", 2, {"temperature": 1.0})
     arguments = {
         "group_id": group_id,
         "task_id": "task-1",
@@ -92,9 +92,9 @@ async def new_rollout(store: Store, session_id: str | None = None, **changes: An
         "config": {"timeout": 60},
         **changes,
     }
-    rollout_id = await store.create_rollout(**arguments)
+    rollout_id = await store.rollouts.create(**arguments)
     if session_id is not None:
-        await store.set_rollout(rollout_id, session_id=session_id)
+        await store.rollouts.update(rollout_id, session_id=session_id)
     return rollout_id
 
 

@@ -12,17 +12,17 @@ from polar_proxy.store import Store
 
 async def test_keys(store: Store) -> None:
     hashes = [hashlib.sha256(name.encode()).digest() for name in ("one", "two")]
-    admin = await store.add_api_key(hashes[0], "admin", "laptop")
-    trainer = await store.add_api_key(hashes[1], "trainer")
+    admin = await store.api_keys.add(hashes[0], "admin", "laptop")
+    trainer = await store.api_keys.add(hashes[1], "trainer")
     assert (admin.role, admin.label, admin.name) == ("admin", "laptop", hashes[0].hex()[:12])
-    assert await store.api_keys() == [admin, trainer]
-    assert await store.api_key(b"\0" * 32) is None
-    gone = await store.revoke_api_key(admin.name)
+    assert await store.api_keys.all() == [admin, trainer]
+    assert await store.api_keys.get(b"\0" * 32) is None
+    gone = await store.api_keys.revoke(admin.name)
     assert gone.revoked_at is not None
-    assert await store.revoke_api_key(admin.name) == gone
-    assert await store.add_api_key(hashes[0], "admin") == gone  # making it again does not bring it back
+    assert await store.api_keys.revoke(admin.name) == gone
+    assert await store.api_keys.add(hashes[0], "admin") == gone  # making it again does not bring it back
     for wrong in ("", "zz", "00" * 6):
         with pytest.raises(UsageError, match="no API key"):
-            await store.revoke_api_key(wrong)
+            await store.api_keys.revoke(wrong)
     with pytest.raises(UsageError, match="admin or trainer"):
-        await store.add_api_key(b"\1" * 32, "boss")  # type: ignore[arg-type]
+        await store.api_keys.add(b"\1" * 32, "boss")  # type: ignore[arg-type]

@@ -23,14 +23,14 @@ async def _filled(store: Store, label: str, reward: float = 1.0) -> tuple[str, s
     session_id = await new_session(store, label=label, key_hash=os.urandom(32))
     rollout_id = await new_rollout(store, session_id)
     call = record(session_id, messages=(b"shared", label.encode()), params={"label": label})
-    await store.commit_call(call)
+    await store.calls.commit(call)
     later = record(session_id, messages=(b"", b"", b""), started_at=call.started_at + 1, choices=())
-    await store.commit_call(later)
+    await store.calls.commit(later)
     trace = trace_of([call], rollout_id=rollout_id)
-    await store.put_traces([trace], {later.call_id: "no_tokens"}, "merged", session_id, rollout_id)
-    await store.add_reward(rollout_id, reward, "tests", {"passed": 1})
-    await store.add_artifact(rollout_id, "patch.diff", label.encode())
-    await store.set_rollout(rollout_id, status="done")
+    await store.traces.put([trace], {later.call_id: "no_tokens"}, "merged", session_id, rollout_id)
+    await store.rewards.add(rollout_id, reward, "tests", {"passed": 1})
+    await store.artifacts.add(rollout_id, "patch.diff", label.encode())
+    await store.rollouts.update(rollout_id, status="done")
     return rollout_id, session_id
 
 
@@ -38,7 +38,7 @@ async def _content(store: Store) -> dict[str, list[Any]]:
     """All rows, without what is not carried over."""
     left = {"key_hash", "event_id"}
     found: dict[str, list[Any]] = {}
-    async with store._database.reading() as connection:
+    async with store.database.reading() as connection:
         for table in schema.metadata.sorted_tables:
             columns = [column for column in table.columns if column.name not in left]
             rows = [tuple(row) for row in await connection.execute(select(*columns))]
@@ -55,37 +55,40 @@ async def test_there_and_back(store: Store, other_url: str, tmp_path: Path) -> N
     for label in ("one", "two"):
         await _filled(store, label)
     file, again = tmp_path / "all.polar", tmp_path / "again.polar"
-    moved = await store.export_archive(file)
+    moved = await store.maintenance.export_archive(file)
     assert (moved.rows["calls"], moved.files) == (4, 2)
     async with open_store(other_url) as other:
-        taken = await other.import_archive(file)
+        taken = await other.maintenance.import_archive(file)
         assert (taken.rows, taken.files, taken.known) == (moved.rows, 2, 0)
         assert await _content(other) == await _content(store)
-        assert await other.verify() == []
-        for session in await store.sessions():
-            assert_same(await other.calls(session.session_id), await store.calls(session.session_id))
+        assert await other.maintenance.verify() == []
+        for session in await store.sessions.recent():
             assert_same(
-                await other.traces(session_id=session.session_id), await store.traces(session_id=session.session_id)
+                await other.calls.of_session(session.session_id), await store.calls.of_session(session.session_id)
             )
-        once_more = await other.import_archive(file)
+            assert_same(
+                await other.traces.find(session_id=session.session_id),
+                await store.traces.find(session_id=session.session_id),
+            )
+        once_more = await other.maintenance.import_archive(file)
         assert once_more.rows == {}
         assert once_more.known == sum(moved.rows.values())
-        await other.export_archive(again)
+        await other.maintenance.export_archive(again)
     # Into the database that it came from (on PostgreSQL: from an SQLite file into the server).
-    assert (await store.import_archive(again)).rows == {}
+    assert (await store.maintenance.import_archive(again)).rows == {}
 
 
 async def test_into_an_empty_database_of_the_other_kind(url: str, other_url: str, tmp_path: Path) -> None:
     file = tmp_path / "file.polar"
     async with open_store(other_url) as made:
         rollout_id, session_id = await _filled(made, "one")
-        await made.export_archive(file)
+        await made.maintenance.export_archive(file)
         async with open_store(url, artifacts=tmp_path / "artifacts") as store:
-            await store.import_archive(file)
+            await store.maintenance.import_archive(file)
             assert await _content(store) == await _content(made)
-            assert await store.verify() == []
-            assert_same(await store.calls(session_id), await made.calls(session_id))
-            (artifact,) = await store.artifacts(rollout_id)
+            assert await store.maintenance.verify() == []
+            assert_same(await store.calls.of_session(session_id), await made.calls.of_session(session_id))
+            (artifact,) = await store.artifacts.of_rollout(rollout_id)
             assert artifact.path.read_bytes() == b"one"
 
 
@@ -95,60 +98,60 @@ async def test_a_selection_has_all_that_it_refers_to_and_nothing_else(
     good, good_session = await _filled(store, "good", 1.0)
     bad, bad_session = await _filled(store, "bad", 0.0)
     alone = await new_session(store)
-    await store.commit_call(record(alone))
-    await store.export_archive(tmp_path / "good.polar", where="reward>=1")
+    await store.calls.commit(record(alone))
+    await store.maintenance.export_archive(tmp_path / "good.polar", where="reward>=1")
     async with open_store(other_url) as other:
-        await other.import_archive(tmp_path / "good.polar")
-        assert [row.rollout_id for row in await other.rollouts()] == [good]
-        assert [row.session_id for row in await other.sessions()] == [good_session]
-        assert await other.verify() == []
-        await store.export_archive(tmp_path / "more.polar", sessions=[bad_session, alone])
-        await other.import_archive(tmp_path / "more.polar")
-        assert {row.rollout_id for row in await other.rollouts()} == {good, bad}
+        await other.maintenance.import_archive(tmp_path / "good.polar")
+        assert [row.rollout_id for row in await other.rollouts.find()] == [good]
+        assert [row.session_id for row in await other.sessions.recent()] == [good_session]
+        assert await other.maintenance.verify() == []
+        await store.maintenance.export_archive(tmp_path / "more.polar", sessions=[bad_session, alone])
+        await other.maintenance.import_archive(tmp_path / "more.polar")
+        assert {row.rollout_id for row in await other.rollouts.find()} == {good, bad}
         assert await _content(other) == await _content(store)
     with pytest.raises(UsageError, match="no session"):
-        await store.export_archive(tmp_path / "none.polar", sessions=["sess_unknown"])
+        await store.maintenance.export_archive(tmp_path / "none.polar", sessions=["sess_unknown"])
     with pytest.raises(UsageError, match="exists already"):
-        await store.export_archive(tmp_path / "more.polar")
+        await store.maintenance.export_archive(tmp_path / "more.polar")
 
 
 async def test_keys_are_not_in_it(store: Store, tmp_path: Path) -> None:
     session_id = await new_session(store, key_hash=_KEY)
-    await store.commit_call(record(session_id))
+    await store.calls.commit(record(session_id))
     file = tmp_path / "all.polar"
-    await store.export_archive(file)
+    await store.maintenance.export_archive(file)
     with zipfile.ZipFile(file) as archive:
         archive.extract("polar.db", tmp_path / "out")
     assert _KEY not in (tmp_path / "out" / "polar.db").read_bytes()
     assert file.stat().st_mode & 0o077 == 0
-    found = await store.session_by_key(_KEY)
+    found = await store.sessions.by_key(_KEY)
     assert found is not None
-    await store.import_archive(file)  # the key that is here stays
-    assert await store.session_by_key(_KEY) == found
+    await store.maintenance.import_archive(file)  # the key that is here stays
+    assert await store.sessions.by_key(_KEY) == found
 
 
 async def test_what_differs_is_not_overwritten(store: Store, other_url: str, tmp_path: Path) -> None:
     await _filled(store, "one")
     file = tmp_path / "all.polar"
-    await store.export_archive(file)
+    await store.maintenance.export_archive(file)
     async with open_store(other_url) as other:
-        await other.import_archive(file)
-        async with other._database.writing() as connection:
+        await other.maintenance.import_archive(file)
+        async with other.database.writing() as connection:
             await connection.execute(update(schema.rewards).values(value=0.25))
         await _filled(store, "two")
-        await store.export_archive(file, overwrite=True)
+        await store.maintenance.export_archive(file, overwrite=True)
         before = await _content(other)
         with pytest.raises(
             StoreError, match=r"Nothing was imported: rewards rew_\w+ is here already with another value"
         ):
-            await other.import_archive(file)
+            await other.maintenance.import_archive(file)
         assert await _content(other) == before
 
 
 async def test_archives_of_other_schemas(store: Store, other_url: str, tmp_path: Path) -> None:
     await _filled(store, "one")
     file = tmp_path / "all.polar"
-    await store.export_archive(file)
+    await store.maintenance.export_archive(file)
     with zipfile.ZipFile(file) as archive:
         archive.extractall(tmp_path / "out")
     with sqlite3.connect(tmp_path / "out" / "polar.db") as connection:
@@ -159,19 +162,19 @@ async def test_archives_of_other_schemas(store: Store, other_url: str, tmp_path:
         archive.write(tmp_path / "out" / "polar.db", "polar.db")
     async with open_store(other_url) as other:
         with pytest.raises(StoreError, match="newer Polar"):
-            await other.import_archive(newer)
+            await other.maintenance.import_archive(newer)
         with pytest.raises(UsageError, match="no file"):
-            await other.import_archive(tmp_path / "none.polar")
+            await other.maintenance.import_archive(tmp_path / "none.polar")
         (tmp_path / "text.polar").write_text("not a zip")
         with pytest.raises(StoreError, match="cannot be read as an archive"):
-            await other.import_archive(tmp_path / "text.polar")
-        assert (await other.stats())["rows"]["sessions"] == 0
+            await other.maintenance.import_archive(tmp_path / "text.polar")
+        assert (await other.maintenance.stats())["rows"]["sessions"] == 0
 
 
 async def test_damage_is_found_before_anything_is_written(store: Store, other_url: str, tmp_path: Path) -> None:
     await _filled(store, "one")
     file, lacking, changed = tmp_path / "all.polar", tmp_path / "lacking.polar", tmp_path / "changed.polar"
-    await store.export_archive(file)
+    await store.maintenance.export_archive(file)
     with zipfile.ZipFile(file) as archive:
         (artifact,) = (name for name in archive.namelist() if name != "polar.db")
         database = archive.read("polar.db")
@@ -183,5 +186,5 @@ async def test_damage_is_found_before_anything_is_written(store: Store, other_ur
     async with open_store(other_url) as other:
         for damaged, match in ((lacking, "lacks the artifact"), (changed, "is not what its name says")):
             with pytest.raises(StoreError, match=match):
-                await other.import_archive(damaged)
-        assert (await other.stats())["rows"]["sessions"] == 0
+                await other.maintenance.import_archive(damaged)
+        assert (await other.maintenance.stats())["rows"]["sessions"] == 0

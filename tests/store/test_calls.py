@@ -44,41 +44,41 @@ _variants: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("variant", _variants)
 async def test_round_trip(store: Store, variant: str) -> None:
     call = record(await new_session(store), **_variants[variant])
-    await store.commit_call(call)
-    found = await store.call(call.call_id)
+    await store.calls.commit(call)
+    found = await store.calls.get(call.call_id)
     assert_same(found, call)
-    assert_same(await store.calls(call.session_id), [call])
+    assert_same(await store.calls.of_session(call.session_id), [call])
 
 
 @pytest.mark.parametrize("variant", _variants)
 async def test_without_text_all_else_is_there(store: Store, variant: str) -> None:
     call = record(await new_session(store), **_variants[variant])
-    await store.commit_call(call)
+    await store.calls.commit(call)
     choices = tuple(replace(said, message={}) for said in call.choices)
     expected = replace(call, messages=(), tools=None, marks=None, choices=choices)
-    assert_same(await store.calls(call.session_id, text=False), [expected])
+    assert_same(await store.calls.of_session(call.session_id, text=False), [expected])
 
 
 async def test_unknown_ids_are_none_or_empty(store: Store) -> None:
-    assert await store.call("call_unknown") is None
-    assert await store.calls("sess_unknown") == []
-    assert await store.call_rows("sess_unknown") == []
+    assert await store.calls.get("call_unknown") is None
+    assert await store.calls.of_session("sess_unknown") == []
+    assert await store.calls.summaries("sess_unknown") == []
 
 
 async def test_calls_come_in_the_order_of_their_start(store: Store) -> None:
     session_id = await new_session(store)
     late, early = record(session_id, started_at=20.0), record(session_id, started_at=10.0)
-    await store.commit_call(late)
-    await store.commit_call(early)
-    assert [call.call_id for call in await store.calls(session_id)] == [early.call_id, late.call_id]
-    assert [row.call_id for row in await store.call_rows(session_id)] == [early.call_id, late.call_id]
+    await store.calls.commit(late)
+    await store.calls.commit(early)
+    assert [call.call_id for call in await store.calls.of_session(session_id)] == [early.call_id, late.call_id]
+    assert [row.call_id for row in await store.calls.summaries(session_id)] == [early.call_id, late.call_id]
 
 
 async def test_listing(store: Store) -> None:
     session_id = await new_session(store)
     call = record(session_id, choices=(choice(0, 5), choice(1, 6)))
-    await store.commit_call(call)
-    (row,) = await store.call_rows(session_id)
+    await store.calls.commit(call)
+    (row,) = await store.calls.summaries(session_id)
     assert (row.choices, row.finish_reason, row.message_count) == (2, "stop", 2)
     assert (row.prompt_tokens, row.completion_tokens, row.cached_tokens) == (7, 11, 3)
     assert (row.started_at, row.ended_at, row.stream) == (call.started_at, call.ended_at, True)
@@ -113,33 +113,33 @@ async def test_a_growing_conversation_is_stored_linearly(store: Store) -> None:
     session_id = await new_session(store)
     calls = _turns(session_id, 30)
     for call in calls:
-        await store.commit_call(call)
-    stats = await store.stats()
+        await store.calls.commit(call)
+    stats = await store.maintenance.stats()
     seen = sum(call.prompt_ids.size for call in calls)
     assert stats["tokens"]["prompt_tokens"] == seen
     assert stats["tokens"]["stored_prompt_tokens"] <= calls[-1].prompt_ids.size + 3 * 30
     assert stats["rows"]["nodes"] <= 2 + 30 + 30 + 30 + 1  # system prompt, turns, generation prompts, messages, tools
     assert stats["rows"]["settings"] == 2
-    assert_same(await store.calls(session_id), calls)
+    assert_same(await store.calls.of_session(session_id), calls)
 
 
 async def test_sessions_share_what_they_have_in_common(store: Store) -> None:
     for call in _turns(await new_session(store), 3):
-        await store.commit_call(call)
-    before = (await store.stats())["rows"]
+        await store.calls.commit(call)
+    before = (await store.maintenance.stats())["rows"]
     for call in _turns(await new_session(store), 3):
-        await store.commit_call(call)
-    after = (await store.stats())["rows"]
+        await store.calls.commit(call)
+    after = (await store.maintenance.stats())["rows"]
     assert (after["nodes"], after["calls"]) == (before["nodes"], 2 * before["calls"])
 
 
 async def test_a_second_process_shares_too(store: Store, url: str) -> None:
     calls = _turns(await new_session(store), 3)
-    await store.commit_call(calls[0])
+    await store.calls.commit(calls[0])
     async with open_store(url) as other:
-        await other.commit_call(calls[1])
-    await store.commit_call(calls[2])
-    assert_same(await store.calls(calls[0].session_id), calls)
+        await other.calls.commit(calls[1])
+    await store.calls.commit(calls[2])
+    assert_same(await store.calls.of_session(calls[0].session_id), calls)
 
 
 _prompts = st.lists(st.lists(st.sampled_from([1, 2, END]), max_size=30), min_size=1, max_size=6)
@@ -159,8 +159,8 @@ async def test_random_trees_are_the_same_again(
             for n, prompt in enumerate(prompts)
         ]
         for call in calls:
-            await store.commit_call(call)
-        assert_same(await store.calls(session_id), calls)
+            await store.calls.commit(call)
+        assert_same(await store.calls.of_session(session_id), calls)
 
 
 _text = st.text(alphabet="aé世\U0001f600\x00\u2028 ", max_size=12) | st.sampled_from(["system " * 40, "a file\n" * 200])
@@ -221,7 +221,7 @@ async def test_random_conversations_are_the_same_again(
                 parent_call_id=None if base is None else base.call_id,
             )
             calls.append(call)
-            await (other if number % 3 == 2 else store).commit_call(call)
-        assert_same(await other.calls(session_id), calls)
-        assert_same([await store.call(call.call_id) for call in calls], calls)
-        assert await store.verify() == []
+            await (other if number % 3 == 2 else store).calls.commit(call)
+        assert_same(await other.calls.of_session(session_id), calls)
+        assert_same([await store.calls.get(call.call_id) for call in calls], calls)
+        assert await store.maintenance.verify() == []

@@ -15,7 +15,7 @@ from tests.until import until
 
 async def test_a_cancelled_writer_holds_no_lock(store: Store) -> None:
     known: list[Any] = []  # as a traceback knows them
-    sqlite = store._database.dialect == "sqlite"
+    sqlite = store.database.dialect == "sqlite"
     asked, runs, ends = asyncio.Event(), threading.Event(), threading.Event()
 
     def held() -> int:
@@ -23,7 +23,7 @@ async def test_a_cancelled_writer_holds_no_lock(store: Store) -> None:
         return int(ends.wait(120))
 
     async def write() -> None:
-        async with store._database.writing() as connection:
+        async with store.database.writing() as connection:
             driver: Any = (await connection.get_raw_connection()).driver_connection
             known.append(await driver.execute("UPDATE settings SET value = value"))
             if sqlite:
@@ -41,4 +41,4 @@ async def test_a_cancelled_writer_holds_no_lock(store: Store) -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     async with asyncio.timeout(20):
-        assert await store.feed_depth() == {}
+        assert await store.feed.depth() == {}

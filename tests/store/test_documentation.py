@@ -22,13 +22,13 @@ async def test_queries_of_the_page_run(store: Store, query: str) -> None:
     session_id = await new_session(store, origin="rollout")
     rollout_id = await new_rollout(store, session_id)
     call = record(session_id)
-    await store.commit_call(call)
-    await store.put_traces([trace_of([call], rollout_id=rollout_id)], {}, "merged", session_id, rollout_id)
-    await store.add_reward(rollout_id, 1.0, "tests", {})
+    await store.calls.commit(call)
+    await store.traces.put([trace_of([call], rollout_id=rollout_id)], {}, "merged", session_id, rollout_id)
+    await store.rewards.add(rollout_id, 1.0, "tests", {})
     query = query.replace("roll_...", rollout_id)
-    if store._database.dialect == "postgresql":
+    if store.database.dialect == "postgresql":
         query = query.replace("json_extract(sampling, '$.temperature')", "sampling ->> 'temperature'")
-    async with store._database.reading() as connection:
+    async with store.database.reading() as connection:
         result = await connection.execute(text(query))
         rows = result.all()
     nothing = ("HAVING MIN", "status <> 'ok'", "status = 'done'", "WHERE s.call_id IS NULL", "base_call_id IS NOT NULL")

@@ -17,38 +17,38 @@ async def finished(
 ) -> list[str]:
     """Groups that wait for a consumer."""
     job_id = await submit(store, groups=groups, size=1, max_staleness=max_staleness)
-    for held in await store.claim("w", groups, 60, policy_version=version):
-        await store.set_rollout(held.rollout_id, status="done")
-        await store.settle_group(held.group_id)
-    return [group.group_id for group in await store.groups(job_id)]
+    for held in await store.queue.claim("w", groups, 60, policy_version=version):
+        await store.rollouts.update(held.rollout_id, status="done")
+        await store.groups.settle(held.group_id)
+    return [group.group_id for group in await store.groups.of_job(job_id)]
 
 
 async def test_oldest_first_and_once(store: Store) -> None:
     first, second, third = await finished(store, 3)
-    offer = await store.lease_groups("trainer", 2, 60)
+    offer = await store.feed.lease("trainer", 2, 60)
     assert [lease.group_id for lease in offer.leases] == [first, second]
-    assert await store.feed_depth() == {"leased": 2, "waiting": 1}
-    await store.acknowledge(offer.leases[0].lease_id)
-    await store.acknowledge(offer.leases[0].lease_id)
-    await store.give_back(offer.leases[1].lease_id)
-    again = await store.lease_groups("trainer", 5, 60)
+    assert await store.feed.depth() == {"leased": 2, "waiting": 1}
+    await store.feed.acknowledge(offer.leases[0].lease_id)
+    await store.feed.acknowledge(offer.leases[0].lease_id)
+    await store.feed.release(offer.leases[1].lease_id)
+    again = await store.feed.lease("trainer", 5, 60)
     assert {lease.group_id for lease in again.leases} == {second, third}
-    assert await store.feed_depth() == {"delivered": 1, "leased": 2}
+    assert await store.feed.depth() == {"delivered": 1, "leased": 2}
     with pytest.raises(StoreError, match="run out"):
-        await store.give_back(offer.leases[0].lease_id)
+        await store.feed.release(offer.leases[0].lease_id)
 
 
 async def test_a_lease_that_nobody_acknowledges_comes_back(store: Store) -> None:
     (group,) = await finished(store, 1)
-    (lease,) = (await store.lease_groups("dead", 1, -1)).leases
-    (other,) = (await store.lease_groups("living", 1, 60)).leases
+    (lease,) = (await store.feed.lease("dead", 1, -1)).leases
+    (other,) = (await store.feed.lease("living", 1, 60)).leases
     assert (lease.group_id, other.group_id) == (group, group)
-    for late in (store.acknowledge(lease.lease_id), store.extend_lease(lease.lease_id, 60)):
+    for late in (store.feed.acknowledge(lease.lease_id), store.feed.extend(lease.lease_id, 60)):
         with pytest.raises(StoreError, match="run out"):
             await late
-    assert await store.extend_lease(other.lease_id, 600) > other.expires_at
-    assert (await store.lease_groups("third", 1, 60)).leases == ()
-    await store.acknowledge(other.lease_id)
+    assert await store.feed.extend(other.lease_id, 600) > other.expires_at
+    assert (await store.feed.lease("third", 1, 60)).leases == ()
+    await store.feed.acknowledge(other.lease_id)
 
 
 async def test_two_consumers_never_get_the_same_group(store: Store, url: str) -> None:
@@ -57,7 +57,7 @@ async def test_two_consumers_never_get_the_same_group(store: Store, url: str) ->
 
         async def consume(one: Store, name: str) -> list[str]:
             mine = []
-            while (offer := await one.lease_groups(name, 1, 60)).leases:
+            while (offer := await one.feed.lease(name, 1, 60)).leases:
                 mine += [lease.group_id for lease in offer.leases]
             return mine
 
@@ -70,73 +70,73 @@ async def test_what_is_too_stale_is_dropped_and_told(store: Store) -> None:
     (old,) = await finished(store, 1, version="3")
     (young,) = await finished(store, 1, version="5")
     (unknown,) = await finished(store, 1, version=None)
-    offer = await store.lease_groups("t", 5, 60, policy_version="6", max_staleness=2)
+    offer = await store.feed.lease("t", 5, 60, policy_version="6", max_staleness=2)
     assert [(lease.group_id, lease.staleness) for lease in offer.leases] == [(young, 1)]
     assert set(offer.dropped) == {old, unknown}
-    assert await store.feed_depth() == {"leased": 1, "dropped": 2}
-    dropped = await store.group(old)
+    assert await store.feed.depth() == {"leased": 1, "dropped": 2}
+    dropped = await store.groups.get(old)
     assert dropped is not None
     assert dropped.reason == "staler than 2 policy versions"
     with pytest.raises(UsageError, match="numbers"):
-        await store.lease_groups("t", 5, 60, policy_version="abc", max_staleness=2)
+        await store.feed.lease("t", 5, 60, policy_version="abc", max_staleness=2)
 
 
 async def test_the_own_bound_of_a_group(store: Store) -> None:
     """Enforced at delivery, whatever the consumer asks for; and before that, where rollouts are begun."""
     late = await finished(store, 1, version="3", max_staleness=1)
     young = await finished(store, 1, version="4", max_staleness=1)
-    offer = await store.lease_groups("t", 5, 60, policy_version="5")
+    offer = await store.feed.lease("t", 5, 60, policy_version="5")
     assert ([lease.group_id for lease in offer.leases], list(offer.dropped)) == (young, late)
     assert offer.leases[0].policy_version == "4"
 
     job_id = await submit(store, groups=3, size=3, max_staleness=1)
-    begun, going_on = await store.claim("w", 2, 60, policy_version="6")
-    await store.set_rollout(begun.rollout_id, status="done")
+    begun, going_on = await store.queue.claim("w", 2, 60, policy_version="6")
+    await store.rollouts.update(begun.rollout_id, status="done")
     for version in (None, "a", "7"):
-        assert await store.drop_stale(version) == ([], [])
-    first, second, third = await store.groups(job_id)
-    assert await store.drop_stale("8") == ([first.group_id], [going_on.rollout_id])
-    assert await store.drop_stale("8") == ([], [])
-    rows = await store.rollouts(group_id=first.group_id)
+        assert await store.feed.drop_stale(version) == ([], [])
+    first, second, third = await store.groups.of_job(job_id)
+    assert await store.feed.drop_stale("8") == ([first.group_id], [going_on.rollout_id])
+    assert await store.feed.drop_stale("8") == ([], [])
+    rows = await store.rollouts.find(group_id=first.group_id)
     assert [(row.status, row.cause) for row in rows] == [
         ("done", None),
         ("queued", "cancel_requested"),
         ("cancelled", "cancelled"),
     ]
-    await store.release(going_on.rollout_id, cause="cancelled")
-    settled = await store.settle_group(first.group_id)
+    await store.queue.release(going_on.rollout_id, cause="cancelled")
+    settled = await store.groups.settle(first.group_id)
     assert settled is not None
     assert (settled[0].status, settled[0].delivery, settled[0].reason) == (
         *("finished", "dropped", "staler than 1 policy versions"),
     )
-    assert await store.dropped_reasons() == {"staler than 1 policy versions": 2}
-    assert {held.group_id for held in await store.claim("w", 9, 60)} == {second.group_id, third.group_id}
+    assert await store.feed.drop_reasons() == {"staler than 1 policy versions": 2}
+    assert {held.group_id for held in await store.queue.claim("w", 9, 60)} == {second.group_id, third.group_id}
 
 
 async def test_nothing_is_begun_that_could_only_be_delivered_too_late(store: Store) -> None:
     """The trainer takes two groups a version. With one version of staleness allowed, a group may have three others
     before it."""
     bounded = await submit(store, groups=9, size=2, max_staleness=1)
-    assert await store.claim("w", 2, 60, policy_version="0") != []  # its pace is not known yet: nothing waits
+    assert await store.queue.claim("w", 2, 60, policy_version="0") != []  # its pace is not known yet: nothing waits
     for version in ("1", "1", "2", "2", "3"):
         await finished(store, 1, version=version)
-        (lease,) = (await store.lease_groups("t", 1, 60, policy_version=version)).leases
-        await store.acknowledge(lease.lease_id)
-    first, *others = [group.group_id for group in await store.groups(bounded)]
-    held = await store.claim("w", 99, 60, policy_version="3")
+        (lease,) = (await store.feed.lease("t", 1, 60, policy_version=version)).leases
+        await store.feed.acknowledge(lease.lease_id)
+    first, *others = [group.group_id for group in await store.groups.of_job(bounded)]
+    held = await store.queue.claim("w", 99, 60, policy_version="3")
     assert [one.group_id for one in held] == [group for group in others[:3] for _ in range(2)]
-    assert await store.claim("w", 99, 60, policy_version="3") == []
+    assert await store.queue.claim("w", 99, 60, policy_version="3") == []
     free = await submit(store, groups=1, size=1)
-    assert [one.job_id for one in await store.claim("w", 99, 60, policy_version="3")] == [free]
-    (unbounded,) = await store.groups(free)
+    assert [one.job_id for one in await store.queue.claim("w", 99, 60, policy_version="3")] == [free]
+    (unbounded,) = await store.groups.of_job(free)
     for group_id in (first, unbounded.group_id):
-        for one in await store.rollouts(group_id=group_id):
-            await store.set_rollout(one.rollout_id, status="done")
-        await store.settle_group(group_id)
-    assert await store.any_waiting()
-    assert await store.claim("w", 99, 60, policy_version="3") == []  # it waits, as much ahead as before
-    await store.lease_groups("t", 2, 60, policy_version="3")
-    assert not await store.any_waiting()
-    assert {one.group_id for one in await store.claim("w", 99, 60, policy_version="3")} == {others[3]}
-    await store.release(held[0].rollout_id, cause="sandbox")  # of a group that was begun: it goes on
-    assert [one.rollout_id for one in await store.claim("w", 99, 60)] == [held[0].rollout_id]
+        for one in await store.rollouts.find(group_id=group_id):
+            await store.rollouts.update(one.rollout_id, status="done")
+        await store.groups.settle(group_id)
+    assert await store.feed.any_waiting()
+    assert await store.queue.claim("w", 99, 60, policy_version="3") == []  # it waits, as much ahead as before
+    await store.feed.lease("t", 2, 60, policy_version="3")
+    assert not await store.feed.any_waiting()
+    assert {one.group_id for one in await store.queue.claim("w", 99, 60, policy_version="3")} == {others[3]}
+    await store.queue.release(held[0].rollout_id, cause="sandbox")  # of a group that was begun: it goes on
+    assert [one.rollout_id for one in await store.queue.claim("w", 99, 60)] == [held[0].rollout_id]

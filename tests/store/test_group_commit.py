@@ -20,11 +20,11 @@ from tests.store.records import assert_same, choice, new_session, record
 async def test_many_at_once(store: Store, url: str) -> None:
     sessions = [await new_session(store) for _ in range(3)]
     calls = [record(sessions[n % 3], messages=(b"%d" % n,), started_at=float(n)) for n in range(200)]
-    await asyncio.gather(*(store.commit_call(call) for call in calls))
+    await asyncio.gather(*(store.calls.commit(call) for call in calls))
     async with open_store(url, upgrade=False) as reader:
         for number, session_id in enumerate(sessions):
-            assert_same(await reader.calls(session_id), calls[number::3])
-    summary = await store.session_summary(sessions[0])
+            assert_same(await reader.calls.of_session(session_id), calls[number::3])
+    summary = await store.sessions.summary(sessions[0])
     assert summary is not None
     assert (summary.calls, summary.failed_calls, summary.prompt_tokens) == (67, 0, 67 * 7)
     assert (summary.completion_tokens, summary.last_call_at) == (67 * 5, calls[0].ended_at)
@@ -42,59 +42,59 @@ async def test_one_bad_record_fails_alone(store: Store) -> None:
         record(session_id, http_status=2**70),
     ]
     mixed = [good[0], bad[0], good[1], bad[1], bad[2], good[2], bad[3], good[3], bad[4], good[4], bad[5]]
-    results = await asyncio.gather(*(store.commit_call(call) for call in mixed), return_exceptions=True)
+    results = await asyncio.gather(*(store.calls.commit(call) for call in mixed), return_exceptions=True)
     for call, result in zip(mixed, results, strict=True):
         if any(call is other for other in bad):
             assert isinstance(result, StoreError)
         else:
             assert result is None
-    assert {call.call_id for call in await store.calls(session_id)} == {call.call_id for call in good}
-    summary = await store.session_summary(session_id)
+    assert {call.call_id for call in await store.calls.of_session(session_id)} == {call.call_id for call in good}
+    summary = await store.sessions.summary(session_id)
     assert summary is not None
     assert summary.calls == 5
-    await store.commit_call(record(session_id))  # the writer is as before
+    await store.calls.commit(record(session_id))  # the writer is as before
 
 
 async def test_errors_do_not_show_the_conversation(store: Store) -> None:
     with pytest.raises(StoreError) as caught:
-        await store.commit_call(record("sess_unknown", messages=(b"very secret",)))
+        await store.calls.commit(record("sess_unknown", messages=(b"very secret",)))
     assert "secret" not in str(caught.value)
 
 
 async def test_rows_that_another_process_removed_are_stored_again(store: Store) -> None:
     session_id = await new_session(store)
     first = record(session_id)
-    await store.commit_call(first)
-    async with store._database.writing() as connection:
+    await store.calls.commit(first)
+    async with store.database.writing() as connection:
         for table in ("completions", "calls"):
             await connection.exec_driver_sql(f"DELETE FROM {table}")
         await connection.exec_driver_sql("UPDATE nodes SET parent_id = NULL")
         await connection.exec_driver_sql("DELETE FROM nodes")
     again = record(session_id)
-    await store.commit_call(again)
-    assert_same(await store.calls(session_id), [again])
+    await store.calls.commit(again)
+    assert_same(await store.calls.of_session(session_id), [again])
 
 
 async def test_a_cancelled_caller_does_not_lose_the_call(url: str) -> None:
     async with open_store(url) as store:
         call = record(await new_session(store))
-        task = asyncio.create_task(store.commit_call(call))
+        task = asyncio.create_task(store.calls.commit(call))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
     async with open_store(url, upgrade=False) as reader:
-        assert_same(await reader.call(call.call_id), call)
+        assert_same(await reader.calls.get(call.call_id), call)
 
 
 async def test_closing_writes_what_waits_and_refuses_more(url: str) -> None:
     async with open_store(url) as store:
         calls = [record(await new_session(store)) for _ in range(10)]
-        tasks = [asyncio.create_task(store.commit_call(call)) for call in calls]
+        tasks = [asyncio.create_task(store.calls.commit(call)) for call in calls]
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
     with pytest.raises(StoreError, match="closed"):
-        await store.commit_call(record("any"))
+        await store.calls.commit(record("any"))
 
 
 _WRITER = """
@@ -109,7 +109,7 @@ async def main():
         async def client():
             while True:
                 call = record(session_id)
-                await store.commit_call(call)
+                await store.calls.commit(call)
                 print(call.call_id, flush=True)
         await asyncio.gather(*(client() for _ in range(4)))
 
@@ -128,10 +128,10 @@ async def test_kill_9_loses_nothing_that_was_told(url: str) -> None:
     assert process.wait() == -signal.SIGKILL
     process.stdout.close()
     async with open_store(url) as store:
-        rows = await store.call_rows(session_id)
+        rows = await store.calls.summaries(session_id)
         assert set(told) <= {row.call_id for row in rows}
-        assert len(await store.calls(session_id)) == len(rows)
-        (summary,) = await store.sessions()
+        assert len(await store.calls.of_session(session_id)) == len(rows)
+        (summary,) = await store.sessions.recent()
         assert summary.calls == len(rows)
 
 
@@ -143,16 +143,16 @@ async def test_readers_and_writers_at_the_same_time(store: Store, url: str) -> N
     async def read() -> None:
         async with open_store(url, upgrade=False) as reader:
             while not done.is_set():
-                calls = await reader.calls(session_id)
+                calls = await reader.calls.of_session(session_id)
                 assert all(len(call.choices) == 1 for call in calls)
                 seen.append(len(calls))
 
     async def write() -> None:
         async with open_store(url) as other:
             for _ in range(25):
-                await asyncio.gather(store.commit_call(record(session_id)), other.commit_call(record(session_id)))
+                await asyncio.gather(store.calls.commit(record(session_id)), other.calls.commit(record(session_id)))
         done.set()
 
     await asyncio.gather(read(), write())
     assert seen == sorted(seen)
-    assert len(await store.call_rows(session_id)) == 50
+    assert len(await store.calls.summaries(session_id)) == 50

@@ -13,16 +13,16 @@ from tests.store.test_jobs import submit
 
 
 async def run(store: Store, job_id: str) -> None:
-    for held in await store.claim("w", 99, 60, job_id=job_id):
-        await store.enter_stage(held, "preparing")
-        await store.end_rollout(held, "done")
-        await store.settle_group(held.group_id)
+    for held in await store.queue.claim("w", 99, 60, job_id=job_id):
+        await store.rollouts.enter_stage(held, "preparing")
+        await store.rollouts.end(held, "done")
+        await store.groups.settle(held.group_id)
 
 
 async def read(store: Store, after: EventCursor, job_id: str | None = None, limit: int = 500) -> list[JobEventRow]:
     found: list[JobEventRow] = []
     while True:
-        rows, seen = await store.progress(after, job_id=job_id, limit=limit)
+        rows, seen = await store.job_events.read(after, job_id=job_id, limit=limit)
         found += rows
         if seen == after:
             return found
@@ -38,16 +38,16 @@ async def test_a_job_from_its_start(store: Store) -> None:
     job_id = await submit(store, size=1)
     await run(store, job_id)
     await run(store, await submit(store))
-    (lease,) = (await store.lease_groups("t", 9, 60)).leases[1:2]
-    await store.acknowledge(lease.lease_id)
-    rows = await read(store, await store.progress_start(job_id), job_id)
+    (lease,) = (await store.feed.lease("t", 9, 60)).leases[1:2]
+    await store.feed.acknowledge(lease.lease_id)
+    rows = await read(store, await store.job_events.start(job_id), job_id)
     assert words(rows) == [
         *("job open", "stage queued", "stage preparing", "stage done", "group finished", "job done"),
         *("feed leased", "feed delivered"),
     ]
     assert {row.data["job_id"] for row in rows} == {job_id}
-    assert await store.progress_over(job_id)
-    last, end = rows[-1].cursor, await store.progress_end(job_id)
+    assert await store.job_events.is_over(job_id)
+    last, end = rows[-1].cursor, await store.job_events.end(job_id)
     assert (last.stage >= end.stage, last.job) == (True, end.job)
     for place, row in enumerate(rows):
         assert await read(store, row.cursor, job_id, limit=1) == rows[place + 1 :]
@@ -56,13 +56,13 @@ async def test_a_job_from_its_start(store: Store) -> None:
 
 async def test_of_all_jobs_from_now(store: Store) -> None:
     await run(store, await submit(store))
-    now = await store.progress_start()
+    now = await store.job_events.start()
     assert await read(store, now) == []
     job_id = await submit(store, size=1)
-    await store.set_job(job_id, "paused")
-    assert not await store.progress_over(job_id)
-    await store.set_job(job_id, "cancelled")
-    assert await store.progress_over(job_id)
+    await store.jobs.set_status(job_id, "paused")
+    assert not await store.job_events.is_over(job_id)
+    await store.jobs.set_status(job_id, "cancelled")
+    assert await store.job_events.is_over(job_id)
     assert words(await read(store, now)) == [
         *("job open", "stage queued", "job paused", "stage cancelled", "group cancelled", "job cancelled")
     ]
@@ -72,7 +72,7 @@ async def test_of_all_jobs_from_now(store: Store) -> None:
 
 async def test_writers_at_once(store: Store, url: str) -> None:
     """A reader that polls while two processes write sees all, once and in order."""
-    start = await store.progress_start()
+    start = await store.job_events.start()
     seen: list[JobEventRow] = []
     over = asyncio.Event()
 
@@ -80,7 +80,7 @@ async def test_writers_at_once(store: Store, url: str) -> None:
         after = start
         while True:
             last = over.is_set()
-            rows, seen_to = await store.progress(after, limit=7)
+            rows, seen_to = await store.job_events.read(after, limit=7)
             seen.extend(rows)
             if last and seen_to == after:
                 return

@@ -16,35 +16,35 @@ ROLLOUT = NewRollout("mini-swe-agent 2", "process", "local", "polar-tiny", 1, {}
 async def submit(
     store: Store, groups: int = 1, size: int = 2, max_staleness: int | None = None, **given: object
 ) -> str:
-    await store.put_task("task-1", "family", 1, "do it", {})
+    await store.tasks.put("task-1", "family", 1, "do it", {})
     new = [NewGroup("task-1", size, {}, (ROLLOUT,) * size, True, max_staleness)] * groups
-    job, is_new = await store.submit_job({"groups": groups}, new, **given)  # type: ignore[arg-type]
+    job, is_new = await store.jobs.submit({"groups": groups}, new, **given)  # type: ignore[arg-type]
     assert is_new
     return job.job_id
 
 
 async def test_a_job_from_queue_to_done(store: Store) -> None:
     job_id = await submit(store, groups=2)
-    job = await store.job(job_id)
+    job = await store.jobs.get(job_id)
     assert job is not None
     assert (job.status, job.groups, job.rollouts) == ("open", 2, {"queued": 4})
-    held = await store.claim("w", 3, 60, policy_version="7")
-    first, second = await store.groups(job_id)
+    held = await store.queue.claim("w", 3, 60, policy_version="7")
+    first, second = await store.groups.of_job(job_id)
     assert [item.group_id for item in held] == [first.group_id, first.group_id, second.group_id]
     assert [item.group_index for item in held] == [0, 1, 0]
-    assert await store.hold("w", [item.rollout_id for item in held], 60) == (set(), set())
+    assert await store.queue.heartbeat("w", [item.rollout_id for item in held], 60) == (set(), set())
     for item in held[:2]:
-        await store.set_rollout(item.rollout_id, status="done")
-    done, mine = await store.settle_group(first.group_id) or pytest.fail("still open")
+        await store.rollouts.update(item.rollout_id, status="done")
+    done, mine = await store.groups.settle(first.group_id) or pytest.fail("still open")
     assert (done.status, done.delivery, mine) == ("finished", "waiting", True)
-    assert await store.settle_group(first.group_id) == (done, False)
-    assert await store.settle_group(second.group_id) is None
-    (last,) = await store.claim("w", 3, 60)
+    assert await store.groups.settle(first.group_id) == (done, False)
+    assert await store.groups.settle(second.group_id) is None
+    (last,) = await store.queue.claim("w", 3, 60)
     for item in (held[2], last):
-        await store.set_rollout(item.rollout_id, status="failed")
-    lost, _ = await store.settle_group(second.group_id) or pytest.fail("still open")
+        await store.rollouts.update(item.rollout_id, status="failed")
+    lost, _ = await store.groups.settle(second.group_id) or pytest.fail("still open")
     assert (lost.status, lost.delivery, lost.reason) == ("cancelled", "dropped", "no rollout of it came to an end")
-    job = await store.job(job_id)
+    job = await store.jobs.get(job_id)
     assert job is not None
     assert (job.status, job.rollouts) == ("done", {"done": 2, "failed": 2})
     assert job.ended_at is not None
@@ -52,21 +52,21 @@ async def test_a_job_from_queue_to_done(store: Store) -> None:
 
 async def test_one_key_one_job(store: Store) -> None:
     job_id = await submit(store, idempotency_key="k")
-    again, is_new = await store.submit_job({"groups": 1}, [], idempotency_key="k")
+    again, is_new = await store.jobs.submit({"groups": 1}, [], idempotency_key="k")
     assert (again.job_id, is_new, again.rollouts) == (job_id, False, {"queued": 2})
     with pytest.raises(UsageError, match="was used for another job"):
-        await store.submit_job({"groups": 2}, [], idempotency_key="k")
+        await store.jobs.submit({"groups": 2}, [], idempotency_key="k")
 
 
 async def test_jobs_take_turns_and_priority_goes_first(store: Store) -> None:
     large = await submit(store, groups=3)
     small = await submit(store, groups=1)
     urgent = await submit(store, groups=1, priority=5)
-    order = [(await store.claim("w", 1, 60))[0].job_id for _ in range(10)]
+    order = [(await store.queue.claim("w", 1, 60))[0].job_id for _ in range(10)]
     assert order[:2] == [urgent, urgent]
     assert sorted(map(str, order[2:6])) == sorted([large, large, small, small])
     assert order[6:] == [large] * 4
-    assert await store.claim("w", 1, 60) == []
+    assert await store.queue.claim("w", 1, 60) == []
 
 
 async def test_two_stores_never_claim_the_same(store: Store, url: str) -> None:
@@ -75,75 +75,75 @@ async def test_two_stores_never_claim_the_same(store: Store, url: str) -> None:
 
         async def work(one: Store, name: str) -> list[str]:
             mine: list[str] = []
-            while got := await one.claim(name, 2, 60):
+            while got := await one.queue.claim(name, 2, 60):
                 mine += [item.rollout_id for item in got]
             return mine
 
         claimed = await asyncio.gather(*(work(one, f"w{n}") for n, one in enumerate((store, other, store, other))))
     ids = [rollout_id for mine in claimed for rollout_id in mine]
     # A claim that finds its candidates taken gives up early; what is left is still in the queue.
-    ids += [item.rollout_id for item in await store.claim("last", 30, 60)]
+    ids += [item.rollout_id for item in await store.queue.claim("last", 30, 60)]
     assert len(ids) == len(set(ids)) == 30
 
 
 async def test_a_silent_worker_loses_its_rollouts(store: Store) -> None:
     await submit(store)
-    silent = await store.claim("silent", 1, -1)
-    (living,) = await store.claim("living", 1, 60)
-    await store.set_rollout(silent[0].rollout_id, status="running")
-    assert await store.lost(attempts=2) == {silent[0].rollout_id: 2}
-    assert await store.hold("silent", [silent[0].rollout_id], 60) == (set(), {silent[0].rollout_id})
-    (again,) = await store.claim("other", 5, -1)
+    silent = await store.queue.claim("silent", 1, -1)
+    (living,) = await store.queue.claim("living", 1, 60)
+    await store.rollouts.update(silent[0].rollout_id, status="running")
+    assert await store.queue.reclaim_expired(attempts=2) == {silent[0].rollout_id: 2}
+    assert await store.queue.heartbeat("silent", [silent[0].rollout_id], 60) == (set(), {silent[0].rollout_id})
+    (again,) = await store.queue.claim("other", 5, -1)
     assert (again.rollout_id, again.attempt) == (silent[0].rollout_id, 2)
-    assert await store.lost(attempts=2) == {again.rollout_id: 0}
-    row = await store.rollout(again.rollout_id)
+    assert await store.queue.reclaim_expired(attempts=2) == {again.rollout_id: 0}
+    row = await store.rollouts.get(again.rollout_id)
     assert row is not None
     assert (row.status, row.error) == ("failed", "its worker fell silent")
-    assert await store.hold("living", [living.rollout_id], 60) == (set(), set())
+    assert await store.queue.heartbeat("living", [living.rollout_id], 60) == (set(), set())
 
 
 async def test_an_attempt_that_failed_for_no_fault_of_the_agent(store: Store) -> None:
     await submit(store, size=1)
-    (held,) = await store.claim("w", 1, 60)
-    await store.begin_stage(held.rollout_id, 1, "preparing", "w")
-    await store.end_stage(held.rollout_id, 1, "preparing", "failed", "sandbox")
-    assert await store.release(held.rollout_id, cause="sandbox") == 2
-    (held,) = await store.claim("w", 1, 60)
+    (held,) = await store.queue.claim("w", 1, 60)
+    await store.rollouts.begin_stage(held.rollout_id, 1, "preparing", "w")
+    await store.rollouts.end_stage(held.rollout_id, 1, "preparing", "failed", "sandbox")
+    assert await store.queue.release(held.rollout_id, cause="sandbox") == 2
+    (held,) = await store.queue.claim("w", 1, 60)
     assert held.attempt == 2
-    await store.begin_stage(held.rollout_id, 2, "preparing", "w")
-    stages = await store.stages(held.rollout_id)
+    await store.rollouts.begin_stage(held.rollout_id, 2, "preparing", "w")
+    stages = await store.rollouts.stages(held.rollout_id)
     assert [(stage.attempt, stage.outcome, stage.cause) for stage in stages] == [
         (1, "failed", "sandbox"),
         (2, None, None),
     ]
-    await store.set_rollout(held.rollout_id, status="done")
+    await store.rollouts.update(held.rollout_id, status="done")
     with pytest.raises(UsageError, match="has ended"):
-        await store.release(held.rollout_id, cause="sandbox")
+        await store.queue.release(held.rollout_id, cause="sandbox")
 
 
 @pytest.mark.parametrize("what", ["job", "group", "rollout"])
 async def test_cancelling(store: Store, what: str) -> None:
     job_id = await submit(store, size=3)
-    (held,) = await store.claim("w", 1, 60)
+    (held,) = await store.queue.claim("w", 1, 60)
     if what == "job":
-        assert await store.set_job(job_id, "cancelled") == [held.rollout_id]
+        assert await store.jobs.set_status(job_id, "cancelled") == [held.rollout_id]
     elif what == "group":
-        assert await store.cancel_group(held.group_id, reason="decided") == [held.rollout_id]
+        assert await store.groups.cancel(held.group_id, reason="decided") == [held.rollout_id]
     else:
-        assert await store.cancel_rollout(held.rollout_id) is False
-    assert await store.hold("w", [held.rollout_id], 60) == ({held.rollout_id}, set())
-    job = await store.job(job_id)
+        assert await store.queue.cancel(held.rollout_id) is False
+    assert await store.queue.heartbeat("w", [held.rollout_id], 60) == ({held.rollout_id}, set())
+    job = await store.jobs.get(job_id)
     assert job is not None
     # The one in hand stays where it was until its worker ends it.
     assert job.rollouts == ({"queued": 3} if what == "rollout" else {"queued": 1, "cancelled": 2})
-    assert len(await store.claim("w", 5, 60)) == (2 if what == "rollout" else 0)
+    assert len(await store.queue.claim("w", 5, 60)) == (2 if what == "rollout" else 0)
 
 
 async def test_a_paused_job_is_not_begun(store: Store) -> None:
     job_id = await submit(store)
-    await store.set_job(job_id, "paused")
-    assert await store.claim("w", 5, 60) == []
-    await store.set_job(job_id, "open")
-    assert len(await store.claim("w", 5, 60)) == 2
+    await store.jobs.set_status(job_id, "paused")
+    assert await store.queue.claim("w", 5, 60) == []
+    await store.jobs.set_status(job_id, "open")
+    assert len(await store.queue.claim("w", 5, 60)) == 2
     with pytest.raises(UsageError, match="no job"):
-        await store.set_job("job_x", "paused")
+        await store.jobs.set_status("job_x", "paused")

@@ -37,32 +37,32 @@ async def _finished(store: Store, number: int = 0) -> tuple[str, str, CallRecord
     session_id = await new_session(store, origin="rollout")
     rollout_id = await new_rollout(store, session_id)
     call = _turn(session_id, number)
-    await store.commit_call(call)
-    await store.put_traces([trace_of([call], rollout_id=rollout_id)], {}, "merged", session_id, rollout_id)
-    await store.add_reward(rollout_id, 1.0, "tests", {})
-    await store.add_artifact(rollout_id, "patch.diff", b"patch %d" % number)
-    await store.add_artifact(rollout_id, "same.diff", b"the same for all")
-    await store.set_rollout(rollout_id, status="running")
-    await store.set_rollout(rollout_id, status="done")
+    await store.calls.commit(call)
+    await store.traces.put([trace_of([call], rollout_id=rollout_id)], {}, "merged", session_id, rollout_id)
+    await store.rewards.add(rollout_id, 1.0, "tests", {})
+    await store.artifacts.add(rollout_id, "patch.diff", b"patch %d" % number)
+    await store.artifacts.add(rollout_id, "same.diff", b"the same for all")
+    await store.rollouts.update(rollout_id, status="running")
+    await store.rollouts.update(rollout_id, status="done")
     return rollout_id, session_id, call
 
 
 async def _rows(store: Store) -> dict[str, int]:
-    return dict((await store.stats())["rows"])
+    return dict((await store.maintenance.stats())["rows"])
 
 
 async def _problems(store: Store) -> list[str]:
-    return [f"{fault.what}: {fault.problem}" for fault in await store.verify()]
+    return [f"{fault.what}: {fault.problem}" for fault in await store.maintenance.verify()]
 
 
 async def test_a_sound_database_has_no_faults(store: Store) -> None:
     for number in range(3):
         await _finished(store, number)
     session_id = await new_session(store)
-    await store.commit_call(record(session_id, messages=(b"", b""), tools=b"", prompt_ids=ids(), choices=()))
-    await store.commit_call(record(session_id, prompt_ids=None, choices=(choice(tokens=0),)))
+    await store.calls.commit(record(session_id, messages=(b"", b""), tools=b"", prompt_ids=ids(), choices=()))
+    await store.calls.commit(record(session_id, prompt_ids=None, choices=(choice(tokens=0),)))
     told: list[str] = []
-    assert await store.verify(lambda what, done, total: told.append(f"{what} {done}/{total}")) == []
+    assert await store.maintenance.verify(lambda what, done, total: told.append(f"{what} {done}/{total}")) == []
     assert "calls 5/5" in told
 
 
@@ -85,12 +85,12 @@ async def test_every_kind_of_damage_is_named(store: Store) -> None:
         (r"artifacts .*cannot be read", update(schema.artifacts).values(sha256="0" * 64)),
     ]
     for pattern, statement in changes:
-        async with store._database._writer.connect() as connection:
+        async with store.database._writer.connect() as connection:
             await connection.execute(statement)
             await connection.commit()
         problems = await _problems(store)
         assert any(re.search(pattern, problem) for problem in problems), (pattern, problems)
-        async with store._database.writing() as connection:
+        async with store.database.writing() as connection:
             for table in reversed(schema.metadata.sorted_tables):
                 if table is not schema.nodes:
                     await connection.execute(delete(table))
@@ -105,44 +105,44 @@ async def test_prune_removes_what_is_old_and_finished_only(store: Store) -> None
     old, old_session, _ = await _finished(store, 1)
     young, young_session, young_call = await _finished(store, 2)
     running = await new_rollout(store, await new_session(store, origin="rollout"))
-    await store.set_rollout(running, status="running")
+    await store.rollouts.update(running, status="running")
     long_ago = time.time() - 40 * 86400
-    async with store._database.writing() as connection:
+    async with store.database.writing() as connection:
         for rollout_id in (old, running):
             values = {"created_at": long_ago, "ended_at": long_ago if rollout_id == old else None}
             await connection.execute(
                 update(schema.rollouts).where(schema.rollouts.c.rollout_id == rollout_id).values(**values)
             )
-    files = {item.name: item.path for item in await store.artifacts(old)}
+    files = {item.name: item.path for item in await store.artifacts.of_rollout(old)}
     for path in files.values():
         os.utime(path, (long_ago, long_ago))
     before = await _rows(store)
-    would = await store.prune(time.time() - 30 * 86400, dry_run=True)
+    would = await store.maintenance.prune(time.time() - 30 * 86400, dry_run=True)
     assert (would.rollouts, would.sessions, would.calls) == ([old], [], 1)
     assert await _rows(store) == before
-    done = await store.prune(time.time() - 30 * 86400)
+    done = await store.maintenance.prune(time.time() - 30 * 86400)
     assert (done.rollouts, done.sessions, done.calls, done.files) == ([old], [old_session], 1, 1)
     assert not files["patch.diff"].exists()
     assert files["same.diff"].exists()  # the young rollout has it too
-    assert {row.rollout_id for row in await store.rollouts()} == {young, running}
-    assert await store.session(old_session) is None
-    assert_same(await store.calls(young_session), [young_call])
+    assert {row.rollout_id for row in await store.rollouts.find()} == {young, running}
+    assert await store.sessions.get(old_session) is None
+    assert_same(await store.calls.of_session(young_session), [young_call])
     after = await _rows(store)
     for table in ("rollouts", "calls", "completions", "traces", "rewards", "groups"):
         assert after[table] == before[table] - 1, table
     assert await _problems(store) == []
-    assert (await store.prune(time.time() - 30 * 86400)).rollouts == []
+    assert (await store.maintenance.prune(time.time() - 30 * 86400)).rollouts == []
 
 
 async def test_prune_by_condition(store: Store) -> None:
     kept, _, _ = await _finished(store, 1)
-    await store.add_reward(kept, 0.0, "tests", {})
+    await store.rewards.add(kept, 0.0, "tests", {})
     gone, _, _ = await _finished(store, 2)
     alone = await new_session(store)
-    await store.commit_call(record(alone, ended_at=1.0))
-    assert (await store.prune(time.time() + 1, where="reward>=1")).rollouts == [gone]
-    assert [row.rollout_id for row in await store.rollouts()] == [kept]
-    assert len(await store.call_rows(alone)) == 1
+    await store.calls.commit(record(alone, ended_at=1.0))
+    assert (await store.maintenance.prune(time.time() + 1, where="reward>=1")).rollouts == [gone]
+    assert [row.rollout_id for row in await store.rollouts.find()] == [kept]
+    assert len(await store.calls.summaries(alone)) == 1
 
 
 async def test_a_session_that_is_open_keeps_its_key(store: Store) -> None:
@@ -150,34 +150,34 @@ async def test_a_session_that_is_open_keeps_its_key(store: Store) -> None:
     still_open = await new_session(store, key_hash=key)
     closed = await new_session(store)
     for session_id in (still_open, closed):
-        await store.commit_call(record(session_id, ended_at=1000.0))
-    await store.close_session(closed)
-    done = await store.prune(time.time() - 60)
+        await store.calls.commit(record(session_id, ended_at=1000.0))
+    await store.sessions.close(closed)
+    done = await store.maintenance.prune(time.time() - 60)
     assert set(done.sessions) == {still_open, closed}
-    assert await store.session(closed) is None
-    found = await store.session_by_key(key)
+    assert await store.sessions.get(closed) is None
+    found = await store.sessions.by_key(key)
     assert found is not None
     call = record(found.session_id)
-    await store.commit_call(call)
-    assert_same(await store.calls(still_open), [call])
+    await store.calls.commit(call)
+    assert_same(await store.calls.of_session(still_open), [call])
     assert await _problems(store) == []
 
 
 async def test_vacuum_removes_what_nothing_refers_to(store: Store) -> None:
     old, _, _ = await _finished(store, 1)
     _, young_session, young_call = await _finished(store, 2)
-    async with store._database.writing() as connection:
+    async with store.database.writing() as connection:
         await connection.execute(
             update(schema.rollouts).where(schema.rollouts.c.rollout_id == old).values(ended_at=1000.0)
         )
-    assert (await store.vacuum()).nodes == 0
-    await store.prune(2000.0)
-    done = await store.vacuum()
+    assert (await store.maintenance.vacuum()).nodes == 0
+    await store.maintenance.prune(2000.0)
+    done = await store.maintenance.vacuum()
     assert (done.nodes, done.settings, done.engines) == (2, 1, 0)  # its last message and last segment, its parameters
-    assert_same(await store.calls(young_session), [young_call])
+    assert_same(await store.calls.of_session(young_session), [young_call])
     assert await _problems(store) == []
-    async with store._database.reading() as connection:
-        if store._database.dialect == "sqlite":
+    async with store.database.reading() as connection:
+        if store.database.dialect == "sqlite":
             names = "SELECT name FROM sqlite_master WHERE type = 'index'"
         else:
             names = "SELECT indexname FROM pg_indexes WHERE schemaname = 'public'"
@@ -189,16 +189,16 @@ async def test_a_call_whose_chain_was_just_vacuumed_is_stored_whole(store: Store
     """The gateway believes the nodes to be stored; the database says no, and it offers all of them again."""
     first = await new_session(store)
     call = _turn(first, 1)
-    await store.commit_call(call)
-    await store.close_session(first)
+    await store.calls.commit(call)
+    await store.sessions.close(first)
     async with open_store(url, artifacts=tmp_path / "other") as other:  # `polar db` in another process
-        await other.prune(time.time() + 1)
-        done = await other.vacuum()
+        await other.maintenance.prune(time.time() + 1)
+        done = await other.maintenance.vacuum()
         assert (done.nodes, done.settings, done.engines) == (5, 2, 1)
     second = await new_session(store)
     calls = [_turn(second, 1), _turn(second, 2)]
-    await asyncio.gather(*(store.commit_call(call) for call in calls))
-    assert_same(await store.calls(second), calls)
+    await asyncio.gather(*(store.calls.commit(call) for call in calls))
+    assert_same(await store.calls.of_session(second), calls)
     assert await _problems(store) == []
 
 
@@ -212,11 +212,11 @@ async def test_gateways_write_while_it_is_pruned_and_vacuumed(store: Store, url:
             for round_ in range(12):
                 session_id = await new_session(writer)
                 batch = [_turn(session_id, number, ended_at=time.time() + 1000) for number in range(5)]
-                await asyncio.gather(*(writer.commit_call(call) for call in batch))
+                await asyncio.gather(*(writer.calls.commit(call) for call in batch))
                 if round_ % 2:
                     kept.extend(batch)
                 else:
-                    await writer.close_session(session_id)
+                    await writer.sessions.close(session_id)
         stop.set()
 
     async def upkeep() -> int:
@@ -224,22 +224,22 @@ async def test_gateways_write_while_it_is_pruned_and_vacuumed(store: Store, url:
         async with open_store(url, artifacts=tmp_path / "upkeep") as other:
             while not stop.is_set():
                 s = schema.sessions.c
-                async with other._database.writing() as connection:  # closed ones are old at once
+                async with other.database.writing() as connection:  # closed ones are old at once
                     await connection.execute(
                         update(schema.sessions).where(s.closed_at.is_not(None)).values(last_call_at=1.0)
                     )
-                await other.prune(2.0)
-                removed += (await other.vacuum()).nodes
+                await other.maintenance.prune(2.0)
+                removed += (await other.maintenance.vacuum()).nodes
         return removed
 
     await asyncio.gather(gateway(), gateway(), upkeep())
-    await store.prune(2.0)
-    await store.vacuum()
+    await store.maintenance.prune(2.0)
+    await store.maintenance.vacuum()
     by_session: dict[str, list[CallRecord]] = {}
     for call in kept:
         by_session.setdefault(call.session_id, []).append(call)
     for session_id, calls in by_session.items():
-        assert_same(await store.calls(session_id), calls)
+        assert_same(await store.calls.of_session(session_id), calls)
     assert await _problems(store) == []
 
 
@@ -249,14 +249,14 @@ async def test_a_file_shrinks_without_being_rewritten(tmp_path: Path) -> None:
         session_id = await new_session(store)
         for number in range(40):
             noise = os.urandom(20_000)
-            await store.commit_call(record(session_id, messages=(noise,), ended_at=1.0, started_at=float(number)))
-        full = (await store.stats())["bytes"]
-        await store.close_session(session_id)
-        await store.prune(2.0)
-        done = await store.vacuum()
+            await store.calls.commit(record(session_id, messages=(noise,), ended_at=1.0, started_at=float(number)))
+        full = (await store.maintenance.stats())["bytes"]
+        await store.sessions.close(session_id)
+        await store.maintenance.prune(2.0)
+        done = await store.maintenance.vacuum()
         assert done.bytes_after < full - 700_000
         assert done.free_bytes == 0
-        async with store._database.reading() as connection:
+        async with store.database.reading() as connection:
             assert await connection.scalar(select(func.count()).select_from(schema.nodes)) == 0
 
 
@@ -269,9 +269,9 @@ async def test_an_older_file_is_rewritten_only_when_asked(tmp_path: Path, full: 
     async with open_store(str(file)) as store:
         session_id = await new_session(store)
         for _ in range(20):
-            await store.commit_call(record(session_id, messages=(os.urandom(20_000),), ended_at=1.0))
-        await store.close_session(session_id)
-        await store.prune(2.0)
-        done = await store.vacuum(full=full)
+            await store.calls.commit(record(session_id, messages=(os.urandom(20_000),), ended_at=1.0))
+        await store.sessions.close(session_id)
+        await store.maintenance.prune(2.0)
+        done = await store.maintenance.vacuum(full=full)
         assert (done.free_bytes == 0) is full
         assert (done.bytes_after < done.bytes_before) is full

@@ -146,13 +146,13 @@ async def test_data_comes_up(url: str, tmp_path: Path, revision: str) -> None:
         await _write(connection, calls, revision)
     async with open_store(url, artifacts=tmp_path / "artifacts") as store:
         assert await store.schema_revision() == migrate.HEAD
-        assert_same(await store.calls("sess_old"), calls)
-        assert [place.marks for place in await store.lineages("sess_old")] == [placed.get("marks"), None, None]
-        assert await store.verify() == []
+        assert_same(await store.calls.of_session("sess_old"), calls)
+        assert [place.marks for place in await store.calls.lineages("sess_old")] == [placed.get("marks"), None, None]
+        assert await store.maintenance.verify() == []
         trace = trace_of([calls[0]])
-        await store.put_traces([trace], {}, "merged", "sess_old")
-        assert_same(await store.traces(session_id="sess_old"), [trace])
+        await store.traces.put([trace], {}, "merged", "sess_old")
+        assert_same(await store.traces.find(session_id="sess_old"), [trace])
         later = record("sess_old", prompt_ids=ids(*turn, END, *turn, END, 1, 2, 3, 4), started_at=4.0)
-        await store.commit_call(later)  # goes on from what the older Polar stored
-        assert_same(await store.calls("sess_old"), [*calls, later])
-        assert await store.verify() == []
+        await store.calls.commit(later)  # goes on from what the older Polar stored
+        assert_same(await store.calls.of_session("sess_old"), [*calls, later])
+        assert await store.maintenance.verify() == []

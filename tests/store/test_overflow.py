@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from polar_proxy.store import Store
+from polar_proxy.store.groups import KEEP
 from polar_proxy.store.jobs import NewGroup, NewRollout
-from polar_proxy.store.overflow import KEEP
 from polar_proxy.store.stages import Claim
 
 CONFIG = {"group_policy": "first_n", **KEEP}
@@ -17,26 +17,26 @@ OTHER = NewRollout("mini-swe-agent 2", "process", "local", "polar-tiny", 1, {"ha
 async def submit(store: Store, *groups: tuple[str, int, NewRollout], config: dict[str, object] = CONFIG) -> list[str]:
     """The groups' ids; each: (task, size, rollout)."""
     for task, _, _ in groups:
-        await store.put_task(task, "family", 1, "do it", {})
+        await store.tasks.put(task, "family", 1, "do it", {})
     new = [NewGroup(task, max(1, size - 1), config, (rollout,) * size, True) for task, size, rollout in groups]
-    job, _ = await store.submit_job({}, new)
-    return [group.group_id for group in await store.groups(job.job_id)]
+    job, _ = await store.jobs.submit({}, new)
+    return [group.group_id for group in await store.groups.of_job(job.job_id)]
 
 
 async def claim(store: Store, count: int, version: str | None = None) -> list[Claim]:
-    held = await store.claim("w", count, 60, policy_version=version)
+    held = await store.queue.claim("w", count, 60, policy_version=version)
     for one in held:
-        await store.enter_stage(one, "running")
+        await store.rollouts.enter_stage(one, "running")
     return held
 
 
 async def end(store: Store, held: Claim) -> None:
-    await store.add_reward(held.rollout_id, 1.0, "tests", {})
-    await store.end_rollout(held, "done")
+    await store.rewards.add(held.rollout_id, 1.0, "tests", {})
+    await store.rollouts.end(held, "done")
 
 
 async def stands(store: Store, group_id: str) -> dict[str, int]:
-    return dict(Counter(row.status for row in await store.rollouts(group_id=group_id)))
+    return dict(Counter(row.status for row in await store.rollouts.find(group_id=group_id)))
 
 
 async def test_into_the_next_group_of_the_task(store: Store) -> None:
@@ -44,34 +44,34 @@ async def test_into_the_next_group_of_the_task(store: Store) -> None:
     a, b, c = await claim(store, 3)
     await end(store, a)
     await end(store, b)
-    assert await store.keep_surplus(first, reason="the first 2 have ended") == {c.rollout_id: second}
-    group, mine = await store.settle_group(first) or (None, False)
+    assert await store.groups.keep_overflow(first, reason="the first 2 have ended") == {c.rollout_id: second}
+    group, mine = await store.groups.settle(first) or (None, False)
     assert group is not None
     assert (group.status, group.reason, group.delivery, mine) == ("finished", "the first 2 have ended", "waiting", True)
     assert await stands(store, first) == {"done": 2, "cancelled": 1}
     assert await stands(store, second) == {"running": 1, "queued": 2}
-    assert await store.group_of(c.rollout_id) == second
-    row = await store.rollout(c.rollout_id)
+    assert await store.rollouts.group_id(c.rollout_id) == second
+    row = await store.rollouts.get(c.rollout_id)
     assert row is not None
     assert (row.group_index, row.job_id) == (0, group.job_id)
     left = await claim(store, 9)
     assert sorted(one.group_id for one in left) == sorted([other, other, second, second])
     await end(store, c)  # whoever has it in hand need not know
     assert await stands(store, second) == {"done": 1, "running": 2}
-    taken = [row for row in await store.rollouts(group_id=first) if row.status == "cancelled"]
+    taken = [row for row in await store.rollouts.find(group_id=first) if row.status == "cancelled"]
     assert taken[0].error == f"its place was taken by {c.rollout_id}, which had been kept"
-    assert [event.kind for event in await store.events(c.rollout_id)].count("kept") == 1
+    assert [event.kind for event in await store.rollouts.events(c.rollout_id)].count("kept") == 1
 
 
 async def test_what_was_claimed_a_moment_ago_is_in_hand(store: Store) -> None:
     (first,) = await submit(store, ("t", 3, ROLLOUT))
-    a, b = await store.claim("w", 2, 60)
-    await store.enter_stage(a, "running")
+    a, b = await store.queue.claim("w", 2, 60)
+    await store.rollouts.enter_stage(a, "running")
     await end(store, a)
-    (shelf,) = set((await store.keep_surplus(first, reason="decided")).values())
+    (shelf,) = set((await store.groups.keep_overflow(first, reason="decided")).values())
     assert await stands(store, first) == {"done": 1, "cancelled": 1}
-    assert await store.group_of(b.rollout_id) == shelf
-    await store.enter_stage(b, "preparing")
+    assert await store.rollouts.group_id(b.rollout_id) == shelf
+    await store.rollouts.enter_stage(b, "preparing")
 
 
 async def test_kept_until_there_is_a_next_group(store: Store) -> None:
@@ -79,27 +79,27 @@ async def test_kept_until_there_is_a_next_group(store: Store) -> None:
     a, b, c, d = await claim(store, 4, "5")
     for one in (a, b):
         await end(store, one)
-    gone = await store.keep_surplus(first, reason="decided")
+    gone = await store.groups.keep_overflow(first, reason="decided")
     (shelf,) = set(gone.values())
     assert set(gone) == {c.rollout_id, d.rollout_id}
-    await store.settle_group(first)
-    (job,) = await store.jobs()
+    await store.groups.settle(first)
+    (job,) = await store.jobs.find()
     assert job.status == "done"  # nobody waits for those that were kept
     await end(store, c)
     unlike, elsewhere = await submit(store, ("t", 2, OTHER), ("u", 2, ROLLOUT))
     (old,) = await submit(store, ("t", 2, ROLLOUT))
-    assert await store.adopt_kept(unlike) == []
-    assert await store.adopt_kept(elsewhere) == []
-    assert await store.adopt_kept(old, policy_version="7") == []
-    assert sorted(await store.adopt_kept(old, policy_version="6")) == sorted([c.rollout_id, d.rollout_id])
-    assert await store.adopt_kept(old) == []
+    assert await store.groups.carry_over(unlike) == []
+    assert await store.groups.carry_over(elsewhere) == []
+    assert await store.groups.carry_over(old, policy_version="7") == []
+    assert sorted(await store.groups.carry_over(old, policy_version="6")) == sorted([c.rollout_id, d.rollout_id])
+    assert await store.groups.carry_over(old) == []
     assert await stands(store, old) == {"done": 1, "running": 1}
     assert await stands(store, shelf) == {"cancelled": 2}
     await end(store, d)
-    settled = await store.settle_group(old)
+    settled = await store.groups.settle(old)
     assert settled is not None
     assert settled[0].delivery == "waiting"
-    lease = (await store.lease_groups("trainer", 9, 60)).leases
+    lease = (await store.feed.lease("trainer", 9, 60)).leases
     assert [one.group_id for one in lease] == [first, old]
 
 
@@ -107,10 +107,10 @@ async def test_what_is_being_cancelled_is_not_kept(store: Store) -> None:
     (first,) = await submit(store, ("t", 3, ROLLOUT))
     a, b, c = await claim(store, 3)
     await end(store, a)
-    assert not await store.cancel_rollout(b.rollout_id)
-    assert set(await store.keep_surplus(first, reason="decided")) == {c.rollout_id}
-    assert await store.group_of(b.rollout_id) == first
-    assert await store.keep_surplus(first, reason="again") == {}
+    assert not await store.queue.cancel(b.rollout_id)
+    assert set(await store.groups.keep_overflow(first, reason="decided")) == {c.rollout_id}
+    assert await store.rollouts.group_id(b.rollout_id) == first
+    assert await store.groups.keep_overflow(first, reason="again") == {}
 
 
 async def test_groups_that_cancel_their_surplus_take_none_in(store: Store) -> None:
@@ -118,7 +118,7 @@ async def test_groups_that_cancel_their_surplus_take_none_in(store: Store) -> No
     a, b = await claim(store, 2)
     (second,) = await submit(store, ("t", 2, ROLLOUT), config={"group_policy": "first_n"})
     await end(store, a)
-    (shelf,) = set((await store.keep_surplus(first, reason="decided")).values())
+    (shelf,) = set((await store.groups.keep_overflow(first, reason="decided")).values())
     assert shelf != second
-    assert await store.adopt_kept(second) == []
-    assert await store.group_of(b.rollout_id) == shelf
+    assert await store.groups.carry_over(second) == []
+    assert await store.rollouts.group_id(b.rollout_id) == shelf

@@ -28,7 +28,7 @@ async def test_the_migrations_make_the_tables_of_the_models(store: Store) -> Non
         )
         return compare_metadata(context, metadata)
 
-    async with store._database.reading() as connection:
+    async with store.database.reading() as connection:
         assert await connection.run_sync(differences) == []
 
 
@@ -43,7 +43,7 @@ async def test_opening_again_keeps_what_is_there(url: str) -> None:
     assert await upgrade(url) == migrate.HEAD
     async with open_store(url) as store:
         assert await store.schema_revision() == migrate.HEAD
-        assert await store.session(session_id) is not None
+        assert await store.sessions.get(session_id) is not None
 
 
 async def test_two_that_create_at_once(url: str) -> None:
@@ -84,7 +84,7 @@ async def test_one_new_database_of_several_processes_at_once(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("reader", [True, False])
 async def test_a_newer_schema_is_refused(url: str, reader: bool) -> None:
-    async with open_store(url) as store, store._database.writing() as connection:
+    async with open_store(url) as store, store.database.writing() as connection:
         await connection.exec_driver_sql(f"UPDATE {VERSION_TABLE} SET version_num = '9999'")
     with pytest.raises(StoreError, match=r"newer Polar \(schema 9999.*update Polar"):
         async with open_store(url, upgrade=not reader):
@@ -92,7 +92,7 @@ async def test_a_newer_schema_is_refused(url: str, reader: bool) -> None:
 
 
 async def test_another_programs_database_is_refused(url: str) -> None:
-    async with open_store(url) as store, store._database.writing() as connection:
+    async with open_store(url) as store, store.database.writing() as connection:
         await connection.exec_driver_sql(f"DROP TABLE {VERSION_TABLE}")
     with pytest.raises(StoreError, match="not a Polar database"):
         async with open_store(url):
@@ -140,6 +140,6 @@ async def test_the_file_is_for_its_owner_only(tmp_path: Path) -> None:
 
 async def test_power_durability(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "polar.db"), durability="power")
-    async with store, store._database.writing() as connection:
+    async with store, store.database.writing() as connection:
         for pragma, value in (("synchronous", 2), ("journal_mode", "wal"), ("foreign_keys", 1)):
             assert (await connection.exec_driver_sql(f"PRAGMA {pragma}")).scalar() == value

@@ -122,7 +122,7 @@ def test_twice_is_once(value: Any) -> None:
 async def _everything(store: Store, artifacts: Path) -> bytes:
     """All that is stored, unpacked: every cell of every table, and the files."""
     codec, found = CellCodec(), []
-    async with store._database.reading() as connection:
+    async with store.database.reading() as connection:
         for table in schema.metadata.sorted_tables:
             if table.name not in ("nodes", "completions"):
                 found += [repr(tuple(row)).encode() for row in await connection.execute(select(table))]
@@ -160,20 +160,20 @@ async def test_nothing_planted_is_stored(store: Store, tmp_path: Path) -> None:
         error=f"401: invalid key {keys}",
         status="upstream_error",
     )
-    await store.commit_call(call)
-    await store.set_rollout(rollout_id, error=f"failed with {keys}")
-    await store.add_event(rollout_id, "started", {"environment": {"OPENAI_API_KEY": keys}})
-    await store.add_artifact(rollout_id, "agent.log", f"POST x-api-key: {keys}".encode())
+    await store.calls.commit(call)
+    await store.rollouts.update(rollout_id, error=f"failed with {keys}")
+    await store.rollouts.add_event(rollout_id, "started", {"environment": {"OPENAI_API_KEY": keys}})
+    await store.artifacts.add(rollout_id, "agent.log", f"POST x-api-key: {keys}".encode())
     stored = await _everything(store, tmp_path / "artifacts")
     assert {name for name, secret in _PLANTED.items() if secret.encode() in stored} == set()
     assert b"kept" in stored
-    assert await store.verify() == []
-    found = await store.call(call.call_id)
+    assert await store.maintenance.verify() == []
+    found = await store.calls.get(call.call_id)
     assert found is not None
     assert found.params["metadata"] == {"user": " ".join([REMOVED] * 9), "note": "kept"}
     again = record(session_id, tools=found.tools, params=found.params, sampling=found.sampling)
-    await store.commit_call(again)
-    assert_same(await store.call(again.call_id), again)
+    await store.calls.commit(again)
+    assert_same(await store.calls.get(again.call_id), again)
 
 
 async def test_messages_answers_and_patches_are_as_they_were(store: Store) -> None:
@@ -181,8 +181,8 @@ async def test_messages_answers_and_patches_are_as_they_were(store: Store) -> No
     session_id = await new_session(store)
     rollout_id = await new_rollout(store, session_id)
     call = record(session_id, messages=(b'{"role":"user","content":"my key is %s"}' % _PLANTED["openai"].encode(),))
-    await store.commit_call(call)
-    assert_same(await store.call(call.call_id), call)
+    await store.calls.commit(call)
+    assert_same(await store.calls.get(call.call_id), call)
     patch = f"+KEY = '{_PLANTED['openai']}'".encode()
-    artifact = await store.add_artifact(rollout_id, "patch.diff", patch)
+    artifact = await store.artifacts.add(rollout_id, "patch.diff", patch)
     assert artifact.path.read_bytes() == patch

@@ -45,12 +45,12 @@ async def test_calls_wait_for_the_server(server: Postgres, store: Store, monkeyp
 
     async def one(number: int) -> None:
         await asyncio.sleep(number * 0.02)
-        await store.commit_call(calls[number])
+        await store.calls.commit(calls[number])
 
     telling = [asyncio.create_task(one(number)) for number in range(len(calls))]
     await asyncio.sleep(0.3)
     server.kill()
-    reading = asyncio.create_task(store.session(session_id))
+    reading = asyncio.create_task(store.sessions.get(session_id))
     opening = asyncio.create_task(new_session(store))
     await asyncio.sleep(1.0)
     assert not reading.done()
@@ -60,8 +60,8 @@ async def test_calls_wait_for_the_server(server: Postgres, store: Store, monkeyp
         await asyncio.gather(*telling)
         assert await reading is not None
         assert await opening != session_id
-    assert_same(await store.calls(session_id), calls)
-    summary = await store.session_summary(session_id)
+    assert_same(await store.calls.of_session(session_id), calls)
+    summary = await store.sessions.summary(session_id)
     assert summary is not None
     assert summary.calls == len(calls)
 
@@ -70,7 +70,7 @@ async def test_a_commit_whose_end_was_not_heard(store: Store, monkeypatch: pytes
     """The server commits and its connection breaks before it says so: the call is there once, and not called lost."""
     session_id = await new_session(store)
     call = record(session_id)
-    writing = store._database.writing
+    writing = store.database.writing
     cut = [True]
 
     @asynccontextmanager
@@ -81,10 +81,10 @@ async def test_a_commit_whose_end_was_not_heard(store: Store, monkeypatch: pytes
             broken = DBAPIError("COMMIT", None, Exception("the connection was closed"), connection_invalidated=True)
             raise StoreError("the database refused") from broken
 
-    monkeypatch.setattr(store._database, "writing", deaf)
-    await asyncio.wait_for(store.commit_call(call), 120)
+    monkeypatch.setattr(store.database, "writing", deaf)
+    await asyncio.wait_for(store.calls.commit(call), 120)
     assert cut == []
-    assert_same(await store.calls(session_id), [call])
+    assert_same(await store.calls.of_session(session_id), [call])
 
 
 async def test_a_server_that_stays_away_is_said_to_be(
@@ -96,9 +96,9 @@ async def test_a_server_that_stays_away_is_said_to_be(
         with monkeypatch.context() as patch:
             patch.setattr(database_module, "_AWAY_SECONDS", 0.5)
             with pytest.raises(StoreError, match="cannot be reached"):
-                await asyncio.wait_for(store.commit_call(record(session_id)), 120)
+                await asyncio.wait_for(store.calls.commit(record(session_id)), 120)
     finally:
         await asyncio.to_thread(server.start)
     after = record(session_id)
-    await store.commit_call(after)  # the writer is as before
-    assert_same(await store.calls(session_id), [after])
+    await store.calls.commit(after)  # the writer is as before
+    assert_same(await store.calls.of_session(session_id), [after])

@@ -15,48 +15,48 @@ KEY = hashlib.sha256(b"sk-polar-1").digest()
 
 
 async def test_found_by_key_and_by_id(store: Store) -> None:
-    row = await store.create_session(
+    row = await store.sessions.create(
         key_hash=KEY, label="laptop", policy={"temperature": 1.0}, origin="key", rollout_id="roll_1"
     )
     assert (row.label, row.policy, row.origin, row.rollout_id) == ("laptop", {"temperature": 1.0}, "key", "roll_1")
     assert row.closed_at is None
-    assert await store.session_by_key(KEY) == row
-    assert await store.session(row.session_id) == row
-    assert await store.session_by_key(bytes(32)) is None
-    assert await store.session("sess_unknown") is None
+    assert await store.sessions.by_key(KEY) == row
+    assert await store.sessions.get(row.session_id) == row
+    assert await store.sessions.by_key(bytes(32)) is None
+    assert await store.sessions.get("sess_unknown") is None
 
 
 async def test_two_first_calls_under_one_key_get_one_session(store: Store) -> None:
-    rows = await asyncio.gather(*(store.create_session(key_hash=KEY, label=None, origin="open") for _ in range(5)))
+    rows = await asyncio.gather(*(store.sessions.create(key_hash=KEY, label=None, origin="open") for _ in range(5)))
     assert len({row.session_id for row in rows}) == 1
-    assert len(await store.sessions()) == 1
+    assert len(await store.sessions.recent()) == 1
 
 
 async def test_a_key_itself_is_refused(store: Store) -> None:
     with pytest.raises(UsageError, match="SHA-256"):
-        await store.create_session(key_hash=b"sk-polar-1", label=None, origin="key")
+        await store.sessions.create(key_hash=b"sk-polar-1", label=None, origin="key")
 
 
 async def test_closing_twice_keeps_the_first_time(store: Store) -> None:
     session_id = await new_session(store)
-    await store.close_session(session_id)
-    first = await store.session(session_id)
-    await store.close_session(session_id)
+    await store.sessions.close(session_id)
+    first = await store.sessions.get(session_id)
+    await store.sessions.close(session_id)
     assert first is not None
     assert first.closed_at is not None
-    assert await store.session(session_id) == first
+    assert await store.sessions.get(session_id) == first
 
 
 async def test_listing_in_pages_with_counters(store: Store) -> None:
     made = [await new_session(store) for _ in range(5)]
-    await store.commit_call(record(made[0]))
-    await store.commit_call(record(made[0], status="client_gone", started_at=1.0, ended_at=2.0))
-    page = await store.sessions(limit=3)
+    await store.calls.commit(record(made[0]))
+    await store.calls.commit(record(made[0], status="client_gone", started_at=1.0, ended_at=2.0))
+    page = await store.sessions.recent(limit=3)
     assert [row.session_id for row in page] == made[:1:-1]
-    page = await store.sessions(limit=3, before=page[-1].session_id)
+    page = await store.sessions.recent(limit=3, before=page[-1].session_id)
     assert [row.session_id for row in page] == made[1::-1]
     counted = page[-1]
     assert (counted.calls, counted.failed_calls, counted.prompt_tokens, counted.completion_tokens) == (2, 1, 14, 10)
     assert counted.last_call_at == record("").ended_at  # the latest, whatever the order of the commits
     assert page[0].last_call_at is None
-    assert await store.session_summary(made[0]) == counted
+    assert await store.sessions.summary(made[0]) == counted

@@ -20,7 +20,7 @@ async def _two_turns(store: Store) -> tuple[str, list[CallRecord]]:
     prompt = np.concatenate([first.prompt_ids, first.choices[0].token_ids, ids(20, 21, END, 22)])
     second = record(session_id, started_at=2.0, prompt_ids=prompt, choices=(choice(0, 30, seed=9),))
     for call in (first, second):
-        await store.commit_call(call)
+        await store.calls.commit(call)
     return session_id, [first, second]
 
 
@@ -29,17 +29,17 @@ async def test_round_trip(store: Store) -> None:
     rollout_id = await new_rollout(store, session_id)
     trace = trace_of(calls, rollout_id=rollout_id)
     side = record(session_id, started_at=3.0)
-    await store.commit_call(side)
-    await store.put_traces([trace], {side.call_id: "side_call"}, "merged", session_id, rollout_id)
+    await store.calls.commit(side)
+    await store.traces.put([trace], {side.call_id: "side_call"}, "merged", session_id, rollout_id)
 
-    assert_same(await store.traces(session_id=session_id), [trace])
-    assert_same(await store.traces(rollout_id=rollout_id), [trace])
-    assert await store.exclusions(session_id) == {side.call_id: "side_call"}
-    assert await store.certificates(session_id=session_id) == {trace.trace_id: None}
-    row = await store.rollout(rollout_id)
+    assert_same(await store.traces.find(session_id=session_id), [trace])
+    assert_same(await store.traces.find(rollout_id=rollout_id), [trace])
+    assert await store.traces.exclusions(session_id) == {side.call_id: "side_call"}
+    assert await store.traces.certificates(session_id=session_id) == {trace.trace_id: None}
+    row = await store.rollouts.get(rollout_id)
     assert row is not None
     assert (row.traces, row.trained_tokens) == (1, 35)
-    other = await store.rollout(rollout_id, builder="per_call")
+    other = await store.rollouts.get(rollout_id, builder="per_call")
     assert other is not None
     assert (other.traces, other.trained_tokens) == (0, 0)
 
@@ -47,42 +47,42 @@ async def test_round_trip(store: Store) -> None:
 async def test_calls_that_were_just_read_are_not_read_again(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     trace = trace_of(calls)
-    known = await store.calls(session_id, text=False)
-    await store.put_traces([trace], {}, "merged", session_id, calls=known)
-    assert_same(await store.traces(session_id=session_id), [trace])
+    known = await store.calls.of_session(session_id, text=False)
+    await store.traces.put([trace], {}, "merged", session_id, calls=known)
+    assert_same(await store.traces.find(session_id=session_id), [trace])
     wrong = replace(trace, token_ids=trace.token_ids[::-1].copy())
     with pytest.raises(StoreError, match="not what its spans say"):
-        await store.put_traces([wrong], {}, "merged", session_id, calls=known)
+        await store.traces.put([wrong], {}, "merged", session_id, calls=known)
     with pytest.raises(StoreError, match="which its session does not have"):
-        await store.put_traces([trace], {}, "merged", session_id, calls=known[:1])
+        await store.traces.put([trace], {}, "merged", session_id, calls=known[:1])
 
 
 async def test_putting_again_replaces_only_the_same_builder(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     merged = trace_of(calls)
     single = [replace(trace_of([call], "per_call"), index=n) for n, call in enumerate(calls)]
-    await store.put_traces([merged], {}, "merged", session_id)
-    await store.put_traces(single, {}, "per_call", session_id)
+    await store.traces.put([merged], {}, "merged", session_id)
+    await store.traces.put(single, {}, "per_call", session_id)
     again = replace(trace_of(calls[:1]), reward=0.5, grade="spliced")
-    await store.put_traces(
+    await store.traces.put(
         [again], {calls[1].call_id: "no_tokens"}, "merged", session_id, certificates={again.trace_id: {"v": 1}}
     )
-    assert_same(await store.traces(session_id=session_id), [again])
-    assert_same(await store.traces(session_id=session_id, builder="per_call"), single)
-    assert await store.exclusions(session_id) == {calls[1].call_id: "no_tokens"}
-    assert await store.exclusions(session_id, builder="per_call") == {}
-    assert await store.certificates(session_id=session_id) == {again.trace_id: {"v": 1}}
+    assert_same(await store.traces.find(session_id=session_id), [again])
+    assert_same(await store.traces.find(session_id=session_id, builder="per_call"), single)
+    assert await store.traces.exclusions(session_id) == {calls[1].call_id: "no_tokens"}
+    assert await store.traces.exclusions(session_id, builder="per_call") == {}
+    assert await store.traces.certificates(session_id=session_id) == {again.trace_id: {"v": 1}}
 
 
 async def test_a_reward_can_be_given_to_a_trace(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     rollout_id = await new_rollout(store, session_id)
     trace = trace_of(calls, rollout_id=rollout_id)
-    await store.put_traces([trace], {}, "merged", session_id, rollout_id)
-    await store.add_reward(rollout_id, 0.25, "judge", {}, trace_id=trace.trace_id)
-    await store.add_reward(rollout_id, 0.75, "judge", {}, call_id=calls[0].call_id)
-    assert_same(await store.traces(session_id=session_id), [replace(trace, reward=0.25)])
-    row = await store.rollout(rollout_id)
+    await store.traces.put([trace], {}, "merged", session_id, rollout_id)
+    await store.rewards.add(rollout_id, 0.25, "judge", {}, trace_id=trace.trace_id)
+    await store.rewards.add(rollout_id, 0.75, "judge", {}, call_id=calls[0].call_id)
+    assert_same(await store.traces.find(session_id=session_id), [replace(trace, reward=0.25)])
+    row = await store.rollouts.get(rollout_id)
     assert row is not None
     assert row.reward is None
 
@@ -105,25 +105,25 @@ async def test_branches_come_back(store: Store) -> None:
         parent_trace_id=root.trace_id,
         branch_at=9,
     )
-    await store.put_traces([root, own], {}, "tree", session_id)
-    assert_same(await store.traces(session_id=session_id, builder="tree"), [root, own])
+    await store.traces.put([root, own], {}, "tree", session_id)
+    assert_same(await store.traces.find(session_id=session_id, builder="tree"), [root, own])
     with pytest.raises(StoreError, match="branches from"):
-        await store.put_traces([own], {}, "tree", session_id)
+        await store.traces.put([own], {}, "tree", session_id)
 
 
 async def test_rescored_log_probabilities_come_back(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     trace = trace_of(calls)
     later = replace(trace, logprobs=trace.logprobs * np.float32(1.25), rescored=True, grade="marked")
-    await store.put_traces([later], {}, "merged", session_id)
-    assert_same(await store.traces(session_id=session_id), [later])
+    await store.traces.put([later], {}, "merged", session_id)
+    assert_same(await store.traces.find(session_id=session_id), [later])
     for place, value in ((0, -0.5), (-1, np.nan), (-1, np.inf)):
         hurt = later.logprobs.copy()
         hurt[place] = value
         with pytest.raises(StoreError, match="log-probabilities"):
-            await store.put_traces([replace(later, logprobs=hurt)], {}, "merged", session_id)
+            await store.traces.put([replace(later, logprobs=hurt)], {}, "merged", session_id)
     with pytest.raises(StoreError, match="log-probabilities"):
-        await store.put_traces([replace(later, rescored=False)], {}, "merged", session_id)
+        await store.traces.put([replace(later, rescored=False)], {}, "merged", session_id)
 
 
 def _wrong(trace: Trace) -> dict[str, Trace]:
@@ -155,37 +155,37 @@ def _wrong(trace: Trace) -> dict[str, Trace]:
 async def test_a_wrong_trace_changes_nothing(store: Store, wrong: str) -> None:
     session_id, calls = await _two_turns(store)
     right = trace_of(calls)
-    await store.put_traces([right], {}, "merged", session_id)
+    await store.traces.put([right], {}, "merged", session_id)
     with pytest.raises(StoreError, match="trace"):
-        await store.put_traces([_wrong(trace_of(calls))[wrong]], {}, "merged", session_id)
-    assert_same(await store.traces(session_id=session_id), [right])
+        await store.traces.put([_wrong(trace_of(calls))[wrong]], {}, "merged", session_id)
+    assert_same(await store.traces.find(session_id=session_id), [right])
 
 
 async def test_an_audit_is_written_into_the_certificate(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     trace = trace_of(calls)
-    await store.put_traces(
+    await store.traces.put(
         [trace], {}, "merged", session_id, certificates={trace.trace_id: {"head": "ab", "audit": None}}
     )
-    await store.set_audit(trace.trace_id, "refused", {"max_abs_diff": 9.5})
-    await store.set_audit(trace.trace_id, "marked", {"max_abs_diff": 0.5})
+    await store.traces.set_audit(trace.trace_id, "refused", {"max_abs_diff": 9.5})
+    await store.traces.set_audit(trace.trace_id, "marked", {"max_abs_diff": 0.5})
     audited = {"head": "ab", "grade": "marked", "audit": {"max_abs_diff": 0.5}}
-    assert await store.certificates(session_id=session_id) == {trace.trace_id: audited}
-    assert_same(await store.traces(session_id=session_id), [replace(trace, grade="marked")])
+    assert await store.traces.certificates(session_id=session_id) == {trace.trace_id: audited}
+    assert_same(await store.traces.find(session_id=session_id), [replace(trace, grade="marked")])
 
 
 async def test_what_cannot_be_audited_is_told(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     trace = trace_of(calls)
-    await store.put_traces([trace], {}, "merged", session_id)
+    await store.traces.put([trace], {}, "merged", session_id)
     with pytest.raises(UsageError, match="polar build"):
-        await store.set_audit(trace.trace_id, "exact", {})
+        await store.traces.set_audit(trace.trace_id, "exact", {})
     with pytest.raises(UsageError, match="trc_0"):
-        await store.set_audit("trc_0", "exact", {})
+        await store.traces.set_audit("trc_0", "exact", {})
 
 
 async def test_asking_for_nothing_in_particular(store: Store) -> None:
     with pytest.raises(UsageError):
-        await store.traces()
-    assert await store.traces(session_id="sess_unknown") == []
-    assert await store.exclusions("sess_unknown") == {}
+        await store.traces.find()
+    assert await store.traces.find(session_id="sess_unknown") == []
+    assert await store.traces.exclusions("sess_unknown") == {}

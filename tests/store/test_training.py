@@ -20,45 +20,45 @@ LINES = [line(0, "start"), line(1, reward=0.5, groups=["a", "b"]), line(1, "sync
 
 
 async def test_lines_are_added_and_told_in_order(store: Store) -> None:
-    await store.put_training_run("run_1", "first", {"loss": "dapo"}, LINES[:1])
-    await store.add_training_lines("run_1", 1, LINES[1:3])
-    await store.add_training_lines("run_1", 2, LINES[2:])  # the answer to the last was lost
-    await store.add_training_lines("run_1", 4, [])
-    assert await store.training_lines("run_1") == LINES
-    (run,) = await store.training_runs()
+    await store.training.put_run("run_1", "first", {"loss": "dapo"}, LINES[:1])
+    await store.training.add_lines("run_1", 1, LINES[1:3])
+    await store.training.add_lines("run_1", 2, LINES[2:])  # the answer to the last was lost
+    await store.training.add_lines("run_1", 4, [])
+    assert await store.training.lines("run_1") == LINES
+    (run,) = await store.training.runs()
     assert (run.run_id, run.name, run.config, run.step, run.lines) == ("run_1", "first", {"loss": "dapo"}, 2, 4)
     assert run.updated_at == 1002.5
     assert abs(run.created_at - time.time()) < 60
 
 
 async def test_a_run_that_is_taken_up_has_the_lines_that_it_stands_by(store: Store) -> None:
-    await store.put_training_run("run_1", "first", {"steps": 2}, LINES)
-    (before,) = await store.training_runs("run_1")
-    await store.put_training_run("run_1", "renamed", {"steps": 9}, LINES[:2])
-    await store.add_training_lines("run_1", 2, [line(2, reward=0.25)])
-    assert await store.training_lines("run_1") == [*LINES[:2], line(2, reward=0.25)]
-    (run,) = await store.training_runs("run_1")
+    await store.training.put_run("run_1", "first", {"steps": 2}, LINES)
+    (before,) = await store.training.runs("run_1")
+    await store.training.put_run("run_1", "renamed", {"steps": 9}, LINES[:2])
+    await store.training.add_lines("run_1", 2, [line(2, reward=0.25)])
+    assert await store.training.lines("run_1") == [*LINES[:2], line(2, reward=0.25)]
+    (run,) = await store.training.runs("run_1")
     assert (run.name, run.config, run.created_at) == ("renamed", {"steps": 9}, before.created_at)
 
 
 async def test_what_cannot_be_is_refused_whole(store: Store) -> None:
     with pytest.raises(StoreError, match="no training run run_1"):
-        await store.add_training_lines("run_1", 0, LINES)
-    await store.put_training_run("run_1", "first", {}, [])
+        await store.training.add_lines("run_1", 0, LINES)
+    await store.training.put_run("run_1", "first", {}, [])
     with pytest.raises(StoreError, match="has 0 lines here: line 2 cannot follow"):
-        await store.add_training_lines("run_1", 2, LINES)
-    assert await store.training_lines("run_1") == await store.training_lines("run_none") == []
-    assert [(run.step, run.lines, run.updated_at) for run in await store.training_runs()] == [(0, 0, None)]
-    assert await store.training_runs("run_none") == []
+        await store.training.add_lines("run_1", 2, LINES)
+    assert await store.training.lines("run_1") == await store.training.lines("run_none") == []
+    assert [(run.step, run.lines, run.updated_at) for run in await store.training.runs()] == [(0, 0, None)]
+    assert await store.training.runs("run_none") == []
 
 
 async def test_an_archive_of_everything_has_them(store: Store, tmp_path: Path) -> None:
-    await store.put_training_run("run_1", "first", {"loss": "dapo"}, LINES)
-    await store.export_archive(tmp_path / "all.polar")
-    await store.export_archive(tmp_path / "some.polar", where="reward>=1")
+    await store.training.put_run("run_1", "first", {"loss": "dapo"}, LINES)
+    await store.maintenance.export_archive(tmp_path / "all.polar")
+    await store.maintenance.export_archive(tmp_path / "some.polar", where="reward>=1")
     async with open_store(f"{tmp_path}/other/polar.db") as other:
-        await other.import_archive(tmp_path / "some.polar")
-        assert await other.training_runs() == []
+        await other.maintenance.import_archive(tmp_path / "some.polar")
+        assert await other.training.runs() == []
         for _ in range(2):
-            await other.import_archive(tmp_path / "all.polar")
-        assert await other.training_lines("run_1") == LINES
+            await other.maintenance.import_archive(tmp_path / "all.polar")
+        assert await other.training.lines("run_1") == LINES

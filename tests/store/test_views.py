@@ -11,7 +11,7 @@ from tests.store.records import choice, new_rollout, new_session, record, trace_
 
 
 async def _rows(store: Store, query: str) -> list[dict[str, Any]]:
-    async with store._database.reading() as connection:
+    async with store.database.reading() as connection:
         return [dict(row._mapping) for row in await connection.execute(text(query))]
 
 
@@ -21,11 +21,11 @@ async def test_views(store: Store) -> None:
     call = record(session_id, choices=(choice(0, 5), choice(1, 9)))
     later = record(session_id, started_at=call.started_at + 10, first_token_at=None, status="client_gone", choices=())
     for one in (later, call):
-        await store.commit_call(one)
+        await store.calls.commit(one)
     trace = trace_of([call], rollout_id=rollout_id)
-    await store.put_traces([trace], {}, "merged", session_id, rollout_id)
-    await store.set_rollout(rollout_id, status="running")
-    await store.add_reward(rollout_id, 1.0, "tests", {"passed": 3})
+    await store.traces.put([trace], {}, "merged", session_id, rollout_id)
+    await store.rollouts.update(rollout_id, status="running")
+    await store.rewards.add(rollout_id, 1.0, "tests", {"passed": 3})
 
     (rollout,) = await _rows(store, "SELECT * FROM v_rollouts")
     assert rollout["rollout_id"] == rollout_id
@@ -66,8 +66,8 @@ async def test_views(store: Store) -> None:
 
 
 async def test_stats(store: Store) -> None:
-    await store.commit_call(record(await new_session(store)))
-    stats = await store.stats()
+    await store.calls.commit(record(await new_session(store)))
+    stats = await store.maintenance.stats()
     assert stats["rows"]["calls"] == 1
     assert stats["rows"]["completions"] == 1
     assert stats["bytes"] > 10_000

@@ -212,13 +212,13 @@ async def test_another_model_or_template_is_refused() -> None:
 
 
 async def _stored(store: Store, calls: list[CallRecord], builder: str = "merged") -> tuple[str, tuple[Trace, ...]]:
-    session = await store.create_session(key_hash=None, label=None, origin="open")
+    session = await store.sessions.create(key_hash=None, label=None, origin="open")
     calls = [replace(one, session_id=session.session_id) for one in calls]
     for one in calls:
-        await store.commit_call(one)
+        await store.calls.commit(one)
     built = BUILDERS[builder](calls)
     certificates = {trace.trace_id: {"version": 1} for trace in built.traces}
-    await store.put_traces(built.traces, built.excluded, builder, session.session_id, certificates=certificates)
+    await store.traces.put(built.traces, built.excluded, builder, session.session_id, certificates=certificates)
     return session.session_id, built.traces
 
 
@@ -228,11 +228,11 @@ async def test_the_store_keeps_what_was_found(store: Store) -> None:
     assert targets == [SessionTarget(session_id)]
     wrong = await audit_store(store, TableEngine(shift=0.5), AGAINST, targets)
     assert (wrong.grades, wrong.findings["beyond_tolerance"]) == ({"refused": 2}, 2)
-    assert {one.grade for one in await store.traces(session_id=session_id)} == {"refused"}
+    assert {one.grade for one in await store.traces.find(session_id=session_id)} == {"refused"}
     right = await audit_store(store, TableEngine(versions=["1"]), AGAINST, targets)
     assert right.grades == {"exact": 2}
-    assert {one.grade for one in await store.traces(session_id=session_id)} == {"exact"}
-    certificates = await store.certificates(session_id=session_id)
+    assert {one.grade for one in await store.traces.find(session_id=session_id)} == {"exact"}
+    certificates = await store.traces.certificates(session_id=session_id)
     told = certificates[traces[0].trace_id]
     assert told is not None
     assert (told["version"], told["grade"], told["audit"]["built_grade"]) == (1, "exact", "exact")
@@ -247,12 +247,12 @@ async def test_the_store_keeps_what_was_found(store: Store) -> None:
 
 async def test_nothing_compared_changes_nothing(store: Store) -> None:
     session_id, _ = await _stored(store, turns())
-    empty = await store.create_session(key_hash=None, label=None, origin="open")
+    empty = await store.sessions.create(key_hash=None, label=None, origin="open")
     targets = [SessionTarget(session_id), SessionTarget(empty.session_id)]
     report = await audit_store(store, TableEngine(), AuditReference(INFO, "9"), targets)
     assert report.skipped == {"policy_version": 2, "not_built": 1}
     assert report.to_json([])["max_abs_diff"] is None
-    certificates = await store.certificates(session_id=session_id)
+    certificates = await store.traces.certificates(session_id=session_id)
     assert all("audit" not in (one or {}) for one in certificates.values())
 
 

@@ -15,10 +15,10 @@ from polar_proxy.types import CallRecord
 
 
 async def _stored(store: Store, calls: list[CallRecord]) -> list[CallRecord]:
-    row = await store.create_session(key_hash=None, label=None, origin="open")
+    row = await store.sessions.create(key_hash=None, label=None, origin="open")
     for call in calls:
-        await store.commit_call(replace(call, session_id=row.session_id))
-    return await store.calls(row.session_id)
+        await store.calls.commit(replace(call, session_id=row.session_id))
+    return await store.calls.of_session(row.session_id)
 
 
 async def test_prompts_are_read_into_shared_memory(store: Store) -> None:

@@ -67,9 +67,9 @@ def conversation() -> list[CallRecord]:
 
 
 async def put(store: Store, calls: list[CallRecord]) -> str:
-    session = await store.create_session(key_hash=None, label=None, origin="open")
+    session = await store.sessions.create(key_hash=None, label=None, origin="open")
     for one in calls:
-        await store.commit_call(replace(one, session_id=session.session_id))
+        await store.calls.commit(replace(one, session_id=session.session_id))
     return session.session_id
 
 
@@ -84,7 +84,7 @@ async def test_one_sequence_of_what_was_said(store: Store) -> None:
     session_id, report = await rescored(store, conversation())
     assert (report.calls, report.answers, report.traces) == (2, 2, 1)
     assert report.skipped == {"side_call": 1, "sampled_here": 1}
-    (trace,) = await store.traces(session_id=session_id, builder=RESCORED_BUILDER)
+    (trace,) = await store.traces.find(session_id=session_id, builder=RESCORED_BUILDER)
     assert (trace.builder, trace.grade, trace.rescored, trace.call_ids) == ("rescored", "marked", True, ("one", "two"))
     assert decode(trace.token_ids.tolist()) == "user:hiassistant:hellouser:moreassistant:bye"
     trained = trace.token_ids[trace.loss_mask == 1].tolist()
@@ -97,7 +97,7 @@ async def test_one_sequence_of_what_was_said(store: Store) -> None:
 
 async def test_the_record_stays_as_it_was(store: Store) -> None:
     session_id, _ = await rescored(store, conversation())
-    kept = {one.call_id: one for one in await store.calls(session_id)}
+    kept = {one.call_id: one for one in await store.calls.of_session(session_id)}
     for name in ("one", "two"):
         assert (kept[name].status, kept[name].prompt_ids, kept[name].choices[0].token_ids.size) == (
             "no_tokens",
@@ -107,13 +107,13 @@ async def test_the_record_stays_as_it_was(store: Store) -> None:
     built = merged(list(kept.values()))
     assert [trace.call_ids for trace in built.traces] == [("own",)]
     assert built.excluded["one"] == "no_tokens"
-    assert await store.traces(session_id=session_id, builder="merged") == []
+    assert await store.traces.find(session_id=session_id, builder="merged") == []
 
 
 async def test_every_call_is_accounted_for(store: Store) -> None:
     silent = answered("silent", 3.0, [HI], "x", finish="content_filter")
     session_id, report = await rescored(store, [*conversation(), silent])
-    assert await store.exclusions(session_id, builder=RESCORED_BUILDER) == {
+    assert await store.traces.exclusions(session_id, builder=RESCORED_BUILDER) == {
         "own": "sampled_here",
         "side": "side_call",
         "silent": "unfinished",
@@ -123,9 +123,9 @@ async def test_every_call_is_accounted_for(store: Store) -> None:
 
 async def test_certificates_name_both_engines(store: Store) -> None:
     session_id, _ = await rescored(store, conversation())
-    kept = await store.certificates(session_id=session_id, builder=RESCORED_BUILDER)
-    traces = await store.traces(session_id=session_id, builder=RESCORED_BUILDER)
-    calls = apply_rescores(await store.calls(session_id), await store.rescores(session_id))
+    kept = await store.traces.certificates(session_id=session_id, builder=RESCORED_BUILDER)
+    traces = await store.traces.find(session_id=session_id, builder=RESCORED_BUILDER)
+    calls = apply_rescores(await store.calls.of_session(session_id), await store.rescores.of_session(session_id))
     (whole,) = expand(kept, traces, calls).values()  # the hashes chain
     assert (whole["builder"], whole["grade"], whole["why"]) == ("rescored", "marked", ["rescored"])
     assert whole["rescored"] == {
@@ -139,12 +139,12 @@ async def test_certificates_name_both_engines(store: Store) -> None:
 
 async def test_once_more_replaces_what_was_made(store: Store) -> None:
     session_id, _ = await rescored(store, conversation())
-    before = await store.rescores(session_id)
+    before = await store.rescores.of_session(session_id)
     await rescore_session(store, engine(version="2"), SessionTarget(session_id), RescoreReport())
-    after = await store.rescores(session_id)
+    after = await store.rescores.of_session(session_id)
     assert [one.engine.version for one in before] == ["1", "1"]
     assert [one.engine.version for one in after] == ["2", "2"]
-    assert len(await store.traces(session_id=session_id, builder=RESCORED_BUILDER)) == 1
+    assert len(await store.traces.find(session_id=session_id, builder=RESCORED_BUILDER)) == 1
 
 
 async def test_an_audit_holds_the_numbers_to_the_engine_that_gave_them(store: Store) -> None:
@@ -240,10 +240,10 @@ async def test_rescores_come_back_as_they_were_put(store: Store) -> None:
         )
         for name, size in (("one", 400), ("two", 0))
     ]
-    await store.put_rescores(session_id, rows)
-    for kept, one in zip(await store.rescores(session_id), rows, strict=True):
+    await store.rescores.put(session_id, rows)
+    for kept, one in zip(await store.rescores.of_session(session_id), rows, strict=True):
         assert (kept.call_id, kept.choice, kept.engine, kept.weight_version) == (one.call_id, 0, SCORER, "3")
         for name in ("prompt_ids", "token_ids", "logprobs"):
             assert np.array_equal(getattr(kept, name), getattr(one, name))
-    await store.put_rescores(session_id, [])
-    assert await store.rescores(session_id) == []
+    await store.rescores.put(session_id, [])
+    assert await store.rescores.of_session(session_id) == []

@@ -22,7 +22,8 @@ import numpy as np
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.rollouts.traces import build_traces
 from polar_proxy.store import Store, open_store
-from polar_proxy.store.jobs import Claim, NewGroup, NewRollout
+from polar_proxy.store.jobs import NewGroup, NewRollout
+from polar_proxy.store.stages import Claim
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.grpo import GrpoTrainer
 from polar_proxy.training.model import Learner, load_model
@@ -55,18 +56,18 @@ class Bandit:
     worker: str = "bandit"
 
     async def start(self, round_number: int) -> None:
-        await self.store.put_task("bandit", "bandit", 0, "sample", {})
+        await self.store.tasks.put("bandit", "bandit", 0, "sample", {})
         rollouts = tuple(
             NewRollout("none", "none", "local", "tiny", self.seed + 1000 * round_number + index, {})
             for index in range(self.samples)
         )
         new = [NewGroup("bandit", self.samples, {}, rollouts, offered=True)] * self.groups
-        await self.store.submit_job({}, new, idempotency_key=f"{self.run}/{round_number}")
+        await self.store.jobs.submit({}, new, idempotency_key=f"{self.run}/{round_number}")
 
     async def under_way(self) -> int:
         """Works the queue off; so nothing is under way when it returns."""
         version = await self.engine.weight_version() if self.tells_versions else None
-        held = await self.store.claim(self.worker, 1000, 60, policy_version=version)
+        held = await self.store.queue.claim(self.worker, 1000, 60, policy_version=version)
         by_group: dict[str, list[Claim]] = {}
         for one in held:
             by_group.setdefault(one.group_id, []).append(one)
@@ -74,20 +75,20 @@ class Bandit:
             answers = await asyncio.gather(*(self._sample(one) for one in members))
             rewards = [reward_of(call.choices[0].token_ids.tolist()) for call in answers]
             for one, call, reward in zip(members, answers, rewards, strict=True):
-                await self.store.add_reward(one.rollout_id, reward, "bandit", {})
+                await self.store.rewards.add(one.rollout_id, reward, "bandit", {})
                 await build_traces(self.store, call.session_id, one.rollout_id, reward=reward, incomplete=False)
-                await self.store.set_rollout(one.rollout_id, status="done")
-            await self.store.settle_group(group_id)
+                await self.store.rollouts.update(one.rollout_id, status="done")
+            await self.store.groups.settle(group_id)
         return 0
 
     async def evaluate(self, step: int) -> list[float | None]:
         return []
 
     async def _sample(self, held: Claim) -> CallRecord:
-        session = await self.store.create_session(
+        session = await self.store.sessions.create(
             key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout"
         )
-        await self.store.set_rollout(held.rollout_id, status="running", session_id=session.session_id)
+        await self.store.rollouts.update(held.rollout_id, status="running", session_id=session.session_id)
         ids: list[int] = []
         logprobs: list[float] = []
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=LENGTH, seed=held.seed)
@@ -123,7 +124,7 @@ class Bandit:
             first_token_at=None,
             ended_at=time.time(),
         )
-        await self.store.commit_call(call)
+        await self.store.calls.commit(call)
         return call
 
 
@@ -150,7 +151,7 @@ def trainer(
     run = folder / "run"
     given: dict[str, Any] = {
         "sync": LocalSync(engine),
-        "feed": store,
+        "feed": store.feed,
         "reader": StoreGroupReader(store),
         "rollouts": Bandit(store, engine, str(run), config.groups, config.samples),
     }

@@ -24,7 +24,7 @@ async def test_groups_that_are_all_alike(
     config = CONFIG.model_copy(update={"samples": 4, "groups": 1, "steps": 2, "refill": refill})
     async with opened(tmp_path, model) as (store, engine):
         state = await trainer(tmp_path, model, store, engine, config).train()
-        assert await store.feed_depth() == {"delivered": 4 if refill else 2}
+        assert await store.feed.depth() == {"delivered": 4 if refill else 2}
     steps = [line for line in metrics.read_lines(tmp_path / "run") if line["kind"] == "step"]
     assert [len(step["groups"]) for step in steps] == ([3, 1] if refill else [1, 1])
     assert [step["updated"] for step in steps] == ([True, True] if refill else [False, False])

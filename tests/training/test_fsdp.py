@@ -101,7 +101,7 @@ async def test_a_run_syncs_the_engine_and_is_taken_up_by_one_process(tmp_path: P
                 model=model,
                 engine=engine,
                 sync=LocalSync(engine),
-                feed=store,
+                feed=store.feed,
                 reader=StoreGroupReader(store),
                 rollouts=rollouts,
             ).train()
@@ -113,7 +113,7 @@ async def test_a_run_syncs_the_engine_and_is_taken_up_by_one_process(tmp_path: P
         state = await bandit.trainer(
             tmp_path, model, store, engine, config.model_copy(update={"processes": 1, "steps": 3})
         ).train()
-        assert (state.step, await store.feed_depth()) == (3, {"delivered": 3})
+        assert (state.step, await store.feed.depth()) == (3, {"delivered": 3})
     syncs = [line for line in metrics.read_lines(run) if line["kind"] == "sync"]
     assert max(line["largest"] for line in syncs) < 1e-3  # after each sync the engine computed what the trainer does
 

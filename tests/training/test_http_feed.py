@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 async def served(store: Store, engine: LocalEngine) -> AsyncIterator[tuple[str, str]]:
     """A real server over this store: its address and a trainer's key."""
     key = "polar-trainer-test"
-    await store.add_api_key(hash_key(key), "trainer")
+    await store.api_keys.add(hash_key(key), "trainer")
     application = create_api(store, settings=Settings(), engine=engine)
     config = uvicorn.Config(application, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
@@ -67,7 +67,7 @@ async def test_a_group_is_read_bit_by_bit(tmp_path: Path, model: Path, builder: 
         bandit = Bandit(store, engine, "run", 1, 3)
         await bandit.start(0)
         await bandit.under_way()
-        (row,) = await store.groups((await store.jobs())[0].job_id)
+        (row,) = await store.groups.of_job((await store.jobs.find())[0].job_id)
         here = await StoreGroupReader(store).read_group(row.group_id, builder, 2)
         async with AsyncClient(url, key) as client:
             there = await HttpFeed(client, print).read_group(row.group_id, builder, 2)
@@ -104,7 +104,7 @@ async def test_steps_from_a_feed_over_http_are_the_steps_from_the_store(tmp_path
         feed = HttpFeed(http, print)
         run = trainer(far, model, store, engine, config, feed=feed, reader=feed, rollouts=ExternalRollouts())
         assert (await run.train()).updates == 2
-        assert await store.feed_depth() == {"delivered": 2}
+        assert await store.feed.depth() == {"delivered": 2}
     ours, theirs, start = weights(near), weights(far), weights_of(model)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
@@ -126,7 +126,7 @@ async def test_a_trainer_of_groups_that_others_submit(tmp_path: Path, model: Pat
         async def others() -> None:
             """A few groups ahead of the trainer, which are stale by the time it comes to the last of them."""
             for number in itertools.count():
-                while (await store.feed_depth()).get("waiting", 0) >= 4:
+                while (await store.feed.depth()).get("waiting", 0) >= 4:
                     await asyncio.sleep(0.05)
                 await bandit.start(number)
                 await bandit.under_way()
@@ -147,12 +147,12 @@ async def test_a_trainer_of_groups_that_others_submit(tmp_path: Path, model: Pat
         assert any(line.startswith(f"feed: {url}") for line in said)
         steps = [line for line in metrics.read_lines(tmp_path / "run") if line["kind"] == "step"]
         assert max(step["staleness"] for step in steps) <= 1
-        depth = await store.feed_depth()
+        depth = await store.feed.depth()
         assert depth["delivered"] == 3
         assert depth.get("dropped", 0) == sum(step["dropped_stale"] for step in steps)
-        (run,) = await store.training_runs()
+        (run,) = await store.training.runs()
         assert (run.name, run.step) == ("run", 3)
-        assert await store.training_lines(run.run_id) == list(metrics.read_lines(tmp_path / "run"))
+        assert await store.training.lines(run.run_id) == list(metrics.read_lines(tmp_path / "run"))
 
 
 async def test_a_feed_that_is_away_for_a_while(tmp_path: Path, model: Path) -> None:
@@ -164,15 +164,15 @@ async def test_a_feed_that_is_away_for_a_while(tmp_path: Path, model: Path) -> N
             bandit = Bandit(store, engine, "run", 1, 2)
             await bandit.start(0)
             await bandit.under_way()
-            (lease,) = (await feed.lease_groups("me", 5, 60, policy_version=None, max_staleness=None)).leases
-            assert await feed.extend_lease(lease.lease_id, 90) > lease.expires_at
+            (lease,) = (await feed.lease("me", 5, 60, policy_version=None, max_staleness=None)).leases
+            assert await feed.extend(lease.lease_id, 90) > lease.expires_at
             async with AsyncClient(url, "polar-trainer-other") as stranger:
                 with pytest.raises(UnauthorisedError):
-                    await HttpFeed(stranger, print).lease_groups("me", 1, 9, policy_version=None, max_staleness=None)
+                    await HttpFeed(stranger, print).lease("me", 1, 9, policy_version=None, max_staleness=None)
         async with AsyncClient(url, key, tries=1) as client:
             feed = HttpFeed(client, said.append)
             for _ in range(2):
-                offer = await feed.lease_groups("me", 5, 60, policy_version=None, max_staleness=None)
+                offer = await feed.lease("me", 5, 60, policy_version=None, max_staleness=None)
                 assert (offer.leases, offer.dropped) == ((), ())
             assert len(said) == 1
             assert "cannot be reached" in said[0]
@@ -203,15 +203,15 @@ async def test_rounds_that_the_trainer_asks_for_itself(tmp_path: Path, model: Pa
             for _ in range(2):
                 await rollouts.start(4)
             assert await rollouts.under_way() == 2
-            jobs = await store.jobs()
+            jobs = await store.jobs.find()
             evaluating = asyncio.create_task(rollouts.evaluate(7))
-            while len(await store.jobs()) < 4:
+            while len(await store.jobs.find()) < 4:
                 await asyncio.sleep(0.05)
-            for job in (await store.jobs())[:2]:
+            for job in (await store.jobs.find())[:2]:
                 assert (job.priority, job.rollouts) == (10, {"queued": 1})
                 await client.cancel(job.job_id)
             assert await evaluating == [None, None]
-        rows = [row for job in jobs for row in await store.rollouts(job_id=job.job_id)]
+        rows = [row for job in jobs for row in await store.rollouts.find(job_id=job.job_id)]
     assert sorted(row.seed for row in rows if row.seed) == [10_000_008] * 3 + [10_000_009] * 3
     assert {row.config["harness"] for row in rows} == {"shell:true"}
     assert {job.label for job in jobs} == {"run_1"}
@@ -231,7 +231,7 @@ async def test_the_example_of_a_trainer_of_ones_own(tmp_path: Path, model: Path)
             return {name: parameter.detach() for name, parameter in trained.named_parameters()}
 
         after = await asyncio.to_thread(learn)
-        assert await store.feed_depth() == {"delivered": 2}
+        assert await store.feed.depth() == {"delivered": 2}
     before = weights_of(model)
     assert any(not torch.equal(before[name], after[name]) for name in before)
     assert all(torch.isfinite(tensor).all() for tensor in after.values())

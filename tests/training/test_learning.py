@@ -24,7 +24,7 @@ async def rewards(folder: Path, model: Path, *, shuffled: bool) -> tuple[list[fl
         config = LEARN.model_copy(update={"shuffle_rewards": shuffled})
         state = await trainer(folder, model, store, engine, config).train()
         assert (state.step, await engine.weight_version()) == (LEARN.steps, str(LEARN.steps))
-        assert await store.feed_depth() == {"delivered": LEARN.groups * LEARN.steps}
+        assert await store.feed.depth() == {"delivered": LEARN.groups * LEARN.steps}
     lines = list(metrics.read_lines(folder / "run"))
     return [line["reward"] for line in lines if line["kind"] == "step"], lines
 
@@ -62,7 +62,7 @@ async def test_groups_of_an_unknown_version_are_not_trained_ahead(tmp_path: Path
         blind = Bandit(store, engine, "blind", config.groups, config.samples, tells_versions=False)
         with pytest.raises(TrainingError, match="unknown policy version"):
             await trainer(tmp_path, model, store, engine, config, rollouts=blind).train()
-        assert (await store.feed_depth()).keys() == {"dropped"}
+        assert (await store.feed.depth()).keys() == {"dropped"}
 
 
 async def test_an_engine_that_others_update_too_stops_the_run(tmp_path: Path, model: Path) -> None:

@@ -33,13 +33,13 @@ async def test_the_store_has_the_lines_of_the_file(tmp_path: Path, model: Path, 
         published = StoreSink(store, "run_1", "run", SMALL.to_json())
         with pytest.raises(Killed):
             await trainer(tmp_path, model, store, engine, SMALL, at=killer(point, 2), published=published).train()
-        before = await store.training_lines("run_1")
+        before = await store.training.lines("run_1")
         assert [one["kind"] for one in before[:2]] == ["start", "sync"]
         await trainer(tmp_path, model, store, engine, SMALL, published=published).train()
-        lines = await store.training_lines("run_1")
+        lines = await store.training.lines("run_1")
         assert lines == list(metrics.read_lines(tmp_path / "run"))
         assert [one["step"] for one in lines if one["kind"] == "step"] == [1, 2, 3]
-        (run,) = await store.training_runs()
+        (run,) = await store.training.runs()
         assert (run.step, run.config["samples"]) == (3, 2)
 
 
@@ -59,7 +59,7 @@ class Flaky(httpx.AsyncBaseTransport):
 @asynccontextmanager
 async def reached(store: Store) -> AsyncIterator[tuple[Flaky, AsyncClient]]:
     key = new_api_key("trainer")
-    await store.add_api_key(hash_key(key), "trainer")
+    await store.api_keys.add(hash_key(key), "trainer")
     way = Flaky(create_api(store, settings=Settings()))
     async with AsyncClient("http://server", key, tries=1, transport=way) as client:
         yield way, client
@@ -72,14 +72,14 @@ async def test_a_server_that_was_away_gets_what_it_missed(tmp_path: Path) -> Non
             for step in range(8):
                 way.cut = step in (0, 3, 4)
                 if step == 6:  # another database stands behind the server
-                    await store.put_training_run("run_1", "other", {}, [])
+                    await store.training.put_run("run_1", "other", {}, [])
                 written.write("step", step, {"reward": float("nan")})
                 written.write("sync", step, {"largest": 1e-6 * step})
                 await written.publish()
                 await written.publish()
                 if not way.cut and step != 6:
-                    assert await store.training_lines("run_1") == list(metrics.read_lines(tmp_path / "run"))
-        assert await store.training_lines("run_1") == list(metrics.read_lines(tmp_path / "run"))
+                    assert await store.training.lines("run_1") == list(metrics.read_lines(tmp_path / "run"))
+        assert await store.training.lines("run_1") == list(metrics.read_lines(tmp_path / "run"))
     assert said == []
 
 

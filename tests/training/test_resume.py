@@ -87,7 +87,7 @@ async def test_nothing_is_trained_twice_and_nothing_skipped(
         assert [len(groups) for groups in trained] == [1, 1, 1]
         assert len({group for groups in trained for group in groups}) == 3
         # Every group that was ever rolled out was trained, once, and the feed knows it.
-        assert await store.feed_depth() == {"delivered": 3}
+        assert await store.feed.depth() == {"delivered": 3}
     # The samples were drawn with fixed seeds: what was learned is the same as without the kills.
     for name, tensor in weights(tmp_path).items():
         assert torch.allclose(tensor, undisturbed[name], atol=1e-5), name
@@ -103,14 +103,14 @@ async def test_a_lost_acknowledgement_is_made_good_and_not_trained_again(tmp_pat
             late = False
 
             def __getattr__(self, name: str) -> Any:
-                return getattr(store, name)
+                return getattr(store.feed, name)
 
             async def acknowledge(self, lease_id: str) -> None:
                 if self.late:
-                    async with store._database.writing() as connection:
+                    async with store.database.writing() as connection:
                         mine = schema.leases.c.lease_id == lease_id
                         await connection.execute(update(schema.leases).where(mine).values(expires_at=1.0))
-                await store.acknowledge(lease_id)
+                await store.feed.acknowledge(lease_id)
 
         feed = Late()
 
@@ -120,10 +120,10 @@ async def test_a_lost_acknowledgement_is_made_good_and_not_trained_again(tmp_pat
         brief = SMALL.model_copy(update={"steps": 2})
         state = await trainer(tmp_path, model, store, engine, brief, at=at, feed=feed).train()
         assert (state.step, state.trained != ()) == (2, True)
-        assert await store.feed_depth() == {"delivered": 1, "waiting": 1}
+        assert await store.feed.depth() == {"delivered": 1, "waiting": 1}
         await trainer(tmp_path, model, store, engine, SMALL).train()
         assert len({group for groups in groups_by_step(tmp_path) for group in groups}) == 3
-        assert await store.feed_depth() == {"delivered": 3}
+        assert await store.feed.depth() == {"delivered": 3}
 
 
 async def test_a_run_goes_on_only_as_it_began(tmp_path: Path, model: Path) -> None:
@@ -191,18 +191,18 @@ def test_sigkill(tmp_path: Path, model: Path) -> None:
         async with opened(tmp_path, model) as (store, engine):
             # A lease that it took and could not write down any more runs out in a minute; here it is over at once.
             written = [row["lease_id"] for row in orjson.loads((tmp_path / "run" / "leases.json").read_bytes())]
-            async with store._database.writing() as connection:
+            async with store.database.writing() as connection:
                 left = schema.leases.c.ended_at.is_(None) & schema.leases.c.lease_id.not_in(written)
                 await connection.execute(update(schema.leases).where(left).values(expires_at=1.0))
             # The rollouts of the dead process: its worker's hold runs out in a minute; here it is taken at once.
-            await store.hold("bandit", [row.rollout_id for row in await store.interrupted_rollouts()], -1)
-            await store.lost(attempts=3)
-            for group_id in await store.unsettled_groups():  # killed between its last rollout's end and its own
-                await store.settle_group(group_id)
+            await store.queue.heartbeat("bandit", [row.rollout_id for row in await store.rollouts.interrupted()], -1)
+            await store.queue.reclaim_expired(attempts=3)
+            for group_id in await store.groups.unsettled():  # killed between its last rollout's end and its own
+                await store.groups.settle(group_id)
             config_now = config.model_copy(update={"steps": done + 2})
             state = await trainer(tmp_path, model, store, engine, config_now).train()
             assert state.step == done + 2
-            return await store.feed_depth()
+            return await store.feed.depth()
 
     depth = asyncio.run(resume())
     trained = [group for groups in groups_by_step(tmp_path) for group in groups]

@@ -162,9 +162,9 @@ async def test_a_run_with_an_agent(
     else:
         await train_grpo(settings, config, tmp_path / "run", said.append)
     async with open_store(f"sqlite:///{tmp_path}/polar.db") as store:
-        rollouts = await store.rollouts()
+        rollouts = await store.rollouts.find()
         by_version = {
-            rollout.rollout_id: {call.weight_version for call in await store.call_rows(rollout.session_id)}
+            rollout.rollout_id: {call.weight_version for call in await store.calls.summaries(rollout.session_id)}
             for rollout in rollouts
             if rollout.session_id is not None
         }

@@ -62,7 +62,7 @@ async def watch(
 
     bench.gateway.observe(seen)
     run = await _until(enough, bench.play(director, adapter, installed))
-    calls: Sequence[CallRecord] = await store.calls(made[0].session_id) if made else ()
+    calls: Sequence[CallRecord] = await store.calls.of_session(made[0].session_id) if made else ()
     row = FidelityRow(adapter.name, installed.version, "observe", "-")
     row.outcomes = tuple(start.outcome for start in run.starts) if run is not None else ("stopped",)
     if not calls and run is not None and run.starts:

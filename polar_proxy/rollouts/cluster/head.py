@@ -197,12 +197,12 @@ class Cluster:
 
     async def _dead(self, worker: str) -> None:
         """Take back what this worker had in hand; and sweep: another node may be of the same machine."""
-        taken = await self._store.take_from(worker, attempts=self._attempts)
+        taken = await self._store.queue.reclaim_from(worker, attempts=self._attempts)
         for rollout_id, attempt in taken.items():
             await exclude_orphaned_calls(self._store, rollout_id)
-            row = await self._store.rollout(rollout_id)
+            row = await self._store.rollouts.get(rollout_id)
             if not attempt and row is not None:
-                await self._store.settle_group(row.group_id)
+                await self._store.groups.settle(row.group_id)
         if taken:
             self._note(f"{len(taken)} rollouts of a node that died are queued again")
         for place in list(self._places.values()):

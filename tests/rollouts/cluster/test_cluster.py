@@ -43,7 +43,7 @@ async def submitted(store: Store, samples: int, agent: str = "TinyAgent") -> lis
 
 async def until(store: Store, ids: list[str], what: Callable[[list[RolloutRow]], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    while not what(rows := await store.rollouts(rollout_ids=ids)):
+    while not what(rows := await store.rollouts.find(rollout_ids=ids)):
         assert time.monotonic() < deadline, [(row.status, row.attempt, row.calls, row.error) for row in rows]
         await asyncio.sleep(0.2)
 
@@ -55,7 +55,7 @@ def ended(rows: list[RolloutRow]) -> bool:
 async def worker_of(store: Store, rollout_id: str) -> list[int]:
     """The processes that had its attempts in hand, in their order."""
     pids: dict[int, int] = {}
-    for stage in await store.stages(rollout_id):
+    for stage in await store.rollouts.stages(rollout_id):
         assert stage.worker is not None
         pids[stage.attempt] = int(stage.worker.split(":")[1])
     return [pid for _, pid in sorted(pids.items())]
@@ -63,23 +63,23 @@ async def worker_of(store: Store, rollout_id: str) -> list[int]:
 
 async def recorded(store: Store, ids: list[str]) -> set[str]:
     """The ids of all calls of all attempts."""
-    sessions = [session for one in ids for session in await store.sessions_of(one)]
-    return {call.call_id for session in sessions for call in await store.call_rows(session)}
+    sessions = [session for one in ids for session in await store.sessions.ids_of_rollout(one)]
+    return {call.call_id for session in sessions for call in await store.calls.summaries(session)}
 
 
 async def books(store: Store, row: RolloutRow, home: Path) -> None:
     """Every call of every attempt is trained or excluded, and what the agent heard is what was recorded, once."""
-    for session_id in await store.sessions_of(row.rollout_id):
-        calls = {call.call_id for call in await store.call_rows(session_id)}
-        traces = await store.traces(session_id=session_id)
+    for session_id in await store.sessions.ids_of_rollout(row.rollout_id):
+        calls = {call.call_id for call in await store.calls.summaries(session_id)}
+        traces = await store.traces.find(session_id=session_id)
         trained = [call_id for trace in traces for call_id in trace.call_ids]
-        excluded = await store.exclusions(session_id)
+        excluded = await store.traces.exclusions(session_id)
         assert sorted([*trained, *excluded]) == sorted(calls)
         if session_id == row.session_id:
             assert set(trained) == calls
         else:
             assert set(excluded.values()) <= {"superseded_attempt"}
-    (log,) = [item for item in await store.artifacts(row.rollout_id) if item.name == "agent.log"][-1:]
+    (log,) = [item for item in await store.artifacts.of_rollout(row.rollout_id) if item.name == "agent.log"][-1:]
     text = (home / "artifacts" / log.sha256[:2] / log.sha256).read_text()
     heard = [orjson.loads(line) for line in text.splitlines() if line.startswith('{"role"')]
     assert len(heard) == row.calls
@@ -115,7 +115,7 @@ async def test_a_node_that_is_killed(machines: Machines, url: str) -> None:
         await until(store, ids, lambda rows: sum(row.calls > 0 for row in rows) == 4, 180)
         (dying,) = first.workers()
         before = await recorded(store, ids)
-        rows = [row for row in await store.rollouts(rollout_ids=ids) if row.status not in FINAL_STATUSES]
+        rows = [row for row in await store.rollouts.find(rollout_ids=ids) if row.status not in FINAL_STATUSES]
         had = [row.rollout_id for row in rows if dying in await worker_of(store, row.rollout_id)]
         first.kill()
         killed = time.monotonic()
@@ -125,16 +125,16 @@ async def test_a_node_that_is_killed(machines: Machines, url: str) -> None:
         machines.release()
         await until(store, ids, ended, 400)
         (living,) = second.workers()
-        for row in await store.rollouts(rollout_ids=ids):
+        for row in await store.rollouts.find(rollout_ids=ids):
             assert (row.status, row.reward, row.error) == ("done", 1.0, None)
             await books(store, row, machines.home)
             pids = await worker_of(store, row.rollout_id)
             assert pids == ([dying, living] if row.rollout_id in had else pids[:1])
             if row.rollout_id in had:
-                stages = await store.stages(row.rollout_id)
+                stages = await store.rollouts.stages(row.rollout_id)
                 assert [stage.cause for stage in stages if stage.cause] == ["worker_lost"]
         assert before <= await recorded(store, ids)
-        assert await store.feed_depth() == {"waiting": 1}
+        assert await store.feed.depth() == {"waiting": 1}
         wait_for(lambda: "is gone" in served.log.read_text(), 120, served.log.read_text)
         assert served.stop() == 130, served.log.read_text()
     assert left_behind(machines) == []
@@ -143,7 +143,7 @@ async def test_a_node_that_is_killed(machines: Machines, url: str) -> None:
 
 
 async def one_session_everywhere(store: Store, gateways: list[str]) -> None:
-    row = await store.create_session(key_hash=hash_key("k"), label=None, policy=None, origin="key")
+    row = await store.sessions.create(key_hash=hash_key("k"), label=None, policy=None, origin="key")
     messages: list[Any] = [{"role": "user", "content": "Hello"}]
     async with httpx.AsyncClient(headers={"authorization": "Bearer k"}, timeout=60) as http:
 
@@ -154,11 +154,11 @@ async def one_session_everywhere(store: Store, gateways: list[str]) -> None:
             answer = await ask(gateways[turn % len(gateways)])
             assert answer.status_code == 200, answer.text
             messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": f"And {turn}?"}]
-        calls = await store.call_rows(row.session_id)
+        calls = await store.calls.summaries(row.session_id)
         assert [call.edge for call in calls] == ["root", *["continues"] * 5]
-        await store.close_session(row.session_id)
+        await store.sessions.close(row.session_id)
         assert [(await ask(gateway)).status_code for gateway in gateways] == [401] * len(gateways)
-        assert len(await store.call_rows(row.session_id)) == 6
+        assert len(await store.calls.summaries(row.session_id)) == 6
 
 
 async def test_the_head_is_killed_and_then_a_node_actor(machines: Machines, url: str) -> None:
@@ -174,7 +174,7 @@ async def test_the_head_is_killed_and_then_a_node_actor(machines: Machines, url:
         first.process.wait()
         await until(store, ids, ended, 240)
         (working,) = node.workers()
-        for row in await store.rollouts(rollout_ids=ids):
+        for row in await store.rollouts.find(rollout_ids=ids):
             assert (row.status, row.reward, row.error) == ("done", 1.0, None)
             assert await worker_of(store, row.rollout_id) == [working]
 
@@ -187,14 +187,14 @@ async def test_the_head_is_killed_and_then_a_node_actor(machines: Machines, url:
         os.kill(working, signal.SIGKILL)
         machines.release()
         await until(store, ids, ended, 300)
-        for row in await store.rollouts(rollout_ids=ids):
+        for row in await store.rollouts.find(rollout_ids=ids):
             assert (row.status, row.reward, row.attempt) == ("done", 1.0, 2)
             await books(store, row, machines.home)
         assert before <= await recorded(store, ids)
         ids = await submitted(store, 2, "SleepyAgent")
         await until(store, ids, lambda rows: all(row.calls for row in rows), 180)
         assert second.stop() == 130
-        rows = await store.rollouts(rollout_ids=ids)
+        rows = await store.rollouts.find(rollout_ids=ids)
         assert [(row.status, row.attempt) for row in rows] == [("queued", 2)] * 2, "handed back"
     assert left_behind(machines) == []
     assert node.workers() == []

@@ -76,16 +76,16 @@ async def test_only_what_would_wait(store: Store, tmp_path: Path, broken: int) -
         recipe = RolloutSpec("tests.fakes.tiny_agent:TinyAgent", "process", timeout=600.0)
         job, _ = await running.submit(JobSpec([task], recipe, 3))
         async with asyncio.timeout(240):
-            while sum(row.status == "done" for row in await store.rollouts()) < 2:
+            while sum(row.status == "done" for row in await store.rollouts.find()) < 2:
                 await asyncio.sleep(0.05)
-        (here,) = [row for row in await store.rollouts() if row.status != "done"]
+        (here,) = [row for row in await store.rollouts.find() if row.status != "done"]
         assert here.status == "scoring"
         assert here.rollout_id not in other.asked
         held.touch()
         await asyncio.wait_for(running.until_done(job.job_id), 120)
     assert len(set(other.asked)) == 2
     assert len(other.asked) == 2 + broken
-    assert [(row.status, row.reward) for row in await store.rollouts()] == [("done", 1.0)] * 3
-    for row in await store.rollouts():
-        assert [stage.stage for stage in await store.stages(row.rollout_id)][-1] == "scoring"
-        assert {stage.attempt for stage in await store.stages(row.rollout_id)} == {1}
+    assert [(row.status, row.reward) for row in await store.rollouts.find()] == [("done", 1.0)] * 3
+    for row in await store.rollouts.find():
+        assert [stage.stage for stage in await store.rollouts.stages(row.rollout_id)][-1] == "scoring"
+        assert {stage.attempt for stage in await store.rollouts.stages(row.rollout_id)} == {1}
