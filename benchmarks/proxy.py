@@ -1,7 +1,7 @@
 """How many model calls a second go through the gateway, recorded and committed, and how much time it adds to one.
 
     python benchmarks/proxy.py [--json] [--seconds N] [--rounds N] [--quick] [--stacks NAME,...]
-                               [--traffic calls,turns] [--mode observe,continue] [--tokens 250,64] [--clients 1,16,64]
+                               [--traffic calls,turns] [--mode render,continue] [--tokens 250,64] [--clients 1,16,64]
 
 Against the engine without a proxy, a bare pass-through, LiteLLM's proxy and rllm-model-gateway, in one interleaved
 run: single chats of 20 KB and conversations of twelve turns, answers of 250 tokens with ids and log-probabilities,
@@ -52,7 +52,7 @@ from benchmarks._stacks.stacks import (  # noqa: E402
 from benchmarks._stacks.traffic import Kind  # noqa: E402
 
 STACKS = "direct,passthrough,polar,litellm,rllm-model-gateway"
-POLAR = {"observe": "polar", "continue": "polar-continue"}
+POLAR = {"render": "polar", "continue": "polar-continue"}
 
 
 class Cell(NamedTuple):
@@ -82,7 +82,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round of one second")
     parser.add_argument("--stacks", default=STACKS, help="polar stands for its modes")
     parser.add_argument("--traffic", type=names("calls", "turns"), default=["calls", "turns"])
-    parser.add_argument("--mode", type=names("observe", "continue"), default=["observe", "continue"], help="of polar")
+    parser.add_argument("--mode", type=names("render", "continue"), default=["render", "continue"], help="of polar")
     parser.add_argument("--tokens", type=numbers, default=[250], help="of an answer (250); several are all measured")
     parser.add_argument("--clients", type=numbers, default=[1, 16, 64])
     parser.add_argument("--tokens-per-chunk", type=int, default=10, help="of a streamed answer (10)")

@@ -68,10 +68,10 @@ async def store_sizes(folder: Path, runs: list[list[Turn]]) -> dict[str, Any]:
     added = [after - before for before, after in pairwise(sizes)]
     query = """SELECT (SELECT SUM(LENGTH(data)) FROM nodes WHERE kind = 'message'),
         (SELECT SUM(LENGTH(data)) FROM nodes WHERE kind = 'tokens'), SUM(LENGTH(message)), SUM(LENGTH(token_ids)),
-        SUM(LENGTH(logprobs)), (SELECT SUM(LENGTH(marks)) FROM calls), SUM(tokens) FROM completions"""
+        SUM(LENGTH(logprobs)), (SELECT SUM(LENGTH(fingerprint)) FROM calls), SUM(tokens) FROM completions"""
     with closing(sqlite3.connect(file)) as connection:
         *parts, sampled = connection.execute(query).fetchone()
-    names = ("messages", "prompt_tokens", "answers", "sampled_tokens", "logprobs", "marks")
+    names = ("messages", "prompt_tokens", "answers", "sampled_tokens", "logprobs", "fingerprint")
     cells = {name: part // len(runs) for name, part in zip(names, parts, strict=True)}
     return {
         "rollout_bytes": round(statistics.mean(added)),

@@ -143,8 +143,8 @@ class SessionRequest(ApiRequestModel):
     label: str | None = None
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     max_tokens: int | None = Field(None, ge=1)
-    prompt_mode: Literal["continue", "observe"] | None = None
-    past_reasoning: Literal["as_sampled", "as_template"] | None = None
+    prompt_mode: Literal["continue", "render"] | None = None
+    past_reasoning: Literal["keep", "strip"] | None = None
 
 
 class TrainingLine(BaseModel):

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+
+PromptModeSetting = Annotated[
+    Literal["continue", "render"], BeforeValidator(lambda value: "render" if value == "observe" else value)
+]
+"""`observe` is accepted as another name for `render`."""
 
 
 class _Section(BaseModel):
@@ -27,10 +32,10 @@ class GatewaySettings(_Section):
     host: str = "127.0.0.1"
     port: int = Field(8399, ge=0, le=65535)
     """0 takes any free port."""
-    closed: bool = False
-    """Refuse unknown keys on loopback too. Bound to anything but loopback they are always refused."""
+    require_known_keys: bool = False
+    """Refuse unknown keys on loopback too. On any other address they are always refused."""
     shared: bool = False
-    """Other gateways serve the sessions of this database, too: what they did is looked for before each request."""
+    """Other gateways serve the sessions of this database too: look for their calls before each request."""
     cluster_port: int = Field(0, ge=0, le=65535)
     """Of the gateways on the nodes of a cluster; 0: each takes any free one."""
     max_body_mb: int = Field(256, ge=1)
@@ -45,12 +50,12 @@ class GatewaySettings(_Section):
     """How long an answer counts as just given, and is kept for a retry."""
     retry_grace_seconds: float = Field(2.0, ge=0)
     """How long a generation goes on whose client is lost, for its retry to take it over."""
-    prompt_mode: Literal["continue", "observe"] = "continue"
-    """continue: a turn is sampled from exactly the tokens of the turn before and those of what is new, wherever the
-    engine can; observe: the engine renders every request afresh."""
-    past_reasoning: Literal["as_sampled", "as_template"] = "as_sampled"
-    """Reasoning of older turns in continued prompts: kept as it was sampled; or, where the model's template drops it,
-    dropped by letting the engine render that request afresh."""
+    prompt_mode: PromptModeSetting = "continue"
+    """continue: sample each turn from exactly the tokens of the turn before, followed by what is new, if the
+    engine can. render: let the engine render every request from its messages."""
+    past_reasoning: Literal["keep", "strip"] = "keep"
+    """Reasoning of earlier turns in continued prompts. keep: as it was sampled. strip: if the model's template
+    drops it, let the engine render that request, which drops it too."""
     normalisers_off: frozenset[str] = frozenset()
     """Names of normalisers that history must not use (polar_proxy/sessions/normalisers.py lists them)."""
 

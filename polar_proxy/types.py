@@ -23,7 +23,7 @@ Logprobs = npt.NDArray[np.float32]
 Edge = Literal["root", "continues", "retries", "rewinds", "compacts", "subagent", "side_call"]
 CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens"]
 LogprobMode = Literal["raw", "processed"]
-PromptMode = Literal["observe", "continue"]
+PromptMode = Literal["render", "continue"]
 """observe: the engine rendered the prompt; continue: Polar gave it the earlier call's exact tokens and what is new."""
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
@@ -248,9 +248,9 @@ class CallRecord:
     """Another edge or parent was possible as well; `rule` says why."""
     thread: str | None = None
     """The line of conversation: the harness's own id of it, else the call that began it."""
-    marks: Json | None = None
+    fingerprint: Json | None = None
     """By which history knows the call again after a restart."""
-    prompt_mode: PromptMode = "observe"
+    prompt_mode: PromptMode = "render"
     prompt_reason: str | None = None
     """Why the prompt was not continued from the base's tokens (`history/continuation.py` lists the reasons); None where
     it was, or where nobody asked."""
@@ -261,7 +261,7 @@ class CallRecord:
 
 @dataclass(frozen=True, slots=True)
 class StoredLineage:
-    """Where a call stands in its session, and the marks by which history knows it again."""
+    """Where a call stands in its session, and the fingerprint by which history knows it again."""
 
     call_id: str
     edge: Edge
@@ -270,7 +270,7 @@ class StoredLineage:
     thread: str | None
     status: CallStatus
     ended_at: float
-    marks: Json | None
+    fingerprint: Json | None
 
 
 SpanKind = Literal["context", "sampled"]

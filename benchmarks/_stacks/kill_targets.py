@@ -91,7 +91,7 @@ class ServiceProcess(ServerProcess):
         program = [sys.executable, "-c", "import sys; from polar_proxy.cli import main; sys.exit(main())", "serve"]
         engine = ["--engine", "vllm", "--engine-url", engine_url, "--model", model]
         more = ["--work", "--concurrency", str(concurrency), "--port", str(port), "--db", db]
-        more += ["--closed"] if closed else []
+        more += ["--require-known-keys"] if closed else []
         environment = {"POLAR_HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
         super().__init__([*program, *engine, *more], folder, f"{self.url}/healthz", **environment)
 

@@ -112,7 +112,7 @@ def conversation(turns: int, tokens: int, seed: int = 1) -> list[Turn]:
 
 
 def records(session_id: str, turns: list[Turn], *, step: float = 0.0) -> Iterator[CallRecord]:
-    """The turns as the gateway records them, marks of history included. `step` moves their times."""
+    """The turns as the gateway records them, fingerprint of history included. `step` moves their times."""
     history = SessionHistory()
     listed = tools()
     written = orjson.dumps(listed)
@@ -121,7 +121,7 @@ def records(session_id: str, turns: list[Turn], *, step: float = 0.0) -> Iterato
         call_id = _call_id(session_id, started)
         request = ChatRequest(model="polar-tiny", messages=tuple(map(_message, turn.messages)), tools=tuple(listed))
         place = history.place(call_id, request, now=started)
-        marks = history.ended(place, [turn.answer], "ok", now=started + 1)
+        fingerprint = history.ended(place, [turn.answer], "ok", now=started + 1)
         yield CallRecord(
             call_id=call_id,
             session_id=session_id,
@@ -150,7 +150,7 @@ def records(session_id: str, turns: list[Turn], *, step: float = 0.0) -> Iterato
             rule=place.rule,
             ambiguous=place.ambiguous,
             thread=place.thread,
-            marks=marks,
+            fingerprint=fingerprint,
         )
 
 

@@ -146,7 +146,7 @@ def start_passthrough(upstream: str, core: int | None, folder: Path) -> RunningS
 
 
 def start_polar(
-    upstream: str, core: int | None, folder: Path, name: str = "polar", mode: str = "observe"
+    upstream: str, core: int | None, folder: Path, name: str = "polar", mode: str = "render"
 ) -> RunningStack:
     """`polar serve` in one prompt mode; its database is `name`.db."""
     from importlib.metadata import version

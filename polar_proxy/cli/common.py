@@ -28,11 +28,17 @@ DbOption = Annotated[
 ]
 PromptModeOption = Annotated[
     str | None,
-    typer.Option(help="continue (each turn from the exact tokens of the last) or observe.", show_default=False),
+    typer.Option(
+        help="continue: sample each turn from the exact tokens of the last. render: let the engine render it.",
+        show_default=False,
+    ),
 ]
 PastReasoningOption = Annotated[
     str | None,
-    typer.Option(help="In continued prompts: as_sampled (kept) or as_template.", show_default=False),
+    typer.Option(
+        help="Reasoning of earlier turns: keep it, or strip it if the template does.",
+        show_default=False,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 

@@ -39,7 +39,7 @@ def drift(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds the agent may take.")] = 300.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a harness for some turns in observe mode and show where its prompts leave the sampled tokens, and why.
+    """Run a harness for some turns in render mode and show where its prompts leave the sampled tokens, and why.
 
     Nothing is written to your database. Exit code 0 whether there is drift or not; 1 when the harness asked no model.
     """
@@ -70,7 +70,7 @@ async def _run(
     with tempfile.TemporaryDirectory(prefix="polar-drift-") as folder:
         async with (
             open_store(f"sqlite:///{folder}/drift.db") as store,
-            ScenarioRunner(engine, store, choice.kind, prompt_mode="observe") as bench,
+            ScenarioRunner(engine, store, choice.kind, prompt_mode="render") as bench,
         ):
             row = await watch(bench, store, adapter, installed, turns=turns, task=task, scripted=given, seconds=timeout)
             return row, engine.info
@@ -122,7 +122,7 @@ def _print(row: FidelityRow, info: EngineInfo) -> None:
         say(f"[red]{escape(row.harness)}[/]: {escape(row.fault)}", highlight=False)
         return
     say(
-        f"[bold]{escape(row.harness)}[/] {row.version} with {escape(info.model)} on {info.engine}, observe mode: "
+        f"[bold]{escape(row.harness)}[/] {row.version} with {escape(info.model)} on {info.engine}, render mode: "
         f"{row.calls} calls, {row.bases} go on with an earlier answer, "
         f"{row.drifted} of these left its tokens.",
         highlight=False,

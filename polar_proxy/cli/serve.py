@@ -30,7 +30,9 @@ def serve(
     engine: Annotated[str | None, typer.Option(help="local, vllm, hosted, or module:Class.")] = None,
     engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm, hosted).")] = None,
     model: Annotated[str | None, typer.Option(help="local: a folder; vllm, hosted: the served name.")] = None,
-    closed: Annotated[bool | None, typer.Option("--closed", help="Refuse unknown keys on loopback too.")] = None,
+    require_known_keys: Annotated[
+        bool | None, typer.Option("--require-known-keys", help="Refuse unknown keys on loopback too.")
+    ] = None,
     prompt_mode: PromptModeOption = None,
     past_reasoning: PastReasoningOption = None,
     db: DbOption = None,
@@ -49,7 +51,7 @@ def serve(
         gateway={
             "host": host,
             "port": port,
-            "closed": closed,
+            "require_known_keys": require_known_keys,
             "prompt_mode": prompt_mode,
             "past_reasoning": past_reasoning,
             "shared": True if executor == "ray" else None,
@@ -90,7 +92,7 @@ async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: 
                     "url": gateway.url,
                     "db": store.display_url,
                     "model": engine.info.model,
-                    "open": gateway.sessions.open,
+                    "open": gateway.sessions.open_to_all,
                     "api_key_file": str(key_file),
                 }
                 common.print_json(ready)
@@ -127,7 +129,7 @@ def _welcome(gateway: Gateway, db: str, model: str, key_file: Path) -> None:
     say(f"[bold]Polar[/] serves {escape(model)} at {gateway.url} and records into {escape(db)}", highlight=False)
     say("point an agent at it:", highlight=False)
     say(f"  export OPENAI_BASE_URL={gateway.url}/v1", highlight=False, soft_wrap=True)
-    if gateway.sessions.open:
+    if gateway.sessions.open_to_all:
         say("  export OPENAI_API_KEY=any-name-you-like    # one session per key", highlight=False)
     else:
         say("  export OPENAI_API_KEY=$(polar session new)   # only keys made so are taken", highlight=False)
@@ -148,8 +150,9 @@ def session_new(
     """Make a session and print its key. The key is shown once and stored only as a hash."""
     modes = {"prompt_mode": prompt_mode, "past_reasoning": past_reasoning}
     settings = common.load_settings(db, gateway=dict(modes))  # checks them
-    given = {"temperature": temperature, "max_tokens": max_tokens, **modes}
-    policy = {key: value for key, value in given.items() if value is not None}
+    policy: dict[str, object] = {"temperature": temperature, "max_tokens": max_tokens}
+    policy |= {name: getattr(settings.gateway, name) for name, value in modes.items() if value is not None}
+    policy = {name: value for name, value in policy.items() if value is not None}
 
     async def make() -> tuple[str, str]:
         from polar_proxy.gateway import hash_key, new_key

@@ -5,9 +5,9 @@ store. Both halves are seen from outside the pipeline: the answer at the front's
 
 *doubled*: a call that answers one agent turn a second time without saying so. Two answered calls (`ok`, `no_tokens`) of
 one session have the same canonical request: the same messages and the same tools, compared as JSON with sorted keys
-after cache marks are taken out, or the same meaning by the marks that history stored with them. The second is doubled
-unless its edge is `retries`. (A retry that was joined to the first has no call of its own and so is not doubled
-either.)
+after cache marks are taken out, or the same fingerprint, which is stored with a call and says what it means. The second
+is doubled unless its edge is `retries`. (A retry that was joined to the first has no call of its own, so it is not
+doubled either.)
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ def doubled(calls: Sequence[CallRecord]) -> int:
             continue
         tools = hashlib.sha256(call.tools or b"").digest()
         names: list[object] = [canonical(call)]
-        if call.marks and call.marks.get("asked"):
-            names.append((call.marks["asked"], call.marks.get("ids"), call.marks.get("thread"), tools))
+        if call.fingerprint and call.fingerprint.get("asked"):
+            names.append(
+                (call.fingerprint["asked"], call.fingerprint.get("ids"), call.fingerprint.get("thread"), tools)
+            )
         if call.edge != "retries" and any(name in seen for name in names):
             found += 1
         seen.update(names)

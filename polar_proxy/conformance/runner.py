@@ -90,7 +90,7 @@ class ScenarioRunner:
 
         self._stack = contextlib.AsyncExitStack()
         await self._stack.enter_async_context(self.engine)
-        settings = GatewaySettings(host="127.0.0.1", port=0, closed=True, prompt_mode=self._prompt_mode)
+        settings = GatewaySettings(host="127.0.0.1", port=0, require_known_keys=True, prompt_mode=self._prompt_mode)
         self.gateway = await self._stack.enter_async_context(Gateway(self.engine, self._store, settings, grace=2))
         self.gateway.observe(lambda record: self._committed.add(record.call_id))
         front = RecordingProxy("127.0.0.1", self.gateway.port, self._committed.__contains__)

@@ -240,9 +240,9 @@ class RequestHandler:
         version = await self._version_now()
         for part in self._parts:
             said = [assistant_message(state) for _, state in sorted(part.answer.choices.items())]
-            marks = self._session.history.ended(part.place, said, status, now=ending.ended_at)
+            fingerprint = self._session.history.ended(part.place, said, status, now=ending.ended_at)
             weights = version_of(part.answer, part.version, version or part.version)
-            record = make_record(self._asked, part, ending, self._engine.info, weights, marks)
+            record = make_record(self._asked, part, ending, self._engine.info, weights, fingerprint)
             self._services.continuer.remember(record, part.plan, part.place.base)
             self._services.metrics.count(record)
             waited = time.perf_counter()

@@ -59,7 +59,7 @@ def make_record(
     ending: CallOutcome,
     info: EngineInfo,
     weight_version: str | None,
-    marks: Json,
+    fingerprint: Json,
 ) -> CallRecord:
     """The call for the store. An answer without ids and log-probabilities for all it says is `no_tokens`."""
     answer = part.answer
@@ -108,7 +108,7 @@ def make_record(
         rule=part.place.rule,
         ambiguous=part.place.ambiguous,
         thread=part.place.thread,
-        marks=marks,
+        fingerprint=fingerprint,
         prompt_mode=part.plan.mode,
         prompt_reason=part.plan.reason,
         base_call_id=None if base is None else base.call_id,

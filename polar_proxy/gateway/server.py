@@ -59,7 +59,7 @@ class Gateway:
         self.metrics = GatewayMetrics()
         self.sessions = SessionRegistry(
             store,
-            open_to_all=is_loopback(settings.host) and not settings.closed,
+            open_to_all=is_loopback(settings.host) and not settings.require_known_keys,
             normalisers_off=settings.normalisers_off,
             window=settings.retry_window_seconds,
             shared=settings.shared,

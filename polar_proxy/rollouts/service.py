@@ -345,7 +345,7 @@ class RolloutService:
 @contextlib.asynccontextmanager
 async def local_gateway(settings: Settings, engine: Engine, store: Store) -> AsyncIterator[Gateway]:
     """A gateway of our own on a free loopback port, closed to all keys but the rollouts'."""
-    own = settings.gateway.model_copy(update={"host": "127.0.0.1", "port": 0, "closed": True})
+    own = settings.gateway.model_copy(update={"host": "127.0.0.1", "port": 0, "require_known_keys": True})
     async with Gateway(engine, store, own) as gateway:
         yield gateway
 

@@ -17,7 +17,7 @@ from polar_proxy.sessions.rules import AGENT_TOOLS
 from polar_proxy.types import CallStatus, Edge, Json, Message, StoredLineage
 
 _FORM = 1
-"""Of `marks`. Others are not read: their calls are then not found again, and the next one is a root."""
+"""Of `fingerprint`. Others are not read: their calls are then not found again, and the next one is a root."""
 
 _QUOTE = 160
 _LONG_ARGUMENT = 80
@@ -81,7 +81,7 @@ class CallNode:
 
 def fingerprint_of(known: CallNode) -> Json:
     """What the store keeps so that the call is known again: keys as hex, no text but the quotes worth it."""
-    marks: Json = {
+    fingerprint: Json = {
         "form": _FORM,
         "asked": known.asked.hex(),
         "ids": known.ids.hex(),
@@ -97,31 +97,31 @@ def fingerprint_of(known: CallNode) -> Json:
         ],
     }
     if known.assistant_chain != EMPTY:
-        marks["assistant_chain"] = known.assistant_chain.hex()
+        fingerprint["assistant_chain"] = known.assistant_chain.hex()
     if known.client_thread is not None:
-        marks["thread"] = known.client_thread
+        fingerprint["thread"] = known.client_thread
     if known.compaction:
-        marks["compaction"] = True
+        fingerprint["compaction"] = True
     if quotes := [[quote.kind, quote.text] for quote in known.quotes if quote.kind in ("agent_prompt", "summary")]:
-        marks["quotes"] = quotes
-    return marks
+        fingerprint["quotes"] = quotes
+    return fingerprint
 
 
 def node_from_store(row: StoredLineage) -> CallNode | None:
-    """The call as it was known, or None where the store has no marks of this form."""
-    marks = row.marks
-    if not marks or marks.get("form") != _FORM:
+    """The call as it was known, or None where the store has no fingerprint of this form."""
+    fingerprint = row.fingerprint
+    if not fingerprint or fingerprint.get("form") != _FORM:
         return None
     return CallNode(
         call_id=row.call_id,
         thread=row.thread or row.call_id,
-        client_thread=marks.get("thread"),
+        client_thread=fingerprint.get("thread"),
         edge=row.edge,
         parent_call_id=row.parent_call_id,
         rule=row.rule,
-        asked=bytes.fromhex(marks["asked"]),
-        assistant_chain=bytes.fromhex(marks["assistant_chain"]) if "assistant_chain" in marks else EMPTY,
-        ids=bytes.fromhex(marks["ids"]),
+        asked=bytes.fromhex(fingerprint["asked"]),
+        assistant_chain=bytes.fromhex(fingerprint["assistant_chain"]) if "assistant_chain" in fingerprint else EMPTY,
+        ids=bytes.fromhex(fingerprint["ids"]),
         at=row.ended_at,
         state=row.status,
         answers=tuple(
@@ -132,10 +132,10 @@ def node_from_store(row: StoredLineage) -> CallNode | None:
                 tuple(answer["ids"]),
                 answer["length"],
             )
-            for answer in marks["answers"]
+            for answer in fingerprint["answers"]
         ),
-        quotes=tuple(Quote(kind, text) for kind, text in marks.get("quotes", ())),
-        compaction=bool(marks.get("compaction")),
+        quotes=tuple(Quote(kind, text) for kind, text in fingerprint.get("quotes", ())),
+        compaction=bool(fingerprint.get("compaction")),
     )
 
 

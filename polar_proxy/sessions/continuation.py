@@ -57,14 +57,14 @@ stop_sequence, aborted    the base's answer ended otherwise than by its own end 
 no_end_of_turn            the engine's end-of-turn token does not show in its rendering of an assistant turn
 template_refuses          the template cannot render the stand-in or the request
 suffix_unproven           the engine's rendering of the whole request does not end in the suffix of the stand-in
-reasoning_by_template     `past_reasoning = as_template`, and the template drops reasoning of an older turn
+reasoning_by_template     `past_reasoning = strip`, and the template drops reasoning of an older turn
 context_full              with all that was sampled the prompt leaves no room for an answer
 engine_cannot             the engine does not sample chats from ids (`polar doctor --engine-url` says why)
 engine_failed             the engine did not answer the question how it renders
 off                       `prompt_mode = observe`; nothing else stood against it
 """
 
-PastReasoning = Literal["as_sampled", "as_template"]
+PastReasoning = Literal["keep", "strip"]
 
 _OPENING = Message("user", "Go on.")
 

@@ -94,7 +94,7 @@ class SessionHistory:
     def ended(self, place: Lineage, answers: Sequence[Json], status: CallStatus, *, now: float) -> Json:
         """Remember the answers (OpenAI assistant messages) of a call, partial ones of a failed call too.
 
-        Returns the marks to store with the call."""
+        Returns the fingerprint to store with the call."""
         known = self._memory.by_id[place.call_id]
         said = [message_of(answer) for answer in answers]
         if status not in ("ok", "no_tokens"):  # of which nothing may have arrived

@@ -52,7 +52,7 @@ class PromptPlan:
 
     @property
     def mode(self) -> PromptMode:
-        return "observe" if self.prompt is None else "continue"
+        return "render" if self.prompt is None else "continue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class PromptBuilder:
         found = await self._base(request, frame, place.base)
         if not isinstance(found, AnsweredTokens):
             return PromptPlan(reason=found)
-        if (mode := policy.get("prompt_mode", self._settings.prompt_mode)) == "observe":
+        if (mode := policy.get("prompt_mode", self._settings.prompt_mode)) == "render":
             return PromptPlan(reason="off")
         assert mode == "continue", mode
         if "continue" not in self._engine.info.capabilities:
@@ -166,7 +166,7 @@ class PromptBuilder:
         if not isinstance(suffix, Suffix):
             return PromptPlan(reason=suffix)
         older = policy.get("past_reasoning", self._settings.past_reasoning)
-        if older == "as_template" and found.thoughts and await self._dropped(request, found):
+        if older == "strip" and found.thoughts and await self._dropped(request, found):
             return PromptPlan(reason="reasoning_by_template", past_reasoning=older)
         ends = () if found.closed else (suffix.end,)
         prompt = np.concatenate([found.ids, np.array([*ends, *suffix.ids], dtype=np.int32)])

@@ -78,7 +78,7 @@ class SessionRegistry:
         self._shared = shared
         self._off = normalisers_off
         self._window = window
-        self.open = open_to_all
+        self.open_to_all = open_to_all
         self._by_hash: OrderedDict[bytes, SessionState] = OrderedDict()
         self._by_id: dict[str, SessionState] = {}
         self._opening: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
@@ -99,7 +99,7 @@ class SessionRegistry:
         if lock is None:
             lock = self._opening[digest] = asyncio.Lock()
         async with lock:
-            return self._by_hash.get(digest) or await self._load(digest, path_key, self.open and not inside)
+            return self._by_hash.get(digest) or await self._load(digest, path_key, self.open_to_all and not inside)
 
     async def _load(self, digest: bytes, path_key: str | None, opens: bool) -> SessionState:
         record = await self._store.sessions.by_key(digest)

@@ -57,8 +57,8 @@ class CallRepository(Repository):
     async def of_session(self, session_id: str, *, text: bool = True) -> list[StoredCall]:
         """All calls of a session with everything, in the order in which they started.
 
-        Without `text` they have no messages, tools and marks, and their answers are empty messages: all that traces are
-        made of is there, and is read in two thirds of the time."""
+        Without `text` they have no messages, tools and fingerprint, and their answers are empty messages: all that
+        traces are made of is there, and is read in two thirds of the time."""
         async with self._database.reading() as connection:
             found = await fetch(connection, _c.session_id == session_id, text=text)
         return await asyncio.to_thread(found.records)
@@ -73,7 +73,7 @@ class CallRepository(Repository):
         """Where the calls of a session stand, in the order in which they started. One statement, no messages.
 
         `known`: ids of calls that need not be given; of very many all are given."""
-        columns = (_c.call_id, _c.edge, _c.parent_call_id, _c.rule, _c.thread, _c.status, _c.ended_at, _c.marks)
+        columns = (_c.call_id, _c.edge, _c.parent_call_id, _c.rule, _c.thread, _c.status, _c.ended_at, _c.fingerprint)
         query = select(*columns).where(_c.session_id == session_id).order_by(_c.started_at, _c.call_id)
         if 0 < len(known) <= _MOST_NAMED:
             query = query.where(_c.call_id.not_in(list(known)))

@@ -164,7 +164,7 @@ _USUAL_JSON = (
     b'{"quotes":[["summary","agent_prompt"]],"compaction":true,"thread":"","assistant_chain":"","form":1,"asked":"0123456789ab'
     b'cdef","ids":"","answers":[{"end":"","assistant_chain":"","said":"","ids":["call_","toolu_"],"length":100}]}'
 )
-"""What small JSON values begin with knowing: the keys of marks. Part of the format."""
+"""What small JSON values begin with knowing: the keys of fingerprint. Part of the format."""
 
 
 def pack_small_json(text: bytes) -> bytes:

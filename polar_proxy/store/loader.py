@@ -25,13 +25,13 @@ _AS_THEY_ARE = (
 )
 """Fields of a record that are columns of `calls` under the same names."""
 _TO_UNPACK = ("engine_hash", "params_hash", "sampling_hash", "prompt_node", "prompt_tail", "prompt_tokens")
-_WITH_TEXT = ("marks", "message_count", "messages_node", "tools_node", "completion_tokens")
+_WITH_TEXT = ("fingerprint", "message_count", "messages_node", "tools_node", "completion_tokens")
 
 
 async def fetch(connection: AsyncConnection, where: ColumnElement[bool], *, text: bool = True) -> CallLoader:
     """All rows behind the calls that fulfil `where` (a condition on `calls`): five statements, each node once.
 
-    Without `text` the records have tokens, but no messages, tools and marks, and their answers are empty messages.
+    Without `text` the records have tokens, but no messages, tools or fingerprint, and their answers are empty.
     """
     names = (*_AS_THEY_ARE, *_TO_UNPACK, *(_WITH_TEXT if text else ()))
     query = select(*(_c[name] for name in names)).where(where).order_by(_c.started_at, _c.call_id)
@@ -154,9 +154,9 @@ class CallLoader:
         if self._text:
             messages = self._messages(row.messages_node, row.message_count)
             tools = None if row.tools_node is None else self._content(row.tools_node, TextPrefix.none())
-            before, marks = self._texts[row.messages_node], row.marks
+            before, fingerprint = self._texts[row.messages_node], row.fingerprint
         else:
-            messages, tools, before, marks = (), None, TextPrefix.none(), None
+            messages, tools, before, fingerprint = (), None, TextPrefix.none(), None
         choices = tuple(
             Choice(
                 index=answer.choice_index,
@@ -171,7 +171,7 @@ class CallLoader:
         return CallRecord(
             **dict(zip(_AS_THEY_ARE, row, strict=False)),
             engine=None if row.engine_hash is None else self._engine(row.engine_hash),
-            marks=marks,
+            fingerprint=fingerprint,
             messages=messages,
             tools=tools,
             params=_known(self._common.settings, row.params_hash),

@@ -303,8 +303,8 @@ calls = Table(
     Column("rule", Text),  # of history, that gave it its edge
     Column("ambiguous", Boolean, nullable=False, server_default="0"),
     Column("thread", Text),
-    Column("marks", PackedJson),  # by which history knows it again after a restart
-    Column("prompt_mode", Text, nullable=False, server_default="observe"),  # or continue
+    Column("fingerprint", PackedJson),  # by which history knows it again after a restart
+    Column("prompt_mode", Text, nullable=False, server_default="render"),  # or continue
     Column("prompt_reason", Text),  # why it was not continued from its base
     Column("base_call_id", Text),  # the answered call that it extends by meaning
     Column("base_choice", Integer),

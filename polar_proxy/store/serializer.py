@@ -139,7 +139,7 @@ class CallSerializer:
                 "rule": record.rule,
                 "ambiguous": record.ambiguous,
                 "thread": json_codec.clean_text(record.thread),
-                "marks": record.marks,
+                "fingerprint": record.fingerprint,
                 "prompt_mode": record.prompt_mode,
                 "prompt_reason": record.prompt_reason,
                 "base_call_id": record.base_call_id,

@@ -42,7 +42,7 @@ CAUSE_FIXES: Mapping[DriftCause, str] = {
     "whitespace": _CONTINUE,
     "arguments_reserialised": _CONTINUE,
     "reasoning_dropped": f"{_CONTINUE} Where training must see what the template makes of older turns, "
-    "--older-reasoning as_template cuts there instead, and says so.",
+    "--past-reasoning strip cuts there instead, and says so.",
     "tools_changed": "Nothing: the prompt's beginning is another one, and a new sequence begins. "
     "Switch off what changes the tools (lazily loaded tools, MCP servers) to keep one sequence.",
     "tools_rewritten": _CONTINUE,

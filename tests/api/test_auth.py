@@ -108,7 +108,7 @@ async def test_there_is_no_anonymous_access_on_loopback(serve_api: ServeApi) -> 
         serve_api() as running,
         httpx.AsyncClient(base_url=running.gateway.url, trust_env=False, timeout=60) as http,
     ):
-        assert running.gateway.sessions.open  # to agents
+        assert running.gateway.sessions.open_to_all  # to agents
         assert (await http.get("/api/v1/jobs")).status_code == 401
         assert (await http.get("/s/any-key/api/v1/jobs")).status_code == 401
         assert (

@@ -157,7 +157,7 @@ async def test_rewards_from_outside(serve_api: ServeApi) -> None:
             await running.post("/rewards", {**mine, "value": 1.0, **wrong}, status=422)
 
 
-@pytest.mark.parametrize("policy", [{}, {"temperature": 0.5, "max_tokens": 64, "prompt_mode": "observe"}])
+@pytest.mark.parametrize("policy", [{}, {"temperature": 0.5, "max_tokens": 64, "prompt_mode": "render"}])
 async def test_a_session_for_an_agent(serve_api: ServeApi, policy: dict[str, Any]) -> None:
     async with serve_api() as running:
         made = await running.post("/sessions", {"label": "laptop", **policy}, status=201)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from polar_proxy.cli.common import load_settings
-from polar_proxy.config import Settings
+from polar_proxy.config import GatewaySettings, Settings
 from polar_proxy.errors import UsageError
 
 
@@ -30,7 +30,11 @@ def test_defaults(here: Path) -> None:
     settings = Settings()
     assert settings.home == here.parent / "home"
     assert settings.harness_cache == here.parent / "home" / "harnesses"
-    assert (settings.gateway.host, settings.gateway.port, settings.gateway.closed) == ("127.0.0.1", 8399, False)
+    assert (settings.gateway.host, settings.gateway.port, settings.gateway.require_known_keys) == (
+        "127.0.0.1",
+        8399,
+        False,
+    )
     assert settings.engine.kind == "local"
 
 
@@ -74,3 +78,7 @@ def test_the_engines_key_is_not_shown(here: Path) -> None:
     with pytest.raises(UsageError) as caught:
         load_settings()
     assert "sk-secret" not in str(caught.value)
+
+
+def test_accepts_observe_as_another_name_for_the_prompt_mode_render() -> None:
+    assert GatewaySettings.model_validate({"prompt_mode": "observe"}).prompt_mode == "render"

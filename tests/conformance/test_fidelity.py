@@ -47,7 +47,7 @@ async def measured(store: Store, agent: SmallAgent, mode: PromptMode, engine: En
 
 
 async def test_what_an_agent_rewrites_splits_observed_runs_and_no_continued_one(store: Store) -> None:
-    observed = await measured(store, TidyAgent(), "observe")
+    observed = await measured(store, TidyAgent(), "render")
     continued = await measured(store, TidyAgent(), "continue")
     assert observed.outcomes == continued.outcomes == ("ok", "ok")
     assert (observed.calls, observed.bases) == (continued.calls, continued.bases) == (9, 8)
@@ -64,12 +64,12 @@ async def test_what_an_agent_rewrites_splits_observed_runs_and_no_continued_one(
 
 
 async def test_an_agent_that_gives_everything_back_does_not_drift(store: Store) -> None:
-    row = await measured(store, SmallAgent(), "observe")
+    row = await measured(store, SmallAgent(), "render")
     assert (row.drifted, row.traces, row.bases, row.continued) == (0, 1, 8, 0)
 
 
 async def test_books_that_do_not_add_up_are_seen() -> None:
-    row = FidelityRow("a", "1", "observe", "keeps", recorded=10, trained=7, excluded={"side_call": 3})
+    row = FidelityRow("a", "1", "render", "keeps", recorded=10, trained=7, excluded={"side_call": 3})
     assert row.adds_up
     assert not replace(row, trained=8).adds_up
 
@@ -87,14 +87,14 @@ async def test_side_calls_are_in_the_books(store: Store) -> None:
 
 
 async def test_page_and_file_say_the_same(store: Store) -> None:
-    rows = [await measured(store, TidyAgent(), mode) for mode in ("observe", "continue")]
+    rows = [await measured(store, TidyAgent(), mode) for mode in ("render", "continue")]
     made = document(rows, engine="scripted", sandbox="process", cut_every=0, measured="now")
     page = markdown(made)
     found = rows[0].drifted
     assert f"| small-agent | 1 | openai_chat | 9 | 8 | {found} | 0 | {found + 1} | 1 |" in page
-    assert f"| small-agent | keeps | observe | {found} | {found} x arguments_reserialised |" in page
+    assert f"| small-agent | keeps | render | {found} | {found} x arguments_reserialised |" in page
     again = merged(made, document(rows[:1], engine="other", sandbox="process", cut_every=0, measured="later"))
-    assert [(row["mode"], row["engine"]) for row in again["rows"]] == [("continue", "scripted"), ("observe", "other")]
+    assert [(row["mode"], row["engine"]) for row in again["rows"]] == [("continue", "scripted"), ("render", "other")]
 
 
 async def test_many_runs_at_a_time_do_not_mix() -> None:
@@ -102,14 +102,14 @@ async def test_many_runs_at_a_time_do_not_mix() -> None:
     jobs = [
         FidelityJob(agent, agent.install(Path("/")), "keeps", mode)
         for agent in agents
-        for mode in ("continue", "observe")
+        for mode in ("continue", "render")
     ]
     rows = [done.row async for done in play(jobs, lambda template: ScriptedEngine(), "process", at_once=4, score=False)]
     assert sorted((row.calls, row.drifted > 0, row.mode) for row in rows) == [
         (9, False, "continue"),
         (9, False, "continue"),
-        (9, False, "observe"),
-        (9, True, "observe"),
+        (9, False, "render"),
+        (9, True, "render"),
     ]
 
 
@@ -167,7 +167,7 @@ async def test_real_agents_drift_when_observed_and_never_when_continued(forced_u
     jobs = [
         FidelityJob(adapter, adapter.install(cache), template, mode)
         for adapter in there
-        for mode in ("continue", "observe")
+        for mode in ("continue", "render")
     ]
 
     def engine(name: str) -> Engine:
@@ -180,7 +180,7 @@ async def test_real_agents_drift_when_observed_and_never_when_continued(forced_u
     continued = [row for row in rows if row.mode == "continue"]
     assert {row.harness: row.causes for row in continued if row.drifted} == {}
     assert all(row.continued >= 5 for row in continued)
-    assert all(row.drifted >= 3 for row in rows if row.mode == "observe")
+    assert all(row.drifted >= 3 for row in rows if row.mode == "render")
     assert all(row.largest is not None and row.largest < 1e-3 for row in continued)
 
 

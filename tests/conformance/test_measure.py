@@ -117,7 +117,7 @@ async def test_a_call_that_is_committed_twice_is_doubled(measured: Measure) -> N
     async def commit(save: Save, record: CallRecord, number: int) -> None:
         await save(record)
         if number == 2:
-            await save(replace(record, call_id=new_id("call"), marks=None))
+            await save(replace(record, call_id=new_id("call"), fingerprint=None))
 
     row = await measured(SmallAgent(), "doubled", commit=commit)
     assert row.doubled == 1

@@ -312,7 +312,7 @@ async def test_hello_and_models(serve: Serve) -> None:
 
 
 async def test_unknown_key(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine(), closed=True) as client:
+    async with connected(serve, ScriptedEngine(), require_known_keys=True) as client:
         with pytest.raises(anthropic.AuthenticationError) as caught:
             await ask(client, True)
         assert caught.value.type == "authentication_error"

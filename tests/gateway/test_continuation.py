@@ -93,7 +93,7 @@ async def test_what_only_looks_changed_is_no_drift(serve: Serve, store: Store) -
     async with serve(ScriptedEngine(script)) as gateway, http_of(gateway.url) as http:
         await two_rounds(http)
     first, second, third = await calls_of(store)
-    assert (first.prompt_mode, first.prompt_reason, first.base_call_id) == ("observe", "no_base", None)
+    assert (first.prompt_mode, first.prompt_reason, first.base_call_id) == ("render", "no_base", None)
     for before, call in ((first, second), (second, third)):
         assert (call.prompt_mode, call.prompt_reason) == ("continue", None)
         assert (call.base_call_id, call.base_choice) == (before.call_id, 0)
@@ -105,11 +105,11 @@ async def test_what_only_looks_changed_is_no_drift(serve: Serve, store: Store) -
     assert decode(behind).startswith("tool:result 0tool:result 1assistant:")
     (trace,) = BUILDERS["merged"]([first, second, third]).traces
     assert trace.token_ids.tolist() == whole(third)
-    assert second.sampling["past_reasoning"] == "as_sampled"
+    assert second.sampling["past_reasoning"] == "keep"
 
 
 async def test_observed_the_same_run_drifts(serve: Serve, store: Store) -> None:
-    async with serve(ScriptedEngine(script), prompt_mode="observe") as gateway, http_of(gateway.url) as http:
+    async with serve(ScriptedEngine(script), prompt_mode="render") as gateway, http_of(gateway.url) as http:
         await two_rounds(http)
     first, second, third = await calls_of(store)
     assert [call.prompt_reason for call in (first, second, third)] == ["no_base", "off", "off"]
@@ -119,11 +119,11 @@ async def test_observed_the_same_run_drifts(serve: Serve, store: Store) -> None:
 
 
 async def test_the_session_may_choose(serve: Serve, store: Store) -> None:
-    policy = {"prompt_mode": "observe"}
+    policy = {"prompt_mode": "render"}
     await store.sessions.create(key_hash=hash_key("k1"), label=None, rollout_id=None, policy=policy, origin="key")
     async with serve(ScriptedEngine(script)) as gateway, http_of(gateway.url) as http:
         await two_rounds(http)
-    assert {call.prompt_mode for call in await calls_of(store)} == {"observe"}
+    assert {call.prompt_mode for call in await calls_of(store)} == {"render"}
 
 
 async def test_after_a_restart_the_base_comes_from_the_store(serve: Serve, store: Store) -> None:
@@ -213,13 +213,13 @@ async def picture(talk: Talk) -> None:
 @pytest.mark.parametrize(
     ("act", "mode", "reason"),
     [
-        (change_tools, "observe", "tools_changed"),
+        (change_tools, "render", "tools_changed"),
         (reorder_tools, "continue", None),
-        (change_options, "observe", "template_options_changed"),
-        (rewind, "observe", "no_base"),
-        (edit, "observe", "no_base"),
-        (forced, "observe", "constrained"),
-        (picture, "observe", "images"),
+        (change_options, "render", "template_options_changed"),
+        (rewind, "render", "no_base"),
+        (edit, "render", "no_base"),
+        (forced, "render", "constrained"),
+        (picture, "render", "images"),
     ],
 )
 async def test_what_is_honoured_as_a_change(
@@ -260,7 +260,7 @@ class Stripping(ScriptedEngine):
 
 @pytest.mark.parametrize(
     ("policy", "mode", "reason"),
-    [("as_sampled", "continue", None), ("as_template", "observe", "reasoning_by_template")],
+    [("keep", "continue", None), ("strip", "render", "reasoning_by_template")],
 )
 async def test_older_reasoning(serve: Serve, store: Store, policy: str, mode: str, reason: str | None) -> None:
     engine = Stripping(script)
@@ -271,7 +271,7 @@ async def test_older_reasoning(serve: Serve, store: Store, policy: str, mode: st
             talk.messages.append(message)
     _, second = await calls_of(store)
     assert (second.prompt_mode, second.prompt_reason) == (mode, reason)
-    assert ("Well." in decode(second.prompt_ids.tolist())) is (policy == "as_sampled")  # type: ignore[union-attr]
+    assert ("Well." in decode(second.prompt_ids.tolist())) is (policy == "keep")  # type: ignore[union-attr]
     assert second.sampling["past_reasoning"] == policy
 
 
@@ -308,7 +308,7 @@ async def test_what_the_engine_is_not_able_to(serve: Serve, store: Store, info: 
         talk.echo((await talk.say(user("hi")))["message"])
         await talk.say(user("more"))
     _, second = await calls_of(store)
-    assert (second.prompt_mode, second.prompt_reason) == ("observe", reason)
+    assert (second.prompt_mode, second.prompt_reason) == ("render", reason)
 
 
 async def test_weights_that_change_while_they_sample(serve: Serve, store: Store) -> None:

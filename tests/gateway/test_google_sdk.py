@@ -340,7 +340,7 @@ async def test_bad_request(serve: Serve, store: Store) -> None:
 
 
 async def test_unknown_key(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine(), closed=True) as client:
+    async with connected(serve, ScriptedEngine(), require_known_keys=True) as client:
         with pytest.raises(errors.ClientError) as caught:
             await client.models.generate_content(model="m", contents="hi")
     assert (caught.value.code, caught.value.status) == (401, "UNAUTHENTICATED")

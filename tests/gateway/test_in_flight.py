@@ -50,7 +50,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.asynccontextmanager
 async def slow(url: str, wait: float) -> AsyncIterator[tuple[Gateway, Store]]:
     """Another gateway, whose answers begin after so many seconds."""
-    settings = GatewaySettings(port=0, closed=True, shared=True)
+    settings = GatewaySettings(port=0, require_known_keys=True, shared=True)
     engine = ScriptedEngine(lambda request: Reply("Done.", wait=wait))
     async with open_store(url) as store, engine, Gateway(engine, store, settings) as running:
         yield running, store

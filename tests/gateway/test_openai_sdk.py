@@ -193,7 +193,7 @@ async def test_models(serve: Serve) -> None:
 
 
 async def test_unknown_key(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine(), closed=True) as client:
+    async with connected(serve, ScriptedEngine(), require_known_keys=True) as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             await client.chat.completions.create(model="m", messages=USER)
     assert caught.value.code == "invalid_api_key"

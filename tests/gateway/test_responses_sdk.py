@@ -268,7 +268,7 @@ async def test_bad_request(serve: Serve, store: Store) -> None:
 
 
 async def test_unknown_key(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine(), closed=True) as client:
+    async with connected(serve, ScriptedEngine(), require_known_keys=True) as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             await client.responses.create(model="m", input="hi")
     assert caught.value.code == "invalid_api_key"

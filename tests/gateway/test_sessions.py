@@ -36,7 +36,7 @@ async def test_key_headers(serve: Serve, store: Store, header: str) -> None:
     key = new_key()
     session_id = await new_session(store, key)
     value = f"Bearer {key}" if header == "authorization" else key
-    async with serve(ScriptedEngine(), closed=True) as gateway:
+    async with serve(ScriptedEngine(), require_known_keys=True) as gateway:
         answer = await ask(gateway.url, **{header: value})
         assert answer.headers["x-polar-session-id"] == session_id
         async with httpx.AsyncClient(timeout=120) as http:
@@ -61,7 +61,7 @@ async def test_open_on_loopback(serve: Serve, store: Store) -> None:
 
 
 async def test_closed(serve: Serve, store: Store) -> None:
-    async with serve(ScriptedEngine(), closed=True) as gateway:
+    async with serve(ScriptedEngine(), require_known_keys=True) as gateway:
         answer = await ask(gateway.url, authorization="Bearer sk-unknown")
         assert answer.status_code == 401
         assert answer.json()["error"]["code"] == "invalid_api_key"

@@ -40,7 +40,7 @@ def script(request: EngineRequest) -> Reply:
 
 @contextlib.asynccontextmanager
 async def gateway(url: str, **given: Any) -> AsyncIterator[tuple[Gateway, Store]]:
-    settings = GatewaySettings.model_validate({"port": 0, "closed": True, "shared": True, **given})
+    settings = GatewaySettings.model_validate({"port": 0, "require_known_keys": True, "shared": True, **given})
     async with open_store(url) as store, ScriptedEngine(script) as engine, Gateway(engine, store, settings) as running:
         yield running, store
 

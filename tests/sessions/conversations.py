@@ -61,9 +61,9 @@ class SessionDriver:
 
     def answer(self, place: Lineage, *answers: Json, status: CallStatus = "ok") -> str:
         self.now += 0.5
-        marks = self.history.ended(place, answers, status, now=self.now)
+        fingerprint = self.history.ended(place, answers, status, now=self.now)
         row = (place.edge, place.parent_call_id, place.rule, place.thread, status, self.now)
-        self.stored.append(StoredLineage(place.call_id, *row, marks=orjson.loads(orjson.dumps(marks))))
+        self.stored.append(StoredLineage(place.call_id, *row, fingerprint=orjson.loads(orjson.dumps(fingerprint))))
         return place.call_id
 
     def call(

@@ -55,7 +55,7 @@ async def test_without_text_all_else_is_there(store: Store, variant: str) -> Non
     call = record(await new_session(store), **_variants[variant])
     await store.calls.commit(call)
     choices = tuple(replace(said, message={}) for said in call.choices)
-    expected = replace(call, messages=(), tools=None, marks=None, choices=choices)
+    expected = replace(call, messages=(), tools=None, fingerprint=None, choices=choices)
     assert_same(await store.calls.of_session(call.session_id, text=False), [expected])
 
 

@@ -22,7 +22,7 @@ from polar_proxy.store.urls import normalise_url
 from polar_proxy.types import CallRecord
 from tests.store.records import END, assert_same, ids, record, trace_of
 
-_MARKS = {
+_FINGERPRINT = {
     "form": 1,
     "asked": "00" * 16,
     "ids": "ff" * 16,
@@ -105,7 +105,10 @@ async def _write(connection: AsyncConnection, calls: list[CallRecord], revision:
     await put("nodes", list(nodes.values()))
     rows = [{**row, "prompt_node": heads[str(row["call_id"])], "prompt_tail": None} for row in batch.calls]
     if revision >= "0005":
-        rows = [{**row, "marks": row["marks"] and pack_small_json(json_codec.dumps(row["marks"]))} for row in rows]
+        rows = [
+            {**row, "fingerprint": row["fingerprint"] and pack_small_json(json_codec.dumps(row["fingerprint"]))}
+            for row in rows
+        ]
     await put("calls", rows)
     cells = [
         {
@@ -133,7 +136,11 @@ def test_every_earlier_revision_is_tried() -> None:
 @pytest.mark.parametrize("revision", _EARLIER)
 async def test_data_comes_up(url: str, tmp_path: Path, revision: str) -> None:
     turn = [(13 * n) % 9000 + 10 for n in range(80)]
-    placed = {"rule": "extends", "thread": "main", "ambiguous": True, "marks": _MARKS} if revision >= "0002" else {}
+    placed = (
+        {"rule": "extends", "thread": "main", "ambiguous": True, "fingerprint": _FINGERPRINT}
+        if revision >= "0002"
+        else {}
+    )
     made = {"prompt_reason": "no_base", "base_call_id": "call_x", "base_choice": 1} if revision >= "0003" else {}
     calls = [
         record("sess_old", prompt_ids=ids(*turn, END, 1, 2, 3), started_at=1.0, **placed, **made),
@@ -147,7 +154,11 @@ async def test_data_comes_up(url: str, tmp_path: Path, revision: str) -> None:
     async with open_store(url, artifacts=tmp_path / "artifacts") as store:
         assert await store.schema_revision() == migrate.HEAD
         assert_same(await store.calls.of_session("sess_old"), calls)
-        assert [place.marks for place in await store.calls.lineages("sess_old")] == [placed.get("marks"), None, None]
+        assert [place.fingerprint for place in await store.calls.lineages("sess_old")] == [
+            placed.get("fingerprint"),
+            None,
+            None,
+        ]
         assert await store.maintenance.verify() == []
         trace = trace_of([calls[0]])
         await store.traces.put([trace], {}, "merged", "sess_old")

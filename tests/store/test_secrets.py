@@ -128,7 +128,7 @@ async def _everything(store: Store, artifacts: Path) -> bytes:
                 found += [repr(tuple(row)).encode() for row in await connection.execute(select(table))]
         for node in await connection.execute(select(schema.nodes).where(schema.nodes.c.kind == "tools")):
             found.append(codec.unpack_bytes(node.data))
-        for (cell,) in await connection.exec_driver_sql("SELECT marks FROM calls WHERE marks IS NOT NULL"):
+        for (cell,) in await connection.exec_driver_sql("SELECT fingerprint FROM calls WHERE fingerprint IS NOT NULL"):
             found.append(unpack_small_json(cell))
         messages = record("").messages
         for answer in await connection.execute(select(schema.completions)):

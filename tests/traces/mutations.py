@@ -213,7 +213,7 @@ def policy_version(rows: list[Json], random: Random) -> bool:
 def prompt_mode(rows: list[Json], random: Random) -> bool:
     row = _one(rows, random)
     span = random.choice(row["certificate"]["spans"])
-    span["prompt_mode"] = {"observe": "continue", "continue": "observe"}[span["prompt_mode"]]
+    span["prompt_mode"] = {"render": "continue", "continue": "render"}[span["prompt_mode"]]
     return True
 
 

@@ -34,7 +34,7 @@ SECOND = call(
     base_call_id="a",
     base_choice=0,
     prompt_mode="continue",
-    sampling={"temperature": 1.0, "past_reasoning": "as_sampled"},
+    sampling={"temperature": 1.0, "past_reasoning": "keep"},
     weight_version="3",
 )
 
@@ -60,10 +60,10 @@ def test_what_is_told() -> None:
         ("context", "b", 6, 7, 1),
         ("sampled", "b", 0, 1, 1),
     ]
-    assert [span["prompt_mode"] for span in told["spans"]] == ["observe"] * 2 + ["continue"] * 2
+    assert [span["prompt_mode"] for span in told["spans"]] == ["render"] * 2 + ["continue"] * 2
     first, last = told["spans"][1], told["spans"][3]
     assert (first["versions"], first["past_reasoning"], first["sampling"]) == ([[0, None]], None, None)
-    assert (last["versions"], last["past_reasoning"], last["engine"]) == ([[0, "3"]], "as_sampled", 0)
+    assert (last["versions"], last["past_reasoning"], last["engine"]) == ([[0, "3"]], "keep", 0)
     assert told["head"] == last["hash"]
     assert len({span["hash"] for span in told["spans"]} | {told["seed"]}) == 5
 
@@ -242,9 +242,9 @@ def test_what_was_built_by_an_earlier_version_gets_its_certificate() -> None:
     "changed",
     [
         {"weight_version": "9"},
-        {"prompt_mode": "observe"},
+        {"prompt_mode": "render"},
         {"engine": replace(INFO, template_hash="another")},
-        {"sampling": {"temperature": 1.0, "past_reasoning": "as_template"}},
+        {"sampling": {"temperature": 1.0, "past_reasoning": "strip"}},
         {"choices": (replace(SECOND.choices[0], versions=((0, "8"),)),)},
     ],
 )

@@ -22,7 +22,7 @@ TEMPLATES = {
 }
 """keeps: the model's own template, which shows the reasoning of every turn; strips: one that shows it only behind the
 last message of a user."""
-MODES: tuple[PromptMode, ...] = ("continue", "observe")
+MODES: tuple[PromptMode, ...] = ("continue", "render")
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,18 +54,18 @@ def markdown(found: Json) -> str:
 
 def _comparison(rows: Sequence[Json]) -> list[str]:
     heads = ["harness", "version", "wire API", "calls", "go on with an answer"]
-    heads += ["splits by drift, observe", "splits by drift, continue", "traces, observe", "traces, continue"]
+    heads += ["splits by drift, render", "splits by drift, continue", "traces, render", "traces, continue"]
     by_mode = {(row["harness"], row["mode"]): row for row in rows}
     out = []
     for name in sorted({row["harness"] for row in rows}):
-        pair = [by_mode.get((name, mode)) for mode in ("observe", "continue")]
+        pair = [by_mode.get((name, mode)) for mode in ("render", "continue")]
         one = next(row for row in reversed(pair) if row is not None)
         both = [[_told(row, key) for row in pair] for key in ("calls", "bases", "drifted", "traces")]
         calls, bases = (" / ".join(dict.fromkeys(values)) for values in both[:2])
         out.append([name, one["version"], one["dialect"], calls, bases, *both[2], *both[3]])
     total = [
         str(sum(row["drifted"] for row in rows if row["mode"] == mode and not row["fault"]))
-        for mode in ("observe", "continue")
+        for mode in ("render", "continue")
     ]
     out.append(["**all**", "", "", "", "", *(f"**{number}**" for number in total), "", ""])
     return _table(heads, out)
@@ -175,10 +175,10 @@ log-probabilities. Only *which* tokens are sampled was given, by a plugin in the
 awkward things: JSON with odd spaces, escapes, key order and numbers, booleans, empty and nested arguments, two calls at
 once, a tool that does not exist, 30 kB of output, long answers, reasoning, text before calls, a second turn of the user
 where the program can go on. One place in about 40 characters of an answer is cut into other tokens than the tokenizer's
-own, as a policy at temperature 1 samples them. So `observe` has as much drift here as it can have; how much a policy of
+own, as a policy at temperature 1 samples them. So `render` has as much drift here as it can have; how much a policy of
 yours has depends on how it writes.
 
-* **calls**: model calls of the run (observe / continue, where the two differ).
+* **calls**: model calls of the run (render / continue, where the two differ).
 * **go on with an answer**: calls whose conversation goes on, by meaning, from a recorded answer.
 * **splits by drift**: calls that go on with an answer which is trained, whose prompt does not begin with its tokens,
   and where nothing was changed on purpose (`polar_proxy/traces/drift.py`). Each closes a training sequence and

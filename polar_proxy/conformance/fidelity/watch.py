@@ -1,4 +1,4 @@
-"""Some turns of a harness in observe mode, with whatever the model says: do its prompts keep the sampled tokens?"""
+"""Some turns of a harness in render mode, with whatever the model says: do its prompts keep the sampled tokens?"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def watch(
     scripted: bool = False,
     seconds: float = 300.0,
 ) -> FidelityRow:
-    """Let a harness make up to `turns` model calls on a bench in observe mode, then stop it, and tell what its prompts
+    """Let a harness make up to `turns` model calls on a bench in render mode, then stop it, and tell what its prompts
     are. `scripted`: the engine says the awkward answers of `script` instead of its own."""
     resumes = "resume" in adapter.facts.features
     profile = replace(profile_of(adapter.name), max_steps=turns, window=bench.engine.info.context_length)
@@ -63,7 +63,7 @@ async def watch(
     bench.gateway.observe(seen)
     run = await _until(enough, bench.play(director, adapter, installed))
     calls: Sequence[CallRecord] = await store.calls.of_session(made[0].session_id) if made else ()
-    row = FidelityRow(adapter.name, installed.version, "observe", "-")
+    row = FidelityRow(adapter.name, installed.version, "render", "-")
     row.outcomes = tuple(start.outcome for start in run.starts) if run is not None else ("stopped",)
     if not calls and run is not None and run.starts:
         row.fault = f"it asked no model: {run.last.detail[:300]}"

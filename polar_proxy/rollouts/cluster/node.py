@@ -81,7 +81,7 @@ async def run_node(config: NodeConfig, elsewhere: RemoteScorer | None = None) ->
             log.info("%s", line)
         gateways = settings.gateway.model_copy(
             update={"host": _bound(settings.gateway.host, config.address), "port": settings.gateway.cluster_port}
-            | {"closed": True, "shared": True}
+            | {"require_known_keys": True, "shared": True}
         )
         async with make_engine(settings.engine) as engine, Gateway(engine, store, gateways) as gateway:
             service = RolloutService(

@@ -1,4 +1,4 @@
-"""Where a call stands in its session: the rule that decided, whether it was sure, the thread, the marks of history.
+"""Where a call stands in its session: the rule that decided, whether it was sure, the thread, the fingerprint.
 
 Revision ID: 0002
 """
@@ -21,7 +21,7 @@ def upgrade() -> None:
         sa.Column("rule", sa.Text(), nullable=True),
         sa.Column("ambiguous", sa.Boolean(), server_default="0", nullable=False),
         sa.Column("thread", sa.Text(), nullable=True),
-        sa.Column("marks", sa.JSON(none_as_null=True), nullable=True),
+        sa.Column("fingerprint", sa.JSON(none_as_null=True), nullable=True),
     ):
         op.add_column("calls", column)
     connection = op.get_bind()

@@ -18,7 +18,7 @@ depends_on = None
 
 def upgrade() -> None:
     for table, column in (
-        ("calls", sa.Column("prompt_mode", sa.Text(), server_default="observe", nullable=False)),
+        ("calls", sa.Column("prompt_mode", sa.Text(), server_default="render", nullable=False)),
         ("calls", sa.Column("prompt_reason", sa.Text(), nullable=True)),
         ("calls", sa.Column("base_call_id", sa.Text(), nullable=True)),
         ("calls", sa.Column("base_choice", sa.Integer(), nullable=True)),
