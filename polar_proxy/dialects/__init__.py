@@ -1,26 +1,23 @@
-"""Wire formats: one module a dialect, all behind `Dialect` (base.py)."""
+"""Wire formats of model providers. Each dialect implements `Dialect` (base.py)."""
 
-from polar_proxy.dialects.anthropic.dialect import AnthropicMessages, AnthropicTokenCount
-from polar_proxy.dialects.base import (
-    Answer,
-    Dialect,
-    Encoder,
-    ParsedRequest,
-    PreviousCall,
-    TokenCount,
-    assistant_message,
-)
+from polar_proxy.dialects.answer import Answer, AnswerChoice
+from polar_proxy.dialects.anthropic import AnthropicMessages, AnthropicTokenCount
+from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, PreviousCall, TokenCount
+from polar_proxy.dialects.google import GoogleGenerateContent, GoogleTokenCount
 from polar_proxy.dialects.openai_chat import OpenAIChat
 from polar_proxy.dialects.openai_completions import OpenAICompletions
-from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses, ResponsesTokenCount
+from polar_proxy.dialects.openai_responses import OpenAIResponses, ResponsesTokenCount
 from polar_proxy.dialects.registry import get_dialect, recorded_request
 
 __all__ = [
     "Answer",
+    "AnswerChoice",
     "AnthropicMessages",
     "AnthropicTokenCount",
     "Dialect",
     "Encoder",
+    "GoogleGenerateContent",
+    "GoogleTokenCount",
     "OpenAIChat",
     "OpenAICompletions",
     "OpenAIResponses",
@@ -28,7 +25,6 @@ __all__ = [
     "PreviousCall",
     "ResponsesTokenCount",
     "TokenCount",
-    "assistant_message",
     "get_dialect",
     "recorded_request",
 ]

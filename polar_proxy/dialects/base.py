@@ -1,158 +1,64 @@
-"""The one boundary between a provider's wire format and the house.
+"""The interface between a provider's wire format and the rest of Polar.
 
-A dialect parses a body into engine requests and writes the engine's events back as its own stream or its own single
-answer. It is pure: no I/O, no clock of its own, no knowledge of sessions, engines or stores. The pipeline feeds the
-same events to the same encoder whether the client streams or not.
+A dialect parses a request body into engine requests, and encodes the engine's events as the provider's own stream or
+its own single response. It is pure: no I/O, no clock, no knowledge of sessions, engines or stores. The gateway feeds
+the same events to the same encoder whether the client streams or not.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-import orjson
-
+from polar_proxy.dialects.answer import Answer
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, EngineRequest, Json, SampleEvent, ToolCall, TopLogprob
+from polar_proxy.types import ChatRequest, EngineRequest, Json, SampleEvent
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """What a body asks for. Several `requests` (Completions with a list of prompts) are several calls."""
+    """One HTTP body. A Completions body with several prompts holds several `requests`; each becomes a call."""
 
     requests: tuple[EngineRequest, ...]
     stream: bool
     messages: tuple[tuple[bytes, ...], ...]
-    """For each of `requests` its messages, each as JSON bytes, for the store."""
+    """The messages of each of `requests`, every one as the JSON bytes to store."""
     tools: bytes | None
     params: Json
-    """The rest of the body, for the store."""
+    """The other fields of the body, to store."""
     options: Json = field(default_factory=dict)
-    """What the encoder needs to know and the engine does not (usage in the stream, echo, ...)."""
-
-
-@dataclass(slots=True)
-class AnswerChoice:
-    """One choice as it has been heard so far."""
-
-    text: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    tool_calls: list[ToolCall] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    tokens: list[str] = field(default_factory=list)
-    top: list[tuple[TopLogprob, ...]] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_sequence: str | None = None
-    versions: list[tuple[int, str]] = field(default_factory=list)
-    """(first position, policy version) of each run of tokens, where the engine tells."""
-
-
-@dataclass(slots=True)
-class Answer:
-    """Everything an engine said to one request, gathered from its events."""
-
-    prompt_ids: Sequence[int] | None = None
-    cached_tokens: int | None = None
-    choices: dict[int, AnswerChoice] = field(default_factory=dict)
-    usage: tuple[int, int] | None = None
-    """As `SampleEvent.usage`; what is known by its ids is counted by them."""
-
-    def add(self, event: SampleEvent) -> None:
-        if event.prompt_ids is not None:
-            self.prompt_ids = event.prompt_ids
-        if event.cached_tokens is not None:
-            self.cached_tokens = event.cached_tokens
-        if event.usage is not None:
-            self.usage = event.usage
-        state = self.choices.get(event.index)
-        if state is None:
-            state = self.choices[event.index] = AnswerChoice()
-        if event.text:
-            state.text.append(event.text)
-        if event.reasoning:
-            state.reasoning.append(event.reasoning)
-        if event.token_ids:
-            version = event.weight_version
-            if version is not None and (not state.versions or state.versions[-1][1] != version):
-                state.versions.append((len(state.token_ids), version))
-            state.token_ids.extend(event.token_ids)
-            state.logprobs.extend(event.logprobs)
-            state.tokens.extend(event.tokens)
-            state.top.extend(event.top)
-        for delta in event.tool_calls:
-            while delta.index >= len(state.tool_calls):  # parallel calls may be heard of in any order
-                state.tool_calls.append(ToolCall("", "", ""))
-            call = state.tool_calls[delta.index]
-            state.tool_calls[delta.index] = replace(
-                call,
-                id=call.id or delta.id or "",
-                name=call.name or delta.name or "",
-                arguments=call.arguments + delta.arguments,
-            )
-        if event.finish_reason is not None:
-            state.finish_reason = event.finish_reason
-            state.stop_sequence = event.stop_sequence
-        if event.versions:
-            state.versions = list(event.versions)
-
-    @property
-    def finished(self) -> bool:
-        """Every choice heard of has come to its end."""
-        return bool(self.choices) and all(state.finish_reason is not None for state in self.choices.values())
-
-    @property
-    def prompt_tokens(self) -> int:
-        if self.prompt_ids is None and self.usage is not None:
-            return self.usage[0]
-        return len(self.prompt_ids or ())
-
-    @property
-    def completion_tokens(self) -> int:
-        sampled = sum(len(state.token_ids) for state in self.choices.values())
-        return self.usage[1] if self.usage is not None and not sampled else sampled
-
-
-def assistant_message(state: AnswerChoice) -> Json:
-    """A choice as an OpenAI assistant message: what is stored, whatever the dialect."""
-    text = "".join(state.text)
-    message: Json = {"role": "assistant", "content": text if text or not state.tool_calls else None}
-    if state.reasoning:
-        message["reasoning_content"] = "".join(state.reasoning)
-    if state.tool_calls:
-        message["tool_calls"] = [call.to_openai() for call in state.tool_calls]
-    return message
-
-
-class Encoder(ABC):
-    """Writes the answer to one HTTP request. `part` numbers the engine requests of that HTTP request."""
-
-    @abstractmethod
-    def feed(self, part: int, event: SampleEvent) -> bytes:
-        """Stream bytes for an event; never says that a choice is finished."""
-
-    @abstractmethod
-    def end(self, answers: list[Answer]) -> bytes:
-        """The closing bytes of the stream: finish reasons, usage, end mark. Sent after the commit."""
-
-    @abstractmethod
-    def respond(self, answers: list[Answer]) -> bytes:
-        """The whole answer for a client that does not stream."""
-
-    @abstractmethod
-    def fail(self, message: str, status: int) -> bytes:
-        """An error inside a stream that has begun."""
+    """Settings of the dialect's own encoder that the engine does not need, such as usage in the stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousCall:
-    """A recorded call that a body continues by reference: what it asked (raw, as stored) and what was answered."""
+    """A recorded call that a body continues by reference (`previous_response_id`)."""
 
     messages: tuple[bytes, ...]
+    """The call's request messages as stored."""
     answer: Json
-    """The answer as an OpenAI assistant message, see `assistant_message`."""
+    """The call's answer as an OpenAI assistant message."""
+
+
+class Encoder(ABC):
+    """Encodes the answer to one HTTP request. `request_index` numbers the engine requests of that HTTP request."""
+
+    @abstractmethod
+    def feed(self, request_index: int, event: SampleEvent) -> bytes:
+        """Return the stream bytes of an event. They never say that a choice is finished."""
+
+    @abstractmethod
+    def end(self, answers: list[Answer]) -> bytes:
+        """Return the closing bytes of the stream: finish reasons, usage, end marker. Sent after the commit."""
+
+    @abstractmethod
+    def respond(self, answers: list[Answer]) -> bytes:
+        """Return the whole response body for a client that does not stream."""
+
+    @abstractmethod
+    def fail(self, message: str, status: int) -> bytes:
+        """Return the bytes that report an error inside a stream that has begun."""
 
 
 class Dialect(ABC):
@@ -161,75 +67,52 @@ class Dialect(ABC):
     name: str
     stream_media_type = "text/event-stream"
     heartbeat: bytes | None = b": keepalive\n\n"
-    """Bytes that this dialect's clients skip while they wait, or None where none are safe."""
+    """Bytes that clients of this dialect skip while they wait; None where no bytes are safe."""
 
     @abstractmethod
-    def parse(self, body: Json) -> ParsedRequest:
-        """Raises RequestError for what cannot be understood; tolerates what is not needed."""
+    def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
+        """Parse a body. Raises RequestError for a malformed one; fields that are not needed are tolerated.
 
-    def parse_after(self, body: Json, before: ParsedRequest | None) -> ParsedRequest:
-        """As `parse`. `before` is what an earlier body of this dialect said: messages and tools that `body` repeats
-        byte for byte may be taken from it, as the very same objects."""
-        return self.parse(body)
+        `previous` is the session's last parsed body of this dialect. Messages and tools that `body` repeats byte for
+        byte may be taken from it, as the same objects.
+        """
 
     def previous_call_id(self, body: Json) -> str | None:
-        """Id of the recorded call that `body` continues by reference (`previous_response_id`), if any."""
+        """Return the id of the recorded call that `body` continues by reference, if there is one."""
         return None
 
-    def resume(self, body: Json, earlier: PreviousCall) -> Json:
-        """`body` with the conversation that it refers to written out in front of its own input."""
-        raise NotImplementedError(f"{self.name} bodies refer to no earlier call")
+    def prepend_previous(self, body: Json, previous: PreviousCall) -> Json:
+        """Return `body` with the conversation that it refers to written out before its own input."""
+        raise NotImplementedError(f"{self.name} bodies do not refer to recorded calls")
 
     @abstractmethod
-    def body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
-        """The body that `parse` took apart into these: parsed again it gives the same engine request.
+    def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
+        """Return a body from its stored fields. Parsed again, it gives the same engine request.
 
-        `messages` are those of one of the body's requests. What the body left to a URL or to an earlier call is not
-        in it: neither to be had again nor needed, for a resumed conversation is stored whole.
+        `messages` belong to one of the body's requests. A model named by the URL, or a reference to an earlier call,
+        is not restored: a continued conversation is stored whole.
         """
 
     @abstractmethod
-    def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder: ...
+    def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
+        """Return the encoder of the answer to `parsed`. `created` is in seconds since the epoch."""
 
     @abstractmethod
-    def error(self, error: RequestError) -> bytes:
-        """The body of an error answer in the provider's own shape."""
+    def error_body(self, error: RequestError) -> bytes:
+        """Return the response body of an error in the provider's own shape."""
 
 
 class TokenCount(ABC):
-    """A side route that tells how long a prompt is; answered by the engine's tokenizer, never recorded as a call."""
+    """A route that counts the tokens of a prompt. The engine's tokenizer answers it; it is not recorded as a call."""
 
     @abstractmethod
     def parse(self, body: Json) -> ChatRequest:
-        """Raises RequestError."""
+        """Parse a body. Raises RequestError."""
 
     @abstractmethod
     def respond(self, tokens: int) -> bytes:
-        """The answer's body."""
+        """Return the response body."""
 
     @abstractmethod
-    def error(self, error: RequestError) -> bytes:
-        """The body of an error answer in the provider's own shape."""
-
-
-def to_json(value: Any, param: str) -> bytes:
-    """A part of a body as JSON bytes; RequestError for what cannot be written again, and so neither be kept."""
-    # orjson reads deeper nesting than it writes. The lists leave room for those in which others will wrap the value.
-    try:
-        return orjson.dumps([[[[[[[[value]]]]]]]])[8:-8]
-    except TypeError as error:
-        raise RequestError(
-            f"Invalid '{param}': nested too deeply, or it holds an integer of more than 64 bits or broken Unicode.",
-            param=param,
-            code="invalid_value",
-        ) from error
-
-
-def stored_tools(tools: bytes | None) -> Json:
-    """The field `tools` of a body, as it was stored."""
-    return {} if tools is None else {"tools": orjson.loads(tools)}
-
-
-def sse(payload: Any) -> bytes:
-    """One server-sent event with a JSON payload."""
-    return b"data: " + orjson.dumps(payload) + b"\n\n"
+    def error_body(self, error: RequestError) -> bytes:
+        """Return the response body of an error in the provider's own shape."""

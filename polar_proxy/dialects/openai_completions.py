@@ -1,100 +1,95 @@
 """OpenAI Completions (raw prompts). Source: https://platform.openai.com/docs/api-reference/completions
 
-A list of prompts is a list of calls: choice `index` runs over prompts first, then over `n`, as the API defines it.
+Each prompt of a list is a call. The index of a choice counts through the prompts first, then through `n`, as the API
+defines it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import Field
 
-from polar_proxy.dialects.base import Answer, AnswerChoice, Dialect, Encoder, ParsedRequest, sse, to_json
-from polar_proxy.dialects.openai_common import (
-    error_body,
-    error_object,
-    parse_sampling,
-    required,
-    stream_options,
-    take,
-    usage,
-)
+from polar_proxy.dialects.answer import Answer, AnswerChoice
+from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest
+from polar_proxy.dialects.fields import Integer, invalid, unsupported
+from polar_proxy.dialects.openai_common import StreamFields, error_body, error_object, usage
+from polar_proxy.dialects.wire import sse, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, SampleEvent, TextRequest, TopLogprob
 
 _MAX_PROMPTS = 128
 
 
+class CompletionsFields(StreamFields):
+    """The fields of a Completions body."""
+
+    prompt: Any
+    max_tokens: Annotated[Integer, Field(ge=0)] = 16
+    best_of: Annotated[Integer, Field(ge=1)] = 1
+    logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+
+
 class OpenAICompletions(Dialect):
     name = "openai_completions"
 
-    def parse(self, body: Json) -> ParsedRequest:
-        model = required(body, "model", str)
-        if "prompt" not in body:
-            raise RequestError(
-                "Missing required parameter: 'prompt'.", param="prompt", code="missing_required_parameter"
-            )
-        prompts = _parse_prompts(body["prompt"])
+    def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
+        fields = CompletionsFields.read(body)
+        prompts = _parse_prompts(fields.prompt)
         for key in ("suffix", "echo"):
             if body.get(key):
-                raise RequestError(f"'{key}' is not supported here.", param=key, code="unsupported_parameter")
-        if (take(body, "best_of", int, low=1) or 1) > (take(body, "n", int, low=1) or 1):
+                raise unsupported(key)
+        if fields.best_of > fields.n:
             raise RequestError(
                 "'best_of' above 'n' is not supported here.", param="best_of", code="unsupported_parameter"
             )
-        top = take(body, "logprobs", int, low=0, high=20)
-        max_tokens = take(body, "max_tokens", int, low=0)
-        sampling = parse_sampling(
-            body,
-            # The API's own default is 16, unlike chat's; 0 cannot be sampled.
-            max_tokens=16 if max_tokens is None else max(1, max_tokens),
-            logprobs=top is not None,
-            top_logprobs=top or 0,
+        sampling = fields.sampling(
+            max_tokens=max(1, fields.max_tokens),  # the API allows 0, which cannot be sampled
+            logprobs=fields.logprobs is not None,
+            top_logprobs=fields.logprobs or 0,
         )
         params = {key: value for key, value in body.items() if key != "prompt"}
         to_json(params, "body")
         return ParsedRequest(
-            requests=tuple(TextRequest(model, prompt, sampling) for prompt in prompts),
-            stream=bool(take(body, "stream", bool)),
+            requests=tuple(TextRequest(fields.model, prompt, sampling) for prompt in prompts),
+            stream=fields.stream,
             messages=tuple((to_json(prompt, "prompt"),) for prompt in prompts),
             tools=None,
             params=params,
             options={
-                "model": model,
-                "usage": stream_options(body),
-                "logprobs": top is not None,
+                "model": fields.model,
+                "usage": fields.stream_usage,
+                "logprobs": fields.logprobs is not None,
                 "token_ids": bool(body.get("return_token_ids")),
                 "n": sampling.n,
             },
         )
 
-    def body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
+    def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
         (prompt,) = messages
         return {**params, "prompt": orjson.loads(prompt)}
 
     def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
         return CompletionsEncoder(parsed.options, call_id, created)
 
-    def error(self, error: RequestError) -> bytes:
+    def error_body(self, error: RequestError) -> bytes:
         return error_body(error)
 
 
 def _parse_prompts(value: Any) -> list[str | tuple[int, ...]]:
     if isinstance(value, str):
         return [value]
-    if (isinstance(value, list) and value and len(value) <= _MAX_PROMPTS) or _is_ids(value):
-        if _is_ids(value):
-            return [tuple(value)]
+    if _is_ids(value):
+        return [tuple(value)]
+    if isinstance(value, list) and 0 < len(value) <= _MAX_PROMPTS:
         if all(isinstance(item, str) for item in value):
             return list(value)
         if all(_is_ids(item) for item in value):
             return [tuple(item) for item in value]
-    raise RequestError(
-        f"Invalid 'prompt': expected a string, an array of token ids, or an array of at most {_MAX_PROMPTS} of these.",
-        param="prompt",
-        code="invalid_type",
-    )
+    expected = f"a string, an array of token ids, or an array of at most {_MAX_PROMPTS} of these"
+    raise invalid("prompt", f"expected {expected}", code="invalid_type")
 
 
 def _is_ids(value: Any) -> bool:
@@ -106,6 +101,8 @@ def _is_ids(value: Any) -> bool:
 
 
 class CompletionsEncoder(Encoder):
+    """Encodes text completions and their chunks."""
+
     def __init__(self, options: Json, call_id: str, created: int) -> None:
         self._model: str = options["model"]
         self._usage: bool = options["usage"]
@@ -115,6 +112,47 @@ class CompletionsEncoder(Encoder):
         self._id = "cmpl-" + call_id
         self._created = created
         self._offsets: dict[int, int] = {}
+        """Characters written so far, by choice index."""
+
+    def feed(self, request_index: int, event: SampleEvent) -> bytes:
+        wants_tokens = event.token_ids and (self._logprobs or self._token_ids)
+        if not event.text and not wants_tokens:
+            return b""
+        index = request_index * self._n + event.index
+        choice = _choice(index, event.text)
+        if self._logprobs and event.token_ids:
+            offset = self._offsets.get(index, 0)
+            choice["logprobs"] = _logprobs_object(event.tokens, event.logprobs, event.top, offset)
+            self._offsets[index] = offset + sum(map(len, event.tokens))
+        if self._token_ids:
+            choice["token_ids"] = event.token_ids
+            if event.prompt_ids is not None:
+                choice["prompt_token_ids"] = event.prompt_ids
+        return sse(self._body([choice]))
+
+    def end(self, answers: list[Answer]) -> bytes:
+        out = b"".join(
+            sse(self._body([_choice(index, "", state.finish_reason or "stop")]))
+            for index, _, state in self._numbered(answers)
+        )
+        if self._usage:
+            out += sse({**self._body([]), "usage": usage(answers)})
+        return out + b"data: [DONE]\n\n"
+
+    def respond(self, answers: list[Answer]) -> bytes:
+        choices = []
+        for index, answer, state in self._numbered(answers):
+            choice = _choice(index, "".join(state.text), state.finish_reason or "stop")
+            if self._logprobs:
+                choice["logprobs"] = _logprobs_object(state.tokens, state.logprobs, state.top, 0)
+            if self._token_ids:
+                choice["token_ids"] = state.token_ids
+                choice["prompt_token_ids"] = answer.prompt_ids
+            choices.append(choice)
+        return orjson.dumps({**self._body(choices), "usage": usage(answers)})
+
+    def fail(self, message: str, status: int) -> bytes:
+        return sse(error_object(message, status))
 
     def _body(self, choices: list[Json]) -> Json:
         return {
@@ -125,75 +163,21 @@ class CompletionsEncoder(Encoder):
             "choices": choices,
         }
 
-    def feed(self, part: int, event: SampleEvent) -> bytes:
-        wants_tokens = event.token_ids and (self._logprobs or self._token_ids)
-        if not event.text and not wants_tokens:
-            return b""
-        index = part * self._n + event.index
-        choice: Json = {"index": index, "text": event.text, "logprobs": None, "finish_reason": None}
-        if self._logprobs and event.token_ids:
-            offset = self._offsets.get(index, 0)
-            choice["logprobs"] = _text_logprobs(event.tokens, event.logprobs, event.top, offset)
-            self._offsets[index] = offset + sum(map(len, event.tokens))
-        if self._token_ids:
-            choice["token_ids"] = event.token_ids
-            if event.prompt_ids is not None:
-                choice["prompt_token_ids"] = event.prompt_ids
-        return sse(self._body([choice]))
-
-    def _states(self, answers: list[Answer]) -> list[tuple[int, Answer, AnswerChoice]]:
+    def _numbered(self, answers: list[Answer]) -> list[tuple[int, Answer, AnswerChoice]]:
+        """Return all choices of all prompts with their index in the response."""
         return [
-            (part * self._n + index, answer, state)
-            for part, answer in enumerate(answers)
-            for index, state in sorted(answer.choices.items())
+            (number * self._n + index, answer, state)
+            for number, answer in enumerate(answers)
+            for index, state in answer.in_order
         ]
 
-    def end(self, answers: list[Answer]) -> bytes:
-        out = b"".join(
-            sse(
-                self._body(
-                    [
-                        {
-                            "index": index,
-                            "text": "",
-                            "logprobs": None,
-                            "finish_reason": state.finish_reason or "stop",
-                        }
-                    ]
-                )
-            )
-            for index, _, state in self._states(answers)
-        )
-        if self._usage:
-            out += sse({**self._body([]), "usage": usage(answers)})
-        return out + b"data: [DONE]\n\n"
 
-    def respond(self, answers: list[Answer]) -> bytes:
-        choices = []
-        for index, answer, state in self._states(answers):
-            choice: Json = {
-                "index": index,
-                "text": "".join(state.text),
-                "logprobs": _text_logprobs(tuple(state.tokens), tuple(state.logprobs), tuple(state.top), 0)
-                if self._logprobs
-                else None,
-                "finish_reason": state.finish_reason or "stop",
-            }
-            if self._token_ids:
-                choice["token_ids"] = state.token_ids
-                choice["prompt_token_ids"] = answer.prompt_ids
-            choices.append(choice)
-        return orjson.dumps({**self._body(choices), "usage": usage(answers)})
-
-    def fail(self, message: str, status: int) -> bytes:
-        return sse(error_object(message, status))
+def _choice(index: int, text: str, finish_reason: str | None = None) -> Json:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _text_logprobs(
-    tokens: tuple[str, ...],
-    logprobs: tuple[float, ...],
-    top: tuple[tuple[TopLogprob, ...], ...],
-    offset: int,
+def _logprobs_object(
+    tokens: Sequence[str], logprobs: Sequence[float], top: Sequence[tuple[TopLogprob, ...]], offset: int
 ) -> Json:
     offsets = []
     for token in tokens:

@@ -1,18 +1,63 @@
-"""Unpacking what came back from a client: the sealed reasoning of every provider's own opaque string."""
+"""Bytes shared by the dialects: JSON values to store, server-sent events, and compressed text in opaque strings."""
 
 from __future__ import annotations
 
 import zlib
+from typing import Any
+
+import orjson
+
+from polar_proxy.errors import RequestError
+from polar_proxy.types import Json
 
 
-def inflate(packed: bytes, largest: int) -> bytes:
-    """What `zlib.compress` packed. Raises ValueError for what is broken, cut short, or unpacks to more than `largest`
-    bytes: it comes from a client and may be made to fill the memory."""
-    unpacker = zlib.decompressobj()
+def to_json(value: Any, param: str) -> bytes:
+    """Return a value of a body as JSON bytes. Raises RequestError for a value that cannot be serialised, and stored."""
+    # orjson reads deeper nesting than it writes. The eight lists leave room for the layers that later wrap the value.
     try:
-        data = unpacker.decompress(packed, largest)
+        return orjson.dumps([[[[[[[[value]]]]]]]])[8:-8]
+    except TypeError as error:
+        raise RequestError(
+            f"Invalid '{param}': nested too deeply, or it holds an integer of more than 64 bits or broken Unicode.",
+            param=param,
+            code="invalid_value",
+        ) from error
+
+
+def stored_tools(tools: bytes | None) -> Json:
+    """Return the field `tools` of a body from its stored bytes."""
+    return {} if tools is None else {"tools": orjson.loads(tools)}
+
+
+def sse(payload: Any) -> bytes:
+    """Return an unnamed server-sent event with a JSON payload."""
+    return b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def named_sse(name: str, payload: Any) -> bytes:
+    """Return a server-sent event called `name` with a JSON payload."""
+    return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(payload) + b"\n\n"
+
+
+def is_json_object(text: str) -> bool:
+    """Whether `text` is a complete JSON object."""
+    try:
+        return isinstance(orjson.loads(text), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+def decompress(packed: bytes, max_bytes: int) -> bytes:
+    """Undo `zlib.compress`.
+
+    Raises ValueError for data that is broken, truncated, or larger than `max_bytes`: it comes from a client, and may
+    be made to fill the memory.
+    """
+    decompressor = zlib.decompressobj()
+    try:
+        data = decompressor.decompress(packed, max_bytes)
     except zlib.error as error:
         raise ValueError(str(error)) from error
-    if not unpacker.eof:
-        raise ValueError("cut short, or too long")
+    if not decompressor.eof:
+        raise ValueError("truncated, or too long")
     return data

@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 
 from polar_proxy import __version__
 from polar_proxy.dialects import Dialect
-from polar_proxy.dialects.anthropic.dialect import HELLO_RESPONSE
-from polar_proxy.dialects.google.dialect import google_model_card, google_model_list
+from polar_proxy.dialects.anthropic import HELLO_RESPONSE
+from polar_proxy.dialects.google import google_model_card, google_model_list
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
@@ -50,7 +50,7 @@ class GatewayApp:
             if found is not None:
                 if scope["method"] != "POST":
                     error = RequestError(f"{route} takes POST, not {scope['method']}.", status=405)
-                    await asgi.respond(send, 405, found.error(error), [(b"allow", b"POST")])
+                    await asgi.respond(send, 405, found.error_body(error), [(b"allow", b"POST")])
                 elif isinstance(found, Dialect):
                     await self._pipeline.serve(found, route, path_key, scope, receive, send)
                 else:
@@ -58,7 +58,7 @@ class GatewayApp:
                 return
             if asgi.INSIDE_SANDBOX in scope.get("state", {}) and not _AGENTS.fullmatch(route):
                 error = RequestError(f"{route} is not served inside a sandbox.", status=404)
-                await asgi.respond(send, 404, error_shape(route).error(error))
+                await asgi.respond(send, 404, error_shape(route).error_body(error))
                 return
             scope = {**scope, "path": route}
         elif scope["type"] == "websocket":
@@ -152,6 +152,6 @@ def create_app(engine: Engine, pipeline: TurnPipeline, metrics: GatewayMetrics) 
     async def not_served(request: Request, error: HTTPException) -> Response:
         path = request.url.path
         told = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
-        return Response(error_shape(path).error(told), error.status_code, media_type="application/json")
+        return Response(error_shape(path).error_body(told), error.status_code, media_type="application/json")
 
     return GatewayApp(pipeline, app)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects import Dialect, Encoder, ParsedRequest, TokenCount, assistant_message
+from polar_proxy.dialects import Dialect, Encoder, ParsedRequest, TokenCount
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
@@ -48,7 +48,7 @@ async def send_error(
     # Clients such as Codex give up at once on a 429 that does not say when to come back.
     after = error.retry_after or ("1" if error.status in (429, 503) else None)
     retry = [] if after is None else [(b"retry-after", after.encode("latin-1", "replace"))]
-    await asgi.respond(send, error.status, shape.error(error), [*headers, *retry])
+    await asgi.respond(send, error.status, shape.error_body(error), [*headers, *retry])
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class RequestHandler:
             await asyncio.wait([self._announced])  # its row must not come after the commit that removes it
         version = await self._version_now()
         for part in self._parts:
-            said = [assistant_message(state) for _, state in sorted(part.answer.choices.items())]
+            said = [choice.message.to_openai() for _, choice in part.answer.in_order]
             fingerprint = self._session.history.ended(part.place, said, status, now=ending.ended_at)
             weights = version_of(part.answer, part.version, version or part.version)
             record = make_record(self._asked, part, ending, self._engine.info, weights, fingerprint)

@@ -136,7 +136,7 @@ class TurnPipeline:
         before = None if recently is None else recently.parsed
 
         def parse(body: Json) -> ParsedRequest:
-            return dialect.parse_after(body, before)
+            return dialect.parse(body, before)
 
         body = await _offloaded(len(raw), _load, raw)
         call_id = dialect.previous_call_id(body)
@@ -145,7 +145,7 @@ class TurnPipeline:
         earlier = await self._earlier(dialect, call_id, session)
 
         def resume(body: Json) -> ParsedRequest:
-            return dialect.parse(dialect.resume(body, earlier))
+            return dialect.parse(dialect.prepend_previous(body, earlier))
 
         # A few bytes may go on with a conversation of megabytes.
         return await _offloaded(len(raw) + sum(map(len, earlier.messages)), resume, body)

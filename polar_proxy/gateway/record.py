@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from polar_proxy.dialects import Answer, ParsedRequest, assistant_message
+from polar_proxy.dialects import Answer, ParsedRequest
 from polar_proxy.engines.base import is_constrained
 from polar_proxy.sessions import Lineage
 from polar_proxy.sessions.prompts import PromptPlan
@@ -66,13 +66,13 @@ def make_record(
     choices = tuple(
         Choice(
             index=index,
-            message=assistant_message(state),
+            message=state.message.to_openai(),
             finish_reason=state.finish_reason,
             token_ids=to_ids(state.token_ids),
             logprobs=np.array(state.logprobs, dtype=np.float32),
             versions=() if [run[1] for run in state.versions] in ([], [weight_version]) else tuple(state.versions),
         )
-        for index, state in sorted(answer.choices.items())
+        for index, state in answer.in_order
     )
     status = ending.status
     if status == "ok" and (answer.prompt_ids is None or not all(map(_has_evidence, choices))):

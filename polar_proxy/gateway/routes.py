@@ -13,7 +13,7 @@ from polar_proxy.dialects import (
     ResponsesTokenCount,
     TokenCount,
 )
-from polar_proxy.dialects.google.dialect import GoogleGenerateContent, google_route
+from polar_proxy.dialects.google import GoogleGenerateContent, google_route
 
 _FIXED: dict[str, Dialect | TokenCount] = {
     "/messages": AnthropicMessages(),

@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from polar_proxy.dialects.base import Answer
+from polar_proxy.dialects import Answer
 from polar_proxy.types import Json, SampleEvent, ToolCall, ToolDelta
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from polar_proxy.dialects import Answer
-from polar_proxy.dialects.google.dialect import GoogleGenerateContent
+from polar_proxy.dialects.google import GoogleGenerateContent
 from polar_proxy.types import ChatRequest, Json, SampleEvent
 
 HI: Json = {"role": "user", "parts": [{"text": "hi"}]}

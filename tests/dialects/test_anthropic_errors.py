@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects.anthropic import signature
-from polar_proxy.dialects.anthropic.dialect import AnthropicMessages
-from polar_proxy.dialects.anthropic.signature import altered, seal, unseal
+from polar_proxy.dialects.anthropic import AnthropicMessages, signature
+from polar_proxy.dialects.anthropic.signature import seal, unseal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 
@@ -38,7 +37,7 @@ BODY: Json = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "cont
     ],
 )
 def test_each_status_has_its_type(status: int, kind: str) -> None:
-    body = json.loads(DIALECT.error(RequestError("It broke.", status=status)))
+    body = json.loads(DIALECT.error_body(RequestError("It broke.", status=status)))
     assert body == {"type": "error", "error": {"type": kind, "message": "It broke."}, "request_id": None}
     event = DIALECT.encoder(DIALECT.parse(BODY), "call_1", 1).fail("It broke.", status).decode()
     assert event.startswith("event: error\ndata: ")
@@ -76,21 +75,18 @@ def test_each_status_has_its_type(status: int, kind: str) -> None:
 )
 def test_a_full_context_is_told_in_anthropics_words(said: str, told: str) -> None:
     error = RequestError(said, code="context_length_exceeded")
-    assert json.loads(DIALECT.error(error))["error"] == {"type": "invalid_request_error", "message": told}
+    assert json.loads(DIALECT.error_body(error))["error"] == {"type": "invalid_request_error", "message": told}
 
 
 def test_other_refusals_keep_their_words() -> None:
     error = RequestError("No images.", code="no_images")
-    assert json.loads(DIALECT.error(error))["error"]["message"] == "No images."
+    assert json.loads(DIALECT.error_body(error))["error"]["message"] == "No images."
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.text())
 def test_a_seal_opens_to_what_was_sealed(text: str) -> None:
     assert unseal(seal(text)) == text
-    assert not altered(text, seal(text))
-    assert altered(text + ".", seal(text))
-    assert not altered(text, "of another provider")
 
 
 @settings(max_examples=40, deadline=None)
@@ -105,6 +101,6 @@ def test_a_damaged_seal_does_not_open(text: str, data: st.DataObject) -> None:
 
 
 def test_a_seal_is_no_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signature, "_LARGEST", 1000)
+    monkeypatch.setattr(signature, "_MAX_BYTES", 1000)
     assert unseal(seal("x" * 1000)) == "x" * 1000
     assert unseal(seal("x" * 1001)) is None

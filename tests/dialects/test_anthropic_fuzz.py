@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects.anthropic.dialect import AnthropicMessages, AnthropicTokenCount
+from polar_proxy.dialects.anthropic import AnthropicMessages, AnthropicTokenCount
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 from tests.dialects.hostile_json import DEEP, VALUES
@@ -102,7 +102,7 @@ def test_parse_raises_nothing_but_request_errors(body: Json) -> None:
 
 def _check_refusal(dialect: AnthropicMessages, refused: RequestError) -> None:
     assert 400 <= refused.status < 500
-    assert orjson.loads(dialect.error(refused))["error"]["message"]
+    assert orjson.loads(dialect.error_body(refused))["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
 from polar_proxy.dialects import Answer
-from polar_proxy.dialects.google.dialect import GoogleGenerateContent
+from polar_proxy.dialects.google import GoogleGenerateContent
 from polar_proxy.dialects.google.signature import SignedReasoning, extend_reasoning, pack, unpack
 from polar_proxy.types import Json, Message, SampleEvent, ToolCall, ToolDelta, TopLogprob
 from tests.dialects.google_helpers import HI, glued, parse, parts_of, read, through

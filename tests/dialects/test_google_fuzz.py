@@ -8,9 +8,9 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
+from pydantic.alias_generators import to_snake
 
-from polar_proxy.dialects.google.dialect import GoogleGenerateContent, GoogleTokenCount
-from polar_proxy.dialects.google.fields import snake
+from polar_proxy.dialects.google import GoogleGenerateContent, GoogleTokenCount
 from polar_proxy.errors import RequestError
 from polar_proxy.sessions import SessionHistory
 from polar_proxy.types import ChatRequest, Json
@@ -22,7 +22,7 @@ def _thing(**likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Json]:
     """An object of known keys in either spelling, whose values are right or anything."""
     optional = {}
     for key, value in likely.items():
-        optional[key] = optional[snake(key)] = value | VALUES
+        optional[key] = optional[to_snake(key)] = value | VALUES
     return st.fixed_dictionaries({}, optional=optional)
 
 
@@ -114,7 +114,7 @@ def test_parse_raises_nothing_but_request_errors(body: Json) -> None:
 
 def _check_refusal(dialect: GoogleGenerateContent, refused: RequestError) -> None:
     assert 400 <= refused.status < 500
-    assert orjson.loads(dialect.error(refused))["error"]["message"]
+    assert orjson.loads(dialect.error_body(refused))["error"]["message"]
 
 
 def _with(**fields: Any) -> Json:

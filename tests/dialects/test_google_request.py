@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from polar_proxy.dialects.base import Dialect, TokenCount
-from polar_proxy.dialects.google.dialect import (
+from polar_proxy.dialects.google import (
     GoogleGenerateContent,
     GoogleTokenCount,
     google_model_card,
@@ -268,15 +268,15 @@ def test_model_card() -> None:
 )
 def test_errors(status: int, name: str) -> None:
     for teller in (GoogleGenerateContent("m"), GoogleTokenCount("m")):
-        error = json.loads(teller.error(RequestError("why", status=status)))["error"]
+        error = json.loads(teller.error_body(RequestError("why", status=status)))["error"]
         assert (error["code"], error["status"], error["message"]) == (status, name, "why")
 
 
 def test_error_details() -> None:
     def details(status: int, param: str | None = None) -> Any:
-        return json.loads(GoogleGenerateContent("m").error(RequestError("why", status=status, param=param)))["error"][
-            "details"
-        ]
+        return json.loads(GoogleGenerateContent("m").error_body(RequestError("why", status=status, param=param)))[
+            "error"
+        ]["details"]
 
     assert details(400, "contents")[0]["fieldViolations"] == [{"field": "contents", "description": "why"}]
     assert details(401)[0]["reason"] == "API_KEY_INVALID"

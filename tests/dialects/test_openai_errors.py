@@ -29,7 +29,7 @@ both = pytest.mark.parametrize("dialect", [OpenAIChat(), OpenAICompletions()], i
 )
 def test_shape(dialect: Dialect, status: int, kind: str) -> None:
     error = RequestError("it is wrong", status=status, param="stop", code="wrong")
-    assert json.loads(dialect.error(error)) == {
+    assert json.loads(dialect.error_body(error)) == {
         "error": {"message": "it is wrong", "type": kind, "param": "stop", "code": "wrong"}
     }
 

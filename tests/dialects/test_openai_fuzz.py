@@ -38,7 +38,7 @@ def test_parse_raises_nothing_but_request_errors(dialect: Dialect, body: Json) -
 
 def _check_refusal(dialect: Dialect, refused: RequestError) -> None:
     assert 400 <= refused.status < 500
-    assert orjson.loads(dialect.error(refused))["error"]["message"]
+    assert orjson.loads(dialect.error_body(refused))["error"]["message"]
 
 
 def _with(**fields: Any) -> Json:

@@ -21,7 +21,7 @@ from polar_proxy.dialects import (
     get_dialect,
     recorded_request,
 )
-from polar_proxy.dialects.google.dialect import GoogleGenerateContent
+from polar_proxy.dialects.google import GoogleGenerateContent
 from polar_proxy.errors import RequestError
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json
 from tests.dialects import hostile_json, test_anthropic_fuzz, test_google_fuzz, test_responses_fuzz
@@ -49,7 +49,7 @@ def check(dialect: Dialect, body: Json) -> tuple[EngineRequest, ...]:
     parsed = dialect.parse(body)
     for request, record in zip(parsed.requests, stored(dialect, parsed), strict=True):
         assert recorded_request(record) == request
-        again = dialect.parse(dialect.body(record.messages, record.tools, record.params))
+        again = dialect.parse(dialect.rebuild_body(record.messages, record.tools, record.params))
         assert again.messages == (record.messages,)
         assert (again.tools, again.params) == (record.tools, record.params)
     return parsed.requests
@@ -116,7 +116,7 @@ def test_a_resumed_conversation_needs_its_reference_no_more() -> None:
     first = dialect.parse({"model": "m", "instructions": "old", "input": "one"})
     said = {"role": "assistant", "content": "two", "reasoning_content": "hm"}
     body = {"model": "m", "previous_response_id": "resp_1", "input": "three", "instructions": "new"}
-    (request,) = check(dialect, dialect.resume(body, PreviousCall(first.messages[0], said)))
+    (request,) = check(dialect, dialect.prepend_previous(body, PreviousCall(first.messages[0], said)))
     assert isinstance(request, ChatRequest)
     assert [message.content for message in request.messages] == ["new", "one", "two", "three"]
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.dialects import Answer, assistant_message
+from polar_proxy.dialects import Answer
+from polar_proxy.dialects.openai_responses import OpenAIResponses
 from polar_proxy.dialects.openai_responses.custom_input import CustomInputDecoder, custom_input
-from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, ToolCall, ToolDelta, TopLogprob
 
 TOOLS: list[Json] = [
@@ -196,7 +196,7 @@ def test_what_a_client_sends_back_is_what_was_said(data: st.DataObject, said: An
     (request,) = OpenAIResponses().parse(body).requests
     assert isinstance(request, ChatRequest)
     message = request.messages[1]
-    recorded = assistant_message(answer.choices[0])
+    recorded = answer.choices[0].message.to_openai()
     assert canonical(message) == canonical(Message("assistant", said.text, said.reasoning, said.calls))
     assert (message.content or "") == (recorded["content"] or "")
     assert len(request.messages) == 2 + len(said.calls)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from polar_proxy.dialects import Answer, ParsedRequest, PreviousCall
-from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
+from polar_proxy.dialects.openai_responses import OpenAIResponses
 from polar_proxy.dialects.openai_responses.items import seal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, SampleEvent, ToolDelta
@@ -121,7 +121,7 @@ def test_parse_raises_nothing_but_request_errors(body: Json) -> None:
 
 def _check_refusal(dialect: OpenAIResponses, refused: RequestError) -> None:
     assert 400 <= refused.status < 500
-    assert orjson.loads(dialect.error(refused))["error"]["message"]
+    assert orjson.loads(dialect.error_body(refused))["error"]["message"]
 
 
 def _can_be_answered(parsed: ParsedRequest) -> None:
@@ -137,7 +137,7 @@ def _can_be_answered(parsed: ParsedRequest) -> None:
 def _can_be_continued(dialect: OpenAIResponses, body: Json, parsed: ParsedRequest) -> None:
     said = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
     new = {**body, "previous_response_id": "resp_1", "input": "next"}
-    again = dialect.parse(dialect.resume(new, PreviousCall(parsed.messages[0], said)))
+    again = dialect.parse(dialect.prepend_previous(new, PreviousCall(parsed.messages[0], said)))
     assert again.messages[0][: len(parsed.messages[0])] == parsed.messages[0]
     assert len(again.messages[0]) == len(parsed.messages[0]) + 3
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from polar_proxy.dialects import ParsedRequest, PreviousCall
-from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses, ResponsesTokenCount
+from polar_proxy.dialects.openai_responses import OpenAIResponses, ResponsesTokenCount
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, Sampling, ToolCall
 
@@ -183,7 +183,7 @@ def test_a_continued_conversation_is_written_out() -> None:
     call: Json = {"id": "c1", "type": "function", "function": {"name": "ns__exec", "arguments": "{}"}}
     said: Json = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
     body: Json = {"model": "m", "previous_response_id": "resp_1", "input": "go on", "instructions": "second rule"}
-    written = dialect.resume(body, PreviousCall(first.messages[0], said))
+    written = dialect.prepend_previous(body, PreviousCall(first.messages[0], said))
     assert [item["type"] for item in written["input"]] == ["message", "reasoning", "function_call", "message"]
     (request,) = dialect.parse(written).requests
     assert isinstance(request, ChatRequest)
@@ -198,5 +198,7 @@ def test_a_continued_conversation_is_written_out() -> None:
 def test_a_text_completion_cannot_be_continued() -> None:
     body: Json = {"model": "m", "previous_response_id": "resp_1", "input": "go on"}
     with pytest.raises(RequestError) as caught:
-        OpenAIResponses().resume(body, PreviousCall((b'"a raw prompt"',), {"role": "assistant", "content": "x"}))
+        OpenAIResponses().prepend_previous(
+            body, PreviousCall((b'"a raw prompt"',), {"role": "assistant", "content": "x"})
+        )
     assert caught.value.code == "previous_response_not_found"

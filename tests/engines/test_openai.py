@@ -10,7 +10,6 @@ import pytest
 
 from polar_proxy.config import EngineSettings
 from polar_proxy.dialects import Answer as Gathered
-from polar_proxy.dialects import assistant_message
 from polar_proxy.engines.factory import make_engine
 from polar_proxy.engines.openai import CONTEXT_LENGTH, OpenAIEngine
 from polar_proxy.errors import EngineError, RequestError, UsageError
@@ -44,7 +43,7 @@ async def test_text_reasoning_and_calls_without_ids(stream: bool) -> None:
         api.script(CALLING)
         answer = await gathered(engine, chat(sampling=Sampling(), tools=(WEATHER,)), stream=stream)
         state = answer.choices[0]
-        said = assistant_message(state)
+        said = state.message.to_openai()
         assert (said["content"], said["reasoning_content"]) == ("Let me look.", "Hm.")
         assert said["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city":  "Zürich"}'}
         assert state.finish_reason == "tool_calls"
@@ -193,7 +192,7 @@ async def test_what_it_cannot_do_it_says() -> None:
         for doing in (engine.render(chat()), engine.score([1, 2]), gathered(engine, TextRequest("m", (1, 2)))):
             with pytest.raises(RequestError, match="token"):
                 await doing
-        assert assistant_message((await gathered(engine, TextRequest("m", "def"))).choices[0])["content"] == "Hello."
+        assert (await gathered(engine, TextRequest("m", "def"))).choices[0].message.content == "Hello."
         api.script(Answer("Hello there", drop_after=2))
         with pytest.raises(EngineError, match="broke off"):
             await gathered(engine, chat())

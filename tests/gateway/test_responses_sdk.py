@@ -16,7 +16,7 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from polar_proxy.dialects import PreviousCall
-from polar_proxy.dialects.openai_responses.dialect import OpenAIResponses
+from polar_proxy.dialects.openai_responses import OpenAIResponses
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, TokenIds, ToolCall
@@ -192,13 +192,13 @@ async def test_a_short_body_that_continues_a_long_conversation_keeps_the_loop_fr
 ) -> None:
     """What matters is how long the conversation is, not the body."""
     threads: list[str] = []
-    resume = OpenAIResponses.resume
+    prepend = OpenAIResponses.prepend_previous
 
     def noted(self: OpenAIResponses, body: Json, earlier: PreviousCall) -> Json:
         threads.append(threading.current_thread().name)
-        return resume(self, body, earlier)
+        return prepend(self, body, earlier)
 
-    monkeypatch.setattr(OpenAIResponses, "resume", noted)
+    monkeypatch.setattr(OpenAIResponses, "prepend_previous", noted)
     async with connected(serve, ScriptedEngine()) as client:
         for text in ("hi", "x" * (1 << 20)):
             one = await client.responses.create(model="m", input=text)

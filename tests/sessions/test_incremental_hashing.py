@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from polar_proxy.dialects import OpenAIChat
-from polar_proxy.dialects.base import ParsedRequest
+from polar_proxy.dialects import OpenAIChat, ParsedRequest
 from polar_proxy.sessions.hashing import HashedConversation, MessageHasher
 from polar_proxy.sessions.normalisers import ActiveNormalisers
 from polar_proxy.types import ChatRequest, Json, Message
@@ -53,7 +52,7 @@ def test_a_chain_that_goes_on_is_the_chain_read_anew(seed: int) -> None:
     shared = 0
     for _ in range(25):
         body = {"model": "m", "messages": messages}
-        parsed = dialect.parse_after(body, before)
+        parsed = dialect.parse(body, before)
         assert parsed == dialect.parse(body)
         chain = meaning.chain(_messages(parsed), read)
         assert chain == MessageHasher(ActiveNormalisers()).chain(_messages(dialect.parse(body)))
@@ -73,7 +72,7 @@ def test_bytes_decide_what_is_the_same() -> None:
     bodies.append({"model": "m", "messages": [{"n": True, "content": "a", "role": "user"}]})
     before: ParsedRequest | None = None
     for body in bodies:
-        before = dialect.parse_after(body, before)
+        before = dialect.parse(body, before)
         assert before.messages == dialect.parse(body).messages
 
 
@@ -82,8 +81,8 @@ def test_tools_that_are_repeated_are_the_same_objects() -> None:
     tool = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
     body: Json = {"model": "m", "messages": [user("a")], "tools": [tool, {"type": "web_search"}]}
     first = dialect.parse(body)
-    again = dialect.parse_after({**body, "messages": [user("b")]}, first)
-    other = dialect.parse_after({**body, "tools": [tool]}, again)
+    again = dialect.parse({**body, "messages": [user("b")]}, first)
+    other = dialect.parse({**body, "tools": [tool]}, again)
     assert isinstance(first.requests[0], ChatRequest)
     assert isinstance(again.requests[0], ChatRequest)
     assert again.requests[0].tools is first.requests[0].tools

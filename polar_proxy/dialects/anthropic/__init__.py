@@ -1,0 +1,5 @@
+"""Anthropic Messages."""
+
+from polar_proxy.dialects.anthropic.dialect import HELLO_RESPONSE, AnthropicMessages, AnthropicTokenCount
+
+__all__ = ["HELLO_RESPONSE", "AnthropicMessages", "AnthropicTokenCount"]

@@ -1,8 +1,8 @@
 """Anthropic's errors. Source: https://docs.anthropic.com/en/api/errors
 
-Claude Code acts on the words of two of them: it compacts the conversation when a 400 begins with `prompt is too long`,
-and asks for fewer tokens when `input length and max_tokens exceed context limit`. Engines word both in their own way
-and call both `context_length_exceeded`; to confuse them would make an agent compact a conversation that fits.
+Claude Code acts on the text of two errors: it compacts the conversation when a 400 begins with `prompt is too long`,
+and requests fewer tokens after `input length and max_tokens exceed context limit`. Engines use other texts, with the
+code `context_length_exceeded` for both. Confusing the two would make an agent compact a conversation that fits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import orjson
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 
-_TYPES = {
+_ERROR_TYPES = {
     401: "authentication_error",
     402: "billing_error",
     403: "permission_error",
@@ -32,8 +32,8 @@ _INPUT = re.compile(r"(\d+) (?:input tokens|in the messages)|passed (\d+)|[Pp]ro
 _OUTPUT = re.compile(r"too large: (\d+)|(\d+) (?:output tokens|in the completion)|requested (\d+) output")
 
 
-def error_type(status: int) -> str:
-    return _TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+def _error_type(status: int) -> str:
+    return _ERROR_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
 
 
 def error_body(error: RequestError) -> bytes:
@@ -41,18 +41,18 @@ def error_body(error: RequestError) -> bytes:
 
 
 def error_object(message: str, status: int, code: str | None = None) -> Json:
-    # In a stream that has begun there is only the message to tell by.
+    # Inside a stream that has begun there is no code, only the message.
     if code == "context_length_exceeded" or (status == 400 and _CONTEXT.search(message)):
-        message = context_message(message)
+        message = _context_message(message)
     return {
         "type": "error",
-        "error": {"type": error_type(status), "message": message},
+        "error": {"type": _error_type(status), "message": message},
         "request_id": None,
     }
 
 
-def context_message(message: str) -> str:
-    """What an engine says of a full context, in the words by which Anthropic's clients know it."""
+def _context_message(message: str) -> str:
+    """Return an engine's context-length error in the words that Anthropic's clients recognise."""
     limit, prompt, output = (_number(pattern, message) for pattern in (_CONTEXT, _INPUT, _OUTPUT))
     if limit is not None and prompt is not None:
         if output and prompt < limit:

@@ -1,10 +1,10 @@
-"""The `signature` of a thinking block (and the `data` of a redacted one): the reasoning itself, sealed.
+"""The `signature` of a thinking block (and the `data` of a redacted one): the reasoning text itself, encoded.
 
     polar1.<digest>.<base64url of the zlib-compressed text>
 
-Promises: `open_seal(seal(text)) == text` for any text; a signature that was made elsewhere, or damaged on the way,
-opens to None and never raises; a thinking text that somebody changed is told from the one that was sampled (`altered`).
-The seal keeps nothing secret. It lets a client that stores only the opaque string give the whole reasoning back.
+Promises: `unseal(seal(text)) == text` for any text; a signature from another provider, or one that was damaged,
+decodes to None and never raises. The encoding keeps nothing secret. It lets a client that stores only the opaque
+string send the whole reasoning back.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import base64
 import hashlib
 import zlib
 
-from polar_proxy.dialects.wire import inflate
+from polar_proxy.dialects.wire import decompress
 
 _VERSION = "polar1"
-_LARGEST = 1 << 24
-"""No text is unpacked beyond this many bytes: a signature comes from the client and may be a zip bomb."""
+_MAX_BYTES = 1 << 24
+"""Limit of the decompressed text: a signature comes from the client and may be a zip bomb."""
 
 
 def seal(text: str) -> str:
@@ -27,22 +27,16 @@ def seal(text: str) -> str:
 
 
 def unseal(signature: str) -> str | None:
-    """The reasoning text that was sealed, or None for a signature of another provider and for a broken one."""
+    """Return the text that `seal` encoded, or None for any other string."""
     version, _, rest = signature.partition(".")
     digest, _, packed = rest.partition(".")
     if version != _VERSION:
         return None
     try:
-        raw = inflate(base64.b64decode(packed + "=" * (-len(packed) % 4), b"-_", validate=True), _LARGEST)
+        raw = decompress(base64.b64decode(packed + "=" * (-len(packed) % 4), b"-_", validate=True), _MAX_BYTES)
         return raw.decode(errors="surrogatepass") if _digest(raw) == digest else None
-    except ValueError:  # binascii.Error is one
+    except ValueError:  # binascii.Error is a subclass
         return None
-
-
-def altered(thinking: str, signature: str) -> bool:
-    """Whether this text, which came back with a signature of ours, is another than the one that was sampled."""
-    sealed = unseal(signature)
-    return sealed is not None and sealed != thinking
 
 
 def _digest(raw: bytes) -> str:

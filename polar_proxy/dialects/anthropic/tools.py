@@ -1,13 +1,13 @@
-"""Anthropic's tools as functions, and those whose loading is deferred.
+"""Anthropic's tools as OpenAI functions, including those whose loading is deferred.
 
-Offered to the model at the top of its prompt is every tool that the client runs and that is not deferred. Tools that
-Anthropic's own servers run (`web_search`, `code_execution`, ...) and those whose schema only Anthropic's models know
-(`bash_20250124`, ...) carry a `type` of their own: they are tolerated and not offered.
+The model is offered, at the top of its prompt, every tool that the client runs and that is not deferred. Tools that
+Anthropic's own servers run (`web_search`, `code_execution`, ...) and tools whose schema only Anthropic's models know
+(`bash_20250124`, ...) have a `type`; they are tolerated and not offered.
 
-A deferred tool (`defer_loading`) is shown where the conversation loads it: a `tool_reference` in a tool result, or a
-`tool_addition` in a message, becomes the tool's definition at that very place, in the form that Claude Code's
-ToolSearch promises its model. The prompt in front of it does not change, so the call continues the one before, token
-for token; adding the tool to the list at the top would have rewritten the whole prompt.
+A deferred tool (`defer_loading`) is shown at the place in the conversation that loads it: a `tool_reference` in a tool
+result, or a `tool_addition` in a message, becomes the tool's definition, in the form that Claude Code's ToolSearch
+announces to its model. The prompt before that place does not change, so the call continues the previous one token for
+token; adding the tool to the list at the top would rewrite the whole prompt.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polar_proxy.dialects.base import to_json
-from polar_proxy.dialects.openai_common import take
+from polar_proxy.dialects.fields import invalid
+from polar_proxy.dialects.wire import to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 
@@ -28,18 +28,18 @@ class AnthropicTools:
 
     offered: tuple[Json, ...]
     by_name: Mapping[str, Json]
-    """All that the model may ever call, the deferred ones included."""
+    """All tools that the model may ever call, deferred ones included."""
     eager: frozenset[str]
-    """Tools whose client asked for arguments in pieces (`eager_input_streaming`), valid or not."""
+    """Tools with `eager_input_streaming`: their arguments are streamed in pieces, valid JSON or not."""
 
 
-def parse_tools(body: Json) -> AnthropicTools:
+def parse_tools(raw: list[Any], tool_choice: Json | None) -> AnthropicTools:
     offered: list[Json] = []
     by_name: dict[str, Json] = {}
     eager: set[str] = set()
-    forced = _forced(body)
-    for position, tool in enumerate(take(body, "tools", list) or []):
-        function = _function(tool, f"tools[{position}]")
+    forced = tool_choice.get("name") if tool_choice is not None and tool_choice.get("type") == "tool" else None
+    for position, tool in enumerate(raw):
+        function = _parse_tool(tool, f"tools[{position}]")
         if function is None:
             continue
         name = function["function"]["name"]
@@ -51,21 +51,20 @@ def parse_tools(body: Json) -> AnthropicTools:
     return AnthropicTools(tuple(offered), by_name, frozenset(eager))
 
 
-def _function(tool: Any, path: str) -> Json | None:
-    """The tool as an OpenAI function; None for one that is not the client's own."""
+def _parse_tool(tool: Any, path: str) -> Json | None:
+    """Return the tool as an OpenAI function; None for a tool that the client does not run."""
     if not isinstance(tool, dict):
-        raise RequestError(f"Invalid '{path}': expected an object.", param=path, code="invalid_type")
+        raise invalid(path, "expected an object", code="invalid_type")
     kind = tool.get("type")
     if kind is not None and not isinstance(kind, str):
-        raise RequestError(f"Invalid '{path}.type': expected a string.", param=f"{path}.type", code="invalid_type")
+        raise invalid(f"{path}.type", "expected a string", code="invalid_type")
     if kind not in (None, "custom"):
         return None
     name, schema = tool.get("name"), tool.get("input_schema")
     if not isinstance(name, str) or not name:
-        raise RequestError(f"Invalid '{path}.name': a tool needs a name.", param=f"{path}.name")
+        raise invalid(f"{path}.name", "a tool needs a name")
     if not isinstance(schema, dict | None):
-        param = f"{path}.input_schema"
-        raise RequestError(f"Invalid '{param}': expected a JSON schema object.", param=param, code="invalid_type")
+        raise invalid(f"{path}.input_schema", "expected a JSON schema object", code="invalid_type")
     function: Json = {"name": name}
     if isinstance(tool.get("description"), str):
         function["description"] = tool["description"]
@@ -73,15 +72,8 @@ def _function(tool: Any, path: str) -> Json | None:
     return {"type": "function", "function": function}
 
 
-def _forced(body: Json) -> str | None:
-    choice = body.get("tool_choice")
-    name = choice.get("name") if isinstance(choice, dict) and choice.get("type") == "tool" else None
-    return name if isinstance(name, str) else None
-
-
-def parse_tool_choice(body: Json, tools: AnthropicTools) -> tuple[str | Json | None, bool | None]:
-    """(tool_choice, parallel_tool_calls) in OpenAI's form."""
-    choice = take(body, "tool_choice", dict)
+def parse_tool_choice(choice: Json | None, tools: AnthropicTools) -> tuple[str | Json | None, bool | None]:
+    """Return (tool_choice, parallel_tool_calls) in OpenAI's form."""
     if choice is None:
         return None, None
     parallel = False if choice.get("disable_parallel_tool_use") else None
@@ -97,7 +89,7 @@ def parse_tool_choice(body: Json, tools: AnthropicTools) -> tuple[str | Json | N
         case "tool":
             name = choice.get("name")
             if not isinstance(name, str) or name not in tools.by_name:
-                raise RequestError(f"Invalid 'tool_choice': tool {name!r} is not offered.", param="tool_choice")
+                raise invalid("tool_choice", f"tool {name!r} is not offered")
             return {"type": "function", "function": {"name": name}}, parallel
     raise RequestError(
         "Invalid 'tool_choice.type': expected auto, any, tool or none.", param="tool_choice", code="invalid_value"
@@ -105,7 +97,7 @@ def parse_tool_choice(body: Json, tools: AnthropicTools) -> tuple[str | Json | N
 
 
 def render_definitions(functions: Iterable[Json]) -> str:
-    """The definitions of tools that are loaded here, as the model reads them."""
+    """Return the definitions of loaded tools as the model reads them."""
     lines = [
         "<function>"
         + to_json({key: item["function"][key] for key in sorted(item["function"])}, "tools").decode()
@@ -116,10 +108,10 @@ def render_definitions(functions: Iterable[Json]) -> str:
 
 
 def parse_tool_addition(value: Any, tools: AnthropicTools, path: str) -> Json | None:
-    """The function of a `tool_addition`: one that the request declares, or one that is defined on the spot."""
+    """Return the function of a `tool_addition`: one declared in the request, or one defined in the block itself."""
     if not isinstance(value, dict):
-        raise RequestError(f"Invalid '{path}': expected an object.", param=path, code="invalid_type")
+        raise invalid(path, "expected an object", code="invalid_type")
     if value.get("type") == "tool_definition":
-        return _function(value.get("definition"), f"{path}.definition")
+        return _parse_tool(value.get("definition"), f"{path}.definition")
     name = value.get("name")
     return tools.by_name.get(name) if isinstance(name, str) else None

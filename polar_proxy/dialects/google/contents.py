@@ -1,18 +1,18 @@
-"""Google's contents as a conversation. Source: https://ai.google.dev/api/caching#Content
+"""Google's contents as Polar's messages. Source: https://ai.google.dev/api/caching#Content
 
-What a model reads:
+The model reads:
 
-* `systemInstruction` is the system message.
-* Neighbouring `model` contents are one assistant message: SDKs keep a streamed answer as one content a chunk. Its
-  text parts are joined without anything between. Reasoning is restored from our thought signatures (google_signature),
-  else from thought text where the client kept it; foreign signatures are ignored.
-* A `functionResponse` is a tool message that answers the call with its id; without an id, the first open call of that
-  name in the model's last turn. Its text is the string in `output` or `result` where that is all there is, else the
-  JSON of `response` (an `error` keeps its name, so that the model sees that it is one).
-* Results come right behind the calls; what else is in the same content (images, text) follows as a user message.
-* A result that says again what was said (Gemini CLI repeats them when it resumes) is heard once. A second result for
-  one id that says something else is kept: which is right is not ours to tell.
-* Gemini CLI writes `{name}__` in front of each call id; the id is read without it, as the engine gave it.
+* `systemInstruction` as the system message.
+* Consecutive `model` contents as one assistant message, because SDKs keep each chunk of a streamed answer as a content.
+  Text parts are joined without a separator. Reasoning is restored from Polar's thought signatures (`signature`), or
+  from thought text where the client kept it; signatures of other providers are ignored.
+* A `functionResponse` as a tool message that answers the call with its id, or, without an id, the first open call of
+  that name in the model's last turn. Its text is the string in `output` or `result` if that is the only field, else
+  the JSON of `response` (an `error` keeps its key, so that the model sees the failure).
+* Results directly after the calls. Other parts of the same content (images, text) follow as a user message.
+* A repeated result (Gemini CLI repeats them when it resumes) once. A second result for one id with different text is
+  kept, because Polar cannot decide which one is right.
+* Call ids without the prefix `{name}__` that Gemini CLI adds, so as the engine gave them.
 """
 
 from __future__ import annotations
@@ -20,115 +20,106 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from polar_proxy.dialects.base import to_json
-from polar_proxy.dialects.google import fields as read
+from polar_proxy.dialects.fields import invalid, invalid_type, invalid_value
+from polar_proxy.dialects.google.schema import Content, FunctionCall, FunctionResponse, Part
 from polar_proxy.dialects.google.signature import extend_reasoning, unpack
+from polar_proxy.dialects.wire import to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, Message, ToolCall
 
 _ROLES = {"user", "model", "function", "tool"}
-_SILENT = {
-    *("thought", "thoughtSignature", "videoMetadata", "mediaResolution", "partMetadata", "callIndex"),
-    *("toolCall", "toolResponse", "mediaProcessing", "audioTranscription", "speechMetadata", "documentMetadata"),
-    *("spreadsheetMetadata", "audioMetadata"),
+_IGNORED_FIELDS = {
+    *("videoMetadata", "mediaResolution", "partMetadata", "callIndex", "toolCall", "toolResponse", "mediaProcessing"),
+    *("audioTranscription", "speechMetadata", "documentMetadata", "spreadsheetMetadata", "audioMetadata"),
 }
-"""Keys of a part that say nothing a model here could read: marks on other data, and Google's own server-side tools."""
-_SILENT_KEYS = _SILENT | {read.snake(name) for name in _SILENT}
+"""Fields of a part that no model here can read: metadata of other fields, and Google's own server-side tools."""
 
 
 def call_as_text(call: ToolCall) -> str:
-    """A call whose arguments are no JSON object, as the agent gets it: `args` cannot hold them (see google_answer)."""
+    """Return a call whose arguments are not a JSON object as text for the client: `args` cannot hold them."""
     return f"{call.name}({call.arguments})"
 
 
 def parse_system(value: Any) -> Message | None:
-    """`systemInstruction`: a content, or (tolerated) a string."""
-    where = "systemInstruction"
+    """Return `systemInstruction`, a content or (tolerated) a string, as a message."""
+    path = "systemInstruction"
     if value is None or isinstance(value, str):
         return None if value is None else Message("system", value)
     if not isinstance(value, dict):
-        raise RequestError(f"Invalid type for '{where}': expected an object.", param=where, code="invalid_type")
+        raise invalid_type(path, "an object")
     texts = []
-    for number, part in enumerate(read.objects(value, "parts", where)):
-        text = read.field(part, "text", str, f"{where}.parts[{number}]")
-        if text is None:
-            path = f"{where}.parts[{number}]"
-            raise RequestError(f"Invalid '{path}': a system instruction holds text only.", param=path)
-        texts.append(text)
-    return Message("system", _content([_text(text) for text in texts])) if texts else None
+    for number, part in enumerate(Content.read(value, path).parts):
+        if part.text is None:
+            raise invalid(f"{path}.parts[{number}]", "a system instruction holds text only")
+        texts.append(_text(part.text))
+    return Message("system", _simplified(texts)) if texts else None
 
 
-def parse_contents(contents: list[Json]) -> list[Message]:
-    conversation = _ContentReader()
+def parse_contents(contents: list[Content]) -> list[Message]:
+    reader = _ContentReader()
     for position, content in enumerate(contents):
-        conversation.add(content, f"contents[{position}]", position)
-    return conversation.finish()
+        reader.add(content, f"contents[{position}]", position)
+    return reader.finish()
 
 
 @dataclass(slots=True)
 class _ModelTurn:
-    """An assistant message in the making."""
+    """An assistant message under construction."""
 
     content: list[Json] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     signed: str = ""
+    """Reasoning restored from signatures."""
     calls: list[ToolCall] = field(default_factory=list)
 
     def message(self) -> Message:
-        text = self.content
-        content: str | list[Json] | None
-        if all(part["type"] == "text" for part in text):
-            content = "".join(part["text"] for part in text)
+        content: str | list[Json] | None = self.content
+        if all(part["type"] == "text" for part in self.content):
+            content = "".join(part["text"] for part in self.content)
             if not content and self.calls:
                 content = None
-        else:
-            content = text
         reasoning = self.signed or "".join(self.thoughts)
         return Message("assistant", content, reasoning=reasoning or None, tool_calls=tuple(self.calls))
 
 
 @dataclass(slots=True)
 class _ContentReader:
+    """Reads contents in order into messages."""
+
     messages: list[Message] = field(default_factory=list)
     turn: _ModelTurn | None = None
-    open: list[ToolCall] = field(default_factory=list)
+    open_calls: list[ToolCall] = field(default_factory=list)
     """Calls of the model's last turn that have no result yet."""
-    named: set[str] = field(default_factory=set)
-    """Ids that were made up here, for calls that came without."""
-    heard: set[tuple[str, str]] = field(default_factory=set)
+    generated_ids: set[str] = field(default_factory=set)
+    """Ids given here to calls that came without one."""
+    results: set[tuple[str, str]] = field(default_factory=set)
     """(call id, text) of each result."""
-    heard_now: set[tuple[str, str]] = field(default_factory=set)
+    results_of_turn: set[tuple[str, str]] = field(default_factory=set)
     """(name, text) of each result since the model's last turn."""
 
-    def add(self, content: Json, where: str, position: int) -> None:
-        parts = read.objects(content, "parts", where)
-        role = read.field(content, "role", str, where)
-        if not role:
-            role = "model" if any(read.raw_field(part, "functionCall") is not None for part in parts) else "user"
+    def add(self, content: Content, path: str, position: int) -> None:
+        parts = content.parts
+        role = content.role or ("model" if any(part.function_call is not None for part in parts) else "user")
         if role not in _ROLES:
-            raise RequestError(
-                f"Invalid value for '{where}.role': expected user or model.",
-                param=f"{where}.role",
-                code="invalid_value",
-            )
+            raise invalid_value(f"{path}.role", "expected user or model")
         if role == "model":
-            self._model(parts, where, position)
+            self._model(parts, path, position)
             return
         self._close_turn()
         if not parts:
-            raise RequestError(f"'{where}.parts' must not be empty.", param=f"{where}.parts", code="empty_array")
-        said: list[Json] = []
+            raise RequestError(f"'{path}.parts' must not be empty.", param=f"{path}.parts", code="empty_array")
+        data: list[Json] = []
         for number, part in enumerate(parts):
-            path = f"{where}.parts[{number}]"
-            response = read.field(part, "functionResponse", dict, path)
-            if response is not None:
-                self._result(response, f"{path}.functionResponse", f"call_{position}_{number}")
-            elif read.raw_field(part, "functionCall") is not None:
-                raise RequestError(f"Invalid '{path}.functionCall': only the role 'model' calls.", param=path)
+            part_path = f"{path}.parts[{number}]"
+            if part.function_response is not None:
+                response_path = f"{part_path}.functionResponse"
+                self._result(part.function_response, response_path, f"call_{position}_{number}")
+            elif part.function_call is not None:
+                raise invalid(f"{part_path}.functionCall", "only the role 'model' calls")
             else:
-                said += _data(part, path)
-        if said:
-            self.messages.append(Message("user", _content(said)))
+                data += _data(part, part_path)
+        if data:
+            self.messages.append(Message("user", _simplified(data)))
 
     def finish(self) -> list[Message]:
         self._close_turn()
@@ -139,117 +130,102 @@ class _ContentReader:
             self.messages.append(self.turn.message())
             self.turn = None
 
-    def _model(self, parts: list[Json], where: str, position: int) -> None:
-        if not parts:  # the empty end of a stream, or an answer that a client never got
+    def _model(self, parts: list[Part], path: str, position: int) -> None:
+        if not parts:  # the empty end of a stream, or an answer that the client never received
             return
         if self.turn is None:
             self.turn = _ModelTurn()
-            self.open = []
-            self.heard_now.clear()
+            self.open_calls = []
+            self.results_of_turn.clear()
         for number, part in enumerate(parts):
-            self._model_part(self.turn, part, f"{where}.parts[{number}]", f"call_{position}_{number}")
+            self._model_part(self.turn, part, f"{path}.parts[{number}]", f"call_{position}_{number}")
 
-    def _model_part(self, turn: _ModelTurn, part: Json, where: str, made_up: str) -> None:
-        signature = read.field(part, "thoughtSignature", str, where)
-        signed = None if signature is None else unpack(signature)
+    def _model_part(self, turn: _ModelTurn, part: Part, path: str, generated_id: str) -> None:
+        signed = None if part.thought_signature is None else unpack(part.thought_signature)
         if signed is not None:
             turn.signed = extend_reasoning(turn.signed, signed)
-        call = read.field(part, "functionCall", dict, where)
-        if call is not None:
-            self._call(turn, call, f"{where}.functionCall", made_up)
-        elif read.field(part, "thought", bool, where):
-            turn.thoughts.append(read.field(part, "text", str, where) or "")
-        elif signed is not None and signed.call is not None and part.get("text") == call_as_text(signed.call):
+        if part.function_call is not None:
+            self._call(turn, part.function_call, f"{path}.functionCall", generated_id)
+        elif part.thought:
+            turn.thoughts.append(part.text or "")
+        elif signed is not None and signed.call is not None and part.text == call_as_text(signed.call):
             turn.calls.append(signed.call)
-        elif read.raw_field(part, "functionResponse") is not None:
-            raise RequestError(f"Invalid '{where}.functionResponse': the role 'model' answers no calls.", param=where)
+        elif part.function_response is not None:
+            problem = f"Invalid '{path}.functionResponse': the role 'model' answers no calls."
+            raise RequestError(problem, param=path)
         else:
-            turn.content += _data(part, where)
+            turn.content += _data(part, path)
 
-    def _call(self, turn: _ModelTurn, call: Json, where: str, made_up: str) -> None:
-        name = read.field(call, "name", str, where)
-        if not name:
-            raise RequestError(f"Missing '{where}.name'.", param=f"{where}.name")
-        arguments = to_json(read.field(call, "args", dict, where) or {}, f"{where}.args").decode()
-        call_id = (read.field(call, "id", str, where) or "").removeprefix(name + "__")
+    def _call(self, turn: _ModelTurn, call: FunctionCall, path: str, generated_id: str) -> None:
+        if not call.name:
+            raise RequestError(f"Missing '{path}.name'.", param=f"{path}.name")
+        call_id = call.id.removeprefix(call.name + "__")
         if not call_id:
-            call_id = made_up
-            self.named.add(made_up)
-        made = ToolCall(call_id, name, arguments)
+            call_id = generated_id
+            self.generated_ids.add(generated_id)
+        made = ToolCall(call_id, call.name, to_json(call.args, f"{path}.args").decode())
         turn.calls.append(made)
-        self.open.append(made)
+        self.open_calls.append(made)
 
-    def _result(self, response: Json, where: str, made_up: str) -> None:
-        name = read.field(response, "name", str, where) or ""
-        content = _result_content(response, where)
-        said = content if isinstance(content, str) else to_json(content, where).decode()
-        call_id = (read.field(response, "id", str, where) or "").removeprefix(name + "__")
-        call = self._answered(call_id, name)
+    def _result(self, response: FunctionResponse, path: str, generated_id: str) -> None:
+        content = _result_content(response, path)
+        text = content if isinstance(content, str) else to_json(content, path).decode()
+        call_id = response.id.removeprefix(response.name + "__")
+        call = self._answered_call(call_id, response.name)
         if call is not None:
-            self.open.remove(call)
+            self.open_calls.remove(call)
             call_id = call.id
-        elif (call_id, said) in self.heard if call_id else (name, said) in self.heard_now:
+        elif (call_id, text) in self.results if call_id else (response.name, text) in self.results_of_turn:
             return
-        call_id = call_id or made_up
-        self.heard.add((call_id, said))
-        self.heard_now.add((name, said))
-        self.messages.append(Message("tool", content, tool_call_id=call_id, name=name or None))
+        call_id = call_id or generated_id
+        self.results.add((call_id, text))
+        self.results_of_turn.add((response.name, text))
+        self.messages.append(Message("tool", content, tool_call_id=call_id, name=response.name or None))
 
-    def _answered(self, call_id: str, name: str) -> ToolCall | None:
-        """The open call that a result with this id (may be empty) and name answers."""
-        for call in self.open:
+    def _answered_call(self, call_id: str, name: str) -> ToolCall | None:
+        """Return the open call that a result with this id (may be empty) and name answers."""
+        for call in self.open_calls:
             if call_id and call.id == call_id:
                 return call
-        for call in self.open:
-            if call.name == name and (not call_id or call.id in self.named):
+        for call in self.open_calls:
+            if call.name == name and (not call_id or call.id in self.generated_ids):
                 return call
         return None
 
 
-def _result_content(response: Json, where: str) -> str | list[Json]:
-    value = read.field(response, "response", dict, where)
+def _result_content(response: FunctionResponse, path: str) -> str | list[Json]:
+    value = response.response
     if value is None:
         text = ""
-    elif (
-        len(value) == 1 and isinstance(alone := next(iter(value.values())), str) and set(value) <= {"output", "result"}
-    ):
-        text = alone
+    elif len(value) == 1 and set(value) <= {"output", "result"} and isinstance(next(iter(value.values())), str):
+        (text,) = value.values()
     else:
-        text = to_json(value, f"{where}.response").decode()
+        text = to_json(value, f"{path}.response").decode()
     media: list[Json] = []
-    for number, part in enumerate(read.objects(response, "parts", where)):
-        media += _data(part, f"{where}.parts[{number}]")
+    for number, part in enumerate(response.parts):
+        media += _data(part, f"{path}.parts[{number}]")
     if not media:
         return text
     return [_text(text), *media] if text else media
 
 
-def _data(part: Json, where: str) -> list[Json]:
-    """A part that is neither call nor result as OpenAI content parts."""
-    text = read.field(part, "text", str, where)
-    if text is not None:
-        return [_text(text)]
-    blob = read.field(part, "inlineData", dict, where)
-    if blob is not None:
-        path = f"{where}.inlineData"
-        mime = read.field(blob, "mimeType", str, path) or "application/octet-stream"
-        data = read.field(blob, "data", str, path) or ""
-        # SDKs write bytes in the URL-safe alphabet; data URLs know only the plain one.
-        return [_media(f"data:{mime};base64,{data.replace('-', '+').replace('_', '/')}", mime)]
-    file = read.field(part, "fileData", dict, where)
-    if file is not None:
-        path = f"{where}.fileData"
-        return [_media(read.field(file, "fileUri", str, path) or "", read.field(file, "mimeType", str, path) or "")]
-    code = read.field(part, "executableCode", dict, where)
-    if code is not None:
-        language = (read.field(code, "language", str, f"{where}.executableCode") or "").lower()
-        return [_text(f"```{language}\n{read.field(code, 'code', str, f'{where}.executableCode') or ''}\n```")]
-    ran = read.field(part, "codeExecutionResult", dict, where)
-    if ran is not None:
-        return [_text(f"```\n{read.field(ran, 'output', str, f'{where}.codeExecutionResult') or ''}\n```")]
-    unknown = [key for key, value in part.items() if value is not None and key not in _SILENT_KEYS]
+def _data(part: Part, path: str) -> list[Json]:
+    """Return a part that is neither a call nor a result as OpenAI content parts."""
+    if part.text is not None:
+        return [_text(part.text)]
+    if (blob := part.inline_data) is not None:
+        mime = blob.mime_type or "application/octet-stream"
+        # SDKs write bytes in the URL-safe alphabet; data URLs allow only the standard one.
+        return [_media(f"data:{mime};base64,{blob.data.replace('-', '+').replace('_', '/')}", mime)]
+    if (file := part.file_data) is not None:
+        return [_media(file.file_uri, file.mime_type)]
+    if (code := part.executable_code) is not None:
+        return [_text(f"```{code.language.lower()}\n{code.code}\n```")]
+    if (result := part.code_execution_result) is not None:
+        return [_text(f"```\n{result.output}\n```")]
+    unknown = [key for key in part.model_extra or () if key not in _IGNORED_FIELDS]
     if unknown:
-        raise RequestError(f"Invalid '{where}': parts with {unknown[0]!r:.80} are not known here.", param=where)
+        raise invalid(path, f"parts with {unknown[0]!r:.80} are not known here")
     return []
 
 
@@ -258,15 +234,15 @@ def _text(text: str) -> Json:
 
 
 def _media(url: str, mime: str) -> Json:
-    """The content part by which OpenAI-compatible engines take this kind of data; an engine without it refuses."""
+    """Return the content part in which OpenAI-compatible engines accept this kind of data."""
     kind = mime.partition("/")[0]
     if kind in ("image", "audio", "video"):
         return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
     return {"type": "file", "file": {"file_data" if url.startswith("data:") else "file_url": url}}
 
 
-def _content(parts: list[Json]) -> str | list[Json]:
-    """One text is a string; otherwise the list, without texts that say nothing."""
+def _simplified(parts: list[Json]) -> str | list[Json]:
+    """Return a single text as a string, other content as a list without empty texts."""
     kept = [part for part in parts if part["type"] != "text" or part["text"]]
     if not kept:
         return ""

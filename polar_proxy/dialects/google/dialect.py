@@ -1,7 +1,6 @@
-"""Google GenerateContent: which route is what. Source: https://ai.google.dev/api/generate-content
+"""Google GenerateContent and its routes. Source: https://ai.google.dev/api/generate-content
 
-Unlike elsewhere the URL says which model is asked and whether it streams, so there is one `GoogleGenerateContent` a
-request.
+The URL names the model and says whether to stream, so each request has its own `GoogleGenerateContent`.
 
     POST /v1beta/models/{model}:generateContent            one JSON object
     POST /v1beta/models/{model}:streamGenerateContent      a JSON array, or server-sent events with ?alt=sse
@@ -12,15 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import parse_qs
 
 import orjson
 
-from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, TokenCount, stored_tools, to_json
+from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, TokenCount
 from polar_proxy.dialects.google.encoder import GoogleEncoder
 from polar_proxy.dialects.google.errors import google_error
-from polar_proxy.dialects.google.fields import field, objects, raw_field, without
-from polar_proxy.dialects.google.request import parse_request, shows_thoughts
+from polar_proxy.dialects.google.request import to_chat_request
+from polar_proxy.dialects.google.schema import CountTokensRequest, GenerateContentRequest, camel_case
+from polar_proxy.dialects.wire import stored_tools, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 
@@ -30,13 +31,15 @@ _ROUTE = re.compile(
     r"/(?:models|tunedModels|endpoints)/(?P<model>.+)"
     r":(?P<verb>generateContent|streamGenerateContent|countTokens)"
 )
+_SEPARATE = ("contents", "systemInstruction", "tools")
+"""The fields that are not stored with the parameters."""
 
 
 class GoogleGenerateContent(Dialect):
-    """`model`: as the URL names it. `sse`: a stream is server-sent events, else a JSON array."""
+    """`model`: as in the URL. `sse`: stream server-sent events, otherwise a JSON array."""
 
     name = "google_generate_content"
-    # Gemini CLI takes a comment for a broken event and asks again.
+    # Gemini CLI takes a comment for a broken event, and retries.
     heartbeat = None
 
     def __init__(self, model: str, *, stream: bool = False, sse: bool = False) -> None:
@@ -45,16 +48,18 @@ class GoogleGenerateContent(Dialect):
         self.sse = sse
         self.stream_media_type = "text/event-stream" if sse else "application/json"
 
-    def parse(self, body: Json) -> ParsedRequest:
-        messages = [to_json(item, f"contents[{i}]") for i, item in enumerate(objects(body, "contents"))]
-        system = raw_field(body, "systemInstruction")
+    def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
+        messages = [to_json(item, f"contents[{i}]") for i, item in enumerate(_as_list(_field(body, "contents")))]
+        system = _field(body, "systemInstruction")
         if system is not None:
             messages.insert(0, to_json({"systemInstruction": system}, "systemInstruction"))
-        tools = raw_field(body, "tools")
-        params = without(body, "contents", "systemInstruction", "tools")
-        to_json(params, "body")
+        tools = _field(body, "tools")
         tools_json = to_json(tools, "tools") if tools else None
-        request = parse_request(self.model, body)  # behind to_json, which bounds how deep schemas can be
+        params = {key: value for key, value in body.items() if camel_case(key) not in _SEPARATE}
+        to_json(params, "body")
+        # After to_json, which limits how deep a tool's schema can be.
+        fields = GenerateContentRequest.read(body)
+        request = to_chat_request(self.model, fields)
         return ParsedRequest(
             requests=(request,),
             stream=self.stream,
@@ -63,15 +68,15 @@ class GoogleGenerateContent(Dialect):
             params=params,
             options={
                 "model": self.model,
-                "thoughts": shows_thoughts(body),
+                "thoughts": fields.generation_config.thinking_config.include_thoughts,
                 "logprobs": request.sampling.logprobs,
             },
         )
 
-    def body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
+    def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
         items = [orjson.loads(message) for message in messages]
         body = {**params, "contents": items, **stored_tools(tools)}
-        # Never a client's content: `parse` refuses one without a role and without parts.
+        # This is never a client's content: `parse` refuses one that has neither a role nor parts.
         if items and items[0].keys() == {"systemInstruction"}:
             body |= {**items[0], "contents": items[1:]}
         return body
@@ -79,45 +84,45 @@ class GoogleGenerateContent(Dialect):
     def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
         return GoogleEncoder(parsed.options, call_id, sse_stream=self.sse)
 
-    def error(self, error: RequestError) -> bytes:
+    def error_body(self, error: RequestError) -> bytes:
         return orjson.dumps(google_error(str(error), error.status, error.param))
 
 
 class GoogleTokenCount(TokenCount):
-    """Counts what the engine would read: system instruction, tools and template included."""
+    """`:countTokens`: the length of the whole prompt, with system instruction, tools and template."""
 
     def __init__(self, model: str) -> None:
         self.model = model
 
     def parse(self, body: Json) -> ChatRequest:
-        inner = field(body, "generateContentRequest", dict)
+        inner = CountTokensRequest.read(body).generate_content_request
         asked = body if inner is None else inner
         to_json(asked, "body")
-        return parse_request(self.model, asked)
+        return to_chat_request(self.model, GenerateContentRequest.read(asked))
 
     def respond(self, tokens: int) -> bytes:
         details = [{"modality": "TEXT", "tokenCount": tokens}]
         return orjson.dumps({"totalTokens": tokens, "promptTokensDetails": details})
 
-    def error(self, error: RequestError) -> bytes:
+    def error_body(self, error: RequestError) -> bytes:
         return orjson.dumps(google_error(str(error), error.status, error.param))
 
 
 def google_route(path: str, query: str) -> Dialect | TokenCount | None:
-    """What serves this path (percent-decoded) and query string; None for a path that is not Google's."""
+    """Return what serves this path (percent-decoded) and query string; None for a path that is not Google's."""
     found = _ROUTE.fullmatch(path)
     if found is None:
         return None
     if found["verb"] == "countTokens":
         return GoogleTokenCount(found["model"])
     stream = found["verb"] == "streamGenerateContent"
-    asked = parse_qs(query)
-    alt = (asked.get("alt") or asked.get("$alt") or ["json"])[-1]
+    parameters = parse_qs(query)
+    alt = (parameters.get("alt") or parameters.get("$alt") or ["json"])[-1]
     return GoogleGenerateContent(found["model"], stream=stream, sse=stream and alt == "sse")
 
 
 def google_model_card(name: str, context_length: int) -> Json:
-    """`GET /v1beta/models/{name}`. Source: https://ai.google.dev/api/models#Model"""
+    """Return the answer to `GET /v1beta/models/{name}`. Source: https://ai.google.dev/api/models#Model"""
     return {
         "name": f"models/{name}",
         "version": "001",
@@ -129,5 +134,18 @@ def google_model_card(name: str, context_length: int) -> Json:
 
 
 def google_model_list(cards: list[Json]) -> Json:
-    """`GET /v1beta/models`."""
+    """Return the answer to `GET /v1beta/models`."""
     return {"models": cards}
+
+
+def _field(body: Json, name: str) -> Any:
+    """Return a field of a body in either spelling, as it came; None when it is absent or null."""
+    found = [value for key, value in body.items() if value is not None and camel_case(key) == name]
+    return found[-1] if found else None
+
+
+def _as_list(value: Any) -> list[Any]:
+    """Return the items of a repeated field; a value of the wrong type has none, and is refused later."""
+    if isinstance(value, dict):
+        return [value]
+    return value if isinstance(value, list) else []

@@ -28,10 +28,10 @@ _TYPE = "type.googleapis.com/google.rpc."
 
 
 def google_error(message: str, status: int, param: str | None = None) -> Json:
-    """The body of an error; `code` is the HTTP status.
+    """Return the body of an error.
 
-    A field that is wrong is named in a BadRequest detail. 429 and 503 carry a RetryInfo: Gemini CLI reads the delay
-    there, not in the `retry-after` header.
+    A BadRequest detail names the wrong field. 429 and 503 carry a RetryInfo, because Gemini CLI reads the delay there
+    and not in the `retry-after` header.
     """
     error: Json = {
         "code": status,

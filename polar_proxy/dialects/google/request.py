@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from polar_proxy.dialects.fields import invalid, unsupported
 from polar_proxy.dialects.google.contents import parse_contents, parse_system
-from polar_proxy.dialects.google.fields import field, objects, raw_field
+from polar_proxy.dialects.google.schema import GenerateContentRequest, GenerationConfig
 from polar_proxy.dialects.google.tools import json_schema, parse_tool_choice, parse_tools
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Sampling
@@ -11,94 +12,65 @@ from polar_proxy.types import ChatRequest, Json, Sampling
 _CONFIG = "generationConfig"
 
 
-def parse_request(model: str, body: Json) -> ChatRequest:
-    """Raises RequestError. Safety settings, labels and unknown fields are tolerated: they change nothing here."""
-    if raw_field(body, "cachedContent") is not None:
-        raise RequestError(
-            "'cachedContent' is not supported here: send the contents themselves, repeated prefixes are cached anyway.",
-            param="cachedContent",
-            code="unsupported_parameter",
-        )
-    contents = objects(body, "contents")
-    if not contents:
+def to_chat_request(model: str, fields: GenerateContentRequest) -> ChatRequest:
+    """Convert a request. Raises RequestError. Safety settings and labels are tolerated: they have no effect here."""
+    if fields.cached_content is not None:
+        raise unsupported("cachedContent", "send the contents themselves, repeated prefixes are cached anyway")
+    if not fields.contents:
         raise RequestError("Missing required parameter: 'contents'.", param="contents", code="empty_array")
-    said = parse_contents(contents)
-    if not said:
-        raise RequestError("'contents' say nothing.", param="contents", code="empty_array")
-    system = parse_system(raw_field(body, "systemInstruction"))
-    tools, tool_choice = parse_tool_choice(body, parse_tools(body))
-    config = field(body, _CONFIG, dict) or {}
+    messages = parse_contents(fields.contents)
+    if not messages:
+        raise RequestError("'contents' hold nothing to answer.", param="contents", code="empty_array")
+    system = parse_system(fields.system_instruction)
+    tools, tool_choice = parse_tool_choice(fields.tool_config.function_calling_config, parse_tools(fields.tools))
+    config = fields.generation_config
     return ChatRequest(
         model=model,
-        messages=tuple(said if system is None else [system, *said]),
+        messages=tuple(messages if system is None else [system, *messages]),
         sampling=_sampling(config),
         tools=tools,
         tool_choice=tool_choice,
         response_format=_response_format(config),
-        template_kwargs=_thinking(config),
+        # Other budgets, and levels, are hints for which open models have no setting.
+        template_kwargs={"enable_thinking": False} if config.thinking_config.thinking_budget == 0 else {},
     )
 
 
-def shows_thoughts(body: Json) -> bool:
-    """Whether the client wants to see thoughts; Google's default is not to."""
-    config = field(body, _CONFIG, dict) or {}
-    thinking = field(config, "thinkingConfig", dict, _CONFIG) or {}
-    return bool(field(thinking, "includeThoughts", bool, f"{_CONFIG}.thinkingConfig"))
-
-
-def _thinking(config: Json) -> Json:
-    """A budget of 0 switches thinking off. Other budgets and levels are wishes that open models have no dial for."""
-    thinking = field(config, "thinkingConfig", dict, _CONFIG) or {}
-    where = f"{_CONFIG}.thinkingConfig"
-    field(thinking, "thinkingLevel", str, where)
-    budget = field(thinking, "thinkingBudget", int, where, low=-1)
-    return {"enable_thinking": False} if budget == 0 else {}
-
-
-def _sampling(config: Json) -> Sampling:
-    top_k = field(config, "topK", int, _CONFIG, low=-1, high=2**31 - 1)
-    stops = field(config, "stopSequences", list, _CONFIG) or []
-    if not all(isinstance(stop, str) for stop in stops):
-        path = f"{_CONFIG}.stopSequences"
-        raise RequestError(f"Invalid type for '{path}': expected an array of strings.", param=path)
-    top = field(config, "logprobs", int, _CONFIG, low=0, high=20) or 0
-    logprobs = bool(field(config, "responseLogprobs", bool, _CONFIG))
-    if top and not logprobs:
+def _sampling(config: GenerationConfig) -> Sampling:
+    if config.logprobs and not config.response_logprobs:
         path = f"{_CONFIG}.logprobs"
         raise RequestError(f"'{path}' needs 'responseLogprobs' to be true.", param=path)
-    modalities = field(config, "responseModalities", list, _CONFIG) or []
-    if any(not isinstance(item, str) or item.upper() not in ("TEXT", "MODALITY_UNSPECIFIED") for item in modalities):
-        path = f"{_CONFIG}.responseModalities"
-        raise RequestError(f"Invalid '{path}': only TEXT can be answered here.", param=path)
+    for modality in config.response_modalities:
+        if not isinstance(modality, str) or modality.upper() not in ("TEXT", "MODALITY_UNSPECIFIED"):
+            raise invalid(f"{_CONFIG}.responseModalities", "only TEXT can be answered here")
     return Sampling(
-        temperature=field(config, "temperature", float, _CONFIG, low=0, high=2),
-        top_p=field(config, "topP", float, _CONFIG, low=0, high=1),
-        top_k=None if top_k is None or top_k <= 0 else top_k,
-        max_tokens=field(config, "maxOutputTokens", int, _CONFIG, low=1),
-        seed=field(config, "seed", int, _CONFIG),
-        stop=tuple(stop for stop in stops if stop),
-        n=field(config, "candidateCount", int, _CONFIG, low=1, high=128) or 1,
-        presence_penalty=field(config, "presencePenalty", float, _CONFIG, low=-2, high=2),
-        frequency_penalty=field(config, "frequencyPenalty", float, _CONFIG, low=-2, high=2),
-        logprobs=logprobs,
-        top_logprobs=top,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k if config.top_k and config.top_k > 0 else None,
+        max_tokens=config.max_output_tokens,
+        seed=config.seed,
+        stop=tuple(stop for stop in config.stop_sequences if stop),
+        n=config.candidate_count,
+        presence_penalty=config.presence_penalty,
+        frequency_penalty=config.frequency_penalty,
+        logprobs=config.response_logprobs,
+        top_logprobs=config.logprobs,
     )
 
 
-def _response_format(config: Json) -> Json | None:
-    """Structured output; a schema without a MIME type means JSON."""
-    schema = field(config, "responseJsonSchema", dict, _CONFIG)
-    if schema is None:
-        own = field(config, "responseSchema", dict, _CONFIG)
-        schema = None if own is None else json_schema(own)
-    mime = field(config, "responseMimeType", str, _CONFIG) or ("text/plain" if schema is None else "application/json")
+def _response_format(config: GenerationConfig) -> Json | None:
+    """Return the structured output format. A schema without a MIME type means JSON."""
+    schema = config.response_json_schema
+    if schema is None and config.response_schema is not None:
+        schema = json_schema(config.response_schema)
+    mime = config.response_mime_type or ("text/plain" if schema is None else "application/json")
+    path = f"{_CONFIG}.responseMimeType"
     if mime == "application/json":
         if schema is None:
             return {"type": "json_object"}
         return {"type": "json_schema", "json_schema": {"name": "response", "schema": schema}}
-    path = f"{_CONFIG}.responseMimeType"
     if mime != "text/plain":
-        raise RequestError(f"Invalid '{path}': expected text/plain or application/json.", param=path)
+        raise invalid(path, "expected text/plain or application/json")
     if schema is not None:
         raise RequestError(f"A response schema needs '{path}' to be application/json.", param=path)
     return None

@@ -1,4 +1,4 @@
-"""Google's tools as OpenAI's: function declarations, their schemas, and which of them the model may call.
+"""Google's tools as OpenAI functions: declarations, their schemas, and which of them the model may call.
 
 Source: https://ai.google.dev/api/caching#Tool and #Schema. Tools that Google would run itself (googleSearch,
 codeExecution, urlContext, ...) are tolerated and not offered: no engine here can run them.
@@ -8,60 +8,53 @@ from __future__ import annotations
 
 from typing import Any
 
-from polar_proxy.dialects.google.fields import field, objects, raw_field, snake
+from polar_proxy.dialects.fields import invalid, invalid_value
+from polar_proxy.dialects.google.schema import FunctionCallingConfig, FunctionDeclaration, Tool, camel_case
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 
-_CAMEL = {
-    snake(name): name
-    for name in (
-        *("additionalProperties", "anyOf", "maxItems", "minItems", "maxLength", "minLength", "maxProperties"),
-        *("minProperties", "propertyOrdering"),
+_COUNTS = {"maxItems", "minItems", "maxLength", "minLength", "maxProperties", "minProperties"}
+_NOT_IN_JSON_SCHEMA = {"nullable", "propertyOrdering"}
+_CAMEL_CASE = {"additionalProperties", "anyOf", *_COUNTS, *_NOT_IN_JSON_SCHEMA}
+_MODES = ("AUTO", "ANY", "NONE", "VALIDATED", "MODE_UNSPECIFIED")
+
+
+def parse_tools(tools: list[Tool]) -> tuple[Json, ...]:
+    """Return the declared functions in OpenAI's form."""
+    return tuple(
+        _function(declaration, f"tools[{position}].functionDeclarations[{number}]")
+        for position, tool in enumerate(tools)
+        for number, declaration in enumerate(tool.function_declarations)
     )
-}
-_NUMBERS = {"maxItems", "minItems", "maxLength", "minLength", "maxProperties", "minProperties"}
-_NOT_JSON_SCHEMA = {"nullable", "propertyOrdering"}
 
 
-def parse_tools(body: Json) -> tuple[Json, ...]:
-    """The declared functions in OpenAI's form."""
-    functions = []
-    for position, tool in enumerate(objects(body, "tools")):
-        where = f"tools[{position}]"
-        for number, declaration in enumerate(objects(tool, "functionDeclarations", where)):
-            functions.append(_function(declaration, f"{where}.functionDeclarations[{number}]"))
-    return tuple(functions)
-
-
-def _function(declaration: Json, where: str) -> Json:
-    name = field(declaration, "name", str, where)
-    if not name:
-        raise RequestError(f"Missing '{where}.name': a function needs a name.", param=f"{where}.name")
-    function: Json = {"name": name}
-    description = field(declaration, "description", str, where)
-    if description is not None:
-        function["description"] = description
-    parameters = field(declaration, "parametersJsonSchema", dict, where)
+def _function(declaration: FunctionDeclaration, path: str) -> Json:
+    if not declaration.name:
+        raise RequestError(f"Missing '{path}.name': a function needs a name.", param=f"{path}.name")
+    function: Json = {"name": declaration.name}
+    if declaration.description is not None:
+        function["description"] = declaration.description
+    parameters = declaration.parameters_json_schema
     if parameters is None:
-        schema = field(declaration, "parameters", dict, where)
+        schema = declaration.parameters
         parameters = {"type": "object", "properties": {}} if schema is None else json_schema(schema)
     function["parameters"] = parameters
     return {"type": "function", "function": function}
 
 
 def json_schema(schema: Any) -> Any:
-    """Google's Schema (an OpenAPI subset) as JSON schema.
+    """Convert Google's Schema (an OpenAPI subset) to JSON schema.
 
-    Type names in lower case, `nullable` as a type of its own, 64-bit numbers that came as strings as numbers, and
-    without `propertyOrdering`. What is in `properties`, `enum`, `default` and `example` is data, not schema words.
+    Type names become lower case, `nullable` becomes a type, 64-bit numbers that came as strings become numbers, and
+    `propertyOrdering` is dropped. Names inside `properties`, and values of `enum`, `default` and `example`, are data
+    and stay as they are.
     """
     if not isinstance(schema, dict):
         return schema
-    words: Json = schema
     out: Json = {}
-    for word, value in words.items():
-        key = _CAMEL.get(word, word)
-        if value is None or key in _NOT_JSON_SCHEMA:
+    for word, value in schema.items():
+        key = camel if (camel := camel_case(word)) in _CAMEL_CASE else word
+        if value is None or key in _NOT_IN_JSON_SCHEMA:
             continue
         if key == "type" and isinstance(value, str):
             if value.upper() == "TYPE_UNSPECIFIED":
@@ -73,7 +66,7 @@ def json_schema(schema: Any) -> Any:
             value = json_schema(value)
         elif key == "anyOf" and isinstance(value, list):
             value = [json_schema(inner) for inner in value]
-        elif key in _NUMBERS and isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
+        elif key in _COUNTS and isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
             value = int(value)
         out[f"${key}" if key in ("defs", "ref") else key] = value
     if schema.get("nullable") is True:
@@ -86,40 +79,30 @@ def json_schema(schema: Any) -> Any:
     return out
 
 
-def parse_tool_choice(body: Json, tools: tuple[Json, ...]) -> tuple[tuple[Json, ...], str | Json | None]:
-    """(tools to offer, OpenAI's tool_choice).
+def parse_tool_choice(
+    config: FunctionCallingConfig, tools: tuple[Json, ...]
+) -> tuple[tuple[Json, ...], str | Json | None]:
+    """Return (tools to offer, OpenAI's tool_choice).
 
-    `allowedFunctionNames` (of modes ANY and VALIDATED) narrows what is offered, as no engine knows a choice among
-    some of the tools. VALIDATED is AUTO otherwise: engines write arguments by the schema or not at all.
+    `allowedFunctionNames` (of the modes ANY and VALIDATED) narrows the offered tools, because engines cannot restrict
+    a choice to some of them. VALIDATED is otherwise AUTO: engines always follow the schema, or never.
     """
-    config = field(body, "toolConfig", dict) or {}
-    where = "toolConfig.functionCallingConfig"
-    calling = field(config, "functionCallingConfig", dict, "toolConfig") or {}
-    mode = (field(calling, "mode", str, where) or "AUTO").upper()
-    if mode not in ("AUTO", "ANY", "NONE", "VALIDATED", "MODE_UNSPECIFIED"):
-        raise RequestError(
-            f"Invalid value for '{where}.mode': expected AUTO, ANY, NONE or VALIDATED.",
-            param=f"{where}.mode",
-            code="invalid_value",
-        )
-    allowed = _allowed(calling, where, {tool["function"]["name"] for tool in tools})
+    path = "toolConfig.functionCallingConfig"
+    mode = (config.mode or "AUTO").upper()
+    if mode not in _MODES:
+        raise invalid_value(f"{path}.mode", "expected AUTO, ANY, NONE or VALIDATED")
+    declared = {tool["function"]["name"] for tool in tools}
+    allowed = set(config.allowed_function_names)
+    if unknown := [name for name in config.allowed_function_names if name not in declared]:
+        raise invalid(f"{path}.allowedFunctionNames", f"{unknown[0]!r:.80} is not among the declared functions")
     if mode in ("ANY", "VALIDATED") and allowed:
         tools = tuple(tool for tool in tools if tool["function"]["name"] in allowed)
     if mode == "ANY":
         if not tools:
-            raise RequestError(f"'{where}.mode' is ANY but no functions are declared.", param=f"{where}.mode")
+            raise RequestError(f"'{path}.mode' is ANY but no functions are declared.", param=f"{path}.mode")
         if len(tools) == 1:
             return tools, {"type": "function", "function": {"name": tools[0]["function"]["name"]}}
         return tools, "required"
     if mode == "NONE":
         return tools, "none"
-    return tools, "auto" if raw_field(calling, "mode") is not None and tools else None
-
-
-def _allowed(calling: Json, where: str, declared: set[str]) -> set[str]:
-    names = field(calling, "allowedFunctionNames", list, where) or []
-    path = f"{where}.allowedFunctionNames"
-    for name in names:
-        if not isinstance(name, str) or name not in declared:
-            raise RequestError(f"Invalid '{path}': {name!r:.80} is not among the declared functions.", param=path)
-    return set(names)
+    return tools, "auto" if config.mode is not None and tools else None

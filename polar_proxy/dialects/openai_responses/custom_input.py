@@ -1,7 +1,7 @@
 """The text inside the arguments of a custom tool's call, `{"input": "..."}`.
 
-Arguments of another form are handed to the client as they are, and are known again when they come back: by the item's
-id where they do not even begin as they should (see `openai_responses_items`), by `broken` where they do.
+Arguments of another form are sent to the client unchanged, and are recognised when they come back: by the item's id if
+they do not begin as expected (see `items`), or by `is_broken_input` if they do.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import re
 import orjson
 
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-# Characters and whole escapes; half of a surrogate pair waits for the other half.
-_WHOLE = re.compile(
+# Characters and complete escapes; the first half of a surrogate pair waits for the second.
+_COMPLETE = re.compile(
     r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})+"
 )
 
 
 def custom_input(arguments: str) -> str | None:
-    """The text in the arguments of a custom tool's call; None when they are not of the form `{"input": text}`."""
+    """Return the text in the arguments of a custom tool's call; None for arguments of another form."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:
@@ -29,27 +29,27 @@ def custom_input(arguments: str) -> str | None:
     return None
 
 
-def begins(arguments: str) -> bool:
-    """The arguments begin as they should, so that their text can be told while it comes."""
+def begins_as_input(arguments: str) -> bool:
+    """Whether the arguments begin as `{"input": "`, so that their text can be streamed."""
     return _HEAD.match(arguments) is not None
 
 
-def broken(arguments: str) -> bool:
-    """They begin as they should, but what follows is of another form."""
-    return begins(arguments) and custom_input(arguments) is None
+def is_broken_input(arguments: str) -> bool:
+    """Whether the arguments begin as expected and continue in another form."""
+    return begins_as_input(arguments) and custom_input(arguments) is None
 
 
 class CustomInputDecoder:
-    """Feed it the argument string in pieces, get the decoded text in pieces, as far as it is certain.
+    """Takes the argument string in pieces and returns the decoded text as far as it is certain.
 
-    `began` says that the arguments begin as they should. What they turn out to be in the end is for `custom_input` to
-    say: behind a text that was told here something may follow that makes the whole another form.
+    The final form of the arguments is decided by `custom_input`: text after the string may still break the form.
     """
 
     def __init__(self) -> None:
         self._buffer = ""
         self._inside = False
         self.began = False
+        """Whether the arguments begin as expected."""
 
     def feed(self, piece: str) -> str:
         self._buffer += piece
@@ -61,10 +61,10 @@ class CustomInputDecoder:
             self._buffer = self._buffer[head.end() :]
         if not self._inside:
             return ""
-        whole = _WHOLE.match(self._buffer)
-        if whole is None:
+        complete = _COMPLETE.match(self._buffer)
+        if complete is None:
             self._inside = not self._buffer.startswith('"')
             return ""
-        self._buffer = self._buffer[whole.end() :]
+        self._buffer = self._buffer[complete.end() :]
         self._inside = not self._buffer.startswith('"')
-        return str(orjson.loads(f'"{whole[0]}"'))
+        return str(orjson.loads(f'"{complete[0]}"'))

@@ -1,80 +1,106 @@
 """OpenAI Responses. Source: https://platform.openai.com/docs/api-reference/responses
 
-The module family: `_tools` (what is offered for the client's tools), `_custom` (tools of free text), `_input` (items ->
-conversation), `_items` (answer -> items, ids), `_object` (the response object), `_encoder` (the event stream).
+Request: `tools` (the functions offered for the client's tools), `input` (items to messages). Response: `items` (answer
+to items, ids), `response` (the response object), `encoder` (the event stream).
 
-How `previous_response_id` works: a response's id leads to its recorded call, whose items and answer are written out in
-front of the new input (`resume`); the new call is then recorded whole.
-Everything is stored whatever `store` says. `instructions` are kept as a first item of type `instructions` of the
-recorded conversation, and are not carried over to a resumed one, as the API defines it.
+`previous_response_id` leads to a recorded call. Its items and its answer are written out before the new input, and the
+new call is recorded whole. Everything is stored, whatever `store` says. `instructions` are stored as a first item of
+type `instructions`, and do not carry over to a continued conversation, as the API defines it.
 
 Refused, because the model would miss something: `background`, `conversation`, `prompt` (a stored template).
-Tolerated and without effect: truncation, service_tier, prompt_cache_*, max_tool_calls, context_management, verbosity,
-reasoning options but for effort `none`, which switches thinking off where the model's template can.
+Accepted without effect: truncation, service_tier, prompt_cache_*, max_tool_calls, context_management, verbosity, and
+reasoning options except the effort `none`, which turns thinking off where the chat template can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
+from pydantic import Field
 
-from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, PreviousCall, TokenCount, stored_tools, to_json
-from polar_proxy.dialects.openai_common import error_body, parse_sampling, required, take
+from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, PreviousCall, TokenCount
+from polar_proxy.dialects.fields import Integer, Strings, invalid, invalid_type, missing, unsupported
+from polar_proxy.dialects.openai_common import SamplingFields, error_body
 from polar_proxy.dialects.openai_responses.encoder import ResponsesEncoder
 from polar_proxy.dialects.openai_responses.input import collect_tools, to_messages
-from polar_proxy.dialects.openai_responses.items import answer_items, call_of_response
+from polar_proxy.dialects.openai_responses.items import answer_items, call_id_of_response
 from polar_proxy.dialects.openai_responses.tools import Toolbox
+from polar_proxy.dialects.wire import stored_tools, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 
-_REFUSED = ("conversation", "prompt")
 _LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponsesFields(SamplingFields):
+    """The fields of a Responses body."""
+
+    model: str
+    input: Any = None
+    instructions: str | None = None
+    tools: list[Any] = Field(default_factory=list)
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    max_tool_calls: Integer | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
+    include: Strings = Field(default_factory=list)
+    stream: bool = False
+    store: bool = True
+    background: bool = False
+    text: Json = Field(default_factory=dict)
+    reasoning: Json = Field(default_factory=dict)
+    metadata: Json = Field(default_factory=dict)
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    truncation: str | None = None
+    user: str | None = None
+    chat_template_kwargs: Json = Field(default_factory=dict)
 
 
 class OpenAIResponses(Dialect):
     name = "openai_responses"
 
-    def parse(self, body: Json) -> ParsedRequest:
-        request, tools, items = _read(body)
+    def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
+        fields, request, tools = _parse(body)
         params = {key: value for key, value in body.items() if key not in ("input", "tools", "instructions")}
         to_json(params, "body")
-        raw_tools = to_json(body["tools"], "tools") if body.get("tools") else None
-        instructions = body.get("instructions")
-        kept = [{"type": "instructions", "role": "system", "content": instructions}] if instructions else []
+        stored = to_json(fields.tools, "tools") if fields.tools else None
+        messages = [to_json(item, f"input[{i}]") for i, item in enumerate(_items(fields.input))]
+        if fields.instructions:
+            item = {"type": "instructions", "role": "system", "content": fields.instructions}
+            messages.insert(0, to_json(item, "instructions"))
         return ParsedRequest(
             requests=(request,),
-            stream=bool(take(body, "stream", bool)),
-            messages=(
-                (
-                    *(to_json(item, "instructions") for item in kept),
-                    *(to_json(item, f"input[{i}]") for i, item in enumerate(items)),
-                ),
-            ),
-            tools=raw_tools,
+            stream=fields.stream,
+            messages=(tuple(messages),),
+            tools=stored,
             params=params,
             options={
                 "tools": tools,
-                "echo": {**_echo(body), "tools": orjson.Fragment(raw_tools or b"[]")},
+                "echo": {**_echoed_fields(fields), "tools": orjson.Fragment(stored or b"[]")},
                 "logprobs": request.sampling.logprobs,
             },
         )
 
-    def body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
+    def rebuild_body(self, messages: Sequence[bytes], tools: bytes | None, params: Json) -> Json:
         items = [orjson.loads(message) for message in messages]
-        # An item of this type that says something is never a client's: `parse` refuses it.
+        # A client never sends such an item with content: `parse` refuses it.
         if items and items[0].get("type") == "instructions" and items[0].get("content"):
             return {**params, "instructions": items[0]["content"], "input": items[1:], **stored_tools(tools)}
         return {**params, "input": items, **stored_tools(tools)}
 
     def previous_call_id(self, body: Json) -> str | None:
         previous = body.get("previous_response_id")
-        return None if previous is None else call_of_response(previous)
+        return None if previous is None else call_id_of_response(previous)
 
-    def resume(self, body: Json, earlier: PreviousCall) -> Json:
-        call_id = call_of_response(body.get("previous_response_id"))
-        before = [orjson.loads(message) for message in earlier.messages]
+    def prepend_previous(self, body: Json, previous: PreviousCall) -> Json:
+        call_id = call_id_of_response(body.get("previous_response_id"))
+        before = [orjson.loads(message) for message in previous.messages]
         if not all(isinstance(item, dict) for item in before):
             raise RequestError(
                 "The previous response is a text completion, not a conversation.",
@@ -82,12 +108,12 @@ class OpenAIResponses(Dialect):
                 code="previous_response_not_found",
             )
         items = [item for item in before if item.get("type") != "instructions"]
-        return {**body, "input": [*items, *answer_items(earlier.answer, call_id), *_items(body)]}
+        return {**body, "input": [*items, *answer_items(previous.answer, call_id), *_items(body.get("input"))]}
 
     def encoder(self, parsed: ParsedRequest, call_id: str, created: int) -> Encoder:
         return ResponsesEncoder(parsed.options, call_id, created)
 
-    def error(self, error: RequestError) -> bytes:
+    def error_body(self, error: RequestError) -> bytes:
         return error_body(error)
 
 
@@ -95,83 +121,63 @@ class ResponsesTokenCount(TokenCount):
     """`POST /v1/responses/input_tokens`."""
 
     def parse(self, body: Json) -> ChatRequest:
-        return _read(body)[0]
+        return _parse(body)[1]
 
     def respond(self, tokens: int) -> bytes:
         return orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens})
 
-    def error(self, error: RequestError) -> bytes:
+    def error_body(self, error: RequestError) -> bytes:
         return error_body(error)
 
 
-def _read(body: Json) -> tuple[ChatRequest, Toolbox, list[Json]]:
-    """The engine's request, the tools, and the input as a list of items."""
-    for key in _REFUSED:
+def _parse(body: Json) -> tuple[ResponsesFields, ChatRequest, Toolbox]:
+    for key in ("conversation", "prompt"):
         if body.get(key) is not None:
-            raise RequestError(
-                f"'{key}' is not supported here: send the conversation in 'input'.",
-                param=key,
-                code="unsupported_parameter",
-            )
-    if take(body, "background", bool):
-        raise RequestError("'background' is not supported here.", param="background", code="unsupported_parameter")
-    model = required(body, "model", str)
-    items = _items(body)
-    instructions = take(body, "instructions", str)
+            raise unsupported(key, "send the conversation in 'input'")
+    fields = ResponsesFields.read({**body, "n": None})
+    if fields.background:
+        raise unsupported("background")
+    items = _items(fields.input)
     tools = Toolbox()
-    for position, tool in enumerate(take(body, "tools", list) or ()):
+    for position, tool in enumerate(fields.tools):
         tools.add(tool, f"tools[{position}]")
     collect_tools(tools, items)
-    messages = to_messages(items, instructions, tools)
+    messages = to_messages(items, fields.instructions, tools)
     if not items or not messages:
-        raise RequestError("Missing required parameter: 'input'.", param="input", code="missing_required_parameter")
-    tool_choice, functions = tools.choose(body.get("tool_choice"))
+        raise missing("input")
+    tool_choice, functions = tools.choose(fields.tool_choice)
     request = ChatRequest(
-        model=model,
+        model=fields.model,
         messages=messages,
-        sampling=parse_sampling(
-            {**body, "n": None},
-            max_tokens=take(body, "max_output_tokens", int, low=1),
-            logprobs=_LOGPROBS in _include(body),
-            top_logprobs=take(body, "top_logprobs", int, low=0, high=20) or 0,
+        sampling=fields.sampling(
+            max_tokens=fields.max_output_tokens,
+            logprobs=_LOGPROBS in fields.include,
+            top_logprobs=fields.top_logprobs,
         ),
         tools=functions,
         tool_choice=tool_choice,
-        parallel_tool_calls=take(body, "parallel_tool_calls", bool),
-        response_format=_response_format(body),
-        template_kwargs=_template_kwargs(body),
+        parallel_tool_calls=fields.parallel_tool_calls,
+        response_format=_parse_response_format(fields.text.get("format")),
+        template_kwargs=_template_kwargs(fields),
     )
-    return request, tools, items
+    return fields, request, tools
 
 
-def _items(body: Json) -> list[Json]:
-    """The input as items; a string is a user message."""
-    value = body.get("input")
+def _items(value: Any) -> list[Json]:
+    """Return the input as items; a string is a user message."""
     if value is None:
         return []
     if isinstance(value, str):
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list):
-        raise RequestError(
-            "Invalid type for 'input': expected a string or an array of items.", param="input", code="invalid_type"
-        )
+        raise invalid_type("input", "a string or an array of items")
     for position, item in enumerate(value):
         if not isinstance(item, dict):
-            where = f"input[{position}]"
-            raise RequestError(f"Invalid type for '{where}': expected an object.", param=where, code="invalid_type")
+            raise invalid_type(f"input[{position}]", "an object")
     return value
 
 
-def _include(body: Json) -> list[Any]:
-    include = take(body, "include", list) or []
-    if not all(isinstance(item, str) for item in include):
-        raise RequestError("Invalid 'include': expected an array of strings.", param="include", code="invalid_type")
-    return include
-
-
-def _response_format(body: Json) -> Json | None:
-    text = take(body, "text", dict) or {}
-    form = text.get("format")
+def _parse_response_format(form: Any) -> Json | None:
     if form is None:
         return None
     kind = form.get("type") if isinstance(form, dict) else None
@@ -180,49 +186,41 @@ def _response_format(body: Json) -> Json | None:
     if kind == "json_object":
         return {"type": "json_object"}
     if kind == "json_schema" and isinstance(form.get("schema"), dict):
-        fields = ("name", "description", "schema", "strict")
-        schema = {key: form[key] for key in fields if form.get(key) is not None}
+        keys = ("name", "description", "schema", "strict")
+        schema = {key: form[key] for key in keys if form.get(key) is not None}
         return {"type": "json_schema", "json_schema": {"name": "answer", **schema}}
-    raise RequestError(
-        "Invalid 'text.format': expected text, json_object, or json_schema with a schema.", param="text.format"
-    )
+    raise invalid("text.format", "expected text, json_object, or json_schema with a schema")
 
 
-def _template_kwargs(body: Json) -> Json:
-    effort = (take(body, "reasoning", dict) or {}).get("effort")
+def _template_kwargs(fields: ResponsesFields) -> Json:
+    effort = fields.reasoning.get("effort")
     if not isinstance(effort, str | None):
-        raise RequestError(
-            "Invalid type for 'reasoning.effort': expected a string.", param="reasoning.effort", code="invalid_type"
-        )
-    own = take(body, "chat_template_kwargs", dict) or {}
-    return {"enable_thinking": False, **own} if effort == "none" else own
+        raise invalid_type("reasoning.effort", "a string")
+    kwargs = fields.chat_template_kwargs
+    return {"enable_thinking": False, **kwargs} if effort == "none" else kwargs
 
 
-def _echo(body: Json) -> Json:
-    """The fields of the request that every response object repeats, with the API's defaults."""
-    store = take(body, "store", bool)
-    parallel = take(body, "parallel_tool_calls", bool)
-    text = dict(take(body, "text", dict) or {})
-    text["format"] = text.get("format") or {"type": "text"}
+def _echoed_fields(fields: ResponsesFields) -> Json:
+    """Return the request's fields that every response object repeats, with the API's defaults."""
     return {
         "background": False,
-        "instructions": body.get("instructions"),
-        "max_output_tokens": take(body, "max_output_tokens", int),
-        "max_tool_calls": take(body, "max_tool_calls", int),
-        "metadata": take(body, "metadata", dict) or {},
-        "model": body["model"],
-        "parallel_tool_calls": True if parallel is None else parallel,
-        "previous_response_id": take(body, "previous_response_id", str),
-        "prompt_cache_key": take(body, "prompt_cache_key", str),
-        "reasoning": {"effort": None, "summary": None, **(take(body, "reasoning", dict) or {})},
-        "safety_identifier": take(body, "safety_identifier", str),
-        "service_tier": take(body, "service_tier", str) or "default",
-        "store": True if store is None else store,
-        "temperature": take(body, "temperature", float),
-        "text": text,
-        "tool_choice": body.get("tool_choice") or "auto",
-        "top_logprobs": take(body, "top_logprobs", int) or 0,
-        "top_p": take(body, "top_p", float),
-        "truncation": take(body, "truncation", str) or "disabled",
-        "user": take(body, "user", str),
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "max_tool_calls": fields.max_tool_calls,
+        "metadata": fields.metadata,
+        "model": fields.model,
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": fields.previous_response_id,
+        "prompt_cache_key": fields.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None, **fields.reasoning},
+        "safety_identifier": fields.safety_identifier,
+        "service_tier": fields.service_tier or "default",
+        "store": fields.store,
+        "temperature": fields.temperature,
+        "text": {**fields.text, "format": fields.text.get("format") or {"type": "text"}},
+        "tool_choice": fields.tool_choice or "auto",
+        "top_logprobs": fields.top_logprobs,
+        "top_p": fields.top_p,
+        "truncation": fields.truncation or "disabled",
+        "user": fields.user,
     }

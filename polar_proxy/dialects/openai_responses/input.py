@@ -1,15 +1,15 @@
-"""From Responses input items to the canonical conversation.
+"""Input items of the Responses API as Polar's messages.
 
-What one answer said comes back as several items (reasoning, message, one per call); they become one assistant message
-again, as it was recorded. Items belong together when their ids say so, or else when nothing of another kind stands
-between them and they are in the order in which an answer speaks.
+An answer comes back as several items (reasoning, message, one for each call); they become one assistant message again,
+as it was recorded. Items belong together if their ids say so, or else if no item of another kind lies between them and
+they are in the order in which an answer is written.
 
-No item is dropped that holds something for the model to read. Ignored are web search calls (nobody here made them),
-lists of MCP tools, reasoning that another provider encrypted, and items of unknown type without content; references to
-items that the input holds anyway. All else that cannot be shown to the model is refused, naming `input[i]`.
+No item is dropped that holds something for the model to read. Ignored are: web search calls (no engine here made them),
+lists of MCP tools, reasoning that another provider encrypted, items of unknown type without content, and references to
+items that the input contains. Every other item that cannot be shown to the model is refused by its path `input[i]`.
 
-System and developer messages at the head become one system message, with `instructions` first: templates of open
-models know neither the developer role nor a second system message there. Later ones are system messages.
+System and developer messages at the beginning become one system message that starts with `instructions`, because chat
+templates of open models have no developer role and no second system message there. Later ones are system messages.
 """
 
 from __future__ import annotations
@@ -17,49 +17,52 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from polar_proxy.dialects.base import to_json
-from polar_proxy.dialects.openai_responses.custom_input import broken
+from polar_proxy.dialects.fields import invalid, invalid_type, invalid_value
+from polar_proxy.dialects.openai_responses.custom_input import is_broken_input
 from polar_proxy.dialects.openai_responses.items import answer_of_item, unseal
 from polar_proxy.dialects.openai_responses.tools import BUILT_IN_TOOLS, Toolbox, built_in_arguments
+from polar_proxy.dialects.wire import to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, Message, ToolCall
 
 _ROLES = {"user": "user", "system": "system", "developer": "system", "assistant": "assistant"}
-_TEXTS = {"text", "input_text", "output_text", "summary_text", "reasoning_text"}
-_HARMLESS = {"web_search_call", "mcp_list_tools", "additional_tools", "item_reference"}
-_CONTENT = ("content", "encrypted_content", "output", "outputs", "input", "text", "arguments", "result", "results",
-            "action", "actions", "operation", "code", "queries", "tools", "summary", "error")  # fmt: skip
-_BUILT_IN_CALLS = {known.item: name for name, known in BUILT_IN_TOOLS.items()}
+_TEXT_PARTS = {"text", "input_text", "output_text", "summary_text", "reasoning_text"}
+_IGNORED = {"web_search_call", "mcp_list_tools", "additional_tools", "item_reference"}
+_CONTENT_FIELDS = (
+    *("content", "encrypted_content", "output", "outputs", "input", "text", "arguments", "result", "results"),
+    *("action", "actions", "operation", "code", "queries", "tools", "summary", "error"),
+)
+_BUILT_IN_CALLS = {tool.item: name for name, tool in BUILT_IN_TOOLS.items()}
 
 
 def collect_tools(tools: Toolbox, items: list[Json]) -> None:
-    """Add the tools that stand inside the input."""
+    """Add the tools that are inside the input to `tools`."""
     for position, item in enumerate(items):
         if item.get("type") in ("additional_tools", "tool_search_output"):
-            where = f"input[{position}].tools"
+            path = f"input[{position}].tools"
             inner = item.get("tools")
             if not isinstance(inner, list | None):
-                raise RequestError(f"Invalid type for '{where}': expected an array.", param=where, code="invalid_type")
+                raise invalid_type(path, "an array")
             for number, tool in enumerate(inner or ()):
-                tools.add(tool, f"{where}[{number}]")
+                tools.add(tool, f"{path}[{number}]")
 
 
 def to_messages(items: list[Json], instructions: str | None, tools: Toolbox) -> tuple[Message, ...]:
-    """The conversation; `tools` must hold those of `collect_tools` already. Raises RequestError."""
+    """Return the conversation. `tools` must hold those of `collect_tools` already. Raises RequestError."""
     ids = {item["id"] for item in items if isinstance(item.get("id"), str) and not _is_reference(item)}
     reader = _ItemReader(tools, ids)
     for position, item in enumerate(items):
         reader.read(item, f"input[{position}]")
-    messages = [said.message() if isinstance(said, _AnswerDraft) else said for said in reader.said]
-    return tuple(_one_head(messages, instructions))
+    messages = [entry.message() if isinstance(entry, _AnswerDraft) else entry for entry in reader.entries]
+    return tuple(_with_one_system_message(messages, instructions))
 
 
 @dataclass(slots=True)
 class _AnswerDraft:
-    """An assistant message in the making."""
+    """An assistant message under construction."""
 
-    answer: str | None = None
-    """What the ids of its items have in common, if any has an id from here."""
+    answer_id: str | None = None
+    """The part that the ids of its items share, if one of them has an id from Polar."""
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -71,165 +74,161 @@ class _AnswerDraft:
 
 
 class _ItemReader:
+    """Reads items in order into messages. `ids` are those of all items of the input."""
+
     def __init__(self, tools: Toolbox, ids: set[str]) -> None:
         self._tools = tools
         self._ids = ids
-        self.said: list[Message | _AnswerDraft] = []
-        self._turn: _AnswerDraft | None = None
+        self.entries: list[Message | _AnswerDraft] = []
+        self._draft: _AnswerDraft | None = None
         self._answered = False
-        """Tool outputs stand behind the current turn."""
+        """Whether tool outputs follow the current draft."""
 
-    def read(self, item: Json, where: str) -> None:
+    def read(self, item: Json, path: str) -> None:
         kind = item.get("type")
         if kind is None and "role" in item:
             kind = "message"
         if kind == "message":
-            self._message(item, where)
+            self._message(item, path)
         elif kind == "reasoning":
-            self._reasoning(item, where)
+            self._reasoning(item, path)
         elif kind == "function_call":
-            name, arguments = _text(item, "name", where), item.get("arguments")
+            name, arguments = _string(item, "name", path), item.get("arguments")
             if not isinstance(arguments, str):
-                arguments = "" if arguments is None else to_json(arguments, f"{where}.arguments").decode()
-            self._call(item, self._offered(item, name, where), arguments)
+                arguments = "" if arguments is None else to_json(arguments, f"{path}.arguments").decode()
+            self._call(item, self._offered_name(item, name, path), arguments)
         elif kind == "custom_tool_call":
-            name, text = _text(item, "name", where), _text(item, "input", where)
-            raw = str(item.get("id")).startswith("ctcraw_") or broken(text)
-            arguments = text if raw else to_json({"input": text}, f"{where}.input").decode()
-            self._call(item, self._offered(item, name, where), arguments)
+            name, text = _string(item, "name", path), _string(item, "input", path)
+            raw = str(item.get("id")).startswith("ctcraw_") or is_broken_input(text)
+            arguments = text if raw else to_json({"input": text}, f"{path}.input").decode()
+            self._call(item, self._offered_name(item, name, path), arguments)
         elif isinstance(kind, str) and kind in _BUILT_IN_CALLS:
-            self._built_in(item, _BUILT_IN_CALLS[kind], where)
+            self._built_in_call(item, _BUILT_IN_CALLS[kind], path)
         elif kind == "tool_search_call":
             value = item.get("arguments")
-            arguments = value if isinstance(value, str) else to_json(value, f"{where}.arguments").decode()
+            arguments = value if isinstance(value, str) else to_json(value, f"{path}.arguments").decode()
             self._call(item, self._tools.offered_name(None, "tool_search"), arguments)
         elif kind in ("function_call_output", "custom_tool_call_output", "shell_call_output"):
-            self._output(item, item.get("output"), where)
+            self._output(item, item.get("output"), path)
         elif kind == "local_shell_call_output":
-            self._output({"call_id": item.get("id"), **item}, item.get("output"), where)
+            self._output({"call_id": item.get("id"), **item}, item.get("output"), path)
         elif kind == "apply_patch_call_output":
-            self._output(item, item.get("output") or item.get("status"), where)
+            self._output(item, item.get("output") or item.get("status"), path)
         elif kind == "tool_search_output":
-            self._output(item, {"tools": self._found(item, where)}, where)
+            self._output(item, {"tools": self._found_tools(item, path)}, path)
         else:
-            self._other(item, kind, where)
+            self._other(item, kind, path)
 
-    def _open(self, item: Json, fits: bool) -> _AnswerDraft:
-        """The turn that an item of an answer belongs to; `fits`: it may be the current one by its place."""
-        answer, turn = answer_of_item(item.get("id")), self._turn
-        if turn is not None and answer is not None and turn.answer is not None:
-            joins = answer == turn.answer
+    def _draft_of(self, item: Json, fits: bool) -> _AnswerDraft:
+        """Return the draft that an item of an answer belongs to. `fits`: by its place it may be the current one."""
+        answer_id, draft = answer_of_item(item.get("id")), self._draft
+        if draft is not None and answer_id is not None and draft.answer_id is not None:
+            joins = answer_id == draft.answer_id
         else:
-            joins = turn is not None and fits and not self._answered
-        if turn is None or not joins:
-            turn = self._turn = _AnswerDraft()
+            joins = draft is not None and fits and not self._answered
+        if draft is None or not joins:
+            draft = self._draft = _AnswerDraft()
             self._answered = False
-            self.said.append(turn)
-        turn.answer = turn.answer or answer
-        return turn
+            self.entries.append(draft)
+        draft.answer_id = draft.answer_id or answer_id
+        return draft
 
-    def _other_side(self, message: Message) -> None:
-        self.said.append(message)
+    def _text_fits(self) -> bool:
+        """Whether text or reasoning may continue the current draft: it has no text yet, or calls after its text."""
+        return self._draft is not None and (not self._draft.texts or bool(self._draft.calls))
+
+    def _append(self, message: Message) -> None:
+        """Append a message that is not the assistant's."""
+        self.entries.append(message)
         if message.role == "tool":
             self._answered = True
         else:
-            self._turn = None
+            self._draft = None
 
-    def _message(self, item: Json, where: str) -> None:
+    def _message(self, item: Json, path: str) -> None:
         role = item.get("role")
         if not isinstance(role, str) or role not in _ROLES:
-            raise RequestError(
-                f"Invalid value for '{where}.role': expected one of {', '.join(sorted(_ROLES))}.",
-                param=f"{where}.role",
-                code="invalid_value",
-            )
-        content = read_content(item.get("content"), f"{where}.content")
+            raise invalid_value(f"{path}.role", f"expected one of {', '.join(sorted(_ROLES))}")
+        content = read_content(item.get("content"), f"{path}.content")
         if role != "assistant":
-            self._other_side(Message(_ROLES[role], content))
+            self._append(Message(_ROLES[role], content))
             return
         if not isinstance(content, str):
             other = next((part["type"] for part in content if part["type"] != "text"), None)
             if other is not None:
-                raise RequestError(
-                    f"Invalid '{where}.content': an assistant message cannot hold a part of type {other!r}.",
-                    param=f"{where}.content",
-                )
+                raise invalid(f"{path}.content", f"an assistant message cannot hold a part of type {other!r}")
             content = "".join(part["text"] for part in content)
-        turn = self._turn
-        self._open(item, turn is not None and (not turn.texts or bool(turn.calls))).texts.append(content)
+        self._draft_of(item, self._text_fits()).texts.append(content)
 
-    def _reasoning(self, item: Json, where: str) -> None:
+    def _reasoning(self, item: Json, path: str) -> None:
         text = unseal(item.get("encrypted_content"))
         for key in ("content", "summary"):
             if not text:
-                text = _joined(item.get(key), f"{where}.{key}")
+                text = _joined(item.get(key), f"{path}.{key}")
         if text:
-            turn = self._turn
-            self._open(item, turn is not None and (not turn.texts or bool(turn.calls))).reasoning.append(text)
+            self._draft_of(item, self._text_fits()).reasoning.append(text)
 
-    def _offered(self, item: Json, name: str, where: str) -> str:
+    def _offered_name(self, item: Json, name: str, path: str) -> str:
         namespace = item.get("namespace")
         if not isinstance(namespace, str | None):
-            param = f"{where}.namespace"
-            raise RequestError(f"Invalid type for '{param}': expected a string.", param=param, code="invalid_type")
+            raise invalid_type(f"{path}.namespace", "a string")
         return self._tools.offered_name(namespace, name)
 
     def _call(self, item: Json, name: str, arguments: str) -> None:
-        self._open(item, True).calls.append(ToolCall(_call_id(item), name, arguments))
+        self._draft_of(item, True).calls.append(ToolCall(_call_id(item), name, arguments))
 
-    def _built_in(self, item: Json, name: str, where: str) -> None:
-        param = f"{where}.{BUILT_IN_TOOLS[name].holder}"
+    def _built_in_call(self, item: Json, name: str, path: str) -> None:
+        field_path = f"{path}.{BUILT_IN_TOOLS[name].holder}"
         holder = item.get(BUILT_IN_TOOLS[name].holder)
         if not isinstance(holder, dict):
-            raise RequestError(f"Invalid type for '{param}': expected an object.", param=param, code="invalid_type")
-        arguments = to_json(built_in_arguments(name, holder), param).decode()
+            raise invalid_type(field_path, "an object")
+        arguments = to_json(built_in_arguments(name, holder), field_path).decode()
         self._call(item, self._tools.offered_name(None, name), arguments)
 
-    def _output(self, item: Json, output: Any, where: str) -> None:
-        param = f"{where}.output"
-        shown = isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output)
-        if output is None or isinstance(output, str) or shown:
-            content = read_content(output, param)
+    def _output(self, item: Json, output: Any, path: str) -> None:
+        is_parts = isinstance(output, list) and all(isinstance(part, dict) and "type" in part for part in output)
+        content: str | list[Json]
+        if output is None or isinstance(output, str) or is_parts:
+            content = read_content(output, f"{path}.output")
         else:
-            content = to_json(output, param).decode()
-        self._other_side(Message("tool", content, tool_call_id=_call_id(item)))
+            content = to_json(output, f"{path}.output").decode()
+        self._append(Message("tool", content, tool_call_id=_call_id(item)))
 
-    def _found(self, item: Json, where: str) -> list[Json]:
-        """The tools that a search found, as a short list; their definitions are offered, see `collect_tools`."""
-        out: list[Json] = []
+    def _found_tools(self, item: Json, path: str) -> list[Json]:
+        """Return the tools that a search found as a short list. `collect_tools` offers their definitions."""
+        found: list[Json] = []
         for raw in item.get("tools") or ():
-            for name in self._tools.add(raw, f"{where}.tools"):
-                offered = self._tools.tools[name].offered
-                out.append({key: offered[key] for key in ("name", "description") if key in offered})
-        return out
+            for name in self._tools.add(raw, f"{path}.tools"):
+                function = self._tools.tools[name].function
+                found.append({key: function[key] for key in ("name", "description") if key in function})
+        return found
 
-    def _other(self, item: Json, kind: Any, where: str) -> None:
+    def _other(self, item: Json, kind: Any, path: str) -> None:
         if not isinstance(kind, str | None):
-            param = f"{where}.type"
-            raise RequestError(f"Invalid type for '{param}': expected a string.", param=param, code="invalid_type")
+            raise invalid_type(f"{path}.type", "a string")
         if _is_reference(item):
             if item["id"] not in self._ids:
                 raise RequestError(
-                    f"Item {item['id']!r:.80} not found: '{where}' refers to an item that is not in the input. "
+                    f"Item {item['id']!r:.80} not found: '{path}' refers to an item that is not in the input. "
                     "Send the item itself, or continue with 'previous_response_id'.",
-                    param=where,
+                    param=path,
                     code="item_not_found",
                 )
             return
-        if kind in _HARMLESS:
+        if kind in _IGNORED:
             return
         if kind in ("compaction", "compaction_summary", "context_compaction"):
             summary = unseal(item.get("encrypted_content"))
             if summary is not None:
-                self._other_side(Message("user", summary))
+                self._append(Message("user", summary))
                 return
-        held = next((key for key in _CONTENT if item.get(key) not in (None, "", [], {})), None)
-        if held is not None or kind is None or kind == "compaction_trigger":
+        has_content = any(item.get(key) not in (None, "", [], {}) for key in _CONTENT_FIELDS)
+        if has_content or kind is None or kind == "compaction_trigger":
             what = "an item without a type" if kind is None else f"an item of type {kind!r:.80}"
             raise RequestError(
-                f"Unsupported '{where}': {what} cannot be shown to this model, and leaving it out would change the "
+                f"Unsupported '{path}': {what} cannot be shown to this model, and leaving it out would change the "
                 "conversation.",
-                param=where,
+                param=path,
                 code="unsupported_value",
             )
 
@@ -241,12 +240,10 @@ def _is_reference(item: Json) -> bool:
     )
 
 
-def _text(item: Json, key: str, where: str) -> str:
+def _string(item: Json, key: str, path: str) -> str:
     value = item.get(key)
     if not isinstance(value, str):
-        raise RequestError(
-            f"Invalid type for '{where}.{key}': expected a string.", param=f"{where}.{key}", code="invalid_type"
-        )
+        raise invalid_type(f"{path}.{key}", "a string")
     return value
 
 
@@ -255,52 +252,49 @@ def _call_id(item: Json) -> str:
     return call_id if isinstance(call_id, str) else ""
 
 
-def _joined(value: Any, where: str) -> str:
-    content = read_content(value, where)
+def _joined(value: Any, path: str) -> str:
+    content = read_content(value, path)
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def read_content(value: Any, where: str) -> str | list[Json]:
-    """Content as a string, or as OpenAI Chat content parts. Raises RequestError."""
+def read_content(value: Any, path: str) -> str | list[Json]:
+    """Return content as a string, or as content parts of Chat Completions. Raises RequestError."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list):
-        raise RequestError(
-            f"Invalid type for '{where}': expected a string or an array of content parts.",
-            param=where,
-            code="invalid_type",
-        )
-    parts = [_part(part, f"{where}[{number}]") for number, part in enumerate(value)]
+        raise invalid_type(path, "a string or an array of content parts")
+    parts = [_read_part(part, f"{path}[{number}]") for number, part in enumerate(value)]
     if not parts:
         return ""
     return parts[0]["text"] if len(parts) == 1 and parts[0]["type"] == "text" else parts
 
 
-def _part(part: Any, where: str) -> Json:
+def _read_part(part: Any, path: str) -> Json:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str):
-        raise RequestError(f"Invalid '{where}': expected a content part with a type.", param=where)
-    if kind in _TEXTS or kind == "refusal":
-        return {"type": "text", "text": _text(part, "refusal" if kind == "refusal" else "text", where)}
+        raise invalid(path, "expected a content part with a type")
+    if kind in _TEXT_PARTS or kind == "refusal":
+        return {"type": "text", "text": _string(part, "refusal" if kind == "refusal" else "text", path)}
     if kind in ("input_image", "computer_screenshot") and isinstance(part.get("image_url"), str):
         image: Json = {"url": part["image_url"]}
         if isinstance(part.get("detail"), str):
             image["detail"] = part["detail"]
         return {"type": "image_url", "image_url": image}
     if kind == "input_file" and (isinstance(part.get("file_data"), str) or isinstance(part.get("file_url"), str)):
-        fields = ("file_data", "file_url", "filename")
-        return {"type": "file", "file": {key: part[key] for key in fields if isinstance(part.get(key), str)}}
+        keys = ("file_data", "file_url", "filename")
+        return {"type": "file", "file": {key: part[key] for key in keys if isinstance(part.get(key), str)}}
     if kind in ("input_audio", "image_url", "file") and isinstance(part.get(kind), dict):
         return {"type": kind, kind: part[kind]}
     raise RequestError(
-        f"Unsupported '{where}': a content part of type {kind!r:.80} cannot be read here"
+        f"Unsupported '{path}': a content part of type {kind!r:.80} cannot be read here"
         + (" by the id of an uploaded file; send its data." if part.get("file_id") else "."),
-        param=where,
+        param=path,
         code="unsupported_value",
     )
 
 
-def _one_head(messages: list[Message], instructions: str | None) -> list[Message]:
+def _with_one_system_message(messages: list[Message], instructions: str | None) -> list[Message]:
+    """Join `instructions` and the system messages at the beginning into one message."""
     count = 0
     while count < len(messages) and messages[count].role == "system":
         count += 1
@@ -308,12 +302,16 @@ def _one_head(messages: list[Message], instructions: str | None) -> list[Message
     if len(head) < 2:
         return head + messages[count:]
     texts: list[str] = []
+    others: list[Json] = []
     for message in head:
         if isinstance(message.content, str):
             texts.append(message.content)
-        else:
-            texts += [part["text"] for part in message.content or () if part["type"] == "text"]
-    others = [part for m in head if isinstance(m.content, list) for part in m.content if part["type"] != "text"]
+            continue
+        for part in message.content or ():
+            if part["type"] == "text":
+                texts.append(part["text"])
+            else:
+                others.append(part)
     text = "\n\n".join(texts)
     content: str | list[Json] = [{"type": "text", "text": text}, *others] if others else text
     return [Message("system", content), *messages[count:]]

@@ -1,15 +1,15 @@
-"""Output items of the Responses dialect: their ids, and how an answer is written as items.
+"""Output items: their ids, and an answer written as items.
 
-Every id leads back to its call: `resp_<t>` and `msg_<t>_<n>`, `rs_<t>_<n>`, `fc_<t>_<n>`, ... belong to `call_<t>`, and
-n is the item's place in the answer. So a response can be found again by its id alone, and items that a client sends
-back are known to be of one answer.
+Every id leads back to its call: `resp_<t>` and `msg_<t>_<n>`, `rs_<t>_<n>`, `fc_<t>_<n>`, ... belong to `call_<t>`,
+where n is the item's position in the answer. So a response can be found by its id alone, and items that a client sends
+back are recognised as parts of one answer.
 
-A custom tool's call whose arguments were not of the form `{"input": text}` hands out the argument string as it was. If
-they do not even begin so, its id begins with `ctcraw`, so that it is read back as it was, too. A built-in tool's call
-whose arguments its item cannot hold is handed out as a `function_call` with the argument string.
+If the arguments of a custom tool's call are not of the form `{"input": text}`, the item holds the argument string
+itself. If they do not even begin that way, the item's id begins with `ctcraw`, so that the string is read back
+unchanged. A call of a built-in tool whose arguments do not fit its item is sent as a `function_call`.
 
-Reasoning goes out as a summary (an open model has nothing to hide) and, because many clients keep only that, as
-`encrypted_content` too: opaque, not secret. It comes back from either.
+Reasoning is sent as a summary (an open model has nothing to hide), and also as `encrypted_content`, because many
+clients keep only that: opaque, not secret. It is read back from either.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import re
 import zlib
 from typing import Any
 
-from polar_proxy.dialects.openai_responses.custom_input import begins, custom_input
+from polar_proxy.dialects.openai_responses.custom_input import begins_as_input, custom_input
 from polar_proxy.dialects.openai_responses.tools import Toolbox, built_in_item
-from polar_proxy.dialects.wire import inflate
+from polar_proxy.dialects.wire import decompress
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, ToolCall
 
 _RESPONSE_ID = re.compile(r"resp_([0-9A-Za-z]{1,64})")
 _ITEM_ID = re.compile(r"[a-z]+_([0-9A-Za-z]{1,64})_[0-9]+")
-_SEALED = "polar1."
-_MOST = 64 << 20
+_SEAL_PREFIX = "polar1."
+_MAX_BYTES = 64 << 20
 
 
 def response_id(call_id: str) -> str:
     return "resp_" + call_id.removeprefix("call_")
 
 
-def call_of_response(value: Any) -> str:
-    """The call behind a response id. Raises RequestError as the provider does for one that it does not know."""
+def call_id_of_response(value: Any) -> str:
+    """Return the call id in a response id. Raises the provider's RequestError for a string that is not one."""
     found = _RESPONSE_ID.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         raise RequestError(
@@ -47,27 +47,27 @@ def call_of_response(value: Any) -> str:
     return "call_" + found[1]
 
 
-def item_id(prefix: str, call_id: str, place: int) -> str:
-    return f"{prefix}_{call_id.removeprefix('call_')}_{place}"
+def item_id(prefix: str, call_id: str, position: int) -> str:
+    return f"{prefix}_{call_id.removeprefix('call_')}_{position}"
 
 
 def answer_of_item(value: Any) -> str | None:
-    """What the ids of all items of one answer have in common; None for an id that is not from here."""
+    """Return the part that the ids of all items of one answer share; None for an id that Polar did not make."""
     found = _ITEM_ID.fullmatch(value) if isinstance(value, str) else None
     return found[1] if found else None
 
 
 def seal(text: str) -> str:
-    return _SEALED + base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
+    return _SEAL_PREFIX + base64.urlsafe_b64encode(zlib.compress(text.encode())).decode()
 
 
 def unseal(value: Any) -> str | None:
-    """The text in a value that `seal` made; None for any other."""
-    if not isinstance(value, str) or not value.startswith(_SEALED):
+    """Return the text that `seal` encoded; None for any other value."""
+    if not isinstance(value, str) or not value.startswith(_SEAL_PREFIX):
         return None
     try:
-        return inflate(base64.urlsafe_b64decode(value[len(_SEALED) :]), _MOST).decode()
-    except ValueError:  # a broken copy
+        return decompress(base64.urlsafe_b64decode(value[len(_SEAL_PREFIX) :]), _MAX_BYTES).decode()
+    except ValueError:
         return None
 
 
@@ -95,14 +95,14 @@ def message_item(identity: str, text: str, status: str, logprobs: list[Json]) ->
     }
 
 
-def call_item(tools: Toolbox, call: ToolCall, call_id: str, place: int, status: str) -> Json:
-    """A tool call as the item of its kind of tool; a function call for a tool that nobody offered."""
+def call_item(tools: Toolbox, call: ToolCall, call_id: str, position: int, status: str) -> Json:
+    """Return a tool call as the item of its tool's kind; a function call for a tool that was not offered."""
     tool = tools.tools.get(call.name)
     kind = tool.kind if tool else "function"
     if tool is not None and kind == "custom":
         text = custom_input(call.arguments)
         item: Json = {
-            "id": item_id("ctc" if begins(call.arguments) else "ctcraw", call_id, place),
+            "id": item_id("ctc" if begins_as_input(call.arguments) else "ctcraw", call_id, position),
             "type": "custom_tool_call",
             "status": status,
             "call_id": call.id,
@@ -110,10 +110,10 @@ def call_item(tools: Toolbox, call: ToolCall, call_id: str, place: int, status: 
             "input": call.arguments if text is None else text,
         }
     elif kind != "function" and (built_in := built_in_item(kind, call.arguments)) is not None:
-        return {"id": item_id("bt", call_id, place), "call_id": call.id, "status": status, **built_in}
+        return {"id": item_id("bt", call_id, position), "call_id": call.id, "status": status, **built_in}
     else:
         item = {
-            "id": item_id("fc", call_id, place),
+            "id": item_id("fc", call_id, position),
             "type": "function_call",
             "status": status,
             "call_id": call.id,
@@ -126,10 +126,10 @@ def call_item(tools: Toolbox, call: ToolCall, call_id: str, place: int, status: 
 
 
 def answer_items(answer: Json, call_id: str) -> list[Json]:
-    """A recorded answer (an OpenAI assistant message) as input items.
+    """Return a recorded answer (an OpenAI assistant message) as input items.
 
-    Calls are written as function calls by their offered names: how a call reads to the model does not depend on the
-    kind of item that it went out as.
+    Calls become function calls with their offered names: the model reads a call the same, whatever kind of item the
+    client received.
     """
     items: list[Json] = []
     if answer.get("reasoning_content"):

@@ -1,35 +1,41 @@
-"""The response object: an answer in one piece, and what the events of a stream begin and end with.
+"""The response object: a whole answer, and the frame of the event stream.
 
-Log-probabilities of a message are those of the tokens found to spell it, or of all tokens of the answer where they
-cannot be told apart. Reasoning tokens are counted as 0: engines do not say which tokens were reasoning.
+The log-probabilities of a message are those of the tokens found to spell it, or of all tokens of the answer if its
+tokens cannot be told from the others. Reasoning tokens are counted as 0: engines do not say which tokens are reasoning.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polar_proxy.dialects.base import Answer, AnswerChoice
-from polar_proxy.dialects.openai_common import chat_logprobs
-from polar_proxy.dialects.openai_responses.items import call_item, item_id, message_item, reasoning_item, response_id
+from polar_proxy.dialects.answer import Answer, AnswerChoice
+from polar_proxy.dialects.openai_common import token_logprobs
+from polar_proxy.dialects.openai_responses.items import (
+    call_item,
+    item_id,
+    message_item,
+    reasoning_item,
+    response_id,
+)
 from polar_proxy.dialects.openai_responses.tools import Toolbox
-from polar_proxy.types import Json, TopLogprob
+from polar_proxy.types import Json
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseObject:
-    """What is the same in every object of one response."""
+    """The constant fields of every object of one response."""
 
     call_id: str
     created: int
     tools: Toolbox
     echo: Json
-    """The fields of the request that are repeated."""
+    """The request's fields that each object repeats."""
     logprobs: bool
     """Whether the client asked for log-probabilities."""
 
-    def of(
+    def with_status(
         self,
         status: str,
         output: list[Json],
@@ -50,9 +56,9 @@ class ResponseObject:
             **self.echo,
         }
 
-    def finished(self, answer: Answer, state: AnswerChoice, items: list[Json]) -> Json:
-        reason = _INCOMPLETE.get(state.finish_reason or "")
-        return self.of(
+    def finished(self, answer: Answer, choice: AnswerChoice, items: list[Json]) -> Json:
+        reason = _INCOMPLETE.get(choice.finish_reason or "")
+        return self.with_status(
             "incomplete" if reason else "completed",
             items,
             incomplete={"reason": reason} if reason else None,
@@ -65,35 +71,37 @@ class ResponseObject:
             },
         )
 
-    def items(self, state: AnswerChoice) -> list[Json]:
-        """The output of a whole answer: reasoning, message, calls; the last one incomplete if the answer was cut. An
-        answer of nothing is an empty message, so that its place in the history is not lost."""
-        ending = last_status(state)
-        text, reasoning, calls = "".join(state.text), "".join(state.reasoning), state.tool_calls
-        says = bool(text) or not (calls or reasoning)
+    def items(self, choice: AnswerChoice) -> list[Json]:
+        """Return the output of a whole answer: reasoning, message, calls. If it was cut, its last item is incomplete.
+
+        An empty answer is an empty message, so that its place in the history is kept.
+        """
+        last = last_status(choice)
+        text, reasoning, calls = "".join(choice.text), "".join(choice.reasoning), choice.tool_calls
+        has_message = bool(text) or not (calls or reasoning)
         out: list[Json] = []
         if reasoning:
-            status = "completed" if says or calls else ending
+            status = "completed" if has_message or calls else last
             out.append(reasoning_item(item_id("rs", self.call_id, 0), reasoning, status))
-        if says:
-            status = "completed" if calls else ending
+        if has_message:
+            status = "completed" if calls else last
             identity = item_id("msg", self.call_id, len(out))
-            out.append(message_item(identity, text, status, self.logprobs_of(state, text)))
+            out.append(message_item(identity, text, status, self.message_logprobs(choice, text)))
         for number, call in enumerate(calls, 1):
-            status = ending if number == len(calls) else "completed"
+            status = last if number == len(calls) else "completed"
             out.append(call_item(self.tools, call, self.call_id, len(out), status))
         return out
 
-    def logprobs_of(self, state: AnswerChoice, text: str) -> list[Json]:
-        """Those of a message; none when the client did not ask."""
+    def message_logprobs(self, choice: AnswerChoice, text: str) -> list[Json]:
+        """Return the log-probabilities of a message's text; an empty list if the client did not ask for them."""
         if not self.logprobs:
             return []
-        joined, reasoning = "".join(state.tokens), "".join(state.reasoning)
+        joined, reasoning = "".join(choice.tokens), "".join(choice.reasoning)
         start = joined.find(text, max(0, joined.find(reasoning)) + len(reasoning) if reasoning else 0)
         if start < 0 or not text:
-            return tokens(state.tokens, state.logprobs, state.top)
+            return token_logprobs(choice.tokens, choice.logprobs, choice.top)
         first = last = at = 0
-        for position, token in enumerate(state.tokens):
+        for position, token in enumerate(choice.tokens):
             if at <= start:
                 first = position
             at += len(token)
@@ -101,15 +109,9 @@ class ResponseObject:
             if at >= start + len(text):
                 break
         keep = slice(first, last + 1)
-        return tokens(state.tokens[keep], state.logprobs[keep], state.top[keep])
+        return token_logprobs(choice.tokens[keep], choice.logprobs[keep], choice.top[keep])
 
 
-def last_status(state: AnswerChoice) -> str:
-    """The status of an answer's last item."""
-    return "incomplete" if state.finish_reason in _INCOMPLETE else "completed"
-
-
-def tokens(said: list[str], logprobs: list[float], top: list[tuple[TopLogprob, ...]]) -> list[Json]:
-    """Tokens with their log-probabilities as this API shows them."""
-    content: list[Json] = chat_logprobs(said, logprobs, top)["content"]
-    return content
+def last_status(choice: AnswerChoice) -> str:
+    """Return the status of an answer's last item."""
+    return "incomplete" if choice.finish_reason in _INCOMPLETE else "completed"

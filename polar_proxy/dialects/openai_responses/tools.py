@@ -1,18 +1,18 @@
-"""The tools of a Responses body and the functions that an engine is told of instead.
+"""The tools of a Responses body, and the functions that the engine is offered for them.
 
-Engines know functions only. So a tool of another kind is offered as a function, and a call of that function goes back
-to the client as the item that its kind of tool calls for:
+Engines know only functions. A tool of another kind is offered as a function, and a call of that function goes back to
+the client as the item of the tool's kind:
 
-* `function`: as it is. One inside a `namespace` is offered as `namespace__name`, and its calls carry both names again.
-* `custom` (free text, such as apply_patch with a grammar): a function with one string parameter `input`. The grammar
-  is told in the description; it is not enforced.
+* `function`: unchanged. A function inside a `namespace` is offered as `namespace__name`; its calls carry both names.
+* `custom` (free text, such as apply_patch with a grammar): a function with one string parameter `input`. The
+  description contains the grammar; it is not enforced.
 * `tool_search` run by the client, `local_shell`, `shell`, `apply_patch`: a function with that tool's own arguments.
-* Tools that the provider itself runs (web search, file search, code interpreter, MCP, ...) and kinds unknown here are
-  tolerated and not offered: there is nobody to run them.
+* Tools that the provider itself runs (web search, file search, code interpreter, MCP, ...) and unknown kinds are
+  tolerated and not offered, because nothing here can run them.
 
-Tools stand in `tools`, in `additional_tools` items of the input, and in what a tool search found. All are offered;
-`defer_loading` is not waited for. An earlier tool keeps its offered name whatever comes later, so that a conversation
-that grows reads the same. Arguments that do not fit a kind's form are never changed: see `call_item`.
+Tools are in `tools`, in `additional_tools` items of the input, and in the results of a tool search. All are offered;
+`defer_loading` is ignored. A tool keeps its offered name when later tools arrive, so that a growing conversation reads
+the same. Arguments that do not fit a kind's form are never changed: see `call_item`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import orjson
 
+from polar_proxy.dialects.fields import invalid
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 
@@ -42,7 +43,7 @@ class BuiltInTool:
     parameters: Json
     item: str
     holder: str
-    fixed: Json = field(default_factory=dict)
+    constants: Json = field(default_factory=dict)
     """Fields of the holder that the model does not write."""
 
 
@@ -57,7 +58,7 @@ BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
         ),
         item="local_shell_call",
         holder="action",
-        fixed={"type": "exec", "env": {}},
+        constants={"type": "exec", "env": {}},
     ),
     "shell": BuiltInTool(
         "Run shell commands, one after the other, and get their output.",
@@ -87,89 +88,90 @@ BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
+    """A tool of the client and the function that stands for it."""
+
     kind: str
-    """`function`, `custom`, `tool_search`, or a name of `BUILT_IN_TOOLS`."""
+    """`function`, `custom`, `tool_search`, or a key of `BUILT_IN_TOOLS`."""
     name: str
-    """As the client calls it."""
+    """Its name in the client."""
     namespace: str | None
-    offered: Json
-    """The function that the engine is told of."""
+    function: Json
 
 
 @dataclass(slots=True)
 class Toolbox:
-    """All tools of a body by the name under which each is offered."""
+    """All tools of a body, by the name under which each is offered."""
 
     tools: dict[str, OfferedTool] = field(default_factory=dict)
     _names: dict[tuple[str | None, str], str] = field(default_factory=dict)
+    """(namespace, name) -> offered name."""
 
-    def add(self, raw: Any, where: str) -> list[str]:
-        """Take in one tool as the client wrote it; the names under which it is offered. Raises RequestError."""
+    def add(self, raw: Any, path: str) -> list[str]:
+        """Add one tool as the client wrote it. Return the names under which it is offered. Raises RequestError."""
         if isinstance(raw, dict) and raw.get("type") == "namespace":
-            namespace = _name(raw, where)
+            namespace = _name(raw, path)
             inner = raw.get("tools")
             if not isinstance(inner, list):
-                raise RequestError(f"Invalid '{where}.tools': expected an array of tools.", param=f"{where}.tools")
+                raise invalid(f"{path}.tools", "expected an array of tools")
             return [
                 name
                 for position, tool in enumerate(inner)
-                for name in self._add_one(tool, f"{where}.tools[{position}]", namespace)
+                for name in self._add_one(tool, f"{path}.tools[{position}]", namespace)
             ]
-        return self._add_one(raw, where, None)
+        return self._add_one(raw, path, None)
 
-    def _add_one(self, raw: Any, where: str, namespace: str | None) -> list[str]:
+    def _add_one(self, raw: Any, path: str, namespace: str | None) -> list[str]:
         kind = raw.get("type") if isinstance(raw, dict) else None
         if not isinstance(kind, str):
-            raise RequestError(f"Invalid '{where}': expected a tool with a type.", param=where)
+            raise invalid(path, "expected a tool with a type")
         if kind == "function":
             if isinstance(raw.get("function"), dict) and raw.get("name") is None:  # the form of Chat Completions
-                raw, where = raw["function"], f"{where}.function"
+                raw, path = raw["function"], f"{path}.function"
             parameters = raw.get("parameters")
             if not isinstance(parameters, dict | None):
-                param = f"{where}.parameters"
-                raise RequestError(f"Invalid '{param}': expected a JSON schema object.", param=param)
-            offered = _function(raw.get("description"), parameters or _object([]))
+                raise invalid(f"{path}.parameters", "expected a JSON schema object")
+            function = _function(raw.get("description"), parameters or _object([]))
             if raw.get("strict") is True:
-                offered["strict"] = True
-            return self._offer("function", _name(raw, where), namespace, offered)
+                function["strict"] = True
+            return self._offer("function", _name(raw, path), namespace, function)
         if kind == "custom":
-            return self._offer("custom", _name(raw, where), namespace, _custom(raw))
+            return self._offer("custom", _name(raw, path), namespace, _custom_function(raw))
         if kind == "tool_search":
             if raw.get("execution") != "client":
-                return []  # nothing is deferred here, so there is nothing to search for
+                return []  # all tools are offered, so there is nothing to search for
             parameters = raw.get("parameters")
             schema = parameters if isinstance(parameters, dict) else _object(["query"], query=_TEXT)
             description = raw.get("description") or "Search for more tools."
             return self._offer("tool_search", "tool_search", None, _function(description, schema))
-        known = BUILT_IN_TOOLS.get(kind)
-        if known is None:
+        built_in = BUILT_IN_TOOLS.get(kind)
+        if built_in is None:
             return []
-        return self._offer(kind, kind, None, _function(known.description, known.parameters))
+        return self._offer(kind, kind, None, _function(built_in.description, built_in.parameters))
 
-    def _offer(self, kind: str, name: str, namespace: str | None, offered: Json) -> list[str]:
-        flat = self._names.get((namespace, name))
-        if flat is None:
-            base = flat = flatten(namespace, name)
+    def _offer(self, kind: str, name: str, namespace: str | None, function: Json) -> list[str]:
+        offered = self._names.get((namespace, name))
+        if offered is None:
+            base = offered = _qualified(namespace, name)
             number = 2
-            while flat in self.tools:
-                flat, number = f"{base}_{number}", number + 1
-            self._names[namespace, name] = flat
-        self.tools[flat] = OfferedTool(kind, name, namespace, {"name": flat, **offered})
-        return [flat]
+            while offered in self.tools:
+                offered, number = f"{base}_{number}", number + 1
+            self._names[namespace, name] = offered
+        self.tools[offered] = OfferedTool(kind, name, namespace, {"name": offered, **function})
+        return [offered]
 
     def offered_name(self, namespace: str | None, name: str) -> str:
-        """The offered name of a tool in a call of the client's history; its tool need not be there any more."""
-        return self._names.get((namespace, name)) or flatten(namespace, name)
+        """Return the offered name of a tool in a call of the history. The tool itself may no longer be offered."""
+        return self._names.get((namespace, name)) or _qualified(namespace, name)
 
     def functions(self, names: Iterable[str] | None = None) -> tuple[Json, ...]:
-        """What the engine is told: all tools, or those of these offered names."""
+        """Return the functions for the engine: all, or those with these offered names."""
         chosen = self.tools if names is None else [name for name in self.tools if name in set(names)]
-        return tuple({"type": "function", "function": self.tools[name].offered} for name in chosen)
+        return tuple({"type": "function", "function": self.tools[name].function} for name in chosen)
 
     def choose(self, choice: Any) -> tuple[str | Json | None, tuple[Json, ...]]:
-        """The engine's (tool_choice, tools) for the body's `tool_choice`. Raises RequestError.
+        """Return the engine's (tool_choice, tools) for the body's `tool_choice`. Raises RequestError.
 
-        `allowed_tools` leaves the others out: only what is not offered is certain not to be called.
+        `allowed_tools` removes the others: only a tool that is not offered is certain not to be called.
         """
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             names = self._allowed(choice)
@@ -178,8 +180,8 @@ class Toolbox:
                 return ("auto" if names else None), self.functions(names)
             if mode == "required" and names:
                 return "required", self.functions(names)
-            raise RequestError("Invalid 'tool_choice': needs a mode (auto, required) and tools.", param="tool_choice")
-        if choice is None or (isinstance(choice, str) and choice in ("none", "auto")):
+            raise invalid("tool_choice", "needs a mode (auto, required) and tools")
+        if choice is None or choice in ("none", "auto"):
             return (choice if self.tools else None), self.functions()
         if choice == "required":
             if not self.tools:
@@ -188,10 +190,7 @@ class Toolbox:
         if isinstance(choice, dict):
             name = self._find(choice)
             if name is None:
-                raise RequestError(
-                    "Invalid 'tool_choice': this tool is not among the tools that can be called here.",
-                    param="tool_choice",
-                )
+                raise invalid("tool_choice", "this tool is not among the tools that can be called here")
             return {"type": "function", "function": {"name": name}}, self.functions()
         raise RequestError("Invalid value for 'tool_choice'.", param="tool_choice", code="invalid_value")
 
@@ -216,16 +215,16 @@ class Toolbox:
         return self._names.get((namespace, name))
 
 
-def flatten(namespace: str | None, name: str) -> str:
+def _qualified(namespace: str | None, name: str) -> str:
     if not namespace:
         return name
     return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
 
 
-def _name(raw: Json, where: str) -> str:
+def _name(raw: Json, path: str) -> str:
     name = raw.get("name")
     if not isinstance(name, str) or not name:
-        raise RequestError(f"Invalid '{where}': this tool needs a name.", param=where)
+        raise invalid(path, "this tool needs a name")
     return name
 
 
@@ -235,7 +234,7 @@ def _function(description: Any, parameters: Json) -> Json:
     return out
 
 
-def _custom(raw: Json) -> Json:
+def _custom_function(raw: Json) -> Json:
     description = raw.get("description")
     lines = [description] if isinstance(description, str) and description else []
     lines.append("Give the whole text as the string `input`.")
@@ -246,36 +245,36 @@ def _custom(raw: Json) -> Json:
 
 
 def built_in_item(kind: str, arguments: str) -> Json | None:
-    """Type and holder of a built-in tool's call item; None when the item could not say exactly these arguments."""
-    value = _loads(arguments)
+    """Return type and holder of a built-in tool's call item; None if the item cannot hold exactly these arguments."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return None
     if not isinstance(value, dict):
         return None
     if kind == "tool_search":
         return {"type": "tool_search_call", "execution": "client", "arguments": value}
-    known = BUILT_IN_TOOLS[kind]
-    holder = {**known.fixed, **value}
-    properties, required = known.parameters["properties"], known.parameters["required"]
-    if not all(_fits(value[key], properties[key]) if key in value else False for key in required):
+    tool = BUILT_IN_TOOLS[kind]
+    holder = {**tool.constants, **value}
+    properties, required = tool.parameters["properties"], tool.parameters["required"]
+    if not all(key in value and _matches(value[key], properties[key]) for key in required):
         return None
     if built_in_arguments(kind, holder) != value:
         return None
-    return {"type": known.item, known.holder: holder}
+    return {"type": tool.item, tool.holder: holder}
 
 
 def built_in_arguments(kind: str, holder: Json) -> Json:
-    """The model's arguments behind the holder of a built-in tool's call."""
-    fixed = BUILT_IN_TOOLS[kind].fixed
-    return {key: item for key, item in holder.items() if item is not None and (key not in fixed or item != fixed[key])}
+    """Return the model's arguments from the holder of a built-in tool's call."""
+    constants = BUILT_IN_TOOLS[kind].constants
+    return {
+        key: item
+        for key, item in holder.items()
+        if item is not None and (key not in constants or item != constants[key])
+    }
 
 
-def _fits(value: Any, schema: Json) -> bool:
+def _matches(value: Any, schema: Json) -> bool:
     if schema["type"] == "array":
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
     return isinstance(value, str) and value in schema.get("enum", (value,))
-
-
-def _loads(text: str) -> Any:
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return None

@@ -1,0 +1,99 @@
+"""Request fields as pydantic models, and the errors that name a wrong field.
+
+Promises: JSON null counts as absent; unknown fields are ignored; 1.0 is an integer, while true and "1" are not; an
+error names the first wrong field by its path in the body (`messages[0].role`) and says what was expected.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from polar_proxy.errors import RequestError
+
+_EXPECTED = {
+    "bool_type": "a boolean",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a number",
+    "string_type": "a string",
+    "list_type": "an array",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+}
+
+
+def _integral(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _all_strings(value: list[Any]) -> list[str]:
+    if not all(isinstance(item, str) for item in value):
+        raise PydanticCustomError("array_of_strings", "an array of strings")
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), le=2**63 - 1)]
+TopK = Annotated[int, BeforeValidator(_integral), Field(ge=-1, le=2**31 - 1)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Strings = Annotated[list[Any], AfterValidator(_all_strings)]
+"""An array of strings; an error names the array, not the item."""
+
+
+class RequestFields(BaseModel):
+    """Base of the models that validate fields of a body."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+
+    @classmethod
+    def read(cls, value: object, path: str = "") -> Self:
+        """Validate `value`, which is at `path` in the body. Raises RequestError."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise _first_error(error, path) from None
+
+
+def _first_error(error: ValidationError, parent: str) -> RequestError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in first["loc"])
+    path = (parent + "".join(steps)).removeprefix(".")
+    kind, bounds = first["type"], first.get("ctx", {})
+    if kind == "missing":
+        return missing(path)
+    if kind == "greater_than_equal":
+        return invalid_value(path, f"it must be at least {bounds['ge']:g}")
+    if kind == "less_than_equal":
+        return invalid_value(path, f"it must be at most {bounds['le']:g}")
+    return invalid_type(path, _EXPECTED.get(kind) or first["msg"])
+
+
+def invalid_type(path: str, expected: str) -> RequestError:
+    return RequestError(f"Invalid type for '{path}': expected {expected}.", param=path, code="invalid_type")
+
+
+def invalid_value(path: str, problem: str) -> RequestError:
+    return RequestError(f"Invalid value for '{path}': {problem}.", param=path, code="invalid_value")
+
+
+def invalid(path: str, problem: str, code: str | None = None) -> RequestError:
+    return RequestError(f"Invalid '{path}': {problem}.", param=path, code=code)
+
+
+def missing(path: str) -> RequestError:
+    return RequestError(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
+
+
+def unsupported(path: str, advice: str = "") -> RequestError:
+    text = f"'{path}' is not supported here{': ' + advice if advice else ''}."
+    return RequestError(text, param=path, code="unsupported_parameter")
