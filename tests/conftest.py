@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -25,6 +26,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """A shell's job in the background ignores Ctrl-C, and so would every program that a test starts and interrupts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name each missing optional part once, with what installs it, instead of once for each skipped test."""
+    reasons: Counter[str] = Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reasons[reason.removeprefix("Skipped: ")] += 1
+    if reasons:
+        terminalreporter.section("skipped, because something is not installed here")
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} test{'s' if count > 1 else ''}: {reason}")
 
 
 @pytest.fixture
