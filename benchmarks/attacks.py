@@ -29,7 +29,7 @@ from benchmarks._stacks.deployed import chosen, containers_of, python_inside  # 
 from benchmarks._stacks.kill_targets import EngineProcess, ServiceProcess, descendants  # noqa: E402
 from benchmarks._stacks.reconcile import left_behind, processes_of  # noqa: E402
 from benchmarks._stacks.stacks import StackError  # noqa: E402
-from polar_proxy.rollouts import JobSpec, RolloutSpec, cancel, rollout_ids, submit  # noqa: E402
+from polar_proxy.rollouts import JobSpec, cancel, rollout_ids, submit  # noqa: E402
 from polar_proxy.store import RolloutRow, Store, open_store  # noqa: E402
 from polar_proxy.tasks import Task, get_source  # noqa: E402
 from sandboxes.base import SandboxKind  # noqa: E402
@@ -146,8 +146,8 @@ class Attack:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(self.known | {"tests": [*task.fail_to_pass, *task.pass_to_pass]} | (more or {})))
         harness = f"shell:{python_inside()} {{mount:{AGENT}}} {manner} {{mount:{file}}}"
-        submission = JobSpec([task], RolloutSpec(harness, self.kind, timeout=240.0))
-        job, _ = await submit(self.store, submission)
+        spec = JobSpec(harness=harness, sandbox=self.kind, timeout=240.0)
+        job, _ = await submit(self.store, [task], spec)
         (rollout_id,) = await rollout_ids(self.store, job.job_id)
         return job.job_id, rollout_id
 

@@ -32,7 +32,7 @@ from benchmarks._stacks.ray_kill_targets import Cluster  # noqa: E402
 from benchmarks._stacks.reconcile import Reconciliation, left_behind, reconcile  # noqa: E402
 from benchmarks._stacks.stacks import StackError  # noqa: E402
 from polar_proxy.errors import StoreError  # noqa: E402
-from polar_proxy.rollouts import JobSpec, RolloutSpec, rollout_ids, submit  # noqa: E402
+from polar_proxy.rollouts import JobSpec, rollout_ids, submit  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
 from polar_proxy.store.jobs import JobRow  # noqa: E402
 from polar_proxy.tasks import get_source  # noqa: E402
@@ -127,9 +127,9 @@ class Chaos:
         file = self.folder / "task.jsonl"
         file.write_text(json.dumps(row) + "\n")
         agent = f"shell:{sys.executable} -S {{mount:{AGENT}}} --witness {self.witness} --turns {self.given.turns}"
-        recipe = RolloutSpec(agent, "process", timeout=200.0)
-        submission = JobSpec([get_source(str(file)).task(0)], recipe, self.given.samples)
-        job, _ = await patient(lambda: submit(self.store, submission))
+        spec = JobSpec(harness=agent, sandbox="process", timeout=200.0, samples=self.given.samples)
+        tasks = [get_source(str(file)).task(0)]
+        job, _ = await patient(lambda: submit(self.store, tasks, spec))
         self.rollout_ids += await patient(lambda: rollout_ids(self.store, job.job_id))
         return job.job_id
 

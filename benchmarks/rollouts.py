@@ -25,7 +25,7 @@ from benchmarks._stacks.reconcile import left_behind
 from benchmarks._stacks.stacks import StackError
 from polar_proxy.config import EngineSettings, Settings
 from polar_proxy.engines.factory import make_engine
-from polar_proxy.rollouts import JobSpec, RolloutSpec, ServiceLimits
+from polar_proxy.rollouts import JobSpec, ServiceLimits
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.tasks import get_source
 from sandboxes.base import SandboxKind
@@ -40,13 +40,13 @@ async def one_kind(
     limits = ServiceLimits.of(given.concurrency)
     source = get_source("swe-task")
     tasks = [source.task(seed) for seed in range(given.groups)]
-    recipe = RolloutSpec(given.harness, kind, timeout=given.timeout)
+    spec = JobSpec(harness=given.harness, sandbox=kind, timeout=given.timeout, samples=given.samples)
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(make_engine(settings))
         harnesses = Settings().harness_cache  # where agents are installed already
         running, store = await stack.enter_async_context(service(folder, engine, limits, harnesses))
         began = time.time()
-        rows = await finished(running, store, JobSpec(tasks, recipe, given.samples))
+        rows = await finished(running, store, tasks, spec)
         seconds = time.time() - began
         pool = running.pool.count
         return {

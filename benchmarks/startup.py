@@ -31,7 +31,7 @@ from benchmarks._stacks.deployed import (
 from benchmarks._stacks.reconcile import left_behind
 from polar_proxy.config import EngineSettings, Settings
 from polar_proxy.engines.factory import make_engine
-from polar_proxy.rollouts import JobSpec, RolloutSpec, ServiceLimits
+from polar_proxy.rollouts import JobSpec, ServiceLimits
 from polar_proxy.rollouts.worker import WorkerLimits
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.tasks import get_source
@@ -71,9 +71,8 @@ async def one(kind: SandboxKind, pool: bool, folder: Path, given: argparse.Names
         make_engine(EngineSettings(kind="scripted")) as engine,
         service(folder, engine, limits, Settings().harness_cache) as (running, store),
     ):
-        rows = await finished(
-            running, store, JobSpec([task], RolloutSpec(harness, kind, timeout=120.0), given.repeat + 1)
-        )
+        spec = JobSpec(harness=harness, sandbox=kind, timeout=120.0, samples=given.repeat + 1)
+        rows = await finished(running, store, [task], spec)
         # The queue is worked off in no order that a sibling's number would tell.
         measured = [await times_of(store, row) for row in sorted(rows, key=lambda row: row.started_at or 0.0)]
         counts = running.pool.count

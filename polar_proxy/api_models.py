@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from polar_proxy.rollout_spec import JobSpec
+
 API_PREFIX = "/api/v1"
 """Where the routes begin."""
 
@@ -43,40 +45,22 @@ class ApiResponseModel(BaseModel):
 # Requests
 
 
-class JobRequest(ApiRequestModel):
-    """`samples` rollouts of each task. What is None is as the server's own settings say (`polar.toml`, [run])."""
+class JobRequest(JobSpec):
+    """Queue rollouts of some tasks. A field that is not given, or null, is as in the server's settings, [run]."""
 
     task: str | None = None
-    """A family, or a file or folder on the server's machine, or module:Class, as for `polar run`."""
+    """A task family, a file or folder on the server's machine, or module:Class, as for `polar run`."""
     task_specs: list[dict[str, Any]] | None = None
-    """Tasks in the request itself, each as it would stand in a line of a task file."""
+    """The tasks themselves, each as in a line of a task file."""
     seed: int | None = Field(None, ge=0)
-    """This one instance of `task`; of a file: by its position."""
+    """Only this instance of `task`; of a file: the task at this position."""
     instances: int | None = Field(None, ge=1)
-    """The first so many. None: one of a family, all of a file, a folder or `task_specs`."""
-    samples: int | None = Field(None, ge=1, le=4096)
-    wanted: int | None = Field(None, ge=1)
-    """How many of the samples decide a group, with `group_policy`. None: all."""
-    group_policy: str = "wait_for_all"
-    """When a group needs no more: the name of a policy (docs/rollouts.md)."""
-    surplus: Literal["cancel", "keep"] = "cancel"
-    """What becomes of a group's rollouts that are under way when it is decided."""
-    harness: str | None = None
-    sandbox: Literal["auto", "docker", "bubblewrap", "process"] | None = None
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
-    timeout: PositiveSeconds | None = None
-    """Seconds that the agent may take."""
-    max_tokens: int | None = Field(None, ge=1)
-    train_timed_out: bool = False
-    offered: bool = False
-    """Finished groups go to the trainer feed."""
-    max_staleness: int | None = Field(None, ge=0)
-    """Of offered groups, in policy versions: one that falls further behind is given up, begun or not."""
-    priority: int = Field(0, ge=-(2**31), lt=2**31)
-    """Higher goes first."""
-    label: str | None = None
-    callback_url: str | None = None
-    """Told of each group that finishes and of the job's end, by signed POSTs."""
+    """The first N tasks. Default: one of a family, all of a file, a folder or `task_specs`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _one_source(self) -> JobRequest:

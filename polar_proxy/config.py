@@ -18,6 +18,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from polar_proxy.rollout_spec import JobSpec, RolloutSpec
+
 PromptModeSetting = Annotated[
     Literal["continue", "render"], BeforeValidator(lambda value: "render" if value == "observe" else value)
 ]
@@ -70,21 +72,22 @@ class EngineSettings(_Section):
     """For vllm and hosted. Best given as POLAR_ENGINE__API_KEY; it is never written anywhere."""
 
 
-class RunSettings(_Section):
-    harness: str = "mini-swe-agent"
-    sandbox: Literal["auto", "docker", "bubblewrap", "process"] = "auto"
+class RunSettings(RolloutSpec):
+    """How rollouts are made where nothing else is said, and how many of them at a time."""
+
     concurrency: int = Field(2, ge=1)
+    """Rollouts at a time."""
     samples: int = Field(1, ge=1)
-    temperature: float = Field(1.0, ge=0)
-    timeout: float = Field(600.0, gt=0)
-    """Seconds the agent may run; preparing and scoring have their own limits."""
-    max_tokens: int = Field(2048, ge=1)
-    """Limit of one answer where the agent asks for none."""
+    """Rollouts of each task."""
     backlog: int | None = Field(None, ge=1)
-    """`polar serve --work` begins nothing new while so many finished groups wait for a trainer; None: no bound."""
+    """Start no new rollouts while this many finished groups wait for a trainer. Default: no limit."""
     bake: bool = False
     """Docker sandboxes: agents are made part of the image, once for each (`polar harness bake`), and not mounted from
     this machine's disk: for a Docker engine that does not see it."""
+
+    def job_spec(self, **given: Any) -> JobSpec:
+        """Return a job with these settings, in which `given` replaces what it names."""
+        return JobSpec(**{**self.model_dump(include=set(JobSpec.model_fields)), **given})
 
 
 class ApiSettings(_Section):

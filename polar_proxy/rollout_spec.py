@@ -1,50 +1,91 @@
-"""What the rollouts of a job are made with, and how the store keeps it: in `rollouts.config`."""
+"""The options of a rollout and of a job, each defined once.
+
+`RolloutSpec` says how one rollout is made, `JobSpec` adds how many there are and what becomes of their groups. Every
+other place that names an option is derived from these two models:
+
+* command line: `polar_proxy.cli.options` makes one option for each field;
+* settings: the section ``[run]`` has the fields of `RolloutSpec`;
+* HTTP API: `JobRequest` has the fields of `JobSpec`;
+* database: `rollouts.config` is a `RolloutSpec` as JSON, `jobs.spec` a `JobSpec`;
+* worker: an attempt reads the `RolloutSpec` of its claim.
+
+To add an option, add a field here and use it where it matters. A field's docstring is its help text everywhere.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Literal, Self
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from polar_proxy.config import RunSettings
 from polar_proxy.errors import UsageError
 from polar_proxy.types import Json
 
+SandboxChoice = Literal["auto", "docker", "bubblewrap", "process"]
 
-@dataclass(frozen=True, slots=True)
-class RolloutSpec:
-    """How a rollout is made, its task aside."""
 
-    harness: str
-    """NAME[@VERSION], module:Class, or shell:COMMAND."""
-    sandbox: Literal["auto", "docker", "bubblewrap", "process"] = "auto"
-    temperature: float = 1.0
-    timeout: float = 600.0
-    """Seconds the agent may run; waiting, preparing and scoring are not counted."""
-    max_tokens: int = 2048
-    """Limit of one answer."""
+class RolloutSpec(BaseModel):
+    """How one rollout is made; its task is given separately."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    harness: str = "mini-swe-agent"
+    """The agent: NAME[@VERSION], module:Class, or shell:COMMAND."""
+    sandbox: SandboxChoice = "auto"
+    """Kind of sandbox; auto takes the strongest that works here."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds that the agent may run; preparing, waiting and scoring have their own limits."""
+    max_tokens: int = Field(2048, ge=1)
+    """Most tokens of one answer."""
     train_timed_out: bool = False
-    """Train on rollouts that ran out of time, too. A task may say so itself: `train_timed_out` in its metadata."""
+    """Also train on rollouts that ran out of time."""
 
     @classmethod
-    def of(cls, run: RunSettings) -> Self:
-        return cls(run.harness, run.sandbox, run.temperature, run.timeout, run.max_tokens)
-
-    def to_json(self) -> Json:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: Json) -> Self:
-        """What `to_json` wrote. Raises UsageError for what this version cannot read."""
+    def read(cls, value: Json) -> Self:
+        """Read a stored specification. Raises UsageError for one that this version cannot read."""
         try:
-            return TypeAdapter(cls).validate_python(value)
+            return cls.model_validate(value)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise UsageError(f"Bad rollout configuration {where}: {first['msg']}.") from None
+            field = ".".join(str(part) for part in first["loc"])
+            raise UsageError(f"The stored rollout options cannot be read: {field}: {first['msg']}.") from None
 
-    def policy(self) -> dict[str, float | int]:
-        """The sampling policy of its session: from the whole distribution, so that the recorded log-probabilities are
-        those of the samples."""
+    def rollout(self) -> RolloutSpec:
+        """Return the options of a single rollout, without those that a subclass adds."""
+        return RolloutSpec(**{name: getattr(self, name) for name in RolloutSpec.model_fields})
+
+    def sampling_policy(self) -> dict[str, float | int]:
+        """Return the sampling parameters that the gateway enforces in the rollout's session.
+
+        Sampling is from the complete distribution, so that the recorded log-probabilities are those of the policy."""
         return {"temperature": self.temperature, "top_p": 1.0, "top_k": 0, "max_tokens": self.max_tokens}
+
+
+class JobSpec(RolloutSpec):
+    """Rollouts of some tasks: `samples` of each, which form a group."""
+
+    samples: int = Field(1, ge=1, le=4096)
+    """Rollouts that are started of each task (a group)."""
+    group_size: int | None = Field(None, ge=1)
+    """How many of the samples complete a group, with group_policy. Default: all."""
+    group_policy: str = "wait_for_all"
+    """When a group is complete: wait_for_all, first_n, first_n_with_spread, no_spread_left or token_budget=N."""
+    overflow: Literal["cancel", "keep"] = "cancel"
+    """What happens to the rollouts that still run when their group is complete: cancel them, or keep them for a later
+    group of the same task."""
+    for_training: bool = False
+    """Deliver finished groups to the trainer feed."""
+    max_staleness: int | None = Field(None, ge=0)
+    """With for_training: drop groups that are more than this many policy versions old."""
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    """Jobs of higher priority run first."""
+    label: str | None = None
+    """A name to find the job by."""
+    callback_url: str | None = None
+    """Receives a signed POST for each finished group and for the end of the job."""
+
+    def identity(self) -> Json:
+        """Return the fields that must be equal when an idempotency key is used again."""
+        return self.model_dump(mode="json", exclude={"priority", "label", "callback_url"})

@@ -15,6 +15,7 @@ from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway, rollout_ids
 from polar_proxy.store import RolloutRow, Store, open_store
+from polar_proxy.tasks import Task
 from sandboxes import available
 from sandboxes.base import SandboxKind
 
@@ -71,9 +72,9 @@ async def service(
         yield running, store
 
 
-async def finished(running: RolloutService, store: Store, submission: JobSpec) -> Sequence[RolloutRow]:
-    """Submit, wait for the end; the rollouts."""
-    job, _ = await running.submit(submission)
+async def finished(running: RolloutService, store: Store, tasks: Sequence[Task], spec: JobSpec) -> Sequence[RolloutRow]:
+    """Run a job to its end and return its rollouts."""
+    job, _ = await running.submit(tasks, spec)
     await running.until_done(job.job_id)
     return await store.rollouts.find(rollout_ids=await rollout_ids(store, job.job_id))
 

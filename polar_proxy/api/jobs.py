@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, replace
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from fastapi import Header, Query, Response
@@ -16,8 +16,10 @@ from polar_proxy.api import serializers
 from polar_proxy.api.context import ApiContext, Routers, not_found
 from polar_proxy.client.errors import ApiError
 from polar_proxy.errors import UsageError
-from polar_proxy.rollouts import JobSpec, RolloutSpec, cancel, submit
+from polar_proxy.rollout_spec import JobSpec
+from polar_proxy.rollouts import cancel, check_job, submit
 from polar_proxy.store.jobs import JobRow, JobStatus
+from polar_proxy.tasks import Task
 from polar_proxy.tasks.chosen import load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
@@ -34,9 +36,12 @@ def add(rooms: Routers, api: ApiContext) -> None:
         idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
     ) -> m.SubmittedJob:
         """Queue rollouts. 200 instead of 201: the idempotency key is known, and this is the job that it made."""
-        submission, refused = await asyncio.to_thread(_submission, api, body, idempotency_key)
-        made = api.service.submit(submission) if api.service is not None else submit(store, submission)
-        row, new = await made
+        tasks, refused = await asyncio.to_thread(_load_tasks, body)
+        spec = _job_spec(api, body)
+        if api.service is not None:
+            row, new = await api.service.submit(tasks, spec, idempotency_key=idempotency_key)
+        else:
+            row, new = await submit(store, tasks, spec, idempotency_key=idempotency_key)
         response.status_code = 201 if new else 200
         return serializers.submitted(row, new, refused)
 
@@ -154,43 +159,30 @@ async def _pause(api: ApiContext, before: JobRow, body: m.PauseRequest) -> None:
     await store.jobs.set_status(job_id, "paused", paused_until=ends)
 
 
-def _submission(api: ApiContext, body: m.JobRequest, key: str | None) -> tuple[JobSpec, list[Json]]:
-    """Reads files: in a thread. Raises UsageError, and ApiError where no task is left."""
+def _load_tasks(body: m.JobRequest) -> tuple[list[Task], list[Json]]:
+    """Return the tasks, and those that cannot be used. Reads files, so call it in a thread.
+
+    Raises UsageError, and ApiError if no task is left."""
     if body.task_specs is not None:
-        tasks, refusals = tasks_from_rows("task_specs", body.task_specs, body.instances)
-        refused = list(refusals)
+        tasks, found = tasks_from_rows("task_specs", body.task_specs, body.instances)
+        refused = [asdict(task) for task in found]
     else:
-        tasks, found = load_tasks(str(body.task), body.seed, body.instances)
-        refused = list(found or ())
-    told = [asdict(refusal) for refusal in refused]
+        tasks, in_file = load_tasks(str(body.task), body.seed, body.instances)
+        refused = [asdict(task) for task in in_file or ()]
     if not tasks:
-        message = f"There is no task that can be run ({len(told)} refused)."
-        raise ApiError(message, status=400, code="bad_request", detail=told)
-    if body.callback_url is not None:
-        _check_url(body.callback_url)
-    run = api.settings.run
-    given: dict[str, Any] = {
-        name: value
-        for name in ("harness", "sandbox", "temperature", "timeout", "max_tokens")
-        if (value := getattr(body, name)) is not None
-    }
-    recipe = replace(RolloutSpec.of(run), train_timed_out=body.train_timed_out, **given)
-    submission = JobSpec(
-        tasks,
-        recipe,
-        run.samples if body.samples is None else body.samples,
-        wanted=body.wanted,
-        group_policy=body.group_policy,
-        surplus=body.surplus,
-        offered=body.offered,
-        priority=body.priority,
-        label=body.label,
-        idempotency_key=key,
-        max_staleness=body.max_staleness,
-        callback_url=body.callback_url,
-    )
-    submission.check()
-    return submission, told
+        message = f"There is no task that can be run ({len(refused)} refused)."
+        raise ApiError(message, status=400, code="bad_request", detail=refused)
+    return tasks, refused
+
+
+def _job_spec(api: ApiContext, body: m.JobRequest) -> JobSpec:
+    """Return the job as requested, on top of the server's settings. Raises UsageError."""
+    given = body.model_dump(include=body.model_fields_set & JobSpec.model_fields.keys())
+    spec = api.settings.run.job_spec(**given)
+    check_job(spec)
+    if spec.callback_url is not None:
+        _check_url(spec.callback_url)
+    return spec
 
 
 def _check_url(url: str) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from polar_proxy.cli import common
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
-from polar_proxy.rollout_spec import RolloutSpec
+from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.tasks import TaskList, TaskSource, get_source
 from polar_proxy.types import new_id
 
@@ -73,42 +72,33 @@ class ServiceRollouts:
         store: Store,
         source: TaskSource,
         config: GrpoConfig,
-        recipe: RolloutSpec,
+        spec: JobSpec,
         run_id: str,
     ) -> None:
         self._service, self._store, self._source, self._config = service, store, source, config
-        self._recipe, self._run_id = recipe, run_id
+        self._spec, self._run_id = spec, run_id
         self._instances = TaskSampler(source, config)
 
     async def start(self, round_number: int) -> None:
-        from polar_proxy.rollouts.service import JobSpec
-
         tasks = [self._source.task(seed) for seed in self._instances.of_round(round_number)]
         key = f"{self._run_id}/round-{round_number}"
-        await self._service.submit(
-            JobSpec(
-                tasks,
-                self._recipe,
-                self._config.samples,
-                offered=True,
-                label=self._run_id,
-                idempotency_key=key,
-                max_staleness=self._config.staleness_bound,
-            )
-        )
+        options = {
+            "samples": self._config.samples,
+            "for_training": True,
+            "max_staleness": self._config.staleness_bound,
+        }
+        await self._service.submit(tasks, self._spec.model_copy(update=options), idempotency_key=key)
 
     async def under_way(self) -> int:
         return (await self._store.feed.depth()).get("open", 0)
 
     async def evaluate(self, step: int) -> list[float | None]:
-        from polar_proxy.rollouts.service import JobSpec, rollout_ids
+        from polar_proxy.rollouts.service import rollout_ids
 
         tasks = [self._source.task(seed) for seed in self._instances.held_out]
         key = f"{self._run_id}/eval-{step}"
-        samples = self._config.eval_samples
-        job, _ = await self._service.submit(
-            JobSpec(tasks, self._recipe, samples, priority=10, label=self._run_id, idempotency_key=key)
-        )
+        spec = self._spec.model_copy(update={"samples": self._config.eval_samples, "priority": 10})
+        job, _ = await self._service.submit(tasks, spec, idempotency_key=key)
         await self._service.until_done(job.job_id)
         rows = await self._store.rollouts.find(rollout_ids=await rollout_ids(self._store, job.job_id))
         return [row.reward for row in rows]
@@ -117,8 +107,8 @@ class ServiceRollouts:
 async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Callable[[str], None]) -> TrainerState:
     """Begin the run in the folder `run`, or take it up. `note` gets lines for people."""
     from polar_proxy.engines.factory import make_engine
+    from polar_proxy.rollouts import RolloutService, ServiceLimits, local_gateway
     from polar_proxy.rollouts.recovery import recover
-    from polar_proxy.rollouts.service import RolloutService, ServiceLimits, local_gateway
     from polar_proxy.training.grpo import GrpoTrainer
     from polar_proxy.training.published import StoreSink
     from polar_proxy.training.reading import StoreGroupReader
@@ -128,11 +118,11 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
     weights = weights_folder(settings, config)
     choice = choose(settings.run.sandbox)
     note(f"sandbox: {choice.reason}")
-    recipe = replace(
-        RolloutSpec.of(settings.run),
+    spec = settings.run.job_spec(
         sandbox=choice.kind,
         temperature=config.temperature,
         train_timed_out=config.train_timed_out,
+        label=run_id(run),
     )
     limits = ServiceLimits.of(settings.run.concurrency, settings.admission, bake=settings.run.bake)
     async with load_learner(weights, config) as learner, common.writer(settings) as store:
@@ -144,7 +134,7 @@ async def train_grpo(settings: Settings, config: GrpoConfig, run: Path, note: Ca
             cache = settings.harness_cache
             async with RolloutService(store, gateway, engine, cache, limits=limits, note=note) as service:
                 own_id = run_id(run)
-                rollouts = ServiceRollouts(service, store, source, config, recipe, own_id)
+                rollouts = ServiceRollouts(service, store, source, config, spec, own_id)
                 return await GrpoTrainer(
                     run,
                     config,

@@ -48,7 +48,7 @@ class SubmittedRollouts:
 
     async def start(self, round_number: int) -> None:
         for place, seed in enumerate(self._instances.of_round(round_number)):
-            await self._submit(seed, self._config.samples, f"round-{round_number}/{place}", offered=True)
+            await self._submit(seed, self._config.samples, f"round-{round_number}/{place}", for_training=True)
 
     async def under_way(self) -> int:
         try:
@@ -67,24 +67,19 @@ class SubmittedRollouts:
         return [rollout.reward for rollout in rollouts]
 
     async def _submit(
-        self, seed: int, samples: int, part: str, *, offered: bool = False, priority: int = 0
+        self, seed: int, samples: int, part: str, *, for_training: bool = False, priority: int = 0
     ) -> SubmittedJob:
-        run, config = self._settings.run, self._config
-        request = JobRequest(
-            task=config.task,
-            seed=seed,
+        config = self._config
+        spec = self._settings.run.job_spec(
             samples=samples,
-            harness=run.harness,
-            sandbox=run.sandbox,
             temperature=config.temperature,
-            timeout=run.timeout,
-            max_tokens=run.max_tokens,
             train_timed_out=config.train_timed_out,
-            offered=offered,
-            max_staleness=config.staleness_bound if offered else None,
+            for_training=for_training,
+            max_staleness=config.staleness_bound if for_training else None,
             priority=priority,
             label=self._run,
         )
+        request = JobRequest(task=config.task, seed=seed, **spec.model_dump())
         return await self._client.submit(request, idempotency_key=f"{self._run}/{part}")
 
 

@@ -14,7 +14,9 @@ from rich.table import Table
 from polar_proxy.cli import common, connect
 from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.cli.connect import UrlOption
+from polar_proxy.cli.options import model_options
 from polar_proxy.errors import UsageError
+from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.store.jobs import JobStatus
 from polar_proxy.types import Json
 
@@ -24,42 +26,16 @@ if TYPE_CHECKING:
 JobArgument = Annotated[str, typer.Argument(help="A job's id, as `polar submit` prints it.")]
 
 
+@model_options(JobSpec)
 def submit(
     task: Annotated[str, typer.Argument(help="As for `polar run`. A file is read where the server runs.")],
+    *,
     seed: Annotated[int | None, typer.Option(min=0, help="Run this one instance; of a file: by its position.")] = None,
     instances: Annotated[
         int | None, typer.Option(min=1, help="Run the first N. Default: one of a family, all of a file or folder.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Rollouts that are started of each instance.")] = None,
-    wanted: Annotated[
-        int | None, typer.Option(min=1, help="How many of them decide a group, with --decided-by. Default: all.")
-    ] = None,
-    group_policy: Annotated[
-        str, typer.Option(help="When a group needs no more: wait_for_all, first_n, no_spread_left, ...")
-    ] = "wait_for_all",
-    surplus: Annotated[
-        str | None, typer.Option(help="What becomes of the others under way then: cancel, or keep for a later group.")
-    ] = None,
-    harness: Annotated[
-        str | None, typer.Option(help="The agent: NAME[@VERSION], module:Class, or shell:COMMAND.")
-    ] = None,
-    sandbox: Annotated[str | None, typer.Option(help="auto, docker, bubblewrap or process.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds the agent may take.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Limit of one answer.")] = None,
-    train_timed_out: Annotated[
-        bool, typer.Option("--train-timed-out", help="Rollouts out of time are trained on, too.")
-    ] = False,
-    offered: Annotated[bool, typer.Option("--offered", help="Finished groups go to the trainer feed.")] = False,
-    max_staleness: Annotated[
-        int | None, typer.Option(min=0, help="With --offered: policy versions behind which a group is given up.")
-    ] = None,
-    priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
-    label: Annotated[str | None, typer.Option(help="A name to find it by.")] = None,
-    callback_url: Annotated[
-        str | None, typer.Option(help="Told of finished groups and of the job's end, by signed POSTs.")
-    ] = None,
-    key: Annotated[str | None, typer.Option(help="Idempotency key: said twice, there is one job.")] = None,
+    options: Json,
+    key: Annotated[str | None, typer.Option(help="Idempotency key: one key makes one job.")] = None,
     url: UrlOption = None,
     db: DbOption = None,
     as_json: JsonOption = False,
@@ -68,20 +44,10 @@ def submit(
     from polar_proxy.api_models import JobRequest, RefusedTask
     from polar_proxy.client import BadRequestError
 
-    given: Json = {"seed": seed, "instances": instances, "samples": samples, "wanted": wanted, "harness": harness}
-    given |= {"sandbox": sandbox, "temperature": temperature, "timeout": timeout, "label": label}
-    given |= {"max_tokens": max_tokens, "max_staleness": max_staleness, "callback_url": callback_url}
-    given |= {"surplus": surplus}
+    chosen = {"seed": seed, "instances": instances}
+    given = {name: value for name, value in chosen.items() if value is not None}
     settings = connect.load_settings(url, db)
-    request = _request(
-        JobRequest,
-        task=_absolute(task, settings.url),
-        group_policy=group_policy,
-        train_timed_out=train_timed_out,
-        offered=offered,
-        priority=priority,
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    request = _request(JobRequest, task=_absolute(task, settings.url), **given, **options)
     try:
         job = connect.call(settings, lambda client: client.submit(request, idempotency_key=key), create=True)
     except BadRequestError as error:

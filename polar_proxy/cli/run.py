@@ -12,14 +12,17 @@ from rich.table import Table
 from polar_proxy.cli import common
 from polar_proxy.cli.common import DbOption, JsonOption, PastReasoningOption, PromptModeOption
 from polar_proxy.cli.live import RolloutProgressView
+from polar_proxy.cli.options import model_options
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
+from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.store import RolloutRow, display_url
 from polar_proxy.tasks import Task
 from polar_proxy.tasks.chosen import load_tasks
 from polar_proxy.types import Json
 
 
+@model_options(RolloutSpec, parameter="rollout_options")
 def run(
     task: Annotated[
         str,
@@ -28,21 +31,17 @@ def run(
             "or a folder of those, module:Class or module:function."
         ),
     ],
+    *,
     seed: Annotated[int | None, typer.Option(min=0, help="Run this one instance; of a file: by its position.")] = None,
     instances: Annotated[
         int | None, typer.Option(min=1, help="Run the first N. Default: one of a family, all of a file or folder.")
     ] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Rollouts of each instance (a group).")] = None,
+    rollout_options: Json,
+    samples: Annotated[int | None, typer.Option(min=1, help="Rollouts of each task (a group).")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")] = None,
-    harness: Annotated[
-        str | None, typer.Option(help="The agent: NAME[@VERSION], module:Class, or shell:COMMAND.")
-    ] = None,
-    sandbox: Annotated[str | None, typer.Option(help="auto, docker, bubblewrap or process.")] = None,
     engine: Annotated[str | None, typer.Option(help="local, vllm, hosted, or module:Class.")] = None,
     engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm, hosted).")] = None,
     model: Annotated[str | None, typer.Option(help="local: a folder; vllm, hosted: the served name.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds the agent may take.")] = None,
     prompt_mode: PromptModeOption = None,
     past_reasoning: PastReasoningOption = None,
     db: DbOption = None,
@@ -56,14 +55,7 @@ def run(
         db,
         engine={"kind": engine, "url": engine_url, "model": model},
         gateway={"prompt_mode": prompt_mode, "past_reasoning": past_reasoning},
-        run={
-            "samples": samples,
-            "concurrency": concurrency,
-            "harness": harness,
-            "sandbox": sandbox,
-            "temperature": temperature,
-            "timeout": timeout,
-        },
+        run={"samples": samples, "concurrency": concurrency, **rollout_options},
     )
     tasks, refused = load_requested_tasks(task, seed, instances)
     rows = common.run_async(_run(settings, tasks, quiet=as_json))
@@ -91,7 +83,7 @@ def load_requested_tasks(task: str, seed: int | None, instances: int | None) -> 
 async def _run(settings: Settings, tasks: list[Task], *, quiet: bool) -> list[RolloutRow]:
     # Loaded here: torch and the rest take seconds, which `polar --help` should not.
     from polar_proxy.engines.factory import make_engine
-    from polar_proxy.rollouts import JobSpec, RolloutSpec, local_gateway, recover, run_job
+    from polar_proxy.rollouts import local_gateway, recover, run_job
 
     view = RolloutProgressView(common.err, interactive=not quiet)
     async with common.writer(settings) as store:
@@ -103,8 +95,9 @@ async def _run(settings: Settings, tasks: list[Task], *, quiet: bool) -> list[Ro
             async with local_gateway(settings, engine, store) as gateway:
                 gateway.observe(view.call)
                 with view.shown():
-                    submission = JobSpec(tasks, RolloutSpec.of(settings.run), settings.run.samples)
-                    ids = await run_job(submission, settings, engine, store, gateway, view, view.note)
+                    ids = await run_job(
+                        tasks, settings.run.job_spec(), settings, engine, store, gateway, view, view.note
+                    )
         rows = []
         for rollout_id in ids:
             row = await store.rollouts.get(rollout_id)

@@ -1,15 +1,14 @@
 """Rollouts: stages, scheduling, recovery."""
 
-from polar_proxy.rollout_spec import RolloutSpec
+from polar_proxy.rollout_spec import JobSpec, RolloutSpec
 from polar_proxy.rollouts.attempt import AttemptRunner, ProgressReporter
-from polar_proxy.rollouts.local_job import run_job
+from polar_proxy.rollouts.local_job import local_gateway, run_job
 from polar_proxy.rollouts.recovery import recover
 from polar_proxy.rollouts.service import (
-    JobSpec,
     RolloutService,
     ServiceLimits,
     cancel,
-    local_gateway,
+    check_job,
     rollout_ids,
     submit,
 )
@@ -24,6 +23,7 @@ __all__ = [
     "ServiceLimits",
     "build_traces",
     "cancel",
+    "check_job",
     "local_gateway",
     "recover",
     "rollout_ids",

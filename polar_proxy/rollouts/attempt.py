@@ -192,7 +192,7 @@ class AttemptRunner:
         self, one: RunningAttempt, task: Task, key: str, stack: contextlib.AsyncExitStack
     ) -> PreparedAttempt:
         """Nothing that happens before the agent begins is its fault."""
-        recipe = RolloutSpec.from_json(one.held.config)
+        recipe = RolloutSpec.read(one.held.config)
         with infrastructure_errors("harness"):
             harness = await self._harnesses.get(recipe.harness)
         with infrastructure_errors("sandbox"):
@@ -347,9 +347,13 @@ class AttemptRunner:
     # Parts
 
     async def _open_session(self, one: RunningAttempt, key: str) -> None:
-        recipe = RolloutSpec.from_json(one.held.config)
+        recipe = RolloutSpec.read(one.held.config)
         session = await self._store.sessions.create(
-            key_hash=hash_key(key), label=None, rollout_id=one.rollout_id, policy=recipe.policy(), origin="rollout"
+            key_hash=hash_key(key),
+            label=None,
+            rollout_id=one.rollout_id,
+            policy=recipe.sampling_policy(),
+            origin="rollout",
         )
         one.session_id = session.session_id
         self._listener.session(one.rollout_id, session.session_id)

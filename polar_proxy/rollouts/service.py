@@ -10,24 +10,24 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from polar_proxy.config import AdmissionSettings, Settings
+from polar_proxy.config import AdmissionSettings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import Gateway
-from polar_proxy.rollout_spec import RolloutSpec
+from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts.admission import MemoryAdmission
 from polar_proxy.rollouts.attempt import AttemptRunner, ProgressReporter, RemoteScorer
 from polar_proxy.rollouts.engine_monitor import EngineMonitor
 from polar_proxy.rollouts.harnesses import HarnessInstaller, harness_label
 from polar_proxy.rollouts.pool import SandboxOpener, SandboxPool
 from polar_proxy.rollouts.prebuilt import PrebuiltImageCache
-from polar_proxy.rollouts.stopping import OverflowPolicy, get_group_policy
+from polar_proxy.rollouts.stopping import get_group_policy
 from polar_proxy.rollouts.worker import Worker, WorkerLimits
 from polar_proxy.store import Store
 from polar_proxy.store.groups import KEEP
@@ -48,93 +48,60 @@ class SilentReporter:
     def output(self, rollout_id: str, data: bytes) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class JobSpec:
-    """What is asked for: `samples` rollouts of each task."""
-
-    tasks: Sequence[Task]
-    recipe: RolloutSpec
-    samples: int = 1
-    wanted: int | None = None
-    """How many of a group's rollouts decide it; None: all."""
-    group_policy: str = "wait_for_all"
-    """When a group needs no more: the name of a policy of `decided`."""
-    offered: bool = False
-    """Finished groups go to the trainer feed."""
-    priority: int = 0
-    label: str | None = None
-    idempotency_key: str | None = None
-    max_staleness: int | None = None
-    """In policy versions: an offered group that falls further behind is given up (see `store.feed`)."""
-    callback_url: str | None = None
-    """Told of each group that ends, and of the job's end."""
-    surplus: OverflowPolicy = "cancel"
-    """What becomes of a group's rollouts that are under way when it is decided."""
-
-    def check(self) -> None:
-        """Raises UsageError."""
-        wanted = self.samples if self.wanted is None else self.wanted
-        if not 1 <= wanted <= self.samples:
-            raise UsageError(f"Of {self.samples} samples {wanted} cannot decide a group.")
-        get_group_policy(self.group_policy)
-
-    def to_json(self) -> Json:
-        return {
-            "tasks": [task.task_id for task in self.tasks],
-            "recipe": self.recipe.to_json(),
-            "samples": self.samples,
-            "wanted": self.wanted,
-            "group_policy": self.group_policy,
-            **({} if self.surplus == "cancel" else {"surplus": self.surplus}),
-            "offered": self.offered,
-            **({} if self.max_staleness is None else {"max_staleness": self.max_staleness}),
-        }
+def check_job(spec: JobSpec) -> None:
+    """Raise UsageError for a job whose groups could never be complete."""
+    if spec.group_size is not None and spec.group_size > spec.samples:
+        raise UsageError(f"A group of {spec.group_size} rollouts needs at least as many samples, not {spec.samples}.")
+    get_group_policy(spec.group_policy)
 
 
 async def submit(
     store: Store,
-    submission: JobSpec,
+    tasks: Sequence[Task],
+    spec: JobSpec,
     info: EngineInfo | None = None,
     *,
+    idempotency_key: str | None = None,
     owned: bool = False,
     harness: str | None = None,
     policy_version: str | None = None,
 ) -> tuple[JobRow, bool]:
-    """Queue a job, and whether it is new (see `Store.submit_job`). Whoever works on it need not run yet; `info`: the
-    engine that will, `harness`: name and version of the agent, `policy_version`: the one that is loaded, where they are
-    known. Raises UsageError."""
-    submission.check()
-    keep = submission.surplus == "keep"
+    """Queue a job; return it, and whether it is new (see `Store.submit_job`). The worker may start later.
+
+    What is known already of its worker may be given: `info` about the engine, `harness` as name and version of the
+    agent, the loaded `policy_version`. Raises UsageError."""
+    check_job(spec)
+    keep = spec.overflow == "keep"
     if keep and owned:
-        raise UsageError("What a run of this process's own does not need it cannot keep: nobody would go on with it.")
+        raise UsageError("`polar run` cannot keep overflowing rollouts: nothing would continue them after it ends.")
     if harness is None:
-        harness = await asyncio.to_thread(harness_label, submission.recipe.harness)
-    for task in submission.tasks:
+        harness = await asyncio.to_thread(harness_label, spec.harness)
+    for task in tasks:
         await store.tasks.put(task.task_id, task.family, task.seed, task.instruction, task_to_json(task))
-    config = submission.recipe.to_json()
+    config = spec.rollout().model_dump(mode="json")
     engine, model = ("", "") if info is None else (f"{info.engine} {info.version}", info.model)
     groups = [
         NewGroup(
             task.task_id,
-            submission.wanted or submission.samples,
-            {"group_policy": submission.group_policy, **(KEEP if keep else {})},
-            (NewRollout(harness, submission.recipe.sandbox, engine, model, task.seed, config),) * submission.samples,
-            submission.offered,
-            submission.max_staleness,
+            spec.group_size or spec.samples,
+            {"group_policy": spec.group_policy, **(KEEP if keep else {})},
+            (NewRollout(harness, spec.sandbox, engine, model, task.seed, config),) * spec.samples,
+            spec.for_training,
+            spec.max_staleness,
         )
-        for task in submission.tasks
+        for task in tasks
     ]
     job, is_new = await store.jobs.submit(
-        submission.to_json(),
+        {"tasks": [task.task_id for task in tasks], **spec.identity()},
         groups,
-        idempotency_key=submission.idempotency_key,
-        priority=submission.priority,
-        label=submission.label,
+        idempotency_key=idempotency_key,
+        priority=spec.priority,
+        label=spec.label,
         owned=owned,
-        callback_url=submission.callback_url,
+        callback_url=spec.callback_url,
     )
     for group in await store.groups.of_job(job.job_id) if keep and is_new else []:
-        bound = 1 if submission.max_staleness is None else submission.max_staleness
+        bound = 1 if spec.max_staleness is None else spec.max_staleness
         await store.groups.carry_over(group.group_id, policy_version=policy_version, max_staleness=bound)
         await store.groups.settle(group.group_id)
     return job, is_new
@@ -258,10 +225,14 @@ class RolloutService:
             "baked": None if self._baked is None else asdict(self._baked.count),
         }
 
-    async def submit(self, submission: JobSpec) -> tuple[JobRow, bool]:
-        """Queue a job, and whether it is new."""
-        version = await self._engine.weight_version() if submission.surplus == "keep" else None
-        job = await submit(self._store, submission, self._engine.info, policy_version=version)
+    async def submit(
+        self, tasks: Sequence[Task], spec: JobSpec, *, idempotency_key: str | None = None
+    ) -> tuple[JobRow, bool]:
+        """Queue a job; return it, and whether it is new."""
+        version = await self._engine.weight_version() if spec.overflow == "keep" else None
+        job = await submit(
+            self._store, tasks, spec, self._engine.info, idempotency_key=idempotency_key, policy_version=version
+        )
         self.scheduler.wake()
         return job
 
@@ -340,14 +311,6 @@ class RolloutService:
             with contextlib.suppress(TimeoutError):  # another process may have ended the last group
                 async with asyncio.timeout(1.0):
                     await self._settled.wait()
-
-
-@contextlib.asynccontextmanager
-async def local_gateway(settings: Settings, engine: Engine, store: Store) -> AsyncIterator[Gateway]:
-    """A gateway of our own on a free loopback port, closed to all keys but the rollouts'."""
-    own = settings.gateway.model_copy(update={"host": "127.0.0.1", "port": 0, "require_known_keys": True})
-    async with Gateway(engine, store, own) as gateway:
-        yield gateway
 
 
 async def rollout_ids(store: Store, job_id: str, statuses: Collection[str] | None = None) -> list[str]:

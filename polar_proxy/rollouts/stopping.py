@@ -8,14 +8,10 @@ given up, or None. It is asked whenever one of them has ended. What becomes of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import FINAL_STATUSES
-
-OverflowPolicy = Literal["cancel", "keep"]
-"""What becomes of those under way when their group is decided: ended; or they go on, and count for the next group of
-the same task (APRIL, arXiv:2509.18521; `store.surplus`)."""
 
 
 class RolloutProgress(Protocol):

@@ -38,7 +38,7 @@ def words(events: list[Event]) -> list[str]:
 
 async def test_a_job_from_its_start_to_its_end(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
-        job = await running.post("/jobs", job_request(offered=True), status=201)
+        job = await running.post("/jobs", job_request(for_training=True), status=201)
         async with asyncio.timeout(150):
             events = [event async for event in listen(running.trainer, {"job": job["job_id"]})]
         assert words(events) == [

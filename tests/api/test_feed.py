@@ -93,7 +93,7 @@ async def test_waiting_for_a_group(serve_api: ServeApi) -> None:
         assert (await lease(running, wait=0.5))["leases"] == []
         assert time.monotonic() - began >= 0.5
         waiting = asyncio.create_task(lease(running, wait=200))
-        job = await running.post("/jobs", job_request(offered=True), status=201)
+        job = await running.post("/jobs", job_request(for_training=True), status=201)
         offer = await asyncio.wait_for(waiting, 250)
         (group,) = (await running.get(f"/jobs/{job['job_id']}"))["group_list"]
         assert [one["group_id"] for one in offer["leases"]] == [group["group_id"]]

@@ -30,7 +30,7 @@ async def until_calls(running: RunningServer, count: int) -> None:
 
 async def test_a_job_from_submission_to_its_rows(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
-        asked = job_request(samples=2, offered=True, label="try", priority=2)
+        asked = job_request(samples=2, for_training=True, label="try", priority=2)
         job = await running.post("/jobs", asked, status=201, **{"idempotency-key": "k"})
         assert (job["status"], job["groups"], job["new"], job["refused"]) == ("open", 1, True, [])
         ended = await until_ended(running, job["job_id"])
@@ -107,7 +107,7 @@ async def test_bad_tasks_are_refused_by_name_and_the_good_ones_run(serve_api: Se
         ({"task": None}, 422, "give either task or task_specs"),
         ({"instances": 2}, 422, "not both"),
         ({"sampels": 2}, 422, "sampels"),
-        ({"samples": 2, "wanted": 3}, 400, "cannot decide a group"),
+        ({"samples": 2, "group_size": 3}, 400, "needs at least as many samples"),
         ({"group_policy": "luck"}, 400, "luck"),
         ({"harness": "no-such"}, 400, "no-such"),
         ({"temperature": -1}, 422, "temperature"),
@@ -160,8 +160,8 @@ async def test_cancelled_while_the_agent_runs(serve_api: ServeApi, what: str, mo
 
 async def test_cancelled_before_it_began(serve_api: ServeApi) -> None:
     async with serve_api() as running:
-        given = {"samples": 3, "wanted": 2, "group_policy": "first_n", "surplus": "keep", "max_staleness": 4}
-        job = await running.post("/jobs", job_request(offered=True, **given), status=201)
+        given = {"samples": 3, "group_size": 2, "group_policy": "first_n", "overflow": "keep", "max_staleness": 4}
+        job = await running.post("/jobs", job_request(for_training=True, **given), status=201)
         row = await running.store.jobs.get(job["job_id"])
         assert row is not None
         assert row.spec.items() >= given.items()

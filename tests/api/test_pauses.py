@@ -89,7 +89,7 @@ async def test_drained_and_taken_up_again(serve_api: ServeApi) -> None:
 
 async def test_how_the_server_stands(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
-        job = await running.post("/jobs", job_request(offered=True), status=201)
+        job = await running.post("/jobs", job_request(for_training=True), status=201)
         await until_ended(running, job["job_id"])
         state = await running.get("/service")
         assert state["engine"]["healthy"] is True

@@ -20,8 +20,8 @@ def polar(*arguments: str) -> Any:
 
 
 def test_a_job_that_nobody_works_on(polar_home: Path) -> None:
-    asked = ("submit", "swe-task", "--seed", "3", "--samples", "3", "--wanted", "2", "--decided-by", "first_n")
-    asked = (*asked, "--offered", "--key", "k", "--label", "try", "--priority", "2")
+    asked = ("submit", "swe-task", "--seed", "3", "--samples", "3", "--group-size", "2", "--group-policy", "first_n")
+    asked = (*asked, "--for-training", "--key", "k", "--label", "try", "--priority", "2")
     job = polar(*asked)
     assert (job["status"], job["rollouts"], job["priority"], job["new"]) == ("open", {"queued": 3}, 2, True)
     again = polar(*asked)
@@ -48,9 +48,8 @@ def test_a_job_that_nobody_works_on(polar_home: Path) -> None:
 def test_what_cannot_be(polar_home: Path) -> None:
     polar("submit", "swe-task")
     for arguments, words in (
-        (("submit", "swe-task", "--samples", "2", "--wanted", "3"), "cannot decide a group"),
-        (("submit", "swe-task", "--decided-by", "luck"), "no policy 'luck'"),
-        (("submit", "swe-task", "--surplus", "sell"), "surplus: "),
+        (("submit", "swe-task", "--samples", "2", "--group-size", "3"), "needs at least as many samples"),
+        (("submit", "swe-task", "--group-policy", "luck"), "no policy 'luck'"),
         (("submit", "swe-task", "--seed", "1", "--instances", "2"), "not both"),
         (("submit", "swe-task", "--harness", "no-such"), "no-such"),
         (("cancel", "roll_none"), "no job, group or rollout"),
@@ -59,6 +58,8 @@ def test_what_cannot_be(polar_home: Path) -> None:
     ):
         with pytest.raises(UsageError, match=words):
             polar(*arguments)
+    refused = CliRunner().invoke(app, ["submit", "swe-task", "--overflow", "sell"])
+    assert (refused.exit_code, "'cancel', 'keep'" in " ".join(refused.output.replace("│", " ").split())) == (2, True)
 
 
 def test_all_servers_of_a_database(polar_home: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from polar_proxy.gateway import hash_key, new_key
 from polar_proxy.gateway.server import is_loopback
-from polar_proxy.rollouts import JobSpec, RolloutSpec, submit
+from polar_proxy.rollouts import JobSpec, submit
 from polar_proxy.sessions.registry import SessionRegistry, apply_policy
 from polar_proxy.store import SessionRow, Store
 from polar_proxy.tasks import get_source
@@ -80,7 +80,7 @@ async def test_the_id_of_a_rollouts_session_opens_nothing(serve: Serve, store: S
     async with serve(ScriptedEngine()) as gateway:
         own = (await ask(gateway.url, "/s/mine/v1")).headers["x-polar-session-id"]
         assert (await ask(gateway.url, f"/s/{own}/v1")).headers["x-polar-session-id"] == own
-        await submit(store, JobSpec([get_source("swe-task").task(1)], RolloutSpec("shell:true")))
+        await submit(store, [get_source("swe-task").task(1)], JobSpec(harness="shell:true"))
         (held,) = await store.queue.claim("me", 1, 60)
         theirs = await store.sessions.create(
             key_hash=hash_key("theirs"), label=None, rollout_id=held.rollout_id, policy=None, origin="rollout"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._stacks.reconcile import left_behind, logged_answers, reconcile
-from polar_proxy.rollouts import JobSpec, RolloutSpec, submit
+from polar_proxy.rollouts import JobSpec, submit
 from polar_proxy.rollouts.traces import build_traces
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
@@ -59,7 +59,7 @@ def said(told: CallRecord, word: str, **changes: object) -> str:
 
 
 async def ended_rollout(store: Store, calls: list[str], sessions: int = 1) -> tuple[str, list[CallRecord]]:
-    job, _ = await submit(store, JobSpec([get_source("swe-task").task(1)], RolloutSpec("shell:true")))
+    job, _ = await submit(store, [get_source("swe-task").task(1)], JobSpec(harness="shell:true"))
     (held,) = await store.queue.claim("me", 1, 60, job_id=None)
     made = []
     for number in range(sessions):

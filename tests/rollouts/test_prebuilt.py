@@ -10,7 +10,7 @@ import pytest
 
 from harness_adapters.base import Installation, LaunchPlan
 from polar_proxy.config import Settings
-from polar_proxy.rollouts import JobSpec, RolloutService, RolloutSpec, ServiceLimits, local_gateway
+from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway
 from polar_proxy.rollouts.prebuilt import PrebuiltImageCache
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
@@ -75,13 +75,14 @@ async def test_a_rollout_with_its_agent_in_the_image(
         return await open_sandbox(kind, spec)
 
     engine, limits = PlayerEngine(), replace(ServiceLimits(bake=True), refill=False)
-    recipe = RolloutSpec("tests.rollouts.test_prebuilt:BakedAgent", "docker", timeout=120.0)
+    harness = "tests.rollouts.test_prebuilt:BakedAgent"
+    spec = JobSpec(harness=harness, sandbox="docker", timeout=120.0, samples=2)
     async with (
         engine,
         local_gateway(Settings(), engine, store) as gateway,
         RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=limits, opener=opener) as service,
     ):
-        job, _ = await service.submit(JobSpec([get_source("swe-task").task(3)], recipe, 2))
+        job, _ = await service.submit([get_source("swe-task").task(3)], spec)
         await asyncio.wait_for(service.until_done(job.job_id), 600)
         counts = service.counts()
     rows = await store.rollouts.find()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.rollouts import JobSpec, RolloutSpec, recover, submit
+from polar_proxy.rollouts import JobSpec, recover, submit
 from polar_proxy.rollouts.recovery import leftovers
 from polar_proxy.rollouts.traces import SUPERSEDED
 from polar_proxy.store import Store
@@ -35,7 +35,7 @@ def dead() -> int:
 
 async def begun(store: Store, worker: str, *, owned: bool) -> str:
     """A job of one rollout that this worker has in hand, with one call; its rollout's id."""
-    job, _ = await submit(store, JobSpec([get_source("swe-task").task(1)], RolloutSpec("shell:true")), owned=owned)
+    job, _ = await submit(store, [get_source("swe-task").task(1)], JobSpec(harness="shell:true"), owned=owned)
     (held,) = await store.queue.claim(worker, 5, 60, job_id=job.job_id if owned else None)
     session = await store.sessions.create(key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout")
     await store.rollouts.enter_stage(held, "preparing", session_id=session.session_id)

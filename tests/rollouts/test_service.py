@@ -16,7 +16,7 @@ import pytest
 
 from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.rollouts import JobSpec, RolloutService, RolloutSpec, ServiceLimits, attempt, local_gateway
+from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, attempt, local_gateway
 from polar_proxy.rollouts.worker import WorkerLimits
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.stages import StageRow
@@ -55,10 +55,11 @@ async def service(
         yield made
 
 
-def job(agent: str = "TinyAgent", samples: int = 1, **given: Any) -> JobSpec:
-    timeout = given.pop("timeout", 120.0)
-    recipe = RolloutSpec(f"tests.fakes.tiny_agent:{agent}", "process", timeout=timeout)
-    return JobSpec([get_source("swe-task").task(3)], recipe, samples, **given)
+TASKS = [get_source("swe-task").task(3)]
+
+
+def job(agent: str = "TinyAgent", **options: Any) -> JobSpec:
+    return JobSpec(**{"harness": f"tests.fakes.tiny_agent:{agent}", "sandbox": "process", "timeout": 120.0, **options})
 
 
 def told(stages: list[StageRow]) -> list[tuple[int, str, str | None, str | None]]:
@@ -108,7 +109,7 @@ async def test_a_sandbox_that_dies_is_replaced(store: Store, tmp_path: Path) -> 
         return sandbox
 
     async with service(store, tmp_path, opener) as running:
-        made, _ = await running.submit(job(offered=True))
+        made, _ = await running.submit(TASKS, job(for_training=True))
         assert (await running.until_done(made.job_id)).status == "done"
     (row,) = await store.rollouts.find()
     assert (row.status, row.reward, row.error) == ("done", 1.0, None)
@@ -137,7 +138,7 @@ async def test_the_judge_gets_another_sandbox_and_the_agent_keeps_its_work(store
         return await open_sandbox(kind, spec)
 
     async with service(store, tmp_path, opener) as running:
-        made, _ = await running.submit(job())
+        made, _ = await running.submit(TASKS, job())
         await running.until_done(made.job_id)
         assert running.pool.count.dead == 1  # the one that was opened ahead
     (row,) = await store.rollouts.find()
@@ -151,7 +152,7 @@ async def test_no_sandbox_at_all(store: Store, tmp_path: Path) -> None:
         raise SandboxError("the engine of sandboxes is gone")
 
     async with service(store, tmp_path, opener) as running:
-        made, _ = await running.submit(job(offered=True))
+        made, _ = await running.submit(TASKS, job(for_training=True))
         await running.until_done(made.job_id)
     (row,) = await store.rollouts.find()
     assert (row.status, row.error) == ("failed", "the engine of sandboxes is gone")
@@ -167,7 +168,7 @@ async def test_cancelled_while_the_agent_runs(
 ) -> None:
     monkeypatch.setattr(attempt, "_IDLE_SECONDS", 600.0)  # which is not waited for
     async with service(store, tmp_path) as running:
-        made, _ = await running.submit(job("SleepyAgent"))
+        made, _ = await running.submit(TASKS, job("SleepyAgent"))
         (group,) = await store.groups.of_job(made.job_id)
         (row,) = await store.rollouts.find()
         await asyncio.wait_for(until_calls(store, 1), 60)
@@ -203,7 +204,7 @@ async def test_a_stopped_service_is_followed_by_another(store: Store, tmp_path: 
         return sandbox
 
     async with service(store, tmp_path) as first:
-        made, _ = await first.submit(job("SleepyAgent", timeout=600.0, samples=2))
+        made, _ = await first.submit(TASKS, job("SleepyAgent", timeout=600.0, samples=2))
         await asyncio.wait_for(until_calls(store, 1), 60)
     assert [row.status for row in await store.rollouts.find()] == ["queued", "queued"]
     assert left_behind() == []
@@ -223,9 +224,8 @@ async def test_a_rollout_that_is_lost_is_ended_early_and_scored(store: Store, tm
     task = get_source("swe-task").task(3)
     said = {"stop_when": {"command": ["sh", "-c", 'test -e "$HOME/asleep"'], "every": 0.2}}
     task = replace(task, metadata={**task.metadata, **said})
-    recipe = RolloutSpec("tests.fakes.tiny_agent:SleepyAgent", "process", timeout=300.0)
     async with service(store, tmp_path) as running:
-        made, _ = await running.submit(JobSpec([task], recipe, 1, offered=True))
+        made, _ = await running.submit([task], job("SleepyAgent", timeout=300.0, for_training=True))
         await asyncio.wait_for(running.until_done(made.job_id), 120)
     (row,) = await store.rollouts.find()
     assert (row.status, row.cause, row.reward, row.exit_code, row.masked) == ("done", "lost", 0.0, None, False)
@@ -243,7 +243,7 @@ async def test_an_engine_that_is_away_is_waited_for(store: Store, tmp_path: Path
     engine = Away()
     async with service(store, tmp_path, engine=engine) as running:
         await running._watch.look()
-        made, _ = await running.submit(job())
+        made, _ = await running.submit(TASKS, job())
         while not [row for row in await store.rollouts.find() if row.status == "ready"]:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.5)
@@ -270,7 +270,7 @@ async def test_an_engine_that_fails_the_last_call(
     errors = [error]
     engine = ScriptedEngine(lambda request: errors.pop() if errors else play(request))
     async with service(store, tmp_path, engine=engine) as running:
-        made, _ = await running.submit(job())
+        made, _ = await running.submit(TASKS, job())
         await running.until_done(made.job_id)
     (row,) = await store.rollouts.find()
     ran = [stage for stage in await store.rollouts.stages(row.rollout_id) if stage.stage == "running"]
@@ -302,7 +302,7 @@ async def test_a_drain_that_is_not_done_in_time_takes_work_again(store: Store, t
         return opened[-1]
 
     async with service(store, tmp_path, opener) as running:
-        made, _ = await running.submit(job("SleepyAgent", timeout=600.0))
+        made, _ = await running.submit(TASKS, job("SleepyAgent", timeout=600.0))
         await asyncio.wait_for(until_asleep(await first_of(opened)), 60)
         (row,) = await store.rollouts.find()
         assert await running.drain(0.05) == [row.rollout_id]
@@ -312,7 +312,7 @@ async def test_a_drain_that_is_not_done_in_time_takes_work_again(store: Store, t
         assert await asyncio.wait_for(draining, 150) == []
         assert not running.taking
         await running.until_done(made.job_id)
-        later, _ = await running.submit(job())
+        later, _ = await running.submit(TASKS, job())
         await asyncio.sleep(0.3)
         assert await store.jobs.in_flight(later.job_id) == 0
         running.pause_all(0.1)
@@ -331,7 +331,7 @@ async def test_a_group_that_has_fallen_too_far_behind_is_given_up(store: Store, 
 
     engine = Trained()
     async with service(store, tmp_path, engine=engine) as running:
-        made, _ = await running.submit(job("SleepyAgent", samples=2, offered=True, max_staleness=1))
+        made, _ = await running.submit(TASKS, job("SleepyAgent", samples=2, for_training=True, max_staleness=1))
         await asyncio.wait_for(until_calls(store, 2), 60)
         engine.version = "2"
         await asyncio.sleep(0.3)

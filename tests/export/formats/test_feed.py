@@ -26,7 +26,7 @@ def server(polar_home: Path) -> Iterator[PolarServer]:
 
 def test_leased_handed_out_and_acknowledged_when_saved(server: PolarServer) -> None:
     with Client(server.url, server.key) as polar:
-        job = polar.submit(JobRequest(task="swe-task", instances=2, samples=2, offered=True))
+        job = polar.submit(JobRequest(task="swe-task", instances=2, samples=2, for_training=True))
         polar.wait(job.job_id)
         feed = FeedGroups(polar, consumer="trl", patience=1.0)
         # The fake policy is scripted; each call of its agent is a sequence of its own.

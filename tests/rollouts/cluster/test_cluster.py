@@ -20,7 +20,7 @@ import orjson
 import pytest
 
 from polar_proxy.gateway import hash_key
-from polar_proxy.rollouts import JobSpec, RolloutSpec, rollout_ids, submit
+from polar_proxy.rollouts import JobSpec, rollout_ids, submit
 from polar_proxy.store import RolloutRow, Store, open_store
 from polar_proxy.store.rows import FINAL_STATUSES
 from polar_proxy.tasks import get_source
@@ -36,8 +36,9 @@ def nodes_work(served: Serving, count: int) -> list[str]:
 
 
 async def submitted(store: Store, samples: int, agent: str = "TinyAgent") -> list[str]:
-    recipe = RolloutSpec(f"tests.fakes.tiny_agent:{agent}", "process", timeout=900.0)
-    job, _ = await submit(store, JobSpec([get_source("swe-task").task(3)], recipe, samples, offered=True))
+    harness = f"tests.fakes.tiny_agent:{agent}"
+    spec = JobSpec(harness=harness, sandbox="process", timeout=900.0, samples=samples, for_training=True)
+    job, _ = await submit(store, [get_source("swe-task").task(3)], spec)
     return await rollout_ids(store, job.job_id)
 
 

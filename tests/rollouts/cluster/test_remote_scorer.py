@@ -11,7 +11,7 @@ import pytest
 
 from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.rewards import EvaluationInput, Score
-from polar_proxy.rollouts import JobSpec, RolloutService, RolloutSpec, ServiceLimits, local_gateway
+from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway
 from polar_proxy.rollouts.attempt import score_attempt
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.worker import InfrastructureError, WorkerLimits
@@ -73,8 +73,9 @@ async def test_only_what_would_wait(store: Store, tmp_path: Path, broken: int) -
         local_gateway(Settings(), engine, store) as gateway,
         RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=LIMITS, elsewhere=other) as running,
     ):
-        recipe = RolloutSpec("tests.fakes.tiny_agent:TinyAgent", "process", timeout=600.0)
-        job, _ = await running.submit(JobSpec([task], recipe, 3))
+        harness = "tests.fakes.tiny_agent:TinyAgent"
+        spec = JobSpec(harness=harness, sandbox="process", timeout=600.0, samples=3)
+        job, _ = await running.submit([task], spec)
         async with asyncio.timeout(240):
             while sum(row.status == "done" for row in await store.rollouts.find()) < 2:
                 await asyncio.sleep(0.05)
