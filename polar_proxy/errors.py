@@ -3,6 +3,8 @@ clear line at the command line's edge."""
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class PolarError(Exception):
     """What went wrong, and what to do about it, in one or two sentences. Base of all that a user may see."""
@@ -41,3 +43,16 @@ class EngineError(PolarError):
     def __init__(self, message: str, *, status: int = 502) -> None:
         super().__init__(message)
         self.status = status
+
+
+class ApiError(PolarError):
+    """The HTTP API refused a request.
+
+    `status` is the HTTP status, `code` the machine-readable code (`api_models.ErrorCode`), `detail` any JSON value.
+    """
+
+    def __init__(self, message: str, *, status: int, code: str, detail: Any = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.detail = detail

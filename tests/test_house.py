@@ -13,6 +13,7 @@ FLOORS = [
     {"types", "errors", "bounded"},
     {"rollout_spec"},
     {"config", "api_models"},
+    {"webhooks"},
     {"dialects", "engines", "store", "tasks", "client"},
     {"sessions", "traces", "rewards"},
     {"gateway"},

@@ -1,4 +1,4 @@
-"""The HTTP API: submitting, watching and cancelling rollouts, rewards, and the trainer feed."""
+"""The HTTP API: jobs, rollouts, rewards, the trainer feed, training runs, and the server itself."""
 
 from polar_proxy.api.app import create_api, create_router
 from polar_proxy.api.auth import allow_all, local_admin_key, new_api_key

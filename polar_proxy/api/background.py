@@ -1,4 +1,4 @@
-"""What a server of the API does beside answering: callbacks, pauses that are over, figures for the metrics."""
+"""What an API server does besides answering requests: send callbacks, end pauses, count groups for the metrics."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from polar_proxy.errors import StoreError
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 0.5
-_DEPTH_SECONDS = 5.0
+_POLL_SECONDS = 0.5
+_FEED_SECONDS = 5.0
 
 
 class BackgroundLoops:
-    """`async with Housekeeping(api)` works until the block ends; then the streams of the API end, too.
+    """`async with BackgroundLoops(context)` runs the loops until the block ends, and then ends the API's streams.
 
-    Any number of these may work on one database: each thing is done by one of them.
+    Several servers may do this on one database: each callback and each pause is handled by one of them.
     """
 
-    def __init__(self, api: ApiContext) -> None:
-        """Raises UsageError where the secret that callbacks are signed with is none, or cannot be kept."""
-        self._api = api
-        self._sender = CallbackSender(api.store, api.settings.api, callback_secret(api.settings))
+    def __init__(self, context: ApiContext) -> None:
+        """Raises UsageError if the callback secret is invalid or cannot be stored."""
+        self._context = context
+        self._sender = CallbackSender(context.store, context.settings.api, callback_secret(context.settings))
         self._tasks: list[asyncio.Task[None]] = []
         self.feed_depth: dict[str, int] = {}
-        """As it was a few seconds ago."""
+        """Number of groups in each state of the feed, at most a few seconds old."""
 
     async def __aenter__(self) -> Self:
-        jobs = (
-            ("callbacks", self._send, _LOOK_SECONDS),
-            ("pauses", self._resume, _LOOK_SECONDS),
-            ("feed", self._look, _DEPTH_SECONDS),
+        loops = (
+            ("callbacks", self._send_callbacks, _POLL_SECONDS),
+            ("pauses", self._end_pauses, _POLL_SECONDS),
+            ("feed", self._count_feed, _FEED_SECONDS),
         )
         self._tasks = [
-            asyncio.create_task(_again_and_again(name, work, pause), name=f"polar-{name}") for name, work, pause in jobs
+            asyncio.create_task(_run_forever(name, work, pause), name=f"polar-{name}") for name, work, pause in loops
         ]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._api.closing.set()
+        self._context.closing.set()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._sender.close()
 
-    async def _send(self) -> None:
+    async def _send_callbacks(self) -> None:
         while await self._sender.send_due():
             pass
 
-    async def _resume(self) -> None:
-        if await self._api.store.jobs.resume_due():
-            self._api.wake()
+    async def _end_pauses(self) -> None:
+        if await self._context.store.jobs.resume_due():
+            self._context.wake()
 
-    async def _look(self) -> None:
-        self.feed_depth = await self._api.store.feed.depth()
+    async def _count_feed(self) -> None:
+        self.feed_depth = await self._context.store.feed.depth()
 
 
-async def _again_and_again(name: str, work: Callable[[], Awaitable[None]], pause: float) -> None:
+async def _run_forever(name: str, work: Callable[[], Awaitable[None]], pause: float) -> None:
     while True:
         try:
             await work()

@@ -1,67 +1,62 @@
-"""Telling the callback URLs of jobs: signed, again until they are taken, by one sender at a time.
+"""Delivery of callbacks: signed, retried until the receiver accepts them, each by one server at a time.
 
-The form is that of the Standard Webhooks specification (https://www.standardwebhooks.com): `webhook-id`,
-`webhook-timestamp` and `webhook-signature`, the last over the bytes as they are sent. What is sent is made at the first
-attempt and is the same at each later one.
+The body is built at the first attempt and is the same at every later one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import logging
-import secrets
 import time
 from pathlib import Path
 
 import httpx
 
-from polar_proxy import __version__
+from polar_proxy import __version__, webhooks
 from polar_proxy.api import serializers
 from polar_proxy.api.auth import write_private
 from polar_proxy.api_models import CallbackPayload
-from polar_proxy.client.callbacks import PREFIX, signature
-from polar_proxy.client.errors import ApiError
 from polar_proxy.config import ApiSettings, Settings
+from polar_proxy.errors import ApiError
 from polar_proxy.store import Store
 from polar_proxy.store.callbacks import CallbackRow
 from polar_proxy.types import Json
 
 SECRET_FILE = "callback-secret"
-_AT_ONCE = 16
+_BATCH = 16
 _GONE = 410
-"""The receiver wants no more of them, as the specification has it."""
+"""By the specification, the receiver wants no further callbacks."""
 
 log = logging.getLogger(__name__)
 
 
 def callback_secret(settings: Settings) -> str:
-    """That of the settings; else the one in the home's file, which is made where it is missing. Raises UsageError."""
+    """Return the secret of the settings, or that of the file in the home, created if missing. Raises UsageError."""
     if settings.api.callback_secret is not None:
         secret = settings.api.callback_secret
     else:
-        secret = _kept_secret(settings.home / SECRET_FILE)
-    signature("check", 0, b"", secret)
+        secret = _load_or_create_secret(settings.home / SECRET_FILE)
+    webhooks.sign("check", 0, b"", secret)
     return secret
 
 
-def _kept_secret(path: Path) -> str:
+def _load_or_create_secret(path: Path) -> str:
     try:
         return path.read_text().strip()
     except FileNotFoundError:
-        secret = PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
+        secret = webhooks.new_secret()
         write_private(path, secret)
         return secret
 
 
 class CallbackSender:
-    """Sends what is due, whichever process wrote it down."""
+    """Send the callbacks that are due, whichever process created them."""
 
     def __init__(self, store: Store, settings: ApiSettings, secret: str) -> None:
         self._store = store
         self._settings = settings
         self._secret = secret
-        # A receiver that redirects has moved, or wants to send us elsewhere: neither is followed.
+        # Redirects are not followed: a callback URL must not lead anywhere else.
         self._http = httpx.AsyncClient(
             follow_redirects=False, trust_env=False, timeout=settings.callback_timeout_seconds
         )
@@ -70,21 +65,21 @@ class CallbackSender:
         await self._http.aclose()
 
     async def send_due(self) -> int:
-        """Sends at most so many at once; returns how many were due."""
-        rows = await self._store.callbacks.claim(_AT_ONCE, 2 * self._settings.callback_timeout_seconds + 10)
+        """Send one batch of callbacks; return how many were due."""
+        rows = await self._store.callbacks.claim(_BATCH, 2 * self._settings.callback_timeout_seconds + 10)
         await asyncio.gather(*(self._send(row) for row in rows))
         return len(rows)
 
     async def _send(self, row: CallbackRow) -> None:
         try:
             body = row.body or await self._store.callbacks.fix_body(row.callback_id, await self._body(row))
-        except ApiError as error:  # its group was pruned since
+        except ApiError as error:  # the group or job was pruned meanwhile
             await self._store.callbacks.mark_failed(row.callback_id, str(error), None)
             return
-        problem, again = await self._post(row, body.encode())
+        problem, retry = await self._post(row, body.encode())
         if problem is None:
             await self._store.callbacks.mark_delivered(row.callback_id)
-        elif again and row.attempts < self._settings.callback_attempts:
+        elif retry and row.attempts < self._settings.callback_attempts:
             pause = self._settings.callback_pause_seconds * 4.0 ** (row.attempts - 1)
             await self._store.callbacks.mark_failed(row.callback_id, problem, pause)
         else:
@@ -92,19 +87,19 @@ class CallbackSender:
             await self._store.callbacks.mark_failed(row.callback_id, problem, None)
 
     async def _post(self, row: CallbackRow, body: bytes) -> tuple[str | None, bool]:
-        """What stood against it (None: it was taken), and whether it may be sent again."""
+        """Return the problem, or None if the receiver accepted the callback, and whether to try again."""
         stamp = int(time.time())
         headers = {
             "content-type": "application/json",
             "user-agent": f"polar/{__version__}",
             "webhook-id": row.callback_id,
             "webhook-timestamp": str(stamp),
-            "webhook-signature": signature(row.callback_id, stamp, body, self._secret),
+            "webhook-signature": webhooks.sign(row.callback_id, stamp, body, self._secret),
         }
         try:
-            # The answer's body is nobody's concern, and may be endless.
-            async with self._http.stream("POST", row.url, content=body, headers=headers) as answer:
-                status = answer.status_code
+            # The response body is not read: it is not needed, and may be endless.
+            async with self._http.stream("POST", row.url, content=body, headers=headers) as response:
+                status = response.status_code
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             return f"{type(error).__name__}: {error}", True
         if 200 <= status < 300:
@@ -112,7 +107,7 @@ class CallbackSender:
         return f"answered {status}", status != _GONE
 
     async def _body(self, row: CallbackRow) -> str:
-        """Raises ApiError where what it is about is gone."""
+        """Raises ApiError if the group or job no longer exists."""
         if row.group_id is not None:
             data: Json = (await serializers.group_detail(self._store, row.group_id)).model_dump(mode="json")
         else:

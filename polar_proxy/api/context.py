@@ -1,8 +1,9 @@
-"""What the routes work with, and who may use which."""
+"""What all routes share: the server's parts, routers by role, and one form for all errors."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,75 +16,88 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from polar_proxy.api_models import ErrorResponse, Role
-from polar_proxy.client.errors import ApiError
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
-from polar_proxy.errors import PolarError, UsageError
+from polar_proxy.errors import ApiError, PolarError, UsageError
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.store import Store
 from polar_proxy.store.feed import LeaseExpiredError
 from polar_proxy.store.training import MissingLinesError
 
 Authenticate = Callable[[Request], Awaitable[Role]]
-"""Who asks. Raises ApiError (401, 403)."""
+"""Return the role of whoever sent the request. Raises ApiError (401, 403)."""
+
+_ERROR_TEXTS = {
+    400: "Invalid request.",
+    401: "The key is missing or unknown.",
+    403: "The role of the key does not allow this.",
+    404: "Not found.",
+    409: "Conflicts with the current state.",
+    422: "The request does not have the documented form; `detail` names the fields.",
+    503: "The server, or a part that it needs, cannot answer now.",
+}
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class ApiContext:
-    """One server of the API."""
+    """The parts of one API server."""
 
     store: Store
     settings: Settings
     service: RolloutService | None = None
-    """What works on the queue in this process, if anything does."""
+    """The rollout service of this process, if it has one."""
     engine: Engine | None = None
     closing: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set where the server stops: streams end."""
+    """Set when the server stops, so that streams end."""
 
     def wake(self) -> None:
+        """Let the rollout service look at the queue now."""
         if self.service is not None:
             self.service.scheduler.wake()
 
 
 @dataclass(frozen=True)
 class Routers:
-    """The routes, by who may use them."""
+    """One router for each set of roles."""
 
     admin: APIRouter
     trainer: APIRouter
-    """And admins."""
+    """For trainers and admins."""
 
 
 def make_routers(authenticate: Authenticate) -> Routers:
     return Routers(_router(authenticate, frozenset({"admin"})), _router(authenticate, frozenset({"admin", "trainer"})))
 
 
-def not_found(what: str, name: str) -> ApiError:
-    return ApiError(f"There is no {what} {name}.", status=404, code="not_found")
+def not_found(kind: str, name: str) -> ApiError:
+    return ApiError(f"There is no {kind} {name}.", status=404, code="not_found")
+
+
+async def wait_until(condition: Callable[[], Awaitable[bool]], seconds: float) -> bool:
+    """Poll the condition, at least once, until it holds or the time is over. Return whether it holds."""
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            return False
+        await asyncio.sleep(min(_POLL_SECONDS, remaining))
+    return True
 
 
 def _router(authenticate: Authenticate, roles: frozenset[Role]) -> APIRouter:
-    told: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorResponse, "description": text}
-        for status, text in (
-            (400, "It cannot be as asked."),
-            (401, "No key, or an unknown one."),
-            (403, "The key's role may not do this."),
-            (404, "There is no such thing."),
-            (409, "Not in the state that things are in."),
-            (422, "The request is not of the form that is asked for; `detail` says where."),
-            (503, "The server, or what it needs, cannot answer now."),
-        )
+    responses: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorResponse, "description": text} for status, text in _ERROR_TEXTS.items()
     }
-    return APIRouter(route_class=_guarded(authenticate, roles), responses=told)
+    return APIRouter(route_class=_guarded_route(authenticate, roles), responses=responses)
 
 
-def _guarded(authenticate: Authenticate, roles: frozenset[Role]) -> type[APIRoute]:
-    """Routes that look at the key before they read anything else, and tell every error in the API's own form."""
+def _guarded_route(authenticate: Authenticate, roles: frozenset[Role]) -> type[APIRoute]:
+    """Return a route class that checks the key before it reads the request, and returns every error in one form."""
 
-    class Guarded(APIRoute):
+    class GuardedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-            serve = super().get_route_handler()
+            handle = super().get_route_handler()
 
             async def guarded(request: Request) -> Response:
                 try:
@@ -94,24 +108,23 @@ def _guarded(authenticate: Authenticate, roles: frozenset[Role]) -> type[APIRout
                             status=403,
                             code="forbidden",
                         )
-                    return await serve(request)
+                    return await handle(request)
                 except (PolarError, RequestValidationError, HTTPException) as error:
                     return _error_response(_to_api_error(error))
 
             return guarded
 
-    return Guarded
+    return GuardedRoute
 
 
 def _to_api_error(error: PolarError | RequestValidationError | HTTPException) -> ApiError:
-    """What a caller is told of it."""
     match error:
         case ApiError():
             return error
         case RequestValidationError():
-            found = [_problem(one) for one in error.errors()]
-            first = f"{found[0]['where']}: {found[0]['problem']}" if found else "unreadable"
-            return ApiError(f"Bad request: {first}.", status=422, code="invalid", detail=found)
+            problems = [_problem(one) for one in error.errors()]
+            first = f"{problems[0]['where']}: {problems[0]['problem']}" if problems else "unreadable"
+            return ApiError(f"Bad request: {first}.", status=422, code="invalid", detail=problems)
         case LeaseExpiredError():
             return ApiError(f"{error}.", status=409, code="lease_lost")
         case MissingLinesError():

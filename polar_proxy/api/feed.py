@@ -1,71 +1,75 @@
-"""Routes of the trainer feed: finished groups are leased, and acknowledged or given back."""
+"""Routes of the trainer feed: lease finished groups, then acknowledge or return them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Path, Request
 
 from polar_proxy import api_models as m
 from polar_proxy.api import serializers
 from polar_proxy.api.context import ApiContext, Routers
 
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
+LeaseId = Annotated[str, Path(description="The id of a lease.")]
 
 
-def add(rooms: Routers, api: ApiContext) -> None:
-    trainer, store = rooms.trainer, api.store
+def add_routes(routers: Routers, context: ApiContext) -> None:
+    trainer, store = routers.trainer, context.store
 
     @trainer.post("/feed/lease", tags=["feed"])
     async def lease(body: m.LeaseRequest, request: Request) -> m.LeaseResponse:
-        """Finished groups, oldest first, for the consumer alone until each lease ends. What is too stale is dropped
-        instead. With `wait`, the answer is kept back so long until there is one."""
+        """Lease finished groups, oldest first. No other consumer gets them until the leases expire.
+
+        Groups that are too stale are dropped instead. With `wait`, the response is delayed until there is a group.
+        """
         deadline = time.monotonic() + body.wait
         dropped: list[str] = []
         while True:
-            # The first look is a whole one: it says what a bad request lacks, and what was dropped.
-            offer = await store.feed.lease(
+            # Try to lease before waiting: that also validates the request and drops stale groups.
+            batch = await store.feed.lease(
                 body.consumer,
                 body.limit,
                 body.seconds,
                 policy_version=body.policy_version,
                 max_staleness=body.max_staleness,
             )
-            dropped += offer.dropped
-            if offer.leases or not await _until_waiting(api, request, deadline):
-                return m.LeaseResponse(leases=[serializers.lease(one) for one in offer.leases], dropped=dropped)
+            dropped += batch.dropped
+            if batch.leases or not await _wait_for_group(context, request, deadline):
+                return m.LeaseResponse(leases=[serializers.lease(one) for one in batch.leases], dropped=dropped)
 
     @trainer.post("/feed/leases/{lease_id}/ack", tags=["feed"])
-    async def acknowledge(lease_id: str) -> m.LeaseEndResponse:
-        """The group was trained on: it is never offered again. 409 `lease_lost` where the lease has run out."""
+    async def acknowledge(lease_id: LeaseId) -> m.LeaseEndResponse:
+        """Report that the group was trained on; it is never leased again. 409 `lease_lost` if the lease expired."""
         await store.feed.acknowledge(lease_id)
         return m.LeaseEndResponse(lease_id=lease_id, outcome="acknowledged")
 
     @trainer.post("/feed/leases/{lease_id}/return", tags=["feed"])
-    async def give_back(lease_id: str) -> m.LeaseEndResponse:
-        """The group will not be used: it is offered again. 409 `lease_lost` where the lease has run out."""
+    async def give_back(lease_id: LeaseId) -> m.LeaseEndResponse:
+        """Return the group unused, so that it can be leased again. 409 `lease_lost` if the lease expired."""
         await store.feed.release(lease_id)
         return m.LeaseEndResponse(lease_id=lease_id, outcome="returned")
 
     @trainer.post("/feed/leases/{lease_id}/extend", tags=["feed"])
-    async def extend(lease_id: str, body: m.ExtendRequest) -> m.LeaseExtendResponse:
-        """Keep the group for so long from now. 409 `lease_lost` where the lease has run out."""
+    async def extend(lease_id: LeaseId, body: m.ExtendRequest) -> m.LeaseExtendResponse:
+        """Let the lease expire later. 409 `lease_lost` if it already expired."""
         return m.LeaseExtendResponse(lease_id=lease_id, expires_at=await store.feed.extend(lease_id, body.seconds))
 
     @trainer.get("/feed", tags=["feed"])
-    async def state() -> m.FeedState:
-        """How many groups are open, waiting, leased, delivered, dropped; and why they were dropped."""
+    async def feed_state() -> m.FeedState:
+        """Return the number of groups in each state, and why groups were dropped."""
         return m.FeedState(depth=await store.feed.depth(), dropped_reasons=await store.feed.drop_reasons())
 
 
-async def _until_waiting(api: ApiContext, request: Request, deadline: float) -> bool:
-    """Whether there may be a group before the deadline, the end of the server, or that of the connection: what is
-    leased to somebody who is gone is nobody's until the lease runs out."""
-    while (left := deadline - time.monotonic()) > 0 and not api.closing.is_set():
+async def _wait_for_group(context: ApiContext, request: Request, deadline: float) -> bool:
+    """Return True once a group may be waiting; False at the deadline, when the server stops, or when the client
+    disconnects (a group leased to it would be blocked until the lease expires)."""
+    while (remaining := deadline - time.monotonic()) > 0 and not context.closing.is_set():
         if await request.is_disconnected():
             return False
-        if await api.store.feed.any_waiting():
+        if await context.store.feed.any_waiting():
             return True
-        await asyncio.sleep(min(_LOOK_SECONDS, left))
+        await asyncio.sleep(min(_POLL_SECONDS, remaining))
     return False

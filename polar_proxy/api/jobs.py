@@ -1,21 +1,19 @@
-"""Routes of jobs: submit, look, cancel, pause and resume."""
+"""Routes of jobs: submit, list, cancel, pause and resume."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, get_args
 from urllib.parse import urlsplit
 
-from fastapi import Header, Query, Response
+from fastapi import Header, Path, Query, Response
 
 from polar_proxy import api_models as m
 from polar_proxy.api import serializers
-from polar_proxy.api.context import ApiContext, Routers, not_found
-from polar_proxy.client.errors import ApiError
-from polar_proxy.errors import UsageError
+from polar_proxy.api.context import ApiContext, Routers, not_found, wait_until
+from polar_proxy.errors import ApiError, UsageError
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts import cancel, check_job, submit
 from polar_proxy.store.jobs import JobRow, JobStatus
@@ -23,138 +21,142 @@ from polar_proxy.tasks import Task
 from polar_proxy.tasks.chosen import load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
-_LOOK_SECONDS = 0.1
+_GRACE_SECONDS = 60.0
+"""A provisional pause outlives the wait that it belongs to by so many seconds."""
+
+JobId = Annotated[str, Path(description="The id of a job.")]
 
 
-def add(rooms: Routers, api: ApiContext) -> None:
-    admin, trainer, store = rooms.admin, rooms.trainer, api.store
+def add_routes(routers: Routers, context: ApiContext) -> None:
+    admin, trainer, store = routers.admin, routers.trainer, context.store
 
     @admin.post("/jobs", status_code=201, tags=["jobs"])
     async def submit_job(
         body: m.JobRequest,
         response: Response,
-        idempotency_key: Annotated[str | None, Header(max_length=255)] = None,
+        idempotency_key: Annotated[
+            str | None, Header(max_length=255, description="Submitting again under the same key returns the same job.")
+        ] = None,
     ) -> m.SubmittedJob:
-        """Queue rollouts. 200 instead of 201: the idempotency key is known, and this is the job that it made."""
+        """Queue a job: rollouts of each task.
+
+        The status is 201 for a new job, and 200 if the idempotency key is known and the job exists already.
+        """
         tasks, refused = await asyncio.to_thread(_load_tasks, body)
-        spec = _job_spec(api, body)
-        if api.service is not None:
-            row, new = await api.service.submit(tasks, spec, idempotency_key=idempotency_key)
+        spec = _job_spec(context, body)
+        if context.service is not None:
+            row, new = await context.service.submit(tasks, spec, idempotency_key=idempotency_key)
         else:
             row, new = await submit(store, tasks, spec, idempotency_key=idempotency_key)
         response.status_code = 201 if new else 200
-        return serializers.submitted(row, new, refused)
+        return serializers.submitted_job(row, new, refused)
 
     @trainer.get("/jobs", tags=["jobs"])
     async def list_jobs(
-        state: str | None = None,
-        limit: Annotated[int, Query(ge=1, le=1000)] = 20,
-        before: str | None = None,
+        state: Annotated[
+            str | None, Query(description="Only jobs that are open, paused, done or cancelled; several with commas.")
+        ] = None,
+        limit: Annotated[int, Query(ge=1, le=1000, description="At most so many.")] = 20,
+        before: Annotated[str | None, Query(description="Only jobs submitted before this one, by its id.")] = None,
     ) -> m.JobList:
-        """Newest first. `state`: open, paused, done or cancelled; several are joined by commas."""
+        """List jobs, newest first."""
         states = None if state is None else [one.strip() for one in state.split(",")]
-        known = ("open", "paused", "done", "cancelled")
+        known = get_args(JobStatus)
         for one in states or ():
             if one not in known:
-                raise UsageError(f"Jobs are {', '.join(known)}, never {one!r}.")
+                raise UsageError(f"There is no job state {one!r}: choose {', '.join(known)}.")
         rows = await store.jobs.find(statuses=states, limit=limit, before=before)
         return m.JobList(jobs=[serializers.job(row) for row in rows], feed=await store.feed.depth())
 
     @trainer.get("/jobs/{job_id}", tags=["jobs"])
-    async def get_job(job_id: str) -> m.JobDetail:
-        """A job with its groups."""
+    async def get_job(job_id: JobId) -> m.JobDetail:
+        """Return a job with its groups."""
         return await serializers.job_detail(store, job_id)
 
     @trainer.get("/jobs/{job_id}/rollouts", tags=["jobs"])
-    async def job_rollouts(job_id: str) -> m.RolloutList:
-        """A job's rollouts, in the order of submission."""
-        await _job(api, job_id)
+    async def job_rollouts(job_id: JobId) -> m.RolloutList:
+        """Return the rollouts of a job, in the order of submission."""
+        await _require_job(context, job_id)
         return m.RolloutList(rollouts=[serializers.rollout(row) for row in await store.rollouts.find(job_id=job_id)])
 
     @admin.post("/jobs/{job_id}/cancel", tags=["jobs"])
-    async def cancel_job(job_id: str) -> m.CancelResponse:
-        """End a job, whatever stage its rollouts are in. When this answers nothing of it is left on this server."""
-        await _job(api, job_id)
-        return await _cancel(api, job_id)
+    async def cancel_job(job_id: JobId) -> m.CancelResponse:
+        """Cancel a job, whatever stage its rollouts are in. Once this responds, none of them runs on this server."""
+        await _require_job(context, job_id)
+        return await _cancel(context, job_id)
 
     @admin.post("/groups/{group_id}/cancel", tags=["groups"])
-    async def cancel_group(group_id: str) -> m.CancelResponse:
-        """End what is left of a group."""
+    async def cancel_group(group_id: Annotated[str, Path(description="The id of a group.")]) -> m.CancelResponse:
+        """Cancel the rollouts of a group that have not ended."""
         if await store.groups.get(group_id) is None:
             raise not_found("group", group_id)
-        return await _cancel(api, group_id)
+        return await _cancel(context, group_id)
 
     @admin.post("/rollouts/{rollout_id}/cancel", tags=["rollouts"])
-    async def cancel_rollout(rollout_id: str) -> m.CancelResponse:
-        """End one rollout."""
+    async def cancel_rollout(rollout_id: Annotated[str, Path(description="The id of a rollout.")]) -> m.CancelResponse:
+        """Cancel one rollout."""
         if await store.rollouts.get(rollout_id) is None:
             raise not_found("rollout", rollout_id)
-        return await _cancel(api, rollout_id)
+        return await _cancel(context, rollout_id)
 
     @trainer.post("/jobs/{job_id}/pause", tags=["jobs"])
-    async def pause_job(job_id: str, body: m.PauseRequest = m.PauseRequest()) -> m.Job:
-        """Begin nothing new of a job; what runs goes on. With `wait_idle`, answered when nothing of it runs; where
-        that takes longer, 409 `pause_timed_out`, and the job is as it was before."""
-        before = await _job(api, job_id)
+    async def pause_job(job_id: JobId, body: m.PauseRequest = m.PauseRequest()) -> m.Job:
+        """Start no more rollouts of a job; running rollouts continue.
+
+        With `wait_idle`, the response comes when none of its rollouts runs any more. If that takes longer, the response
+        is 409 `pause_timed_out` and the job is as it was before.
+        """
+        before = await _require_job(context, job_id)
         if before.status in ("done", "cancelled"):
             raise ApiError(f"The job {job_id} is {before.status}.", status=409, code="conflict")
-        await _pause(api, before, body)
-        return serializers.job(await _job(api, job_id))
+        await _pause(context, before, body)
+        return serializers.job(await _require_job(context, job_id))
 
     @trainer.post("/jobs/{job_id}/resume", tags=["jobs"])
-    async def resume_job(job_id: str) -> m.Job:
-        """Go on. Of a job that has ended nothing changes."""
-        await _job(api, job_id)
+    async def resume_job(job_id: JobId) -> m.Job:
+        """Resume a paused job. A job that has ended does not change."""
+        await _require_job(context, job_id)
         await store.jobs.set_status(job_id, "open")
-        api.wake()
-        return serializers.job(await _job(api, job_id))
+        context.wake()
+        return serializers.job(await _require_job(context, job_id))
 
 
-async def until(idle: Callable[[], Awaitable[bool]], seconds: float) -> bool:
-    """Whether it came true in time; asked once at least."""
-    deadline = time.monotonic() + seconds
-    while not await idle():
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return False
-        await asyncio.sleep(min(_LOOK_SECONDS, left))
-    return True
-
-
-async def _job(api: ApiContext, job_id: str) -> JobRow:
-    row = await api.store.jobs.get(job_id)
+async def _require_job(context: ApiContext, job_id: str) -> JobRow:
+    """Raises ApiError 404."""
+    row = await context.store.jobs.get(job_id)
     if row is None:
         raise not_found("job", job_id)
     return row
 
 
-async def _cancel(api: ApiContext, what: str) -> m.CancelResponse:
-    ending = api.service.cancel(what) if api.service is not None else cancel(api.store, what)
-    return m.CancelResponse(cancelled=what, in_flight=await ending)
+async def _cancel(context: ApiContext, target: str) -> m.CancelResponse:
+    cancelling = context.service.cancel(target) if context.service is not None else cancel(context.store, target)
+    return m.CancelResponse(cancelled=target, in_flight=await cancelling)
 
 
-async def _pause(api: ApiContext, before: JobRow, body: m.PauseRequest) -> None:
-    job_id, store = before.job_id, api.store
+async def _pause(context: ApiContext, before: JobRow, body: m.PauseRequest) -> None:
+    """Raises ApiError `pause_timed_out`; the job then is as it was before."""
+    job_id, store = before.job_id, context.store
     if body.wait_idle is not None:
-        # A pause that ends by itself if this process is killed while it waits; and only this one is undone.
-        provisional = time.time() + body.wait_idle + 60.0
+        # The provisional pause has an end, in case this process is killed while it waits. Only this pause is undone.
+        until = time.time() + body.wait_idle + _GRACE_SECONDS
+        mine: tuple[JobStatus, float] = ("paused", until)
 
         async def idle() -> bool:
             return await store.jobs.in_flight(job_id) == 0
 
-        await store.jobs.set_status(job_id, "paused", paused_until=provisional)
-        mine: tuple[JobStatus, float] = ("paused", provisional)
+        await store.jobs.set_status(job_id, "paused", paused_until=until)
         done = False
         try:
-            done = await until(idle, body.wait_idle)
+            done = await wait_until(idle, body.wait_idle)
         finally:
             if not done:
                 await store.jobs.set_status(job_id, before.status, paused_until=before.paused_until, only_if=mine)
-                api.wake()
+                context.wake()
         if not done:
-            left = await store.jobs.in_flight(job_id)
-            message = f"After {body.wait_idle:g} s {left} rollouts of {job_id} still run: nothing stays paused."
-            raise ApiError(message, status=409, code="pause_timed_out", detail={"in_flight": left})
+            running = await store.jobs.in_flight(job_id)
+            message = f"After {body.wait_idle:g} s {running} rollouts of {job_id} still run: nothing stays paused."
+            raise ApiError(message, status=409, code="pause_timed_out", detail={"in_flight": running})
     ends = None if body.seconds is None else time.time() + body.seconds
     await store.jobs.set_status(job_id, "paused", paused_until=ends)
 
@@ -162,7 +164,8 @@ async def _pause(api: ApiContext, before: JobRow, body: m.PauseRequest) -> None:
 def _load_tasks(body: m.JobRequest) -> tuple[list[Task], list[Json]]:
     """Return the tasks, and those that cannot be used. Reads files, so call it in a thread.
 
-    Raises UsageError, and ApiError if no task is left."""
+    Raises UsageError, and ApiError if no task is left.
+    """
     if body.task_specs is not None:
         tasks, found = tasks_from_rows("task_specs", body.task_specs, body.instances)
         refused = [asdict(task) for task in found]
@@ -175,17 +178,17 @@ def _load_tasks(body: m.JobRequest) -> tuple[list[Task], list[Json]]:
     return tasks, refused
 
 
-def _job_spec(api: ApiContext, body: m.JobRequest) -> JobSpec:
+def _job_spec(context: ApiContext, body: m.JobRequest) -> JobSpec:
     """Return the job as requested, on top of the server's settings. Raises UsageError."""
     given = body.model_dump(include=body.model_fields_set & JobSpec.model_fields.keys())
-    spec = api.settings.run.job_spec(**given)
+    spec = context.settings.run.job_spec(**given)
     check_job(spec)
     if spec.callback_url is not None:
-        _check_url(spec.callback_url)
+        _check_callback_url(spec.callback_url)
     return spec
 
 
-def _check_url(url: str) -> None:
+def _check_callback_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         host = parts.hostname
@@ -194,4 +197,6 @@ def _check_url(url: str) -> None:
     if parts.scheme not in ("http", "https") or not host:
         raise UsageError(f"callback_url must be http://... or https://..., not {url!r}.")
     if parts.username is not None or parts.password is not None:
-        raise UsageError("callback_url must hold no password: it is kept in the database. Callbacks are signed.")
+        raise UsageError(
+            "callback_url must not contain a password: it is stored in the database, and callbacks are signed."
+        )

@@ -1,4 +1,7 @@
-"""What the rollout service adds to the gateway's /metrics: asked when it is read, so that nothing is counted twice."""
+"""Prometheus metrics of the rollout service and the feed, added to the gateway's `/metrics`.
+
+The numbers are read from the service when `/metrics` is requested, so that they are kept in one place only.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ class ServiceCollector(Collector):
     """Register it with the gateway's registry."""
 
     def __init__(self, counts: Callable[[], Json | None], feed_depth: Callable[[], dict[str, int]]) -> None:
-        """`counts`: as `RolloutService.counts`, None where there is no service."""
+        """`counts`: `RolloutService.counts`, or a function that returns None on a server without a service."""
         self._counts = counts
         self._feed_depth = feed_depth
 
@@ -26,23 +29,27 @@ class ServiceCollector(Collector):
         counts = self._counts()
         if counts is None:
             return
-        yield GaugeMetricFamily("polar_rollouts_in_hand", "Rollouts that this process has.", counts["in_flight"])
-        yield from _gates(counts)
-        yield from _pool(counts["pool"])
+        yield GaugeMetricFamily("polar_rollouts_in_flight", "Rollouts that this process works on.", counts["in_flight"])
+        yield from _stage_metrics(counts)
+        yield from _pool_metrics(counts["pool"])
 
 
-def _gates(counts: Json) -> Iterator[Metric]:
+def _stage_metrics(counts: Json) -> Iterator[Metric]:
     gauges = {
         name: GaugeMetricFamily(f"polar_stage_{name}", text, labels=["stage"])
         for name, text in (
-            ("inside", "Rollouts in a stage now."),
-            ("waiting", "Rollouts that wait for a place in a stage."),
-            ("limit", "Places of a stage."),
+            ("inside", "Rollouts in the stage now."),
+            ("waiting", "Rollouts that wait to enter the stage."),
+            ("limit", "Rollouts that may be in the stage at a time."),
         )
     }
-    entered = CounterMetricFamily("polar_stage_entered", "Rollouts that entered a stage.", labels=["stage"])
-    waited = CounterMetricFamily("polar_stage_waited_seconds", "What they waited for a place.", labels=["stage"])
-    refusals = CounterMetricFamily("polar_stage_refusals", "Why nobody was let in.", labels=["stage", "reason"])
+    entered = CounterMetricFamily("polar_stage_entered", "Rollouts that entered the stage.", labels=["stage"])
+    waited = CounterMetricFamily(
+        "polar_stage_waited_seconds", "Seconds that rollouts waited to enter the stage.", labels=["stage"]
+    )
+    refusals = CounterMetricFamily(
+        "polar_stage_refusals", "Times that a rollout was not admitted, by reason.", labels=["stage", "reason"]
+    )
     for stage, gate in counts["gates"].items():
         for name, family in gauges.items():
             family.add_metric([stage], gate[name])
@@ -53,10 +60,10 @@ def _gates(counts: Json) -> Iterator[Metric]:
     yield from (*gauges.values(), entered, waited, refusals)
 
 
-def _pool(pool: Json) -> Iterator[Metric]:
-    yield GaugeMetricFamily("polar_pool_on_shelf", "Sandboxes opened ahead of need.", pool["on_shelf"])
-    asked = CounterMetricFamily("polar_pool_taken", "Sandboxes taken, by where they came from.", labels=["result"])
+def _pool_metrics(pool: Json) -> Iterator[Metric]:
+    yield GaugeMetricFamily("polar_pool_on_shelf", "Sandboxes that are ready now.", pool["on_shelf"])
+    taken = CounterMetricFamily("polar_pool_taken", "Sandboxes taken, by where they came from.", labels=["result"])
     for result, name in (("hit", "hits"), ("miss", "misses"), ("dead", "dead")):
-        asked.add_metric([result], pool[name])
-    yield asked
-    yield CounterMetricFamily("polar_pool_waited_seconds", "What all who took one waited.", pool["waited_seconds"])
+        taken.add_metric([result], pool[name])
+    yield taken
+    yield CounterMetricFamily("polar_pool_waited_seconds", "Seconds waited for a sandbox.", pool["waited_seconds"])

@@ -1,11 +1,11 @@
-"""Routes of groups, rollouts, their training rows and rewards, and of sessions without a rollout."""
+"""Routes of groups and rollouts, their trajectories and rewards, and of sessions without a rollout."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated
 
-from fastapi import Query
+from fastapi import Path, Query
 from fastapi.responses import StreamingResponse
 
 from polar_proxy import api_models as m
@@ -19,25 +19,34 @@ from polar_proxy.traces import BUILDERS
 from polar_proxy.types import Json
 
 NDJSON = "application/x-ndjson"
-_FORM = "tokens-jsonl"
+_FORMAT = "tokens-jsonl"
 _ROWS: dict[int | str, Json] = {
-    200: {"content": {NDJSON: {}}, "description": "One JSON object a line, as `polar export --format tokens-jsonl`."}
+    200: {
+        "content": {NDJSON: {}},
+        "description": "One JSON object per line, as `polar export --format tokens-jsonl` writes them.",
+    }
 }
 
+GroupId = Annotated[str, Path(description="The id of a group.")]
+RolloutId = Annotated[str, Path(description="The id of a rollout.")]
+BuilderName = Annotated[str, Query(description="The builder of the traces: merged, per_call, tree or rescored.")]
+AllGrades = Annotated[bool, Query(description="Also return traces whose grade makes them unfit for training.")]
 
-def add(rooms: Routers, api: ApiContext) -> None:
-    admin, trainer, store = rooms.admin, rooms.trainer, api.store
+
+def add_routes(routers: Routers, context: ApiContext) -> None:
+    admin, trainer, store = routers.admin, routers.trainer, context.store
 
     @trainer.get("/groups/{group_id}", tags=["groups"])
-    async def get_group(group_id: str) -> m.GroupDetail:
-        """A group with all of its rollouts, those without traces included: they are in its baseline."""
+    async def get_group(group_id: GroupId) -> m.GroupDetail:
+        """Return a group with all its rollouts. Rollouts without traces are included: they count in its baseline."""
         return await serializers.group_detail(store, group_id)
 
     @trainer.get("/groups/{group_id}/trajectories", tags=["groups"], response_class=StreamingResponse, responses=_ROWS)
-    async def group_trajectories(group_id: str, builder: str = "merged", all_grades: bool = False) -> StreamingResponse:
-        """One row a trace of each rollout that has ended, rollout by rollout. `all_grades`: also those that are not
-        to be trained on."""
-        _check(builder)
+    async def group_trajectories(
+        group_id: GroupId, builder: BuilderName = "merged", all_grades: AllGrades = False
+    ) -> StreamingResponse:
+        """Return one row for each trace of the group's ended rollouts, rollout by rollout."""
+        _check_builder(builder)
         if await store.groups.get(group_id) is None:
             raise not_found("group", group_id)
         rows = await serializers.group_rollouts(store, group_id)
@@ -45,27 +54,27 @@ def add(rooms: Routers, api: ApiContext) -> None:
 
     @trainer.get("/rollouts", tags=["rollouts"])
     async def list_rollouts(
-        where: str | None = None,
-        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
-        before: str | None = None,
+        where: Annotated[str | None, Query(description="Conditions such as `reward>=1, harness=codex`.")] = None,
+        limit: Annotated[int, Query(ge=1, le=1000, description="At most so many.")] = 100,
+        before: Annotated[str | None, Query(description="Only rollouts submitted before this one, by its id.")] = None,
     ) -> m.RolloutList:
-        """The newest that fulfil a condition such as `reward>=1, harness=codex`, oldest first."""
+        """Return the newest rollouts that match the conditions, oldest first."""
         rows = await store.rollouts.find(where=where, limit=limit, before=before)
         return m.RolloutList(rollouts=[serializers.rollout(row) for row in rows])
 
     @trainer.get("/rollouts/{rollout_id}", tags=["rollouts"])
-    async def get_rollout(rollout_id: str) -> m.RolloutDetail:
-        """A rollout with the stages of its attempts and its rewards."""
+    async def get_rollout(rollout_id: RolloutId) -> m.RolloutDetail:
+        """Return a rollout with the stages of its attempts and its rewards."""
         return await serializers.rollout_detail(store, rollout_id)
 
     @trainer.get(
         "/rollouts/{rollout_id}/trajectory", tags=["rollouts"], response_class=StreamingResponse, responses=_ROWS
     )
     async def rollout_trajectory(
-        rollout_id: str, builder: str = "merged", all_grades: bool = False
+        rollout_id: RolloutId, builder: BuilderName = "merged", all_grades: AllGrades = False
     ) -> StreamingResponse:
-        """As `/groups/{group_id}/trajectories`, of one rollout."""
-        _check(builder)
+        """Return one row for each trace of an ended rollout."""
+        _check_builder(builder)
         row = await store.rollouts.get(rollout_id)
         if row is None:
             raise not_found("rollout", rollout_id)
@@ -73,8 +82,10 @@ def add(rooms: Routers, api: ApiContext) -> None:
 
     @trainer.post("/rewards", status_code=201, tags=["rewards"])
     async def add_reward(body: m.RewardRequest) -> m.Reward:
-        """Give a reward to a rollout, or to one call or trace of it. Earlier ones stay; the newest of the rollout
-        itself is its reward."""
+        """Add a reward to a rollout, or to one call or trace of it.
+
+        Earlier rewards are kept. The newest one of the rollout as a whole is its reward.
+        """
         await _check_target(store, body)
         reward_id = await store.rewards.add(
             body.rollout_id, body.value, body.source, body.detail, trace_id=body.trace_id, call_id=body.call_id
@@ -84,17 +95,17 @@ def add(rooms: Routers, api: ApiContext) -> None:
 
     @admin.post("/sessions", status_code=201, tags=["sessions"])
     async def new_session(body: m.SessionRequest) -> m.CreatedSession:
-        """A session and its key, for an agent that no rollout starts. The key is told once."""
+        """Create a session and its key, for an agent that you start yourself. The key is shown once."""
         key = new_key()
         names = ("temperature", "max_tokens", "prompt_mode", "past_reasoning")
         policy = {name: value for name in names if (value := getattr(body, name)) is not None}
-        made = await store.sessions.create(
+        session = await store.sessions.create(
             key_hash=hash_key(key), label=body.label, policy=policy or None, origin="key"
         )
-        return m.CreatedSession(session_id=made.session_id, key=key)
+        return m.CreatedSession(session_id=session.session_id, key=key)
 
 
-def _check(builder: str) -> None:
+def _check_builder(builder: str) -> None:
     known = (*BUILDERS, "rescored")
     if builder not in known:
         raise UsageError(f"There is no builder {builder!r}: choose {', '.join(known)}.")
@@ -102,7 +113,7 @@ def _check(builder: str) -> None:
 
 async def _lines(store: Store, rows: Sequence[RolloutRow], builder: str, all_grades: bool) -> AsyncIterator[bytes]:
     for row in rows:
-        for line in await rollout_lines(store, row, _FORM, builder=builder, all_grades=all_grades):
+        for line in await rollout_lines(store, row, _FORMAT, builder=builder, all_grades=all_grades):
             yield line
 
 

@@ -1,4 +1,4 @@
-"""Rows of the store in the shapes of the wire."""
+"""Convert rows of the store into models of the API."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from polar_proxy.types import Json
 M = TypeVar("M", bound=BaseModel)
 
 
-def _of(kind: type[M], row: object, **more: object) -> M:
-    """The fields that the row and the shape share, and `more`."""
-    own = {name: getattr(row, name) for name in kind.model_fields if name not in more and hasattr(row, name)}
-    return kind.model_validate({**own, **more})
+def _convert(model: type[M], row: object, **more: object) -> M:
+    """Copy the fields that the row and the model share, and add `more`."""
+    shared = {name: getattr(row, name) for name in model.model_fields if name not in more and hasattr(row, name)}
+    return model.model_validate({**shared, **more})
 
 
 def job(row: JobRow) -> m.Job:
-    return _of(m.Job, row)
+    return _convert(m.Job, row)
 
 
-def submitted(row: JobRow, new: bool, refused: Sequence[Json]) -> m.SubmittedJob:
-    return _of(m.SubmittedJob, row, new=new, refused=list(refused))
+def submitted_job(row: JobRow, new: bool, refused: Sequence[Json]) -> m.SubmittedJob:
+    return _convert(m.SubmittedJob, row, new=new, refused=list(refused))
 
 
 def group(row: GroupRow) -> m.Group:
-    return _of(m.Group, row)
+    return _convert(m.Group, row)
 
 
 def rollout(row: RolloutRow) -> m.Rollout:
-    return _of(m.Rollout, row, wall_seconds=_wall(row))
+    return _convert(m.Rollout, row, wall_seconds=_wall_seconds(row))
 
 
 def reward(row: RewardRow) -> m.Reward:
-    return _of(m.Reward, row)
+    return _convert(m.Reward, row)
 
 
 def lease(row: GroupLease) -> m.Lease:
@@ -52,13 +52,13 @@ def lease(row: GroupLease) -> m.Lease:
 
 
 def training_run(row: TrainingRunRow) -> m.TrainingRun:
-    return _of(m.TrainingRun, row)
+    return _convert(m.TrainingRun, row)
 
 
-async def training_detail(store: Store, run_id: str) -> m.TrainingRunDetail:
+async def training_run_detail(store: Store, run_id: str) -> m.TrainingRunDetail:
     """Raises ApiError 404."""
     row = await require_training_run(store, run_id)
-    return _of(m.TrainingRunDetail, row, series=curves.series(await store.training.lines(run_id)))
+    return _convert(m.TrainingRunDetail, row, series=curves.series(await store.training.lines(run_id)))
 
 
 async def require_training_run(store: Store, run_id: str) -> TrainingRunRow:
@@ -74,7 +74,7 @@ async def job_detail(store: Store, job_id: str) -> m.JobDetail:
     row = await store.jobs.get(job_id)
     if row is None:
         raise not_found("job", job_id)
-    return _of(m.JobDetail, row, group_list=[group(one) for one in await store.groups.of_job(job_id)])
+    return _convert(m.JobDetail, row, group_list=[group(one) for one in await store.groups.of_job(job_id)])
 
 
 async def group_detail(store: Store, group_id: str) -> m.GroupDetail:
@@ -82,7 +82,7 @@ async def group_detail(store: Store, group_id: str) -> m.GroupDetail:
     row = await store.groups.get(group_id)
     if row is None:
         raise not_found("group", group_id)
-    return _of(m.GroupDetail, row, rollouts=[rollout(one) for one in await group_rollouts(store, group_id)])
+    return _convert(m.GroupDetail, row, rollouts=[rollout(one) for one in await group_rollouts(store, group_id)])
 
 
 async def group_rollouts(store: Store, group_id: str) -> list[RolloutRow]:
@@ -94,10 +94,10 @@ async def rollout_detail(store: Store, rollout_id: str) -> m.RolloutDetail:
     row = await store.rollouts.get(rollout_id)
     if row is None:
         raise not_found("rollout", rollout_id)
-    stages = [_of(m.Stage, stage) for stage in await store.rollouts.stages(rollout_id)]
+    stages = [_convert(m.Stage, stage) for stage in await store.rollouts.stages(rollout_id)]
     rewards = [reward(one) for one in await store.rewards.of_rollout(rollout_id)]
-    return _of(m.RolloutDetail, row, wall_seconds=_wall(row), stages=stages, rewards=rewards)
+    return _convert(m.RolloutDetail, row, wall_seconds=_wall_seconds(row), stages=stages, rewards=rewards)
 
 
-def _wall(row: RolloutRow) -> float | None:
+def _wall_seconds(row: RolloutRow) -> float | None:
     return None if row.started_at is None or row.ended_at is None else round(row.ended_at - row.started_at, 3)

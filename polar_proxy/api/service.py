@@ -1,4 +1,7 @@
-"""Routes of the server itself: how it stands, pause, resume and drain of its rollout service."""
+"""Routes of the server itself: its state; pause, resume and drain of one server or of all servers of the database.
+
+All servers are paused by one database row, which each of them reads before it claims a rollout.
+"""
 
 from __future__ import annotations
 
@@ -6,129 +9,189 @@ import time
 
 from polar_proxy import __version__
 from polar_proxy import api_models as m
-from polar_proxy.api import fleet
-from polar_proxy.api.context import ApiContext, Routers
-from polar_proxy.api.fleet import pause_timed_out
-from polar_proxy.api.jobs import until
-from polar_proxy.client.errors import ApiError
-from polar_proxy.errors import EngineError
+from polar_proxy.api.context import ApiContext, Routers, wait_until
+from polar_proxy.errors import ApiError, EngineError
 from polar_proxy.rollouts import RolloutService
+from polar_proxy.store import Store
+from polar_proxy.store.fleet import FleetRow
 from polar_proxy.types import Json
 
+_WORKING = FleetRow(None, None)
+_GRACE_SECONDS = 60.0
+"""Whoever waits for idle servers pauses them with an end. The pause outlives a killed waiter by so many seconds."""
+_RENEW_SECONDS = 30.0
+"""Seconds after which a waiter renews such a pause."""
 
-def add(rooms: Routers, api: ApiContext) -> None:
-    admin, trainer = rooms.admin, rooms.trainer
+
+def add_routes(routers: Routers, context: ApiContext) -> None:
+    admin, trainer = routers.admin, routers.trainer
 
     @trainer.get("/service", tags=["service"])
-    async def state() -> m.ServiceState:
-        """How the server stands, and its rollout service, where it has one (`polar serve --work`)."""
-        return await _state(api)
+    async def service_state() -> m.ServiceState:
+        """Return the state of the server and, if it has rollout workers, of its rollout service."""
+        return await _state(context)
 
     @trainer.post("/service/pause", tags=["service"])
-    async def pause(body: m.ServicePauseRequest = m.ServicePauseRequest()) -> m.ServiceState:
-        """Take nothing new of any job, on this server or, with `scope` all, on every server of its database; what is in
-        hand goes on. As for a job, a pause that times out leaves nothing paused (409 `pause_timed_out`)."""
+    async def pause_service(body: m.ServicePauseRequest = m.ServicePauseRequest()) -> m.ServiceState:
+        """Start no more rollouts of any job; running rollouts continue.
+
+        With `wait_idle`, the response comes when no rollout runs any more. If that takes longer, the response is 409
+        `pause_timed_out` and nothing stays paused.
+        """
         if body.scope == "all":
-            await fleet.pause(api.store, body.seconds, body.wait_idle)
-            return await _state(api)
-        service = _service(api)
-        taking, until_then = service.taking, service.paused_until
-        service.pause_all(body.seconds)
-        if body.wait_idle is not None:
-
-            async def idle() -> bool:
-                return service.scheduler.in_flight == 0
-
-            done = False
-            try:
-                done = await until(idle, body.wait_idle)
-            finally:
-                if not done and taking:
-                    service.resume_all()
-                elif not done:
-                    service.pause_all(None if until_then is None else max(0.0, until_then - time.time()))
-            if not done:
-                raise pause_timed_out(body.wait_idle, service.scheduler.in_flight)
-        return await _state(api)
+            await _pause_all(context.store, body.seconds, body.wait_idle)
+        else:
+            await _pause_one(_service(context), body.seconds, body.wait_idle)
+        return await _state(context)
 
     @trainer.post("/service/resume", tags=["service"])
-    async def resume(body: m.ServiceResumeRequest = m.ServiceResumeRequest()) -> m.ServiceState:
-        """Take work again, after a pause or a drain of the same `scope`. A server that was paused for itself stays so
-        when all are resumed."""
+    async def resume_service(body: m.ServiceResumeRequest = m.ServiceResumeRequest()) -> m.ServiceState:
+        """End a pause or a drain of the same `scope`. A server that was paused on its own stays paused when all servers
+        are resumed."""
         if body.scope == "all":
-            await fleet.resume(api.store)
-            api.wake()
+            await context.store.fleet.update(_WORKING)
+            context.wake()
         else:
-            _service(api).resume_all()
-        return await _state(api)
+            _service(context).resume_all()
+        return await _state(context)
 
     @admin.post("/service/drain", tags=["service"])
-    async def drain(body: m.DrainRequest = m.DrainRequest()) -> m.ServiceState:
-        """Take nothing new, and answer when nothing is in hand any more: on this server or, with `scope` all, on every
-        server of its database. Where that takes longer than `timeout`, 409 `drain_timed_out` with what is left, and
-        work is taken again."""
+    async def drain_service(body: m.DrainRequest = m.DrainRequest()) -> m.ServiceState:
+        """Start no more rollouts, and respond when none runs any more.
+
+        If that takes longer than `timeout`, the response is 409 `drain_timed_out` with the rollouts that still run,
+        and the servers start rollouts again.
+        """
         if body.scope == "all":
-            left = await fleet.drain(api.store, body.timeout)
+            left = await _drain_all(context.store, body.timeout)
         else:
-            left = await _service(api).drain(body.timeout)
+            left = await _service(context).drain(body.timeout)
         if left:
-            message = f"After {body.timeout:g} s {len(left)} rollouts are still in hand: work is taken again."
+            message = f"After {body.timeout:g} s {len(left)} rollouts still run: work is taken again."
             raise ApiError(message, status=409, code="drain_timed_out", detail={"left": left})
-        return await _state(api)
+        return await _state(context)
 
 
-def _service(api: ApiContext) -> RolloutService:
-    if api.service is None:
+def _service(context: ApiContext) -> RolloutService:
+    if context.service is None:
         raise ApiError(
-            "This server works on no rollouts: start it with `polar serve --work`.", status=503, code="unavailable"
+            "This server has no rollout workers: start it with `polar serve --rollout-workers N`.",
+            status=503,
+            code="unavailable",
         )
-    return api.service
+    return context.service
 
 
-async def _state(api: ApiContext) -> m.ServiceState:
-    version, engine = await _engine(api)
-    feed = await api.store.feed.depth()
-    row = await api.store.fleet.get()
-    all_of_it: Json = {
-        "state": "paused" if row.paused else "working",
-        "paused_until": row.paused_until if row.paused else None,
-        "in_flight": len(await api.store.fleet.in_flight()),
-    }
-    own: Json = {}
-    if (service := api.service) is not None:
-        counts = service.counts()
-        gates = {name: {**gate, "refusals": counts["refusals"][name]} for name, gate in counts["gates"].items()}
-        own = {
-            "worker": service.scheduler.worker,
-            "state": "working" if service.taking and not row.paused else "paused",
-            "paused_until": service.paused_until,
-            "in_flight": counts["in_flight"],
-            "gates": gates,
-            "pool": counts["pool"],
-        }
-        if engine is not None:
-            engine = {**engine, "load": counts["engine"]}
-    told = {
+async def _pause_one(service: RolloutService, seconds: float | None, wait_idle: float | None) -> None:
+    """Raises ApiError `pause_timed_out`; the service then is as it was before."""
+    was_accepting, was_paused_until = service.taking, service.paused_until
+    service.pause_all(seconds)
+    if wait_idle is None:
+        return
+
+    async def idle() -> bool:
+        return service.scheduler.in_flight == 0
+
+    done = False
+    try:
+        done = await wait_until(idle, wait_idle)
+    finally:
+        if not done and was_accepting:
+            service.resume_all()
+        elif not done:
+            service.pause_all(None if was_paused_until is None else max(0.0, was_paused_until - time.time()))
+    if not done:
+        raise _pause_timed_out(wait_idle, service.scheduler.in_flight)
+
+
+async def _pause_all(store: Store, seconds: float | None, wait_idle: float | None) -> None:
+    """Raises ApiError `pause_timed_out`; the servers then are as they were before."""
+    if wait_idle is not None and (left := await _pause_until_idle(store, wait_idle)):
+        raise _pause_timed_out(wait_idle, len(left))
+    now = time.time()
+    await store.fleet.update(FleetRow(now, None if seconds is None else now + seconds))
+
+
+async def _drain_all(store: Store, timeout: float | None) -> list[str]:
+    """Return the rollouts that still run after `timeout` seconds; if there are none, all servers stay paused."""
+    if left := await _pause_until_idle(store, timeout):
+        return left
+    await store.fleet.update(FleetRow(time.time(), None))
+    return []
+
+
+async def _pause_until_idle(store: Store, seconds: float | None) -> list[str]:
+    """Pause all servers and wait until no rollout runs. If some still run, undo the pause (unless someone else changed
+    it meanwhile) and return them."""
+    before = await store.fleet.get()
+    deadline = None if seconds is None else time.monotonic() + seconds
+    left: list[str] = []
+
+    async def idle() -> bool:
+        nonlocal left
+        left = await store.fleet.in_flight()
+        return not left
+
+    mine = before
+    done = False
+    try:
+        while not done and (deadline is None or mine is before or time.monotonic() < deadline):
+            wait = _RENEW_SECONDS if deadline is None else min(_RENEW_SECONDS, max(0.0, deadline - time.monotonic()))
+            renewed = FleetRow(time.time(), time.time() + wait + _GRACE_SECONDS)
+            if not await store.fleet.update(renewed, only_if=mine):
+                raise ApiError("Someone else paused or resumed all servers meanwhile.", status=409, code="conflict")
+            mine = renewed
+            done = await wait_until(idle, wait)
+    finally:
+        if not done and mine is not before:
+            await store.fleet.update(before, only_if=mine)
+    return left
+
+
+def _pause_timed_out(seconds: float, in_flight: int) -> ApiError:
+    message = f"After {seconds:g} s {in_flight} rollouts still run: nothing stays paused."
+    return ApiError(message, status=409, code="pause_timed_out", detail={"in_flight": in_flight})
+
+
+async def _state(context: ApiContext) -> m.ServiceState:
+    version, engine = await _engine_state(context)
+    fleet = await context.store.fleet.get()
+    state: Json = {
         "version": __version__,
         "engine": engine,
         "policy_version": version,
-        "feed": feed,
-        "fleet": all_of_it,
-        **own,
+        "feed": await context.store.feed.depth(),
+        "fleet": {
+            "state": "paused" if fleet.paused else "working",
+            "paused_until": fleet.paused_until if fleet.paused else None,
+            "in_flight": len(await context.store.fleet.in_flight()),
+        },
     }
-    return m.ServiceState.model_validate(told)
+    if (service := context.service) is not None:
+        counts = service.counts()
+        state |= {
+            "worker": service.scheduler.worker,
+            "state": "working" if service.taking and not fleet.paused else "paused",
+            "paused_until": service.paused_until,
+            "in_flight": counts["in_flight"],
+            "gates": {name: {**gate, "refusals": counts["refusals"][name]} for name, gate in counts["gates"].items()},
+            "pool": counts["pool"],
+        }
+        if engine is not None:
+            engine["load"] = counts["engine"]
+    return m.ServiceState.model_validate(state)
 
 
-async def _engine(api: ApiContext) -> tuple[str | None, Json | None]:
-    """Its policy version and state; an engine that is away is told as such."""
-    if api.engine is None:
+async def _engine_state(context: ApiContext) -> tuple[str | None, Json | None]:
+    """Return the engine's policy version and state. An engine that does not answer is reported as unhealthy."""
+    if context.engine is None:
         return None, None
-    info = api.engine.info
+    info = context.engine.info
     version: str | None = None
     try:
-        reason = await api.engine.health()
-        version = await api.engine.weight_version()
+        reason = await context.engine.health()
+        version = await context.engine.weight_version()
     except EngineError as error:
         reason = str(error)
-    told: Json = {"kind": info.engine, "version": info.version, "model": info.model}
-    return version, {**told, "healthy": reason is None, "reason": reason}
+    state: Json = {"kind": info.engine, "version": info.version, "model": info.model}
+    return version, {**state, "healthy": reason is None, "reason": reason}

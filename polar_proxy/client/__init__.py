@@ -1,9 +1,7 @@
 """The client of the HTTP API: `Client`, and `AsyncClient` for asyncio."""
 
-from polar_proxy.client.callbacks import BadCallbackError, verify_callback
 from polar_proxy.client.client import AsyncClient, Client
 from polar_proxy.client.errors import (
-    ApiError,
     BadRequestError,
     ConflictError,
     ForbiddenError,
@@ -13,6 +11,8 @@ from polar_proxy.client.errors import (
     UnavailableError,
     UnreachableError,
 )
+from polar_proxy.errors import ApiError
+from polar_proxy.webhooks import BadCallbackError, verify_callback
 
 __all__ = [
     "ApiError",

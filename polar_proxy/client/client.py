@@ -1,4 +1,4 @@
-"""The two clients: the same routes, over a blocking connection and over asyncio."""
+"""`Client` (blocking) and `AsyncClient` (asyncio): the same methods over two kinds of connection."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from polar_proxy.client.routes import ApiMethods
 T = TypeVar("T")
 
 
-def _base(url: str) -> str:
-    """Without the path of the API, which somebody may have copied along."""
+def _base_url(url: str) -> str:
+    """Accept a URL with or without the path of the API."""
     return url.rstrip("/").removesuffix(API_PREFIX)
 
 
@@ -28,11 +28,10 @@ def _headers(key: str | None) -> dict[str, str]:
 
 
 class Client(ApiMethods):
-    """`with Client("http://127.0.0.1:8399", key) as polar: polar.job(...)`. One thread at a time.
+    """`with Client("http://127.0.0.1:8399", key) as polar: polar.job(...)`. For one thread at a time.
 
-    Every method raises `ApiError` (its subclass says what it is) for what the server refuses and `UnreachableError`
-    where no answer came. What may be said twice is tried up to `tries` times, with growing pauses: 5 are some seconds,
-    12 about a minute.
+    Every method raises a subclass of `ApiError` if the server refuses and `UnreachableError` if no response arrives.
+    Idempotent requests are tried up to `tries` times with growing pauses: 5 tries last some seconds, 12 about a minute.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Client(ApiMethods):
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self._tries = tries
-        self._http = httpx.Client(base_url=_base(url), headers=_headers(key), transport=transport)
+        self._http = httpx.Client(base_url=_base_url(url), headers=_headers(key), transport=transport)
 
     def __enter__(self) -> Self:
         return self
@@ -58,37 +57,37 @@ class Client(ApiMethods):
         self._http.close()
 
     def send(self, call: ApiCall[T]) -> T:
-        """Ask, and ask again where that is right."""
-        tries = RetryBudget(self._tries, call.repeatable)
+        """Send one request, with retries, and return its parsed response."""
+        budget = RetryBudget(self._tries, call.idempotent)
         while True:
             reply: httpx.Response | httpx.TransportError
             try:
                 reply = self._http.send(call.request(self._http))
             except httpx.TransportError as error:
                 reply = error
-            pause = tries.pause(reply)
+            pause = budget.pause(reply)
             if pause is None and isinstance(reply, httpx.Response):
                 return call.read(reply.content)
             time.sleep(pause or 0.0)
 
     def stream(self, stream: ApiStream[T]) -> Iterator[T]:
-        """The values of a stream, as they come."""
-        reading = StreamReader(stream, self._tries)
-        while not reading.ended:
-            time.sleep(reading.pause)
+        """Yield the values of a stream as they arrive, and reconnect if the connection breaks."""
+        reader = StreamReader(stream, self._tries)
+        while not reader.ended:
+            time.sleep(reader.pause)
             try:
-                with contextlib.closing(self._http.send(reading.request(self._http), stream=True)) as response:
+                with contextlib.closing(self._http.send(reader.request(self._http), stream=True)) as response:
                     if response.is_error:
                         response.read()
-                    if reading.opened(response):
+                    if reader.opened(response):
                         for data in response.iter_bytes():
-                            yield from reading.feed(data)
-                        reading.closed()
+                            yield from reader.feed(data)
+                        reader.response_ended()
             except httpx.TransportError as error:
-                reading.lost(error)
+                reader.connection_lost(error)
 
     def wait(self, job_id: str) -> JobDetail:
-        """The job, once it has ended."""
+        """Block until the job has ended, and return it."""
         for event in self.events(job_id):
             if event.event == "end":
                 break
@@ -96,7 +95,7 @@ class Client(ApiMethods):
 
 
 class AsyncClient(ApiMethods):
-    """As `Client`, every method awaited, streams by `async for`. Any number of tasks at a time."""
+    """`Client` for asyncio: await the methods, read streams by `async for`. For any number of tasks at a time."""
 
     def __init__(
         self,
@@ -107,7 +106,7 @@ class AsyncClient(ApiMethods):
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._tries = tries
-        self._http = httpx.AsyncClient(base_url=_base(url), headers=_headers(key), transport=transport)
+        self._http = httpx.AsyncClient(base_url=_base_url(url), headers=_headers(key), transport=transport)
 
     async def __aenter__(self) -> Self:
         return self
@@ -121,39 +120,39 @@ class AsyncClient(ApiMethods):
         await self._http.aclose()
 
     async def send(self, call: ApiCall[T]) -> T:
-        """Ask, and ask again where that is right."""
-        tries = RetryBudget(self._tries, call.repeatable)
+        """Send one request, with retries, and return its parsed response."""
+        budget = RetryBudget(self._tries, call.idempotent)
         while True:
             reply: httpx.Response | httpx.TransportError
             try:
                 reply = await self._http.send(call.request(self._http))
             except httpx.TransportError as error:
                 reply = error
-            pause = tries.pause(reply)
+            pause = budget.pause(reply)
             if pause is None and isinstance(reply, httpx.Response):
                 return call.read(reply.content)
             await asyncio.sleep(pause or 0.0)
 
     async def stream(self, stream: ApiStream[T]) -> AsyncIterator[T]:
-        """The values of a stream, as they come."""
-        reading = StreamReader(stream, self._tries)
-        while not reading.ended:
-            await asyncio.sleep(reading.pause)
+        """Yield the values of a stream as they arrive, and reconnect if the connection breaks."""
+        reader = StreamReader(stream, self._tries)
+        while not reader.ended:
+            await asyncio.sleep(reader.pause)
             try:
-                sent = await self._http.send(reading.request(self._http), stream=True)
+                sent = await self._http.send(reader.request(self._http), stream=True)
                 async with contextlib.aclosing(sent) as response:
                     if response.is_error:
                         await response.aread()
-                    if reading.opened(response):
+                    if reader.opened(response):
                         async for data in response.aiter_bytes():
-                            for value in reading.feed(data):
+                            for value in reader.feed(data):
                                 yield value
-                        reading.closed()
+                        reader.response_ended()
             except httpx.TransportError as error:
-                reading.lost(error)
+                reader.connection_lost(error)
 
     async def wait(self, job_id: str) -> JobDetail:
-        """The job, once it has ended."""
+        """Wait until the job has ended, and return it."""
         async for event in self.events(job_id):
             if event.event == "end":
                 break

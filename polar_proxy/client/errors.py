@@ -1,35 +1,36 @@
-"""What a call of the API can end with, typed: one class for each thing that a caller would do something else about."""
+"""Errors of the API client: one class for each case that a caller would handle differently.
+
+PolarError
+  ApiError              the server refused
+    BadRequestError       400, 422
+    UnauthorisedError     401
+    ForbiddenError        403
+    NotFoundError         404
+    ConflictError         409
+      LeaseLostError        409 lease_lost
+    UnavailableError      503
+  UnreachableError      no response
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import orjson
 
-from polar_proxy.errors import PolarError, StoreError, UsageError
-
-
-class ApiError(PolarError):
-    """The server refused. `status` is HTTP's, `code` the server's machine-readable one, `detail` what it adds."""
-
-    def __init__(self, message: str, *, status: int, code: str, detail: Any = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.detail = detail
+from polar_proxy.errors import ApiError, PolarError, StoreError, UsageError
 
 
 class BadRequestError(ApiError, UsageError):
-    """400 or 422: what was asked for cannot be."""
+    """400 or 422: the request is invalid."""
 
 
 class UnauthorisedError(ApiError, UsageError):
-    """401: no key, or one that the server does not know."""
+    """401: the key is missing or unknown."""
 
 
 class ForbiddenError(ApiError, UsageError):
-    """403: the key is known, and its role may not do this."""
+    """403: the role of the key does not allow this."""
 
 
 class NotFoundError(ApiError, UsageError):
@@ -37,22 +38,22 @@ class NotFoundError(ApiError, UsageError):
 
 
 class ConflictError(ApiError, UsageError):
-    """409: not in the state that things are in. `code` says which: a pause that timed out, a used idempotency key."""
+    """409: the current state does not allow this. `code` names the cause, such as `pause_timed_out`."""
 
 
 class LeaseLostError(ConflictError, StoreError):
-    """409: the lease ran out or never was; its group may be with another consumer."""
+    """409: the lease expired or never existed; another consumer may have its group."""
 
 
 class UnavailableError(ApiError):
-    """503: the server, or what it needs, cannot answer now."""
+    """503: the server, or a part that it needs, cannot answer now."""
 
 
 class UnreachableError(PolarError):
-    """No answer came: the server is not there, or the connection broke, and trying again did not help."""
+    """No response: the server is down or the connection broke, and retries did not help."""
 
 
-_BY_STATUS: Mapping[int, type[ApiError]] = {
+_CLASSES: Mapping[int, type[ApiError]] = {
     400: BadRequestError,
     401: UnauthorisedError,
     403: ForbiddenError,
@@ -64,12 +65,12 @@ _BY_STATUS: Mapping[int, type[ApiError]] = {
 
 
 def error_from_response(status: int, body: bytes) -> ApiError:
-    """The error that an answer of 400 and more stands for, whoever wrote it (a proxy writes no JSON of ours)."""
+    """Return the typed error of a response with status 400 or more, whether Polar or a proxy before it sent it."""
     code, message, detail = f"http_{status}", "", None
     try:
-        told = orjson.loads(body)["error"]
-        code, message, detail = str(told["code"]), str(told["message"]), told.get("detail")
+        error = orjson.loads(body)["error"]
+        code, message, detail = str(error["code"]), str(error["message"]), error.get("detail")
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         message = f"The server answers {status}: {body[:300].decode(errors='replace')}"
-    kind = LeaseLostError if code == "lease_lost" else _BY_STATUS.get(status, ApiError)
+    kind = LeaseLostError if code == "lease_lost" else _CLASSES.get(status, ApiError)
     return kind(message, status=status, code=code, detail=detail)

@@ -1,7 +1,7 @@
-"""A transport into an ASGI application of this process: no socket, and answers come in pieces as they are made.
+"""An httpx transport into an ASGI application of this process. Response bodies arrive in pieces, as the application
+sends them.
 
-httpx has one too (`ASGITransport`), which hands an answer on when all of it is there: a stream of events would never
-come.
+httpx's own `ASGITransport` collects the whole body first, so that a stream of events would never arrive.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ from typing import Any
 
 import httpx
 
-Message = MutableMapping[str, Any]
-Application = Callable[
-    [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+AsgiMessage = MutableMapping[str, Any]
+AsgiApplication = Callable[
+    [AsgiMessage, Callable[[], Awaitable[AsgiMessage]], Callable[[AsgiMessage], Awaitable[None]]], Awaitable[None]
 ]
 
 
 class InProcessTransport(httpx.AsyncBaseTransport):
-    """`AsyncClient("http://in-process", transport=InProcess(app))`. What the application raises comes out."""
+    """`AsyncClient("http://in-process", transport=InProcessTransport(app))`. Raises what the application raises."""
 
-    def __init__(self, application: Application) -> None:
+    def __init__(self, application: AsgiApplication) -> None:
         self._application = application
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        exchange = InProcessResponse(self._application, request, await request.aread())
+        response = InProcessResponse(self._application, request, await request.aread())
         try:
-            status, headers = await exchange.started()
+            status, headers = await response.start()
         except BaseException:
-            await exchange.aclose()
+            await response.aclose()
             raise
-        return httpx.Response(status, headers=headers, stream=exchange)
+        return httpx.Response(status, headers=headers, stream=response)
 
 
 class InProcessResponse(httpx.AsyncByteStream):
-    """One request to the application, and what it says to it."""
+    """Run the application for one request; iterate over the body that it sends."""
 
-    def __init__(self, application: Application, request: httpx.Request, body: bytes) -> None:
-        scope: Message = {
+    def __init__(self, application: AsgiApplication, request: httpx.Request, body: bytes) -> None:
+        scope: AsgiMessage = {
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
@@ -52,24 +52,25 @@ class InProcessResponse(httpx.AsyncByteStream):
             "server": (request.url.host, request.url.port or 80),
             "client": ("in-process", 0),
         }
-        self._request: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        self._said: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=16)
+        self._request: list[AsgiMessage] = [{"type": "http.request", "body": body, "more_body": False}]
+        self._sent: asyncio.Queue[AsgiMessage | None] = asyncio.Queue(maxsize=16)
         self._task = asyncio.create_task(self._run(application, scope), name="polar-in-process")
 
-    async def _run(self, application: Application, scope: Message) -> None:
+    async def _run(self, application: AsgiApplication, scope: AsgiMessage) -> None:
         try:
-            await application(scope, self._receive, self._said.put)
+            await application(scope, self._receive, self._sent.put)
         except Exception:
-            await self._said.put(None)
+            await self._sent.put(None)
             raise
-        await self._said.put(None)
+        await self._sent.put(None)
 
-    async def _receive(self) -> Message:
+    async def _receive(self) -> AsgiMessage:
         if self._request:
             return self._request.pop()
-        return await asyncio.Future()  # the client goes by ending the task
+        return await asyncio.Future()  # never disconnects: `aclose` cancels the task instead
 
-    async def started(self) -> tuple[int, list[tuple[bytes, bytes]]]:
+    async def start(self) -> tuple[int, list[tuple[bytes, bytes]]]:
+        """Return the status and headers."""
         message = await self._next()
         return message["status"], list(message.get("headers", ()))
 
@@ -86,9 +87,9 @@ class InProcessResponse(httpx.AsyncByteStream):
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _next(self) -> Message:
-        message = await self._said.get()
+    async def _next(self) -> AsgiMessage:
+        message = await self._sent.get()
         if message is None:
-            await self._task  # raises what the application did
-            raise httpx.RemoteProtocolError("the application ended before its answer did")
+            await self._task  # raises the application's error, if any
+            raise httpx.RemoteProtocolError("the application ended before its response did")
         return message

@@ -1,7 +1,7 @@
-"""What both clients share: a route as a value, when it is tried again, and how an answer is read. No network here.
+"""What both clients share, without network: API calls as values, the retry budget, and reading of streams.
 
-A route is one function from arguments to a `ApiCall`; the descriptors make it a method that returns the answer of
-`Client`, and one that is awaited of `AsyncClient`. So every route is written once.
+Each API method is one function from arguments to an `ApiCall`. The descriptors `api_method` and `api_stream` turn it
+into a method that returns the response on `Client` and a coroutine on `AsyncClient`, so every route is written once.
 """
 
 from __future__ import annotations
@@ -28,44 +28,42 @@ TIMEOUT_SECONDS = 30.0
 MAX_TRIES = 5
 MAX_PAUSE_SECONDS = 10.0
 RECONNECT_SECONDS = 0.5
-HEARTBEAT_SECONDS = 15.0
-"""How often the server says something on a stream that has nothing to say."""
 _RETRY_STATUSES = frozenset({429, 503})
-"""With `Retry-After`, which says that nothing was done."""
+"""Retried if the response has `Retry-After`: the server then did nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiCall(Generic[T]):
-    """One request, and how its answer is read."""
+    """One request and the function that reads its response."""
 
     method: str
     path: str
-    """Below `/api/v1`, quoted."""
+    """Below `/api/v1`, percent-encoded."""
     read: Callable[[bytes], T]
     params: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
-    """None: not said."""
+    """Query parameters; None omits the parameter."""
     json: Json | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    repeatable: bool = False
-    """Said twice it is as said once, so it is said again where no answer came."""
-    waits: float = 0.0
-    """Seconds for which the server may keep the answer back on purpose."""
+    idempotent: bool = False
+    """Retry when no response arrives."""
+    server_wait: float = 0.0
+    """Seconds for which the server may delay its response on purpose, added to the read timeout."""
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        kind = {} if self.json is None else {"content-type": "application/json"}
+        content_type = {} if self.json is None else {"content-type": "application/json"}
         return http.build_request(
             self.method,
             API_PREFIX + self.path,
             params={name: value for name, value in self.params.items() if value is not None},
-            headers={**kind, **self.headers},
+            headers={**content_type, **self.headers},
             content=None if self.json is None else orjson.dumps(self.json),
-            timeout=httpx.Timeout(TIMEOUT_SECONDS, read=TIMEOUT_SECONDS + self.waits),
+            timeout=httpx.Timeout(TIMEOUT_SECONDS, read=TIMEOUT_SECONDS + self.server_wait),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ApiStream(Generic[T]):
-    """A request whose answer comes in pieces."""
+    """A request whose response is a stream of values."""
 
     path: str
     decoder: Callable[[], StreamDecoder[T]]
@@ -73,27 +71,28 @@ class ApiStream(Generic[T]):
 
 
 def quote_segment(value: str) -> str:
-    """An id as one part of a path, whatever is in it."""
+    """Encode an id as one path segment, whatever characters it has."""
     return quote(value, safe="")
 
 
 @dataclass(slots=True)
 class RetryBudget:
-    """What becomes of one reply: an answer, a typed error, or another try after a pause."""
+    """Decide for each reply to a request: accept it, raise a typed error, or try again after a pause."""
 
     tries: int
-    repeatable: bool
+    idempotent: bool
     _tried: int = 0
 
     def pause(self, reply: httpx.Response | httpx.TransportError) -> float | None:
-        """Seconds until the next try; None: this is the answer. The response must have been read where it is an error.
+        """Return the seconds until the next try, or None if this reply is the response.
 
-        Raises the typed error that it stands for."""
+        The body of an error response must have been read. Raises the typed error that the reply stands for.
+        """
         self._tried += 1
         if isinstance(reply, httpx.TransportError):
-            # Nothing was said where there was no connection, so it may be said again whatever it was.
-            unsaid = isinstance(reply, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
-            if self._tried < self.tries and (self.repeatable or unsaid):
+            # Without a connection the server did not see the request, so that any request may be sent again.
+            unsent = isinstance(reply, (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout))
+            if self._tried < self.tries and (self.idempotent or unsent):
                 return self._backoff()
             raise UnreachableError(
                 f"No answer from {_origin(reply)}: {reply or type(reply).__name__}. Is `polar serve` running there?"
@@ -112,18 +111,18 @@ class RetryBudget:
 def _origin(error: httpx.TransportError) -> str:
     try:
         return f"{error.request.url.scheme}://{error.request.url.netloc.decode()}"
-    except RuntimeError:  # raised by a transport that does not say for which request
+    except RuntimeError:  # the transport did not attach the request
         return "the server"
 
 
 class StreamReader(Generic[T]):
-    """One stream over all the connections that it takes: what the clients do between two of them."""
+    """One stream across all its connections: decoding, and when to connect again."""
 
     def __init__(self, stream: ApiStream[T], tries: int) -> None:
         self._stream = stream
         self._decoder = stream.decoder()
-        self._limit = tries
-        self._tries = RetryBudget(tries, repeatable=True)
+        self._tries = tries
+        self._budget = RetryBudget(tries, idempotent=True)
         self.pause = 0.0
         """Seconds until the next connection."""
 
@@ -136,24 +135,24 @@ class StreamReader(Generic[T]):
         return ApiCall("GET", self._stream.path, bytes, self._stream.params, headers=headers).request(http)
 
     def opened(self, response: httpx.Response) -> bool:
-        """Whether there is something to read. Raises the typed error of a refusal."""
-        pause = self._tries.pause(response)
+        """Return whether the response has a stream to read. Raises the typed error of a refusal."""
+        pause = self._budget.pause(response)
         self.pause = RECONNECT_SECONDS if pause is None else pause
         return pause is None
 
     def feed(self, data: bytes) -> Iterator[T]:
-        self._tries = RetryBudget(self._limit, repeatable=True)  # a connection that breaks later is a new misfortune
+        self._budget = RetryBudget(self._tries, idempotent=True)  # a later disconnect starts a fresh retry budget
         return self._decoder.feed(data)
 
-    def closed(self) -> None:
-        self._decoder.closed()
+    def response_ended(self) -> None:
+        self._decoder.response_ended()
 
-    def lost(self, error: httpx.TransportError) -> None:
-        """Raises UnreachableError where the stream cannot go on."""
+    def connection_lost(self, error: httpx.TransportError) -> None:
+        """Raises UnreachableError if the stream cannot be resumed."""
         if not self._decoder.resumable:
             raise UnreachableError(f"The answer from {_origin(error)} broke off: {error or type(error).__name__}")
-        self.pause = self._tries.pause(error) or RECONNECT_SECONDS
-        self._decoder.broken()
+        self.pause = self._budget.pause(error) or RECONNECT_SECONDS
+        self._decoder.connection_lost()
 
 
 class SyncTransport(Protocol):
@@ -167,7 +166,7 @@ class AsyncTransport(Protocol):
 
 
 class api_method(Generic[P, T]):
-    """A method of both clients, from the function that makes its `ApiCall`."""
+    """Turn a function that builds an `ApiCall` into a method of both clients."""
 
     def __init__(self, build: Callable[Concatenate[Any, P], ApiCall[T]]) -> None:
         self._build = build
@@ -187,7 +186,7 @@ class api_method(Generic[P, T]):
 
 
 class api_stream(Generic[P, T]):
-    """As `api_method`, for answers that come in pieces: an iterator, of `AsyncClient` an asynchronous one."""
+    """Turn a function that builds an `ApiStream` into a method that returns an iterator (async on `AsyncClient`)."""
 
     def __init__(self, build: Callable[Concatenate[Any, P], ApiStream[T]]) -> None:
         self._build = build

@@ -1,4 +1,4 @@
-"""Answers that come line by line, server-sent events and newline-delimited JSON: bytes in, values out, no network.
+"""Decoders of the two stream formats, server-sent events and newline-delimited JSON: bytes in, values out, no network.
 
 Format of events: https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
 """
@@ -16,42 +16,42 @@ from polar_proxy.types import Json
 
 T_co = TypeVar("T_co", covariant=True)
 
-_KNOWN = frozenset(get_args(EventName))
+_EVENT_NAMES = frozenset(get_args(EventName))
 
 
 class StreamDecoder(Protocol[T_co]):
-    """One stream, over all the connections that it takes."""
+    """Decode one stream, across all its connections."""
 
     @property
     def ended(self) -> bool:
-        """Nothing more comes."""
+        """The stream is complete."""
         ...
 
     @property
     def resumable(self) -> bool:
-        """Another connection can take the stream up where this one broke."""
+        """A new connection can continue the stream where the last one broke."""
         ...
 
     def headers(self) -> dict[str, str]:
-        """With which the stream is asked for from where it stands."""
+        """Return the request headers of the next connection."""
         ...
 
     def feed(self, data: bytes) -> Iterator[T_co]:
-        """The values that these bytes complete."""
+        """Yield the values that these bytes complete."""
         ...
 
-    def closed(self) -> None:
-        """The answer ended in order."""
+    def response_ended(self) -> None:
+        """The response ended without an error."""
         ...
 
-    def broken(self) -> None:
-        """The connection was lost: what was begun on it is forgotten."""
+    def connection_lost(self) -> None:
+        """The connection broke: drop the incomplete value."""
         ...
 
 
 @dataclass(slots=True)
 class LineSplitter:
-    """Cut at line feeds only: what is a line end to `str.splitlines` may stand inside a JSON string."""
+    r"""Split bytes at `\n` only. `str.splitlines` also splits at characters that JSON strings may contain."""
 
     rest: bytes = b""
 
@@ -62,7 +62,7 @@ class LineSplitter:
 
 @dataclass(slots=True)
 class RowDecoder:
-    """Newline-delimited JSON. What broke off in the middle cannot be taken up again."""
+    """Decode newline-delimited JSON. A stream that broke after its first byte cannot be resumed."""
 
     ended: bool = False
     resumable: bool = True
@@ -77,16 +77,16 @@ class RowDecoder:
             if line:
                 yield orjson.loads(line)
 
-    def closed(self) -> None:
+    def response_ended(self) -> None:
         self.ended = True
 
-    def broken(self) -> None:
+    def connection_lost(self) -> None:
         self._lines = LineSplitter()
 
 
 @dataclass(slots=True)
 class EventDecoder:
-    """Server-sent events. A connection that ends is followed by another, from the last event that was whole."""
+    """Decode server-sent events. A new connection continues after the last complete event."""
 
     last_id: str | None = None
     ended: bool = False
@@ -97,8 +97,8 @@ class EventDecoder:
     _data: list[bytes] = field(default_factory=list)
 
     def headers(self) -> dict[str, str]:
-        where = {} if self.last_id is None else {"last-event-id": self.last_id}
-        return {"accept": "text/event-stream", "cache-control": "no-store", **where}
+        position = {} if self.last_id is None else {"last-event-id": self.last_id}
+        return {"accept": "text/event-stream", "cache-control": "no-store", **position}
 
     def feed(self, data: bytes) -> Iterator[Event]:
         for line in self._lines.feed(data):
@@ -114,21 +114,21 @@ class EventDecoder:
                 self._event = value.decode()
             elif name == b"id":
                 self._id = value.decode()
-            # A comment has no name: it keeps the connection alive and says nothing.
+            # A line without a name is a comment, sent to keep the connection alive.
 
-    def closed(self) -> None:
-        """Not the end of the events: a server stopped, and another takes over."""
-        self.broken()
+    def response_ended(self) -> None:
+        """A response may end before the stream does: the server stopped, and the next one continues."""
+        self.connection_lost()
 
-    def broken(self) -> None:
+    def connection_lost(self) -> None:
         self._lines, self._id, self._event, self._data = LineSplitter(), None, "", []
 
     def _complete(self) -> Event | None:
         name, data = self._event, b"\n".join(self._data)
-        # The id counts with its whole event only: one that was begun and not ended comes again.
+        # Advance the id only with a complete event, so that an interrupted event is sent again.
         self.last_id = self._id or self.last_id
         self._id, self._event, self._data = None, "", []
-        if name not in _KNOWN or not data:
-            return None  # of a newer server
+        if name not in _EVENT_NAMES or not data:
+            return None  # an event of a newer server
         self.ended = name == "end"
         return Event.model_validate({"id": self.last_id or "", "event": name, "data": orjson.loads(data)})

@@ -106,12 +106,12 @@ async def test_whoever_hangs_up_while_it_waits_gets_nothing(
 
     async def noted(*given: Any) -> bool:
         waits.set()
-        found = await until_waiting(*given)
+        found = await wait_for_group(*given)
         given_up.set()
         return found
 
-    until_waiting = feed._until_waiting
-    monkeypatch.setattr(feed, "_until_waiting", noted)
+    wait_for_group = feed._wait_for_group
+    monkeypatch.setattr(feed, "_wait_for_group", noted)
     async with serve_api() as running:
         waiting = asyncio.create_task(lease(running, wait=300))
         await asyncio.wait_for(waits.wait(), 60)

@@ -101,7 +101,7 @@ async def test_how_the_server_stands(serve_api: ServeApi) -> None:
         assert state["feed"] == {"waiting": 1}
         metrics = (await running.admin.get(f"{running.gateway.url}/metrics")).text
         assert 'polar_stage_entered_total{stage="running"} 1.0' in metrics
-        assert "polar_rollouts_in_hand 0.0" in metrics
+        assert "polar_rollouts_in_flight 0.0" in metrics
     async with serve_api() as alone:
         state = await alone.get("/service")
         assert (state["state"], state["gates"], state["in_flight"]) == (None, None, None)

@@ -103,7 +103,7 @@ def test_who_may_not_and_what_is_not_there(server: PolarServer, monkeypatch: pyt
 
 
 def test_a_server_that_is_not_there(polar_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polar_proxy.client.requests.LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr("polar_proxy.client.requests.MAX_PAUSE_SECONDS", 0.01)
     with pytest.raises(UnreachableError, match="Is `polar serve` running there"):
         polar("status", "--url", "http://127.0.0.1:9")
 

@@ -12,7 +12,7 @@ import pytest
 
 from polar_proxy import client as c
 from polar_proxy.api_models import Event, JobRequest, LeaseRequest, RewardRequest
-from polar_proxy.client.inprocess import InProcessTransport, Message
+from polar_proxy.client.inprocess import AsgiMessage, InProcessTransport
 from polar_proxy.errors import StoreError, UsageError
 
 Reply = httpx.Response | Exception
@@ -216,7 +216,7 @@ def test_rows_that_break_off_are_an_error_and_never_come_twice(pauses: list[floa
 async def test_an_application_in_this_process_answers_in_pieces() -> None:
     asked, more = asyncio.Event(), asyncio.Event()
 
-    async def application(scope: Message, receive: Callable[[], Any], send: Callable[[Message], Any]) -> None:
+    async def application(scope: AsgiMessage, receive: Callable[[], Any], send: Callable[[AsgiMessage], Any]) -> None:
         if scope["path"].endswith("/feed"):
             raise RuntimeError("a bug")
         assert (await receive())["body"] == b""

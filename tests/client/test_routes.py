@@ -46,7 +46,7 @@ def asked() -> set[tuple[str, str]]:
             given: list[Any] = []
             for parameter in inspect.signature(method).parameters.values():
                 if parameter.default is inspect.Parameter.empty:
-                    of_name = {"request": BODIES.get(name), "seconds": 1.0, "what": f"{str(kind)[:-2]}1"}
+                    of_name = {"request": BODIES.get(name), "seconds": 1.0, "target": f"{str(kind)[:-2]}1"}
                     given.append(of_name.get(parameter.name, f"<{parameter.name}>"))
             made = method(*given)
             path = made.path.replace("%3C", "{").replace("%3E", "}")

@@ -45,7 +45,7 @@ def test_a_connection_that_breaks_anywhere_is_taken_up_where_the_last_whole_even
     decoder = EventDecoder()
     found = list(decoder.feed(WIRE[:place]))
     if not decoder.ended:
-        decoder.closed()
+        decoder.response_ended()
         # What the server sends behind the event that the client names; before the first one, everything.
         named = decoder.headers().get("last-event-id")
         behind = {None: 0, "1": WIRE.index(b"event: weather"), "2": WIRE.index(b": still")}[named]
@@ -62,5 +62,5 @@ def test_rows_do_not_depend_on_how_they_are_cut(places: list[int]) -> None:
     assert [row for piece in cut(wire, places) for row in decoder.feed(piece)] == rows
     assert not decoder.resumable
     assert not decoder.ended
-    decoder.closed()
+    decoder.response_ended()
     assert decoder.ended

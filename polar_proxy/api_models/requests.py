@@ -1,0 +1,173 @@
+"""Request bodies of the HTTP API. They reject unknown fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from polar_proxy.rollout_spec import JobSpec
+
+Scope = Literal["server", "all"]
+PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+WaitSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class ApiRequestModel(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class JobRequest(JobSpec):
+    """Rollouts of one or more tasks. A field that is omitted or null has the value of the server's settings, [run]."""
+
+    task: str | None = None
+    """A task family, a file or folder on the server's machine, or module:Class, as for `polar run`."""
+    task_specs: list[dict[str, Any]] | None = None
+    """The tasks themselves, each as in a line of a task file."""
+    seed: int | None = Field(None, ge=0)
+    """Only this instance of `task`; in a file: the task at this position."""
+    instances: int | None = Field(None, ge=1)
+    """The first N tasks. Default: one of a family; all of a file, a folder or `task_specs`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _check_source(self) -> JobRequest:
+        if (self.task is None) == (self.task_specs is None):
+            raise ValueError("give either task or task_specs")
+        if self.seed is not None and self.instances is not None:
+            raise ValueError("give seed (one instance) or instances (many), not both")
+        if self.task_specs is not None and self.seed is not None:
+            raise ValueError("seed chooses an instance of task, not of task_specs")
+        return self
+
+
+class PauseRequest(ApiRequestModel):
+    """How long to pause, and whether to wait until nothing runs."""
+
+    seconds: PositiveSeconds | None = None
+    """Resume automatically after so many seconds. Omit it to pause until resumed."""
+    wait_idle: WaitSeconds | None = None
+    """Respond only when nothing runs any more. If that takes longer than so many seconds, nothing stays paused and
+    the response is 409."""
+
+
+class ServicePauseRequest(PauseRequest):
+    """How long to pause, and which servers."""
+
+    scope: Scope = "server"
+    """`server`: the server that receives the request; `all`: every server of its database."""
+
+
+class ServiceResumeRequest(ApiRequestModel):
+    """Which servers to resume."""
+
+    scope: Scope = "server"
+    """`server`: the server that receives the request; `all`: every server of its database."""
+
+
+class DrainRequest(ApiRequestModel):
+    """Which servers to drain, and how long to wait."""
+
+    scope: Scope = "server"
+    """`server`: the server that receives the request; `all`: every server of its database."""
+    timeout: WaitSeconds | None = 600.0
+    """Seconds to wait for running rollouts; null waits without limit."""
+
+
+class RewardRequest(ApiRequestModel):
+    """A reward of a rollout, or of one call or one trace of it, given from outside."""
+
+    rollout_id: str
+    """The rollout."""
+    value: float | None = Field(allow_inf_nan=False)
+    """The reward; null if the rollout could not be judged, which is not the same as 0."""
+    source: str = Field(min_length=1)
+    """Who gives the reward, such as `human:anna` or `ci`."""
+    call_id: str | None = None
+    """Reward only this call of the rollout."""
+    trace_id: str | None = None
+    """Reward only this trace of the rollout."""
+    detail: dict[str, Any] = Field(default_factory=dict)
+    """Any JSON object to store with the reward."""
+
+    @model_validator(mode="after")
+    def _check_target(self) -> RewardRequest:
+        if self.call_id is not None and self.trace_id is not None:
+            raise ValueError("give call_id or trace_id, not both")
+        return self
+
+
+class SessionRequest(ApiRequestModel):
+    """A session for an agent that you start yourself. These settings override what the agent's requests ask for."""
+
+    label: str | None = None
+    """A name to find the session by."""
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Sampling temperature."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Upper limit of tokens in one answer."""
+    prompt_mode: Literal["continue", "render"] | None = None
+    """How prompts are built; see the setting `gateway.prompt_mode`."""
+    past_reasoning: Literal["keep", "strip"] | None = None
+    """What continued prompts do with reasoning of earlier turns; see the setting `gateway.past_reasoning`."""
+
+
+class TrainingLine(BaseModel):
+    """One line of a trainer's metrics log. Further fields depend on `kind` (docs/training.md)."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    kind: Literal["start", "step", "sync", "checkpoint", "eval"]
+    """What the line reports."""
+    step: int = Field(ge=0)
+    """Number of completed steps."""
+    at: float
+    """When the line was written."""
+
+
+class TrainingRunRequest(ApiRequestModel):
+    """A training run with all its lines so far."""
+
+    name: str = Field(min_length=1)
+    """The name of the run."""
+    config: dict[str, Any]
+    """The settings of the run."""
+    lines: list[TrainingLine] = []
+    """All lines of the run; lines that the server has beyond these are deleted."""
+
+
+class TrainingLinesRequest(ApiRequestModel):
+    """More lines of a training run."""
+
+    first: int = Field(ge=0)
+    """Index of the first of these lines among all lines of the run. Lines that the server already has are skipped."""
+    lines: list[TrainingLine]
+    """The lines, in order."""
+
+
+class LeaseRequest(ApiRequestModel):
+    """A request for finished groups to train on."""
+
+    consumer: str = Field(min_length=1)
+    """A name of the trainer that leases the groups."""
+    limit: int = Field(1, ge=1, le=1024)
+    """Lease at most so many groups."""
+    seconds: PositiveSeconds = 600.0
+    """Seconds until the leases expire, unless they are extended."""
+    policy_version: str | None = None
+    """The trainer's current policy version, from which staleness is counted."""
+    max_staleness: int | None = Field(None, ge=0)
+    """Drop groups that are more than so many policy versions old."""
+    wait: float = Field(0.0, ge=0, le=300, allow_inf_nan=False)
+    """Wait up to so many seconds for a first group."""
+
+
+class ExtendRequest(ApiRequestModel):
+    """A new expiry of a lease."""
+
+    seconds: PositiveSeconds
+    """Seconds from now until the lease expires."""

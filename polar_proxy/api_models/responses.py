@@ -1,0 +1,468 @@
+"""Response bodies of the HTTP API. They ignore unknown fields, so that an older client can read a newer server."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+EventName = Literal["stage", "group", "job", "feed", "end"]
+ErrorCode = Literal[
+    "bad_request",
+    "unauthorised",
+    "forbidden",
+    "not_found",
+    "conflict",
+    "pause_timed_out",
+    "drain_timed_out",
+    "lease_lost",
+    "invalid",
+    "unavailable",
+]
+
+
+class ApiResponseModel(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+
+class ErrorBody(ApiResponseModel):
+    """An error."""
+
+    code: str
+    """Machine-readable: one of `ErrorCode`."""
+    message: str
+    """What happened and what to do, in one or two sentences."""
+    detail: Any = None
+    """More about the error, depending on its code."""
+
+
+class ErrorResponse(ApiResponseModel):
+    """The body of every response with status 400 or more."""
+
+    error: ErrorBody
+    """The error."""
+
+
+class RefusedTask(ApiResponseModel):
+    """A task that cannot be run."""
+
+    where: str
+    """File and line, or the position in `task_specs`."""
+    name: str | None
+    """The task's id, if it has one."""
+    reason: str
+    """Why it cannot be run."""
+
+
+class Job(ApiResponseModel):
+    """A job: groups of rollouts that were submitted together."""
+
+    job_id: str
+    """The id of the job."""
+    status: Literal["open", "paused", "done", "cancelled"]
+    """The status of the job."""
+    label: str | None
+    """The name given at submission."""
+    priority: int
+    """Jobs with a higher number go first."""
+    groups: int
+    """Number of groups."""
+    rollouts: dict[str, int]
+    """Number of rollouts by status."""
+    created_at: float
+    """When the job was submitted."""
+    ended_at: float | None
+    """When the job ended."""
+    paused_until: float | None = None
+    """When the job resumes automatically."""
+    error: str | None = None
+    """Why the job could not be worked on."""
+
+
+class SubmittedJob(Job):
+    """The job of a submission."""
+
+    new: bool
+    """False if the idempotency key was known: this is the job created by the earlier submission."""
+    refused: list[RefusedTask] = []
+    """Tasks that cannot be run and have no group."""
+
+
+class Group(ApiResponseModel):
+    """A group: the rollouts of one task that are compared with each other."""
+
+    group_id: str
+    """The id of the group."""
+    job_id: str | None
+    """The job that it belongs to."""
+    task_id: str
+    """The task of its rollouts."""
+    size: int
+    """Number of rollouts."""
+    wanted: int
+    """Number of rollouts that decide the group."""
+    status: Literal["open", "finished", "cancelled"]
+    """The status of the group."""
+    reason: str | None
+    """Why it was finished early or cancelled."""
+    delivery: Literal["open", "waiting", "leased", "delivered", "dropped"] | None
+    """Its state in the trainer feed; null if it is not for training."""
+    created_at: float
+    """When the group was created."""
+    ended_at: float | None
+    """When the group ended."""
+
+
+class JobDetail(Job):
+    """A job with its groups."""
+
+    group_list: list[Group]
+    """The groups, in the order of submission."""
+
+
+class JobList(ApiResponseModel):
+    """A page of jobs."""
+
+    jobs: list[Job]
+    """Newest first. The next page: `before` = the id of the last job here."""
+    feed: dict[str, int]
+    """Number of groups in each state of the trainer feed."""
+
+
+class Rollout(ApiResponseModel):
+    """A rollout: one run of an agent on a task."""
+
+    rollout_id: str
+    """The id of the rollout."""
+    group_id: str
+    """The group that it belongs to."""
+    job_id: str | None
+    """The job that it belongs to."""
+    task_id: str
+    """The task."""
+    group_index: int
+    """Its position in the group."""
+    seed: int | None
+    """The seed of the task instance, if it has one."""
+    status: str
+    """queued, preparing, ready, running, scoring, done, failed, cancelled or timed_out."""
+    cause: str | None
+    """Machine-readable: why it failed or is retried."""
+    attempt: int
+    """Number of the current or last attempt, from 1."""
+    incomplete: bool
+    """True if a call could not be recorded; such a rollout is never trained on."""
+    masked: bool
+    """True if it counts in its group's baseline but is not trained on."""
+    reward: float | None
+    """The newest reward of the rollout as a whole."""
+    exit_code: int | None
+    """Exit code of the agent."""
+    error: str | None
+    """Why it failed, for people."""
+    session_id: str | None
+    """The session of its last attempt."""
+    harness: str
+    """The agent."""
+    sandbox: str
+    """The kind of sandbox."""
+    engine: str
+    """The engine that sampled."""
+    model: str
+    """The model that sampled."""
+    calls: int
+    """Number of recorded model calls."""
+    traces: int
+    """Number of traces built from the calls."""
+    prompt_tokens: int
+    """Sum of prompt tokens over all calls."""
+    completion_tokens: int
+    """Sum of sampled tokens over all calls."""
+    trained_tokens: int
+    """Number of tokens in its traces with loss mask 1."""
+    created_at: float
+    """When the rollout was submitted."""
+    started_at: float | None
+    """When the agent started."""
+    ended_at: float | None
+    """When the rollout ended."""
+    wall_seconds: float | None
+    """Seconds from the start of the agent to the end of the rollout."""
+
+
+class RolloutList(ApiResponseModel):
+    """A page of rollouts."""
+
+    rollouts: list[Rollout]
+    """In the order of submission."""
+
+
+class GroupDetail(Group):
+    """A group with its rollouts."""
+
+    rollouts: list[Rollout]
+    """All rollouts of the group, also those without traces, which count in its baseline."""
+
+
+class Stage(ApiResponseModel):
+    """One stage of one attempt at a rollout."""
+
+    attempt: int
+    """Number of the attempt, from 1."""
+    stage: str
+    """preparing, ready, running or scoring."""
+    started_at: float
+    """When the stage started."""
+    ended_at: float | None
+    """When the stage ended."""
+    outcome: str | None
+    """ok, failed, timed_out or cancelled; null while the stage runs."""
+    cause: str | None
+    """Machine-readable: why the stage did not end with `ok`."""
+    worker: str | None
+    """The process that worked on it."""
+
+
+class Reward(ApiResponseModel):
+    """A stored reward."""
+
+    reward_id: str
+    """The id of the reward."""
+    rollout_id: str
+    """The rollout."""
+    trace_id: str | None
+    """The trace, if it rewards a single trace."""
+    call_id: str | None
+    """The call, if it rewards a single call."""
+    source: str
+    """Who gave the reward."""
+    value: float | None
+    """The reward; null if the rollout could not be judged."""
+    detail: dict[str, Any]
+    """What was stored with it."""
+    created_at: float
+    """When it was given."""
+
+
+class RolloutDetail(Rollout):
+    """A rollout with its stages and rewards."""
+
+    stages: list[Stage]
+    """The stages of all attempts, in order."""
+    rewards: list[Reward]
+    """All rewards ever given, oldest first; the newest one of the rollout as a whole is its `reward`."""
+
+
+class CancelResponse(ApiResponseModel):
+    """What a cancellation reached."""
+
+    cancelled: str
+    """The id that was cancelled."""
+    in_flight: list[str]
+    """Rollouts that were being worked on and are now ended."""
+
+
+class CreatedSession(ApiResponseModel):
+    """A new session and its key."""
+
+    session_id: str
+    """The id of the session."""
+    key: str
+    """The key for the agent. It is shown once; only its hash is stored."""
+
+
+class Lease(ApiResponseModel):
+    """A group leased to one trainer."""
+
+    lease_id: str
+    """The id of the lease."""
+    group_id: str
+    """The group."""
+    consumer: str
+    """The trainer that leased it."""
+    expires_at: float
+    """When the lease expires."""
+    staleness: int | None
+    """Number of policy versions between the group's oldest rollout and the trainer; null if versions are no numbers."""
+    policy_version: str | None = None
+    """The policy version under which the group's oldest rollout was started."""
+
+
+class LeaseResponse(ApiResponseModel):
+    """The leased groups."""
+
+    leases: list[Lease]
+    """The leases, oldest group first."""
+    dropped: list[str]
+    """Groups that were too stale; they are never leased again."""
+
+
+class LeaseEndResponse(ApiResponseModel):
+    """The end of a lease."""
+
+    lease_id: str
+    """The id of the lease."""
+    outcome: Literal["acknowledged", "returned"]
+    """How the lease ended."""
+
+
+class LeaseExtendResponse(ApiResponseModel):
+    """The new expiry of a lease."""
+
+    lease_id: str
+    """The id of the lease."""
+    expires_at: float
+    """When the lease expires now."""
+
+
+class TrainingRun(ApiResponseModel):
+    """A training run."""
+
+    run_id: str
+    """The id of the run."""
+    name: str
+    """The name of the run."""
+    created_at: float
+    """When the run was registered."""
+    updated_at: float | None
+    """When its trainer wrote the last line."""
+    step: int
+    """Number of completed steps."""
+    lines: int
+    """Number of lines."""
+
+
+class TrainingRunList(ApiResponseModel):
+    """All training runs."""
+
+    runs: list[TrainingRun]
+    """Newest first."""
+
+
+class TrainingRunDetail(TrainingRun):
+    """A training run with its settings and curves."""
+
+    config: dict[str, Any]
+    """The settings of the run."""
+    series: dict[str, dict[str, list[Any]]]
+    """By kind (`step`, `eval`, `sync`) and name: lists of equal length, null where a line has no such value."""
+
+
+class FeedState(ApiResponseModel):
+    """The state of the trainer feed."""
+
+    depth: dict[str, int]
+    """Number of groups in each state: open, waiting, leased, delivered, dropped."""
+    dropped_reasons: dict[str, int]
+    """Number of dropped groups by reason."""
+
+
+class StageLimitState(ApiResponseModel):
+    """How full a stage is."""
+
+    limit: int
+    """Rollouts that may be in the stage at a time."""
+    inside: int
+    """Rollouts in the stage now."""
+    waiting: int
+    """Rollouts that wait to enter the stage."""
+    entered: int
+    """Rollouts that have entered the stage since the server started."""
+    waited_seconds: float
+    """Seconds that those rollouts waited in total."""
+    refusals: dict[str, int]
+    """Number of times that a rollout was not admitted, by reason."""
+
+
+class SandboxPoolState(ApiResponseModel):
+    """The pool of sandboxes that are opened before they are needed."""
+
+    on_shelf: int
+    """Sandboxes that are ready now."""
+    size: int
+    """Sandboxes that the pool keeps ready."""
+    hits: int
+    """Requests that got a ready sandbox."""
+    misses: int
+    """Requests that had to wait for a new sandbox."""
+    dead: int
+    """Ready sandboxes that had died when they were needed."""
+    waited_seconds: float
+    """Seconds that all requests waited in total."""
+
+
+class EngineState(ApiResponseModel):
+    """The inference engine."""
+
+    kind: str
+    """Such as `vllm`."""
+    version: str
+    """Version of the engine."""
+    model: str
+    """The served model."""
+    healthy: bool
+    """True if the engine answers."""
+    reason: str | None
+    """Why it does not answer."""
+    load: dict[str, Any] | None = None
+    """Load that the engine reports; null if it reports none."""
+
+
+class FleetState(ApiResponseModel):
+    """All servers of the database together."""
+
+    state: Literal["working", "paused"]
+    """`paused`: no server starts a rollout."""
+    paused_until: float | None
+    """When they resume automatically."""
+    in_flight: int
+    """Rollouts that they work on."""
+
+
+class ServiceState(ApiResponseModel):
+    """The server. The fields of the rollout service are null on a server without rollout workers."""
+
+    version: str
+    """Version of Polar."""
+    engine: EngineState | None
+    """The engine."""
+    policy_version: str | None
+    """Version of the weights that the engine samples from."""
+    feed: dict[str, int]
+    """Number of groups in each state of the trainer feed."""
+    fleet: FleetState
+    """All servers of the database."""
+    worker: str | None = None
+    """Name of this server's rollout service."""
+    state: Literal["working", "paused"] | None = None
+    """`paused`: this server starts no rollout, because it or all servers are paused."""
+    paused_until: float | None = None
+    """When the pause of this server alone ends."""
+    in_flight: int | None = None
+    """Rollouts that this server works on."""
+    gates: dict[str, StageLimitState] | None = None
+    """How full each stage is."""
+    pool: SandboxPoolState | None = None
+    """The sandbox pool."""
+
+
+class Event(ApiResponseModel):
+    """A server-sent event."""
+
+    id: str
+    """Position in the stream: sent as `Last-Event-ID` or `after`, the stream continues after this event."""
+    event: EventName
+    """The kind of event."""
+    data: dict[str, Any]
+    """What happened."""
+
+
+class CallbackPayload(ApiResponseModel):
+    """The body of a POST to a job's `callback_url`. Repeated deliveries have the same `webhook-id`."""
+
+    type: Literal["group.finished", "group.cancelled", "job.ended"]
+    """What happened."""
+    timestamp: float
+    """When it happened."""
+    data: dict[str, Any]
+    """The group as `GET /groups/{id}` returns it, or the job as `GET /jobs/{id}` returns it."""
