@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from polar_proxy.store import open_store
-from polar_proxy.traces import build, certificates
+from polar_proxy.traces import build, certify
 from polar_proxy.types import CallRecord, Choice, EngineInfo, new_id
 
 _END = 151_645
@@ -139,8 +139,8 @@ def main() -> None:
     loaded, load_ms = asyncio.run(_from_store(calls))
     built = build(loaded, "merged")
     started = time.perf_counter()
-    certificates(loaded, built)
-    certify_ms = (time.perf_counter() - started) * 1000
+    certify(loaded, built)
+    certificates_ms = (time.perf_counter() - started) * 1000
     found = {
         "turns": given.turns,
         "join_tokens": sum(len(trace.token_ids) for trace in built.traces),
@@ -150,7 +150,7 @@ def main() -> None:
         "tree_ms": round(join_ms(loaded, builder="tree"), 2),
         "canonical_ms": round(join_ms(loaded, on_drift="canonical"), 2),
         "per_call_ms": round(join_ms(loaded, builder="per_call"), 2),
-        "certify_ms": round(certify_ms, 2),
+        "certificates_ms": round(certificates_ms, 2),
         "load_ms": round(load_ms, 2),
     }
     if given.json:

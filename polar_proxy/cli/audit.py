@@ -11,9 +11,8 @@ from rich.table import Table
 from polar_proxy.cli import common
 from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.cli.progress import counting
-from polar_proxy.traces.audit import TOLERANCE, AuditReference
-from polar_proxy.traces.audit_store import AuditReport, audit_store
-from polar_proxy.traces.targets import find_targets
+from polar_proxy.traces.audit import TOLERANCE, AuditReference, AuditReport
+from polar_proxy.traces.operations import audit_store, find_targets
 from polar_proxy.types import Json
 
 Texts = list[tuple[str, str]]
@@ -34,7 +33,7 @@ def audit(
         bool, typer.Option("--same-model", help="It is the recorded model, under another name or template.")
     ] = False,
     tolerance: Annotated[
-        float, typer.Option(min=0, help="Nats; a trace with a larger difference is refused. For fp32 engines.")
+        float, typer.Option(min=0, help="Nats; traces with a larger difference are rejected. For fp32 engines.")
     ] = TOLERANCE,
     concurrency: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 4,
     db: DbOption = None,
@@ -42,7 +41,7 @@ def audit(
 ) -> None:
     """Run traces through the engine afresh and compare: recorded log-probabilities against the model's own.
 
-    The grade of each trace is stored. Exit code 1 when one was refused.
+    The grade of each trace is stored. Exit code 1 if one was rejected.
     """
     settings = common.load_settings(db, engine={"kind": engine, "url": engine_url, "model": model})
 
@@ -76,13 +75,13 @@ def audit(
         common.print_json(found)
     else:
         _print(found)
-    if report.grades["refused"]:
+    if report.grades["rejected"]:
         raise typer.Exit(1)
 
 
 def _said(report: AuditReport) -> str:
     rate = report.scored.tokens / report.seconds if report.seconds else 0.0
-    return f"{report.all.traces} traces, {report.grades['refused']} refused, {rate:,.0f} tokens/s"
+    return f"{report.all.traces} traces, {report.grades['rejected']} rejected, {rate:,.0f} tokens/s"
 
 
 def _print(found: Json) -> None:
@@ -116,8 +115,8 @@ def _print(found: Json) -> None:
         numbers = f"{worst['recorded']:.4f} recorded, {worst['fresh']:.4f} fresh"
         say(f"  {worst['diff']:.2e}  {numbers}  {worst['call_id']} token {worst['position']}", highlight=False)
         say(f"      [dim]{escape(_line(worst['before']))}[/][bold]{escape(_line(worst['token']))}[/]", highlight=False)
-    for trace_id, said in found["refused"].items():
-        say(f"[red]refused[/] {trace_id}: {escape(said)}", highlight=False)
+    for trace_id, said in found["rejected"].items():
+        say(f"[red]rejected[/] {trace_id}: {escape(said)}", highlight=False)
 
 
 def _figure(value: float | None) -> str:

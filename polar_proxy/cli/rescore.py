@@ -11,7 +11,7 @@ from polar_proxy.cli import common
 from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.cli.progress import counting
 from polar_proxy.errors import UsageError
-from polar_proxy.traces.targets import find_targets
+from polar_proxy.traces.operations import find_targets, rescore_session
 from polar_proxy.types import Json
 
 
@@ -28,7 +28,7 @@ def rescore(
 ) -> None:
     """Give recorded text the tokens and log-probabilities of another engine.
 
-    The engine did not sample it: the traces are of the builder `rescored`, graded `marked`, and exported only by
+    The engine did not sample it: the traces are of the builder `rescored`, graded `approximate`, and exported only by
     `polar export --builder rescored --all-grades`.
     """
     if engine is None:
@@ -37,7 +37,7 @@ def rescore(
 
     async def work() -> Json:
         from polar_proxy.engines.factory import make_engine
-        from polar_proxy.traces.rescoring import RescoreReport, require_scoring_engine, rescore_session
+        from polar_proxy.traces.rescoring import RescoreReport, require_scoring_engine
 
         report = RescoreReport()
         async with common.reader(settings) as store:
@@ -64,4 +64,4 @@ def rescore(
         left = ", ".join(f"{count} {reason}" for reason, count in sorted(found["skipped"].items()))
         say(f"calls left out: {left}", highlight=False)
     if found["traces"]:
-        say("off-policy, graded marked: polar export --builder rescored --all-grades", highlight=False)
+        say("off-policy, graded approximate: polar export --builder rescored --all-grades", highlight=False)

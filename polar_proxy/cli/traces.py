@@ -36,8 +36,7 @@ def build(
 
     The calls stay as they are, so any other builder can be used later. With neither ids nor --where: of everything.
     """
-    from polar_proxy.rollouts.traces import RebuildReport, rebuild
-    from polar_proxy.traces.targets import find_targets
+    from polar_proxy.traces.operations import RebuildReport, find_targets, rebuild
 
     if idents and where is not None:
         raise UsageError("Conditions choose rollouts: give either ids or --where.")

@@ -12,7 +12,7 @@ from polar_proxy.rollouts.service import (
     rollout_ids,
     submit,
 )
-from polar_proxy.rollouts.traces import build_traces
+from polar_proxy.traces.operations import build_traces
 
 __all__ = [
     "AttemptRunner",

@@ -34,13 +34,14 @@ from polar_proxy.rollouts.pool import SandboxPool
 from polar_proxy.rollouts.prebuilt import PrebuiltImageCache
 from polar_proxy.rollouts.stage_limits import AdmissionRequest
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
-from polar_proxy.rollouts.traces import build_traces, supersede_earlier
+from polar_proxy.rollouts.traces import supersede_earlier
 from polar_proxy.rollouts.worker import InfrastructureError, StageLimits
 from polar_proxy.rollouts.workspace import TaskNotPossibleError, prepare_workspace, read_patch
 from polar_proxy.store import RolloutStatus, Store
 from polar_proxy.store.stages import Claim, ClaimLostError
 from polar_proxy.tasks import BadTaskError, Task
 from polar_proxy.tasks.spec import task_from_json
+from polar_proxy.traces.operations import build_traces
 from polar_proxy.types import CallRecord
 from sandboxes import Mount, Sandbox, SandboxError, choose
 from sandboxes.base import SandboxKind, uncancellable

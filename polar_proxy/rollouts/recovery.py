@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from polar_proxy.rollouts.traces import build_traces, exclude_orphaned_calls, take_calls_in_flight
+from polar_proxy.rollouts.traces import exclude_orphaned_calls, take_calls_in_flight
 from polar_proxy.store import RolloutRow, Store
+from polar_proxy.traces.operations import build_traces
 from sandboxes import orphans
 
 

@@ -67,7 +67,7 @@ class RescoreRepository(Repository):
     async def of_session(self, session_id: str) -> list[Rescore]:
         """By call and choice."""
         async with self._database.reading() as connection:
-            unpack = await _fetch(connection, _c.session_id == session_id)
+            unpack = await fetch_rescores(connection, _c.session_id == session_id)
         return await asyncio.to_thread(unpack)
 
 
@@ -98,11 +98,11 @@ async def fetch_for(connection: AsyncConnection, where: ColumnElement[bool], bui
     found = await fetch(connection, where, text=False)
     if builder != RESCORED_BUILDER:
         return found.records
-    later = await _fetch(connection, where)
+    later = await fetch_rescores(connection, where)
     return lambda: apply_rescores(found.records(), later())
 
 
-async def _fetch(connection: AsyncConnection, where: ColumnElement[bool]) -> Callable[[], list[Rescore]]:
+async def fetch_rescores(connection: AsyncConnection, where: ColumnElement[bool]) -> Callable[[], list[Rescore]]:
     joined = schema.rescores.join(schema.calls, _c.call_id == _r.call_id).join(
         schema.engines, schema.engines.c.engine_hash == _r.engine_hash
     )

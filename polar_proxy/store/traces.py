@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,31 @@ from sqlalchemy import ColumnElement, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
+from polar_proxy.sequences import SpanError, assemble, find_problem
 from polar_proxy.store import schema
 from polar_proxy.store.base import Repository
 from polar_proxy.store.codec import CellCodec
-from polar_proxy.store.rescores import fetch_for
-from polar_proxy.types import CallRecord, Json, Logprobs, Span, TokenIds, Trace
+from polar_proxy.store.loader import fetch
+from polar_proxy.store.rescores import RESCORED_BUILDER, apply_rescores, fetch_for, fetch_rescores
+from polar_proxy.types import CallRecord, Json, Logprobs, Span, Trace
 
 _t = schema.traces.c
 _p = schema.trace_spans.c
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTraces:
+    """What a builder made of a session, as stored."""
+
+    traces: tuple[Trace, ...]
+    excluded: Mapping[str, str]
+    """call id -> reason"""
+    certificates: Mapping[str, Json | None]
+    """trace id -> certificate in its stored form"""
+    calls: Sequence[CallRecord]
+    """All calls of the session, as recorded."""
+    trace_calls: Sequence[CallRecord]
+    """The same calls with the tokens that the traces refer to: for builder `rescored`, those computed later."""
 
 
 class TraceRepository(Repository):
@@ -36,14 +54,14 @@ class TraceRepository(Repository):
         rollout_id: str | None = None,
         certificates: Mapping[str, Json] | None = None,
         *,
-        calls: Sequence[CallRecord] | None = None,
+        validated: bool = False,
     ) -> None:
         """Replace what this builder made of this session before.
 
-        `excluded` maps the call ids that went into no trace to the reason. Raises StoreError, and changes nothing,
-        when a trace is not what its spans say (its tokens would come back as something else) or branches from one that
-        is not among `traces`. `certificates` are by trace id. `calls`: those of the session as the store gave
-        them, for who has just read them; without, they are read here.
+        `excluded` maps the ids of calls that are in no trace to the reason; `certificates` are by trace id. Raise
+        StoreError, and change nothing, if a trace is not what its calls say (its tokens would come back as others), or
+        branches from one that is not among `traces`. `validated`: a builder has just checked the traces against the
+        calls of the session, so they are not checked again.
         """
         ids = {trace.trace_id for trace in traces}
         for trace in traces:
@@ -51,11 +69,10 @@ class TraceRepository(Repository):
                 raise StoreError(f"The trace {trace.trace_id} is of another session, rollout or builder")
             if trace.parent_trace_id is not None and trace.parent_trace_id not in ids:
                 raise StoreError(f"The trace {trace.trace_id} branches from one that is not put with it")
-        if calls is None:
+        if traces and not validated:
             async with self._database.reading() as connection:
-                records = await fetch_for(connection, schema.calls.c.session_id == session_id, builder)
-            calls = await asyncio.to_thread(records)
-        await asyncio.to_thread(_check, traces, calls)
+                load_calls = await fetch_for(connection, schema.calls.c.session_id == session_id, builder)
+            await asyncio.to_thread(lambda: _require_valid(traces, load_calls()))
         now = time.time()
         codec = CellCodec()
         rows = [_trace_row(trace, (certificates or {}).get(trace.trace_id), now, codec) for trace in traces]
@@ -83,18 +100,40 @@ class TraceRepository(Repository):
         """What the builder made of a session or a rollout, in its order, equal to what was put."""
         if (session_id is None) == (rollout_id is None):
             raise UsageError("Ask for the traces of one session or of one rollout")
-        whose = _t.session_id == session_id if rollout_id is None else _t.rollout_id == rollout_id
-        where = whose & (_t.builder == builder)
+        mine = _t.session_id == session_id if rollout_id is None else _t.rollout_id == rollout_id
+        where = mine & (_t.builder == builder)
         async with self._database.reading() as connection:
-            rows = (
-                await connection.execute(select(schema.traces).where(where).order_by(_t.session_id, _t.trace_index))
-            ).all()
+            rows, spans = await _trace_rows(connection, where)
             if not rows:
                 return []
-            spans = await _spans(connection, where)
             sessions = sorted({row.session_id for row in rows})
-            records = await fetch_for(connection, schema.calls.c.session_id.in_(sessions), builder)
-        return await asyncio.to_thread(lambda: _rebuild(rows, spans, {call.call_id: call for call in records()}))
+            load_calls = await fetch_for(connection, schema.calls.c.session_id.in_(sessions), builder)
+        return await asyncio.to_thread(lambda: _rebuild(rows, spans, load_calls()))
+
+    async def of_session(self, session_id: str, *, builder: str = "merged", text: bool = True) -> SessionTraces:
+        """Return what the builder made of a session, with its calls, reading each once.
+
+        Without `text` the calls have tokens, but no messages and tools.
+        """
+        where = (_t.session_id == session_id) & (_t.builder == builder)
+        x = schema.exclusions.c
+        excluded = select(x.call_id, x.reason).where(x.session_id == session_id, x.builder == builder)
+        of_session = schema.calls.c.session_id == session_id
+        async with self._database.reading() as connection:
+            rows, spans = await _trace_rows(connection, where)
+            reasons = {row.call_id: row.reason for row in await connection.execute(excluded.order_by(x.call_id))}
+            # The calls come last: one that is committed meanwhile is one too many, never one too few.
+            recorded = await fetch(connection, of_session, text=text)
+            rescores = await fetch_rescores(connection, of_session) if builder == RESCORED_BUILDER else None
+
+        def load() -> SessionTraces:
+            calls = recorded.records()
+            trace_calls = calls if rescores is None else apply_rescores(calls, rescores())
+            traces = _rebuild(rows, spans, trace_calls)
+            certificates = {row.trace_id: row.certificate for row in rows}
+            return SessionTraces(tuple(traces), reasons, certificates, calls, trace_calls)
+
+        return await asyncio.to_thread(load)
 
     async def belongs_to(self, rollout_id: str, trace_id: str) -> bool:
         """Whether this trace, of any builder, is the rollout's."""
@@ -134,6 +173,15 @@ class TraceRepository(Repository):
         query = select(x.call_id, x.reason).where(x.session_id == session_id, x.builder == builder)
         async with self._database.reading() as connection:
             return {row.call_id: row.reason for row in await connection.execute(query.order_by(x.call_id))}
+
+
+async def _trace_rows(
+    connection: AsyncConnection, where: ColumnElement[bool]
+) -> tuple[Sequence[Any], dict[str, tuple[Span, ...]]]:
+    """Return the rows of `traces` that fulfil `where`, in the builder's order, and trace id -> spans."""
+    query = select(schema.traces).where(where).order_by(_t.session_id, _t.trace_index)
+    rows = (await connection.execute(query)).all()
+    return rows, await _spans(connection, where) if rows else {}
 
 
 async def _spans(connection: AsyncConnection, where: ColumnElement[bool]) -> dict[str, tuple[Span, ...]]:
@@ -185,14 +233,16 @@ def _span_rows(trace: Trace) -> list[dict[str, Any]]:
     ]
 
 
-def _rebuild(
-    rows: Sequence[Any], spans: Mapping[str, tuple[Span, ...]], calls: Mapping[str, CallRecord]
-) -> list[Trace]:
+def _rebuild(rows: Sequence[Any], spans: Mapping[str, tuple[Span, ...]], calls: Sequence[CallRecord]) -> list[Trace]:
     found = []
     codec = CellCodec()
+    by_id = {call.call_id: call for call in calls}
     for row in rows:
         own = spans.get(row.trace_id, ())
-        token_ids, loss_mask, logprobs = _sequence(row.trace_id, own, calls)
+        try:
+            token_ids, loss_mask, logprobs = assemble(own, by_id)
+        except SpanError as error:
+            raise StoreError(f"The trace {row.trace_id} cannot be read: {error}") from error
         if row.logprobs is not None:
             logprobs = _rescored(row.trace_id, loss_mask, codec.unpack_logprobs(row.logprobs))
         found.append(
@@ -218,52 +268,17 @@ def _rebuild(
     return found
 
 
-def _check(traces: Sequence[Trace], records: Sequence[CallRecord]) -> None:
-    calls = {call.call_id: call for call in records}
+def _require_valid(traces: Sequence[Trace], calls: Sequence[CallRecord]) -> None:
+    by_id = {call.call_id: call for call in calls}
     for trace in traces:
-        token_ids, loss_mask, logprobs = _sequence(trace.trace_id, trace.spans, calls)
-        if trace.rescored and len(trace.logprobs) == len(loss_mask):
-            logprobs = np.where(loss_mask == 1, np.nan_to_num(trace.logprobs), np.nan).astype(np.float32)
-        if not (
-            np.array_equal(token_ids, trace.token_ids)
-            and np.array_equal(loss_mask, trace.loss_mask)
-            and np.array_equal(logprobs, trace.logprobs, equal_nan=True)
-        ):
-            raise StoreError(f"The trace {trace.trace_id} is not what its spans say: tokens, mask or log-probabilities")
+        if (problem := find_problem(trace, by_id)) is not None:
+            raise StoreError(f"The trace {trace.trace_id} is not what its calls say: {problem}")
 
 
 def _rescored(trace_id: str, loss_mask: Any, values: Logprobs) -> Logprobs:
-    """float32 [n]: one of the stored numbers for each sampled position, NaN elsewhere."""
+    """Return float32 [n]: one of the stored numbers for each sampled position, NaN elsewhere."""
     logprobs: Logprobs = np.full(loss_mask.size, np.nan, np.float32)
     if values.size != np.count_nonzero(loss_mask):
         raise StoreError(f"The trace {trace_id} has another number of stored log-probabilities than sampled tokens")
     logprobs[loss_mask == 1] = values
     return logprobs
-
-
-def _sequence(trace_id: str, spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> tuple[TokenIds, Any, Logprobs]:
-    """token_ids int32 [n], loss_mask uint8 [n], logprobs float32 [n] (NaN off the mask) of spans put in a row."""
-    ids: list[TokenIds] = []
-    masks: list[Any] = []
-    logprobs: list[Logprobs] = []
-    for span in spans:
-        call = calls.get(span.call_id)
-        if call is None:
-            raise StoreError(f"The trace {trace_id} refers to the call {span.call_id}, which its session does not have")
-        size = span.end - span.start
-        if span.kind == "context":
-            source: TokenIds = call.prompt_ids if call.prompt_ids is not None else np.empty(0, np.int32)
-            source_logprobs: Logprobs = np.full(max(size, 0), np.nan, np.float32)
-        else:
-            choice = next((c for c in call.choices if c.index == span.choice), None)
-            if choice is None:
-                raise StoreError(f"The trace {trace_id}: the call {span.call_id} has no choice {span.choice}")
-            source, source_logprobs = choice.token_ids, choice.logprobs[span.start : span.end]
-        if not 0 <= span.start <= span.end <= source.size:
-            raise StoreError(f"The trace {trace_id}: a span lies outside of the call {span.call_id}")
-        ids.append(source[span.start : span.end])
-        masks.append(np.full(size, span.kind == "sampled", np.uint8))
-        logprobs.append(source_logprobs)
-    if not ids:
-        return np.empty(0, np.int32), np.empty(0, np.uint8), np.empty(0, np.float32)
-    return np.concatenate(ids), np.concatenate(masks), np.concatenate(logprobs)

@@ -1,15 +1,18 @@
-"""From recorded calls to training sequences."""
+"""Traces: from recorded calls to training sequences.
 
-from polar_proxy.traces.build import BUILDERS, ON_DRIFT, build
-from polar_proxy.traces.builders import merged, per_call
-from polar_proxy.traces.certificate import CertificateError, certificates, expand, stored
+builders    calls -> traces            validation   the check of a build
+drift       prompts that differ        exclusions   calls that are not trained
+grades      how far to trust a trace   certificate  what proves a trace
+rows        traces as JSON lines       check        the checker of a file of rows
+audit       recorded against fresh     operations   all of it on a store
+"""
+
+from polar_proxy.traces.builders import BUILDERS, ON_DRIFT, BuildResult, build, merged, per_call, tree
+from polar_proxy.traces.certificate import Certificate
+from polar_proxy.traces.certify import CertificateError, certify, restore
 from polar_proxy.traces.drift import DriftEvent, drift_events, find_drift
 from polar_proxy.traces.exclusions import excluded_calls, exclusion_reason
 from polar_proxy.traces.grades import TRAINABLE, grade_of
-from polar_proxy.traces.paths import TracePath, trace_path
-from polar_proxy.traces.rescore import rescore
-from polar_proxy.traces.trace_builder import BuildResult
-from polar_proxy.traces.tree import tree
 from polar_proxy.traces.validation import InvariantError, count_calls, validate
 
 __all__ = [
@@ -17,24 +20,21 @@ __all__ = [
     "ON_DRIFT",
     "TRAINABLE",
     "BuildResult",
+    "Certificate",
     "CertificateError",
     "DriftEvent",
     "InvariantError",
-    "TracePath",
     "build",
-    "certificates",
+    "certify",
     "count_calls",
     "drift_events",
     "excluded_calls",
     "exclusion_reason",
-    "expand",
     "find_drift",
     "grade_of",
     "merged",
     "per_call",
-    "rescore",
-    "stored",
-    "trace_path",
+    "restore",
     "tree",
     "validate",
 ]

@@ -1,72 +1,79 @@
-"""Audit: the recorded log-probabilities of traces against those of a fresh, teacher-forced pass.
+"""Audit: compare the recorded log-probabilities of traces with those of a fresh, teacher-forced pass.
 
 Promises, each a test:
 
-* Only sampled tokens are compared, each with the fresh log-probability of that token behind all that stands before it
-  (in a `tree`, the whole path). What cannot be compared is counted with its reason and never as a difference of 0.
+* Only sampled tokens are compared, each with the fresh log-probability of that token after everything before it (in a
+  `tree`, the whole path). A token that cannot be compared is counted with its reason, never as a difference of 0.
 * A trace with a difference beyond the tolerance, or whose numbers are of another log-probability mode than the record
-  says, is `refused`. No other trace gets a better grade than its builder gave it; an audit that finds nothing takes an
-  earlier refusal by audit back.
+  says, is `rejected`. No other trace gets a better grade than its builder gave it; an audit without findings takes an
+  earlier rejection by audit back.
 * A sequence that is the beginning of a longer one is not run twice.
 
 Reasons for which a token is not compared: `policy_version` (sampled by other weights than the engine has loaded),
-`processed_sampling` (recorded of a distribution that was changed by temperature, top_p, ..., where a fresh pass gives
-the model's own), `beyond_context` (longer than the engine takes), `no_fresh_logprob` (the engine gave none),
-`unknown_engine` (the record does not say what sampled it).
+`processed_sampling` (recorded of a distribution that temperature, top_p, ... changed, where a fresh pass gives the
+model's own), `beyond_context` (after the end of the engine's context), `no_fresh_logprob` (the engine gave none),
+`unknown_engine` (the record does not name what sampled it).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import StoreError, UsageError
-from polar_proxy.traces.grades import TRAINABLE, is_off_distribution, versions
-from polar_proxy.traces.paths import trace_path
+from polar_proxy.sequences import trace_path
+from polar_proxy.traces.grades import REJECTED, TRAINABLE, is_off_distribution, policy_versions
 from polar_proxy.traces.scoring import ScoredTokens, score_all
 from polar_proxy.types import CallRecord, EngineInfo, Json, LogprobMode, Logprobs, TokenIds, Trace
 
 TOLERANCE = 1e-2
 """Nats. In fp32 a batched decode and a prefill of the same tokens differ by 1e-5 to 1e-3; an importance ratio that is
-wrong by one per cent still lies far inside of every clip range. bf16 needs more (docs/audit.md)."""
+wrong by one per cent is still far inside of every clip range. bf16 needs more (docs/audit.md)."""
 CONTEXT_TOKENS = 24
-"""Tokens shown in front of a token that differs most."""
-_WORST_OF_TRACE = 3
+"""How many tokens are shown before a token that differs most."""
+UNKNOWN = "unknown"
+"""Counts traces without a harness (a session without a rollout), or tokens without a policy version."""
+_WORST_PER_TRACE = 3
+_WORST_IN_REPORT = 10
 _INFORMATIVE = -0.1
-"""Log-probability below which a token tells the modes apart: a token that was sure looks alike in both."""
+"""Log-probability below which a token tells the modes apart: a token that was certain is alike in both."""
 _INFORMATIVE_TOKENS = 16
 _FITS = 0.95
+_ENGINE_FIELDS = ("engine", "version", "model")
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReference:
-    """What the traces are compared with. `same_model`: the caller vouches for the model, whatever it is called."""
+    """What the traces are compared with."""
 
     info: EngineInfo
     policy_version: str | None
     tolerance: float = TOLERANCE
     same_model: bool = False
+    """The caller vouches that the engine serves the recorded model, under whatever name."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
-    """One token that differs; `position` counts in its choice, `before` are the ids in front of it."""
+    """One token whose recorded and fresh log-probability differ."""
 
     trace_id: str
     call_id: str
     choice: int
     position: int
+    """Within the choice."""
     token_id: int
     recorded: float
     fresh: float
     policy_version: str | None
     before: tuple[int, ...]
+    """The token ids before it."""
 
     @property
     def size(self) -> float:
@@ -80,44 +87,6 @@ class LogprobDifference:
             "token_id": self.token_id,
             "recorded": self.recorded,
             "fresh": self.fresh,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class TraceAudit:
-    """What came of one trace. `differences`: |recorded - fresh|, float32 [compared], by policy version."""
-
-    trace_id: str
-    built_grade: str
-    grade: str
-    differences: Mapping[str | None, Logprobs]
-    skipped: Mapping[str, int]
-    """Sampled tokens that were not compared, by reason."""
-    findings: Mapping[str, str]
-    """beyond_tolerance, wrong_mode, not_policy_samples: each with what was seen."""
-    worst: tuple[LogprobDifference, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(values) for values in self.differences.values())
-
-    def to_json(self, against: AuditReference, now: float) -> Json:
-        """For the certificate. `now`: seconds since the epoch."""
-        tally = DifferenceStats()
-        for values in self.differences.values():
-            tally.add(values)
-        return {
-            "at": now,
-            "engine": {"engine": against.info.engine, "version": against.info.version, "model": against.info.model},
-            "policy_version": against.policy_version,
-            "tolerance": against.tolerance,
-            "built_grade": self.built_grade,
-            "tokens": tally.tokens,
-            "skipped_tokens": dict(self.skipped),
-            "max_abs_diff": tally.largest,
-            "mean_abs_diff": tally.mean,
-            "findings": dict(self.findings),
-            "worst": self.worst[0].to_json() if self.worst else None,
         }
 
 
@@ -149,9 +118,125 @@ class DifferenceStats:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class TraceAudit:
+    """The result for one trace."""
+
+    trace_id: str
+    built_grade: str
+    grade: str
+    differences: Mapping[str | None, Logprobs]
+    """|recorded - fresh|, float32 [compared], by policy version."""
+    skipped: Mapping[str, int]
+    """Sampled tokens that were not compared, by reason."""
+    findings: Mapping[str, str]
+    """beyond_tolerance, wrong_mode, not_policy_samples: each with what was measured."""
+    worst: tuple[LogprobDifference, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(values) for values in self.differences.values())
+
+    def to_json(self, reference: AuditReference, now: float) -> Json:
+        """Return the certificate's `audit` field. `now`: seconds since the epoch."""
+        stats = DifferenceStats()
+        for values in self.differences.values():
+            stats.add(values)
+        info = asdict(reference.info)
+        return {
+            "at": now,
+            "engine": {name: info[name] for name in _ENGINE_FIELDS},
+            "policy_version": reference.policy_version,
+            "tolerance": reference.tolerance,
+            "built_grade": self.built_grade,
+            "tokens": stats.tokens,
+            "skipped_tokens": dict(self.skipped),
+            "max_abs_diff": stats.largest,
+            "mean_abs_diff": stats.mean,
+            "findings": dict(self.findings),
+            "worst": self.worst[0].to_json() if self.worst else None,
+        }
+
+
+@dataclass(slots=True)
+class AuditReport:
+    """The results for many traces."""
+
+    reference: AuditReference
+    all: DifferenceStats = field(default_factory=DifferenceStats)
+    grades: Counter[str] = field(default_factory=Counter)
+    by_harness: defaultdict[str, DifferenceStats] = field(default_factory=lambda: defaultdict(DifferenceStats))
+    by_policy_version: defaultdict[str, DifferenceStats] = field(default_factory=lambda: defaultdict(DifferenceStats))
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Traces in which nothing was compared, by reason, and sessions without traces (`not_built`)."""
+    skipped_tokens: Counter[str] = field(default_factory=Counter)
+    findings: Counter[str] = field(default_factory=Counter)
+    rejected: dict[str, str] = field(default_factory=dict)
+    """trace id -> the findings"""
+    worst: list[tuple[LogprobDifference, str]] = field(default_factory=list)
+    """The tokens that differ most, largest first, each with its harness."""
+    scored: ScoredTokens = field(default_factory=ScoredTokens)
+    sessions: int = 0
+    seconds: float = 0.0
+
+    def add(self, audit: TraceAudit, harness: str) -> None:
+        self.skipped_tokens.update(audit.skipped)
+        if not audit.tokens and audit.grade != REJECTED:
+            self.skipped[max(audit.skipped, key=audit.skipped.__getitem__, default="nothing_sampled")] += 1
+            return
+        self.grades[audit.grade] += 1
+        self.findings.update(audit.findings.keys())
+        if audit.grade == REJECTED:
+            self.rejected[audit.trace_id] = "; ".join(audit.findings.values()) or "rejected by its builder"
+        for stats in (self.all, self.by_harness[harness]):
+            stats.traces += 1
+        for version, differences in audit.differences.items():
+            of_version = self.by_policy_version[version or UNKNOWN]
+            of_version.traces += 1
+            for stats in (self.all, self.by_harness[harness], of_version):
+                stats.add(differences)
+        self.worst += [(difference, harness) for difference in audit.worst]
+        self.worst.sort(key=lambda entry: -entry[0].size)
+        del self.worst[_WORST_IN_REPORT:]
+
+    def to_json(self, texts: Sequence[tuple[str, str]]) -> Json:
+        """`texts`: for each of `worst` the text of the token and of the tokens before it."""
+        info = asdict(self.reference.info)
+        return {
+            **self.all.to_json(),
+            "grades": dict(self.grades),
+            "by_harness": {name: stats.to_json() for name, stats in self.by_harness.items()},
+            "by_policy_version": {name: stats.to_json() for name, stats in self.by_policy_version.items()},
+            "skipped": dict(self.skipped),
+            "skipped_tokens": dict(self.skipped_tokens),
+            "findings": dict(self.findings),
+            "rejected": self.rejected,
+            "worst": [
+                {
+                    "trace_id": difference.trace_id,
+                    **difference.to_json(),
+                    "diff": difference.size,
+                    "harness": harness,
+                    "policy_version": difference.policy_version,
+                    "token": token,
+                    "before": before,
+                }
+                for (difference, harness), (token, before) in zip(self.worst, texts, strict=True)
+            ],
+            "tolerance": self.reference.tolerance,
+            "engine": {
+                **{name: info[name] for name in _ENGINE_FIELDS},
+                "policy_version": self.reference.policy_version,
+            },
+            "sessions": self.sessions,
+            "scored_tokens": self.scored.tokens,
+            "seconds": round(self.seconds, 3),
+        }
+
+
 async def audit(
     engine: Engine,
-    against: AuditReference,
+    reference: AuditReference,
     traces: Sequence[Trace],
     calls: Sequence[CallRecord],
     *,
@@ -160,37 +245,36 @@ async def audit(
     at_once: int = 4,
     scored: ScoredTokens | None = None,
 ) -> list[TraceAudit]:
-    """Audit all traces of one builder and one session.
+    """Audit all traces of one builder and one session, scoring at most `at_once` sequences at a time.
 
-    `built_grades`: the builder's own grade of traces that an earlier audit may have changed. `scorers`: of rescored
-    traces what their certificates name as the engine of their numbers. Both by trace id. At most `at_once` sequences
-    are scored at a time. Raises UsageError where a trace is of another model or template than the engine's.
+    By trace id, `built_grades` are the builder's own grades, which an earlier audit may have changed, and `scorers`
+    the engines that rescored traces have their log-probabilities from. Raise UsageError where a trace is of another
+    model or template than the engine's.
     """
     by_id = {call.call_id: call for call in calls}
-    by = scorers or {}
-    for trace in traces if not against.same_model else ():
-        if trace.trace_id in by:
-            _require_same_model(by[trace.trace_id].get("model"), None, against.info)
+    scorer_of = scorers or {}
+    for trace in traces if not reference.same_model else ():
+        if trace.trace_id in scorer_of:
+            _require_same_model(scorer_of[trace.trace_id].get("model"), None, reference.info)
             continue
         for span in trace.spans:
             info = by_id[span.call_id].engine
             if span.kind == "sampled" and info is not None:
-                _require_same_model(info.model, info.template_hash, against.info)
-    wholes = whole_paths(traces)
-    fresh = await score_all([wholes[trace.trace_id] for trace in traces], engine, at_once, scored)
+                _require_same_model(info.model, info.template_hash, reference.info)
+    paths = whole_paths(traces)
+    fresh = await score_all([paths[trace.trace_id] for trace in traces], engine, at_once, scored)
     found = []
     for trace, values in zip(traces, fresh, strict=True):
         grade = (built_grades or {}).get(trace.trace_id, trace.grade)
-        whole = wholes[trace.trace_id]
-        runs = list(_runs(trace, by_id, by.get(trace.trace_id)))
-        found.append(await asyncio.to_thread(_compare, trace, whole, values, runs, against, grade))
+        runs = list(_sampled_runs(trace, by_id, scorer_of.get(trace.trace_id)))
+        found.append(await asyncio.to_thread(_compare, trace, paths[trace.trace_id], values, runs, reference, grade))
     return found
 
 
 def whole_paths(traces: Sequence[Trace]) -> dict[str, TokenIds]:
-    """Trace id -> all its tokens with those of its parents (builder `tree`) in front, int32 [n].
+    """Return trace id -> all its tokens, after those of its parents (builder `tree`), int32 [n].
 
-    Raises StoreError where a parent is missing.
+    Raise StoreError where a parent is missing.
     """
     by_id = {trace.trace_id: trace for trace in traces}
     try:
@@ -202,23 +286,25 @@ def whole_paths(traces: Sequence[Trace]) -> dict[str, TokenIds]:
         raise StoreError(str(error)) from error
 
 
-def _require_same_model(model: str | None, before: str | None, now: EngineInfo) -> None:
-    """`model` and template hash (`before`) are those of the record."""
-    if model != now.model:
+def _require_same_model(model: str | None, template_hash: str | None, engine: EngineInfo) -> None:
+    """Raise UsageError if the recorded model or template is not the engine's."""
+    if model != engine.model:
         raise UsageError(
-            f"There are traces of the model {model!r}, and the engine serves {now.model!r}: choose its own "
-            f"with --where 'model={now.model}'. If it is the same model under another name, say --same-model."
+            f"There are traces of the model {model!r}, and the engine serves {engine.model!r}: choose its own "
+            f"with --where 'model={engine.model}'. If it is the same model under another name, add --same-model."
         )
-    after = now.template_hash
-    if before is not None and after is not None and _kind(before) == _kind(after) and before != after:
+    served = engine.template_hash
+    if template_hash is None or served is None or _hash_kind(template_hash) != _hash_kind(served):
+        return
+    if template_hash != served:
         raise UsageError(
             f"The engine's chat template or tokenizer is not the one that traces of {model!r} were recorded "
-            "with: serve the model as it was. If only the template was edited, say --same-model."
+            "with: serve the model as it was. If only the template was edited, add --same-model."
         )
 
 
-def _kind(template_hash: str) -> str:
-    """Servers that do not show their template are known by what they render (`render:...`)."""
+def _hash_kind(template_hash: str) -> str:
+    """Return the kind of a template hash: servers that do not show their template have one of what they render."""
     return template_hash.rpartition(":")[0]
 
 
@@ -235,16 +321,16 @@ class SampledRun:
     version: str | None
 
 
-def _runs(trace: Trace, calls: Mapping[str, CallRecord], scorer: Json | None) -> Iterator[SampledRun]:
-    """`scorer`: the engine that a rescored trace has its numbers from."""
-    place = 0
+def _sampled_runs(trace: Trace, calls: Mapping[str, CallRecord], scorer: Json | None) -> Iterator[SampledRun]:
+    """`scorer`: the engine that a rescored trace has its log-probabilities from."""
+    position = 0
     for span in trace.spans:
-        here, place = place, place + span.end - span.start
+        here, position = position, position + span.end - span.start
         if span.kind != "sampled":
             continue
         call = calls[span.call_id]
         choice = next(choice for choice in call.choices if choice.index == span.choice)
-        changes = versions(call, choice) if scorer is None else ((0, scorer["weight_version"]),)
+        changes = policy_versions(call, choice) if scorer is None else ((0, scorer["weight_version"]),)
         ends = [start for start, _ in changes[1:]] + [len(choice.token_ids)]
         for (start, version), end in zip(changes, ends, strict=True):
             low, high = max(start, span.start), min(end, span.end)
@@ -258,7 +344,7 @@ def _compare(
     whole: TokenIds,
     values: npt.NDArray[np.float64],
     runs: Sequence[SampledRun],
-    against: AuditReference,
+    reference: AuditReference,
     built_grade: str,
 ) -> TraceAudit:
     offset = len(whole) - len(trace.token_ids)
@@ -267,20 +353,20 @@ def _compare(
     findings: dict[str, str] = {}
     worst: list[LogprobDifference] = []
     by_temperature: dict[tuple[LogprobMode, float], LogprobPairs] = {}
-    marked = False
+    off_distribution = False
     for run in runs:
         recorded = trace.logprobs[run.start : run.end].astype(np.float64)
         fresh = values[offset + run.start : offset + run.end]
         mode: LogprobMode = "raw" if trace.rescored else run.call.logprob_mode
         plain = trace.rescored or not is_off_distribution(replace(run.call, logprob_mode="raw"))
-        marked = marked or (mode == "raw" and not plain)
-        reason = _incomparable(run, against)
+        off_distribution = off_distribution or (mode == "raw" and not plain)
+        reason = _incomparable(run, reference)
         if reason is not None:
             skipped[reason] += len(recorded)
             continue
         known = np.isfinite(fresh) & np.isfinite(recorded)
         for missing in np.flatnonzero(~known):
-            beyond = offset + run.start + int(missing) >= against.info.context_length - 1
+            beyond = offset + run.start + int(missing) >= reference.info.context_length - 1
             skipped["beyond_context" if beyond else "no_fresh_logprob"] += 1
         temperature = run.call.sampling.get("temperature")
         if not plain and temperature:
@@ -290,35 +376,35 @@ def _compare(
             continue
         sizes = np.abs(recorded - fresh)[known].astype(np.float32)
         differences.setdefault(run.version, []).append(sizes)
-        for place in np.flatnonzero(known)[np.argsort(-sizes, kind="stable")[:_WORST_OF_TRACE]]:
-            at = run.start + int(place)
+        for index in np.flatnonzero(known)[np.argsort(-sizes, kind="stable")[:_WORST_PER_TRACE]]:
+            at = run.start + int(index)
             worst.append(
                 LogprobDifference(
                     trace_id=trace.trace_id,
                     call_id=run.call.call_id,
                     choice=run.choice,
-                    position=run.first + int(place),
+                    position=run.first + int(index),
                     token_id=int(trace.token_ids[at]),
-                    recorded=float(recorded[place]),
-                    fresh=float(fresh[place]),
+                    recorded=float(recorded[index]),
+                    fresh=float(fresh[index]),
                     policy_version=run.version,
                     before=tuple(whole[max(0, offset + at - CONTEXT_TOKENS) : offset + at].tolist()),
                 )
             )
     worst.sort(key=lambda difference: -difference.size)
     for (mode, temperature), numbers in by_temperature.items():
-        found = wrong_mode(*numbers.arrays(), mode, temperature, against.tolerance)
+        found = wrong_mode(*numbers.arrays(), mode, temperature, reference.tolerance)
         if found is not None:
             findings["wrong_mode"] = f"recorded as {mode}, but at temperature {temperature:g} the numbers are {found}"
-    if worst and worst[0].size > against.tolerance:
-        findings["beyond_tolerance"] = f"largest difference {worst[0].size:.3g}, tolerance {against.tolerance:g}"
-    if marked:
+    if worst and worst[0].size > reference.tolerance:
+        findings["beyond_tolerance"] = f"largest difference {worst[0].size:.3g}, tolerance {reference.tolerance:g}"
+    if off_distribution:
         findings["not_policy_samples"] = "raw log-probabilities under a temperature or a cut distribution"
     grade = built_grade
     if "wrong_mode" in findings or "beyond_tolerance" in findings:
-        grade = "refused"
-    elif marked and grade in TRAINABLE:
-        grade = "marked"
+        grade = REJECTED
+    elif off_distribution and grade in TRAINABLE:
+        grade = "approximate"
     return TraceAudit(
         trace_id=trace.trace_id,
         built_grade=built_grade,
@@ -326,16 +412,16 @@ def _compare(
         differences={version: np.concatenate(parts) for version, parts in differences.items()},
         skipped=skipped,
         findings=findings,
-        worst=tuple(worst[:_WORST_OF_TRACE]),
+        worst=tuple(worst[:_WORST_PER_TRACE]),
     )
 
 
-def _incomparable(run: SampledRun, against: AuditReference) -> str | None:
+def _incomparable(run: SampledRun, reference: AuditReference) -> str | None:
     if run.call.engine is None:
         return "unknown_engine"
-    # Where one side does not tell its version there is nothing to hold against it: the numbers will.
-    told = run.version is not None and against.policy_version is not None
-    return "policy_version" if told and run.version != against.policy_version else None
+    if run.version is None or reference.policy_version is None:
+        return None  # an unknown version is compared: the numbers show whether the weights are the same
+    return None if run.version == reference.policy_version else "policy_version"
 
 
 @dataclass(slots=True)
@@ -358,11 +444,11 @@ def wrong_mode(
     temperature: float,
     tolerance: float,
 ) -> LogprobMode | None:
-    """The mode that the numbers (float64 [n] each) are of, where it is not `mode`; None where they fit or cannot tell.
+    """Return the mode of the numbers (float64 [n] each) if it is not `mode`; None if they fit, or do not show it.
 
     With z the logits, raw is log softmax(z) and processed log softmax(z / T) = raw / T - log sum p^(1/T). That sum is
-    above 1 for T > 1 and below it for T < 1 (cutting makes it smaller still), so for processed numbers
-    recorded - raw / T has a known sign, though the rest of the distribution is not at hand.
+    above 1 for T > 1 and below it for T < 1 (cutting the distribution makes it smaller still), so for processed numbers
+    recorded - raw / T has a known sign, although the rest of the distribution is unknown.
     """
     informative = fresh < _INFORMATIVE
     if np.count_nonzero(informative) < _INFORMATIVE_TOKENS or abs(1 / temperature - 1) < 0.1:

@@ -1,34 +1,84 @@
-"""The builders without branches: `per_call` and `merged`."""
+"""Builders: from the recorded calls of a session to traces, the training sequences. Pure.
+
+per_call  one trace for each sampled answer: its call's prompt, then the answer. Right whatever the history did
+merged    calls joined wherever a prompt begins, token for token, with a whole earlier trace
+tree      a forest that stores shared beginnings once: a trace holds its own tokens only, and `parent_trace_id` and
+          `branch_at` say how many tokens of the parent's whole path come before them
+
+Every builder validates what it made (`validation.validate`) before it returns it: each answer is in exactly one trace,
+or its call is excluded with a reason, and each sampled token follows the prompt that the model was given.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from polar_proxy.traces.canonical import find_context_start
-from polar_proxy.traces.drift import DriftEvent, drift_events
+import numpy as np
+
+from polar_proxy.errors import UsageError
+from polar_proxy.sequences import begins_with, common_prefix_length, share_buffer
+from polar_proxy.traces.certificate import ScorerIdentity
+from polar_proxy.traces.drift import DriftEvent, DriftPolicy, drift_events, find_context_start
 from polar_proxy.traces.exclusions import excluded_calls, in_start_order
-from polar_proxy.traces.trace_builder import BuildResult, TraceBuilder, finish_build, start_trace
+from polar_proxy.traces.grades import CANONICAL, grade_of, grade_reasons
 from polar_proxy.traces.validation import validate
-from polar_proxy.types import CallRecord
+from polar_proxy.types import CallRecord, Choice, Span, TokenIds, Trace, new_id
 
-DriftPolicy = Literal["split", "canonical", "rescore"]
+ON_DRIFT = ("split", "canonical", "rescore")
+
+
+@dataclass(frozen=True, slots=True)
+class BuildResult:
+    """What a builder made of a session's calls."""
+
+    builder: str
+    traces: tuple[Trace, ...]
+    excluded: Mapping[str, str]
+    """call id -> machine-readable reason"""
+    on_drift: str | None = None
+    """The drift policy of builder `merged`; None for the others."""
+    drift_events: tuple[DriftEvent, ...] = ()
+    """Every drifted call of the session, and what was done about it."""
+    reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """trace id -> the reasons for its grade"""
+    rescored_by: ScorerIdentity | None = None
+    """The engine that computed the log-probabilities of the rescored traces."""
+
+
+def build(
+    calls: Sequence[CallRecord],
+    builder: str = "merged",
+    *,
+    on_drift: str = "split",
+    rollout_id: str | None = None,
+    reward: float | None = None,
+) -> BuildResult:
+    """Build the traces of a session's calls.
+
+    With `on_drift = rescore` the log-probabilities are still those of sampling: `scoring.rescore` replaces them. Raise
+    UsageError for an unknown builder or drift policy.
+    """
+    if builder not in BUILDERS:
+        raise UsageError(f"There is no builder {builder!r}: choose {', '.join(BUILDERS)}.")
+    if on_drift not in ON_DRIFT:
+        raise UsageError(f"There is no drift policy {on_drift!r}: choose {', '.join(ON_DRIFT)}.")
+    if builder == "merged":
+        return merged(calls, rollout_id=rollout_id, reward=reward, on_drift=on_drift)  # type: ignore[arg-type]
+    if on_drift != "split":
+        raise UsageError(f"--on-drift is for the builder merged: {builder} joins no drifted calls.")
+    return BUILDERS[builder](calls, rollout_id=rollout_id, reward=reward)
+
+
+# ---------------------------------------------------------------- the builders
 
 
 def per_call(calls: Sequence[CallRecord], *, rollout_id: str | None = None, reward: float | None = None) -> BuildResult:
-    """One trace for each sampled choice: its prompt, then its answer. Always right, whatever the history did."""
+    """Make one trace for each sampled answer."""
     excluded = excluded_calls(calls)
-    lines = [
-        start_trace(call, choice)
-        for call in in_start_order(calls)
-        if call.call_id not in excluded
-        for choice in call.choices
-    ]
-    drifted = mark_excluded(drift_events(calls, excluded), excluded)
-    built = finish_build("per_call", lines, excluded, drifted, rollout_id, reward)
-    validate(calls, built)
-    return built
+    trained = [call for call in in_start_order(calls) if call.call_id not in excluded]
+    traces = [TraceBuilder.of_answer(call, choice) for call in trained for choice in call.choices]
+    return _finish("per_call", calls, traces, excluded, drift_events(calls, excluded), rollout_id, reward)
 
 
 def merged(
@@ -38,84 +88,277 @@ def merged(
     reward: float | None = None,
     on_drift: DriftPolicy = "split",
 ) -> BuildResult:
-    """Calls joined wherever a prompt begins, token for token, with all of an earlier trace.
+    """Join calls wherever a prompt begins, token for token, with all of an earlier trace.
 
-    The longest such trace is continued, of equal ones that of the call's base or parent. A call whose prompt fits none
-    opens a new trace (after a rewind, say, where the answer that was replaced stays trained in the old one): nothing is
-    lost, and what stands in its prompt is context. Sub-agents and compacted conversations always open their own.
+    The longest such trace is continued; of equal ones, that of the call's base or parent. A call whose prompt begins
+    with no trace opens a new one (after a rewind, for example, where the replaced answer stays trained in the old
+    trace). Sub-agents and compacted conversations always open their own.
 
-    `on_drift` decides about drifted calls: `split` opens a new trace for them too; `canonical` joins them to their
-    base's trace with the context of their own prompt (`canonical.py`), and splits where that cannot be done cleanly,
-    with the reason in the finding; `rescore` makes the same traces, whose log-probabilities `rescore.rescore` fills in.
+    `on_drift` decides about drifted calls: `split` opens a new trace for them; `canonical` joins them to their base's
+    trace with the context of their own prompt, or splits where no clean join exists, with the reason in the drift
+    event; `rescore` makes the same traces as `canonical`, and `scoring.rescore` replaces their log-probabilities.
     """
-    work = CallMerger(calls, on_drift)
+    merger = CallMerger(calls, on_drift)
     for call in in_start_order(calls):
-        if call.call_id not in work.excluded:
-            work.add(call)
-    drifted = mark_excluded(tuple(work.findings.values()), work.excluded)
-    built = finish_build("merged", work.lines, work.excluded, drifted, rollout_id, reward, on_drift)
-    validate(calls, built)
-    return built
+        if call.call_id not in merger.excluded:
+            merger.add(call)
+    events = tuple(merger.events.values())
+    return _finish("merged", calls, merger.traces, merger.excluded, events, rollout_id, reward, on_drift)
+
+
+def tree(calls: Sequence[CallRecord], *, rollout_id: str | None = None, reward: float | None = None) -> BuildResult:
+    """Lay each prompt along the deepest path that it shares tokens with, and branch where it differs.
+
+    Siblings, rewinds, parallel answers and sub-agents share what they begin with. A call whose prompt begins with a
+    whole path continues the trace that ends it, unless it is a sub-agent's or of a compacted conversation; its choices
+    after the first branch. An answer that several paths continue is trained once.
+    """
+    excluded = excluded_calls(calls)
+    traces: list[TraceBuilder] = []
+    for call in in_start_order(calls):
+        prompt = call.prompt_ids
+        if call.call_id in excluded or prompt is None:
+            continue
+        opens_own = call.edge in ("subagent", "compacts")
+        for position, choice in enumerate(call.choices):
+            trace, depth = _deepest(traces, prompt, call)
+            if trace is None or opens_own or position > 0 or depth < trace.end:
+                trace = TraceBuilder(trace, depth)
+                traces.append(trace)
+            trace.add(call, choice, depth)
+    return _finish("tree", calls, traces, excluded, drift_events(calls, excluded), rollout_id, reward)
+
+
+BUILDERS: dict[str, Callable[..., BuildResult]] = {"per_call": per_call, "merged": merged, "tree": tree}
+
+
+def _finish(
+    builder: str,
+    calls: Sequence[CallRecord],
+    traces: Sequence[TraceBuilder],
+    excluded: dict[str, str],
+    events: Sequence[DriftEvent],
+    rollout_id: str | None,
+    reward: float | None,
+    on_drift: str | None = None,
+) -> BuildResult:
+    """Make the result of a builder and validate it."""
+    result = BuildResult(
+        builder=builder,
+        traces=tuple(trace.finish(builder, index, rollout_id, reward) for index, trace in enumerate(traces)),
+        excluded=excluded,
+        on_drift=on_drift,
+        drift_events=tuple(
+            event.model_copy(update={"outcome": "excluded"}) if event.call_id in excluded else event for event in events
+        ),
+        reasons={trace.trace_id: tuple(sorted(trace.reasons)) for trace in traces},
+    )
+    validate(calls, result)
+    return result
+
+
+# ---------------------------------------------------------------- joining
 
 
 class CallMerger:
+    """The state of builder `merged`."""
+
     def __init__(self, calls: Sequence[CallRecord], on_drift: DriftPolicy) -> None:
         self.excluded = excluded_calls(calls)
-        self.findings = {found.call_id: found for found in drift_events(calls, self.excluded)}
-        self.lines: list[TraceBuilder] = []
-        self._joins = on_drift != "split"
+        self.events = {event.call_id: event for event in drift_events(calls, self.excluded)}
+        self.traces: list[TraceBuilder] = []
+        self._joins_drift = on_drift != "split"
         self._calls = {call.call_id: call for call in calls}
-        self._ending: dict[tuple[str, int], TraceBuilder] = {}
-        """By the answer that ends them."""
+        self._by_last_answer: dict[tuple[str, int], TraceBuilder] = {}
 
     def add(self, call: CallRecord) -> None:
-        prompt = call.prompt_ids
-        assert prompt is not None
-        line, start, bent = None, 0, False
+        trace, start, joins_drift = None, 0, False
         if call.edge not in ("subagent", "compacts"):
-            if self._joins and (joined := self._joined(call)) is not None:
-                (line, start), bent = joined, True
+            if self._joins_drift and (joined := self._join_drifted(call)) is not None:
+                (trace, start), joins_drift = joined, True
             else:
-                base = (call.base_call_id, call.base_choice or 0)
-                fits = [line for line in self.lines if line.is_start_of(prompt)]
-                line = max(
-                    fits,
-                    key=lambda line: (line.end, line.last == base, call.parent_call_id in line.calls),
-                    default=None,
-                )
-                start = 0 if line is None else line.end
+                trace = self._continued_trace(call)
+                start = 0 if trace is None else trace.end
         for position, choice in enumerate(call.choices):
-            if line is None or position > 0:
-                into = start_trace(call, choice)
-                self.lines.append(into)
+            if trace is None or position > 0:
+                target = TraceBuilder.of_answer(call, choice)
+                self.traces.append(target)
             else:
-                into = line
-                del self._ending[into.last]  # type: ignore[arg-type]
-                into.add(call, choice, start, bent=bent)
-            self._ending[(call.call_id, choice.index)] = into
+                target = trace
+                del self._by_last_answer[target.last]  # type: ignore[arg-type]
+                target.add(call, choice, start, joins_drift=joins_drift)
+            self._by_last_answer[(call.call_id, choice.index)] = target
 
-    def _joined(self, call: CallRecord) -> tuple[TraceBuilder, int] | None:
-        """The trace that a drifted call goes on with, or one whose base did not stand behind its own tokens, and where
-        the context begins in the call's prompt."""
-        found = self.findings.get(call.call_id)
-        line = self._ending.get((call.base_call_id or "", call.base_choice or 0))
-        if line is None:
-            if found is not None:
-                self.findings[call.call_id] = replace(found, split_reason="base_went_on")
+    def _continued_trace(self, call: CallRecord) -> TraceBuilder | None:
+        """Return the trace whose tokens are the longest beginning of the call's prompt, or None."""
+        assert call.prompt_ids is not None
+        base = (call.base_call_id, call.base_choice or 0)
+        return max(
+            (trace for trace in self.traces if trace.is_start_of(call.prompt_ids)),
+            key=lambda trace: (trace.end, trace.last == base, call.parent_call_id in trace.calls),
+            default=None,
+        )
+
+    def _join_drifted(self, call: CallRecord) -> tuple[TraceBuilder, int] | None:
+        """Return the trace that a drifted call continues, and where the context begins in the call's prompt.
+
+        The same for a call that did not drift, but whose trace has other tokens than the model was given.
+        """
+        event = self.events.get(call.call_id)
+        trace = self._by_last_answer.get((call.base_call_id or "", call.base_choice or 0))
+        if trace is None:
+            if event is not None:
+                self.events[call.call_id] = event.model_copy(update={"split_reason": "base_went_on"})
             return None
-        if found is None and not line.bent:
+        if event is None and not trace.has_drift:
             return None
         base = self._calls[call.base_call_id or ""]
-        start = find_context_start(line.ids, line.spans, call, base, drifted=found is not None)
+        start = find_context_start(trace.token_ids, trace.spans, call, base, drifted=event is not None)
         if isinstance(start, str):
-            if found is not None:
-                self.findings[call.call_id] = replace(found, split_reason=start)
+            if event is not None:
+                self.events[call.call_id] = event.model_copy(update={"split_reason": start})
             return None
-        if found is not None:
-            self.findings[call.call_id] = replace(found, outcome="canonical")
-        return line, start
+        if event is not None:
+            self.events[call.call_id] = event.model_copy(update={"outcome": "canonical"})
+        return trace, start
 
 
-def mark_excluded(found: Sequence[DriftEvent], excluded: dict[str, str]) -> list[DriftEvent]:
-    """A call that is not trained splits nothing."""
-    return [replace(one, outcome="excluded") if one.call_id in excluded else one for one in found]
+def _deepest(traces: Sequence[TraceBuilder], prompt: TokenIds, call: CallRecord) -> tuple[TraceBuilder | None, int]:
+    """Return the trace that shares the most first tokens with the prompt, and their number.
+
+    Of several as deep, prefer one that ends there, then that of the call's base, then of its parent, then the first.
+    """
+    base = (call.base_call_id, call.base_choice or 0)
+    best: TraceBuilder | None = None
+    best_key = (0, False, False, False)
+    reached = [trace for trace in reversed(traces) if trace.parent is None]
+    while reached:
+        trace = reached.pop()
+        depth = trace.shared_depth(prompt)
+        if depth > trace.branch_at:
+            key = (depth, depth == trace.end, trace.last == base, call.parent_call_id in trace.calls)
+            if key > best_key:
+                best, best_key = trace, key
+        reached += [child for child in reversed(trace.children) if child.branch_at <= depth]
+    return best, best_key[0]
+
+
+class TraceBuilder:
+    """A trace that grows answer by answer: its tokens in one buffer, with the spans that they came from."""
+
+    def __init__(self, parent: TraceBuilder | None = None, branch_at: int = 0) -> None:
+        """`branch_at`: how many tokens of the parent's whole path come before its own (builder `tree`)."""
+        self.trace_id = new_id("trc")
+        self.parent = parent
+        self.branch_at = branch_at
+        self.children: list[TraceBuilder] = []
+        self.spans: list[Span] = []
+        self.calls: dict[str, None] = {}
+        """The calls whose answers it trains, in order."""
+        self.last: tuple[str, int] | None = None
+        """(call, choice) of its last answer."""
+        self.reasons: set[str] = set()
+        self.prompt_length = 0
+        self._last_prompt: TokenIds | None = None
+        """The last call's prompt, if the path begins with it."""
+        self._buffer: TokenIds = np.empty(256, dtype=np.int32)
+        self._size = 0
+        self._session_id = ""
+        self._answers: list[tuple[int, Choice]] = []
+        if parent is not None:
+            parent.children.append(self)
+
+    @classmethod
+    def of_answer(cls, call: CallRecord, choice: Choice) -> TraceBuilder:
+        """Begin a trace with one answer after its whole prompt."""
+        trace = cls()
+        trace.add(call, choice, 0)
+        return trace
+
+    @property
+    def token_ids(self) -> TokenIds:
+        """Its own tokens: a view that later additions do not change."""
+        return self._buffer[: self._size]
+
+    @property
+    def end(self) -> int:
+        """Length of its whole path."""
+        return self.branch_at + self._size
+
+    @property
+    def has_drift(self) -> bool:
+        """Whether some answer in it follows other tokens than the model was given."""
+        return CANONICAL in self.reasons
+
+    def shared_depth(self, prompt: TokenIds) -> int:
+        """Return how many first tokens the prompt shares with the path, given that the first `branch_at` are equal."""
+        known, start = self._last_prompt, self.branch_at
+        if known is not None and len(prompt) >= len(known) and share_buffer(prompt, known):
+            start = len(known)
+        return start + common_prefix_length(prompt[start:], self.token_ids[start - self.branch_at :])
+
+    def is_start_of(self, prompt: TokenIds) -> bool:
+        """Return whether the prompt begins with all tokens of this trace, which has no parent."""
+        if self._size > len(prompt) or prompt[self._size - 1] != self._buffer[self._size - 1]:
+            return False
+        known = self._last_prompt
+        if known is not None and share_buffer(prompt, known):
+            return begins_with(prompt[len(known) :], self.token_ids[len(known) :])
+        return begins_with(prompt, self.token_ids)
+
+    def add(self, call: CallRecord, choice: Choice, start: int, *, joins_drift: bool = False) -> None:
+        """Add an answer, after the prompt's tokens from `start` on as context.
+
+        `joins_drift`: the prompt's tokens before `start` are not those of this trace.
+        """
+        prompt = call.prompt_ids
+        assert prompt is not None
+        if joins_drift:
+            self.reasons.add(CANONICAL)
+        if start < len(prompt):
+            self.spans.append(Span("context", call.call_id, start, len(prompt)))
+            self._append(prompt[start:])
+        if self.last is None:
+            self.prompt_length = self._size
+            self._session_id = call.session_id
+        self._last_prompt = None if self.has_drift else prompt
+        self._answers.append((self._size, choice))
+        self.spans.append(Span("sampled", call.call_id, 0, len(choice.token_ids), choice.index))
+        self._append(choice.token_ids)
+        self.calls[call.call_id] = None
+        self.last = (call.call_id, choice.index)
+        self.reasons |= grade_reasons(call, choice)
+
+    def _append(self, piece: TokenIds) -> None:
+        size = self._size + len(piece)
+        if size > len(self._buffer):
+            grown: TokenIds = np.empty(max(size, 2 * len(self._buffer)), dtype=np.int32)
+            grown[: self._size] = self.token_ids
+            self._buffer = grown
+        self._buffer[self._size : size] = piece
+        self._size = size
+
+    def finish(self, builder: str, index: int, rollout_id: str | None, reward: float | None) -> Trace:
+        mask = np.zeros(self._size, dtype=np.uint8)
+        logprobs = np.full(self._size, np.nan, dtype=np.float32)
+        for position, choice in self._answers:
+            here = slice(position, position + len(choice.token_ids))
+            mask[here] = 1
+            logprobs[here] = choice.logprobs
+        return Trace(
+            trace_id=self.trace_id,
+            session_id=self._session_id,
+            rollout_id=rollout_id,
+            builder=builder,
+            index=index,
+            prompt_length=self.prompt_length,
+            token_ids=self.token_ids.copy(),
+            loss_mask=mask,
+            logprobs=logprobs,
+            spans=tuple(self.spans),
+            call_ids=tuple(self.calls),
+            reward=reward,
+            grade=grade_of(self.reasons),
+            parent_trace_id=None if self.parent is None else self.parent.trace_id,
+            branch_at=self.branch_at,
+        )

@@ -1,188 +1,187 @@
-"""Certificates: what a trace is made of, in a form that a machine can check with the exported row alone.
+"""The certificate of a trace: what the trace is made of, in a form that a machine checks with the exported row alone.
 
-`docs/certificate.md` describes the fields; `certificate.schema.json` beside this file is their JSON Schema.
+`Certificate` is the model; its JSON Schema is `Certificate.model_json_schema()`. The hash chain makes each span's hash
+stand for everything before it:
 
-In the store a certificate is kept small: what can be said again from the trace and its calls (spans, engines, hashes)
-is left out but for the last hash, and `expand` puts it back. It must then come to the same last hash, so that a changed
-call or trace in the database is found when a row is made of it.
+    seed   = H("", header)                                header: the fields that `header_of` names
+    hash_k = H(hash_{k-1}, span_k, tokens_k, logprobs_k)  hash_0 = seed, head = the last hash
+
+H is blake2b with a 16-byte digest. Header and span (without its hash) are canonical JSON (sorted keys, no spaces,
+UTF-8), each after its length as 4 bytes little-endian. Tokens are int32 and log-probabilities float32, both
+little-endian; only sampled spans hash log-probabilities.
+
+Nothing here needs the calls: this is all that a checker needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Annotated, Any, Literal
 
-from polar_proxy.errors import PolarError
-from polar_proxy.traces import hash_chain
-from polar_proxy.traces.drift import DriftEvent, drift_events
-from polar_proxy.traces.grades import grade_of, grade_reasons, is_off_distribution, sampling_overrides, versions
-from polar_proxy.traces.paths import trace_path
-from polar_proxy.traces.trace_builder import BuildResult
-from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Span, Trace
+import numpy as np
+import orjson
+from pydantic import BaseModel, ConfigDict, Field
+
+from polar_proxy.traces.drift import DriftEvent, DriftPolicy
+from polar_proxy.traces.grades import Grade, Reason
+from polar_proxy.types import Json, LogprobMode, Logprobs, PromptMode, TokenIds
 
 SCHEMA = 1
 """Raised when a field changes its meaning; a checker refuses what is newer."""
-_STORED = ("schema", "on_drift", "grade", "why", "drift", "rescored", "audit", "head")
+
+Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+Count = Annotated[int, Field(strict=True, ge=0)]
+
+_NOT_IN_SEED = {"grade", "audit", "spans", "seed", "head"}
+_STORED = {"schema_version", "on_drift", "grade", "reasons", "drift", "rescored", "audit", "head"}
+_PERSON = b"polar trace"
 
 
-class CertificateError(PolarError):
-    """A stored trace is no longer what its certificate says: it, or a call of it, was changed in the database."""
+class CertificateModel(BaseModel):
+    """Base of the certificate's parts: no unknown fields, no changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def certificates(calls: Sequence[CallRecord], built: BuildResult) -> dict[str, Json]:
-    """trace id -> the whole certificate of each trace of a build."""
-    by_id = {call.call_id: call for call in calls}
-    traces = {trace.trace_id: trace for trace in built.traces}
-    return {
-        trace.trace_id: _certificate(
-            trace,
-            traces,
-            by_id,
-            on_drift=built.on_drift,
-            why=built.why.get(trace.trace_id, ()),
-            drift=[found.to_json() for found in _concerning(trace, by_id, built.findings)],
-            rescored=built.rescored_by if trace.rescored else None,
-        )
-        for trace in built.traces
-    }
+class EngineIdentity(CertificateModel):
+    """An engine that sampled; fields are None where the record does not name it."""
+
+    engine: str | None
+    version: str | None
+    model: str | None
+    template_hash: str | None
+    logprob_mode: LogprobMode
 
 
-def stored(certificate: Json) -> Json:
-    """What of it the store keeps."""
-    return {name: certificate[name] for name in _STORED}
+class ScorerIdentity(CertificateModel):
+    """The engine that computed the log-probabilities of a rescored trace."""
+
+    engine: str
+    version: str
+    model: str
+    weight_version: str | None
 
 
-def expand(kept: Mapping[str, Json | None], traces: Sequence[Trace], calls: Sequence[CallRecord]) -> dict[str, Json]:
-    """The whole certificates of stored traces: all those of one build, with all calls of their session.
+class ContextSpan(CertificateModel):
+    """Tokens `[start, end)` of a call's prompt."""
 
-    A trace that was stored without one (by an earlier version, which split on drift) gets it now. Raises
-    CertificateError where what is stored has changed since.
+    kind: Literal["context"]
+    call_id: str
+    choice: Count
+    start: Count
+    end: Count
+    n: Annotated[int, Field(strict=True, ge=1)]
+    prompt_mode: PromptMode
+    prompt_reason: str | None
+    hash: Hash
+
+
+class SampledSpan(CertificateModel):
+    """A whole sampled answer of a call."""
+
+    kind: Literal["sampled"]
+    call_id: str
+    choice: Count
+    start: Count
+    end: Count
+    n: Annotated[int, Field(strict=True, ge=1)]
+    prompt_mode: PromptMode
+    prompt_reason: str | None
+    engine: Count
+    """Index into `engines`."""
+    versions: Annotated[list[tuple[Count, str | None]], Field(min_length=1)]
+    """(first position within the answer, policy version) of each run of tokens."""
+    past_reasoning: Literal["keep", "strip"] | None
+    """The setting under which the prompt was continued; None if it played no part."""
+    sampling: Json | None
+    """The settings that changed the distribution, where raw log-probabilities were recorded."""
+    hash: Hash
+
+
+CertificateSpan = Annotated[ContextSpan | SampledSpan, Field(discriminator="kind")]
+
+
+class Certificate(CertificateModel):
+    """What a trace is made of."""
+
+    model_config = ConfigDict(title="Certificate of a Polar trace")
+
+    schema_version: Annotated[int, Field(alias="schema", strict=True, ge=SCHEMA, le=SCHEMA)]
+    trace_id: str
+    session_id: str
+    rollout_id: str | None
+    builder: Literal["per_call", "merged", "tree", "rescored"]
+    on_drift: DriftPolicy | None
+    grade: Grade
+    reasons: list[Reason]
+    """Why the grade is not `exact`."""
+    parent_trace_id: str | None
+    branch_at: Count
+    branch_hash: Hash | None
+    """Hash of the first `branch_at` tokens of the parent's whole path."""
+    prompt_length: Count
+    engines: list[EngineIdentity]
+    rescored: ScorerIdentity | None
+    drift: list[DriftEvent]
+    audit: Json | None
+    seed: Hash
+    spans: Annotated[list[CertificateSpan], Field(min_length=1)]
+    head: Hash
+
+    def header(self) -> Json:
+        """Return what the seed covers: all but the spans, which have hashes, and the fields an audit may change."""
+        return self.model_dump(by_alias=True, exclude=_NOT_IN_SEED)
+
+    def to_json(self) -> Json:
+        return self.model_dump(by_alias=True)
+
+    def stored(self) -> Json:
+        """Return what the store keeps. The rest is derived again from the trace and its calls."""
+        return self.model_dump(by_alias=True, include=_STORED)
+
+
+def seal(header: Json, grade: str, spans: Sequence[Json], token_ids: TokenIds, logprobs: Logprobs) -> Certificate:
+    """Make a certificate: compute the hashes of `header` and of `spans`, which have none yet.
+
+    `token_ids` int32 [n] and `logprobs` float32 [n] are the trace's own.
     """
-    by_id = {call.call_id: call for call in calls}
-    by_trace = {trace.trace_id: trace for trace in traces}
-    drifted: tuple[DriftEvent, ...] | None = None
-    found: dict[str, Json] = {}
-    for trace in traces:
-        told = kept.get(trace.trace_id)
-        if told is None:
-            drifted = drift_events(calls) if drifted is None else drifted
-            whole = _certificate(
-                trace,
-                by_trace,
-                by_id,
-                on_drift="split" if trace.builder == "merged" else None,
-                why=_reasons(trace, by_id),
-                drift=[one.to_json() for one in _concerning(trace, by_id, drifted)],
-                rescored=None,
-            )
-        else:
-            whole = _certificate(
-                trace,
-                by_trace,
-                by_id,
-                on_drift=told["on_drift"],
-                why=told["why"],
-                drift=told["drift"],
-                rescored=told["rescored"],
-            )
-            if whole["head"] != told["head"]:
-                raise CertificateError(
-                    f"The trace {trace.trace_id} is not what its certificate says: it or its calls were changed in the "
-                    f"database. Build it again with `polar build {trace.session_id}` if that was meant."
-                )
-            whole |= {"grade": told["grade"], "audit": told["audit"]}
-        found[trace.trace_id] = whole
-    return found
+    seed = hash_json(b"", header)
+    hashes = [link.hex() for link in hash_spans(seed, spans, token_ids, logprobs)]
+    sealed = [{**span, "hash": link} for span, link in zip(spans, hashes, strict=True)]
+    fields = {**header, "grade": grade, "audit": None, "seed": seed.hex(), "spans": sealed}
+    return Certificate.model_validate({**fields, "head": hashes[-1] if hashes else seed.hex()})
 
 
-def _certificate(
-    trace: Trace,
-    traces: Mapping[str, Trace],
-    calls: Mapping[str, CallRecord],
-    *,
-    on_drift: str | None,
-    why: Sequence[str],
-    drift: Sequence[Json],
-    rescored: Json | None,
-) -> Json:
-    engines: list[Json] = []
-    spans = [_span(span, calls[span.call_id], engines) for span in trace.spans]
-    before = None
-    if trace.parent_trace_id is not None:
-        before = hash_chain.tokens_hash(trace_path(trace, traces).token_ids[: trace.branch_at])
-    made: Json = {
-        "schema": SCHEMA,
-        "trace_id": trace.trace_id,
-        "session_id": trace.session_id,
-        "rollout_id": trace.rollout_id,
-        "builder": trace.builder,
-        "on_drift": on_drift,
-        "grade": grade_of(why),
-        "why": list(why),
-        "parent_trace_id": trace.parent_trace_id,
-        "branch_at": trace.branch_at,
-        "branch_hash": before,
-        "prompt_length": trace.prompt_length,
-        "engines": engines,
-        "rescored": rescored,
-        "drift": list(drift),
-        "audit": None,
-    }
-    first = hash_chain.seed(made)
-    chain = hash_chain.links(first, spans, trace.token_ids, trace.logprobs)
-    return {
-        **made,
-        "seed": first.hex(),
-        "spans": [{**span, "hash": link.hex()} for span, link in zip(spans, chain, strict=True)],
-        "head": (chain[-1] if chain else first).hex(),
-    }
+def hash_spans(seed: bytes, spans: Iterable[Json], token_ids: TokenIds, logprobs: Logprobs) -> list[bytes]:
+    """Return the hash of each span. `token_ids` int32 [n] and `logprobs` float32 [n] are tiled by the spans in
+    order."""
+    ids, values = np.ascontiguousarray(token_ids, "<i4"), np.ascontiguousarray(logprobs, "<f4")
+    hashes: list[bytes] = []
+    link, position = seed, 0
+    for span in spans:
+        here = slice(position, position + span["n"])
+        sampled = values[here].tobytes() if span["kind"] == "sampled" else b""
+        link = hash_json(link, span, ids[here].tobytes(), sampled)
+        hashes.append(link)
+        position = here.stop
+    return hashes
 
 
-def _span(span: Span, call: CallRecord, engines: list[Json]) -> Json:
-    """The identity of a span; `engines` gathers what its `engine` points at."""
-    told: Json = {
-        "kind": span.kind,
-        "call_id": span.call_id,
-        "choice": span.choice,
-        "start": span.start,
-        "end": span.end,
-        "n": span.end - span.start,
-        "prompt_mode": call.prompt_mode,
-        "prompt_reason": call.prompt_reason,
-    }
-    if span.kind == "sampled":
-        engine = _engine(call)
-        if engine not in engines:
-            engines.append(engine)
-        told |= {
-            "engine": engines.index(engine),
-            "versions": [list(run) for run in versions(call, _choice(span, call))],
-            "past_reasoning": call.sampling.get("past_reasoning"),
-            "sampling": sampling_overrides(call) if is_off_distribution(call) else None,
-        }
-    return told
+def hash_json(before: bytes, value: Any, *data: bytes) -> bytes:
+    return _digest(before, orjson.dumps(value, option=orjson.OPT_SORT_KEYS), *data)
 
 
-def _engine(call: CallRecord) -> Json:
-    info: EngineInfo | None = call.engine
-    return {
-        "engine": None if info is None else info.engine,
-        "version": None if info is None else info.version,
-        "model": call.model if info is None else info.model,
-        "template_hash": None if info is None else info.template_hash,
-        "logprob_mode": call.logprob_mode,
-    }
+def hash_tokens(token_ids: TokenIds) -> str:
+    """Return the hash of the tokens before a branch."""
+    return _digest(b"", np.ascontiguousarray(token_ids, "<i4").tobytes()).hex()
 
 
-def _choice(span: Span, call: CallRecord) -> Choice:
-    return next(choice for choice in call.choices if choice.index == span.choice)
-
-
-def _reasons(trace: Trace, calls: Mapping[str, CallRecord]) -> list[str]:
-    sampled = [(calls[span.call_id], span) for span in trace.spans if span.kind == "sampled"]
-    return sorted({reason for call, span in sampled for reason in grade_reasons(call, _choice(span, call))})
-
-
-def _concerning(trace: Trace, calls: Mapping[str, CallRecord], found: Sequence[DriftEvent]) -> list[DriftEvent]:
-    """The drifted calls whose first answer is in the trace; their other answers only have their prompt before them."""
-    own = {(span.call_id, span.choice) for span in trace.spans if span.kind == "sampled"} if found else set()
-    return [one for one in found if (one.call_id, calls[one.call_id].choices[0].index) in own]
+def _digest(before: bytes, framed: bytes, *data: bytes) -> bytes:
+    digest = blake2b(before, digest_size=16, person=_PERSON)
+    digest.update(struct.pack("<I", len(framed)))
+    digest.update(framed)
+    for piece in data:
+        digest.update(piece)
+    return digest.digest()

@@ -1,19 +1,30 @@
-"""Drift: a prompt that should go on with an earlier call's tokens and does not begin with them.
+"""Drift: a prompt that should continue an earlier call's tokens and does not begin with them.
 
-A call drifts when it extends, by meaning, the answer of a call that is trained (its base, `history/base.py`), the
-base's tokens are known, the call's own prompt does not begin with them, and nothing was changed on purpose. What the
-harness re-serialised, reordered or dropped shows here, with the place where the tokens part.
+A call drifts when it continues the answer of a trained call (its base), the base's tokens are known, its own prompt
+does not begin with them, and nothing was changed on purpose. This shows what a harness serialised differently,
+reordered or dropped, with the position at which the tokens differ.
+
+With `on_drift = canonical` a drifted call is joined to the trace of its base all the same: the sampled tokens so far
+are kept, and the context between them and the new answer is taken from the drifted call's own prompt
+(`find_context_start`). As in Polar's paper, a sampled token may then follow other tokens than the model was given:
+such traces are `approximate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from polar_proxy.sequences import begins_with, common_prefix_length, is_any
 from polar_proxy.traces.exclusions import excluded_calls, in_start_order
-from polar_proxy.traces.tokens import common_prefix_length
-from polar_proxy.types import CallRecord, Choice, Json
+from polar_proxy.types import CallRecord, Choice, Span, TokenIds
+
+DriftPolicy = Literal["split", "canonical", "rescore"]
+DriftOutcome = Literal["split", "canonical", "excluded"]
+"""split: the builder opened another trace; canonical: it joined the call; excluded: the call is not trained."""
 
 INTENTIONAL_REASONS = frozenset(
     {
@@ -21,49 +32,64 @@ INTENTIONAL_REASONS = frozenset(
         *("images", "constrained", "reasoning_by_template", "context_full"),
     }
 )
-"""Values of `prompt_reason` under which another beginning of the prompt is meant."""
+"""Values of `prompt_reason` with which the prompt differs on purpose."""
 
-DriftOutcome = Literal["split", "canonical", "excluded"]
-"""What the builder did: opened another trace; joined the call all the same; left the call out for another reason."""
+_Position = Annotated[int, Field(strict=True, ge=0)]
+_TokenId = Annotated[int, Field(strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class DriftEvent:
-    """Where the prompt of a drifted call parts from its base's tokens."""
+class DriftEvent(BaseModel):
+    """Where the prompt of a drifted call differs from its base's tokens."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     call_id: str
     base_call_id: str
-    base_choice: int
-    position: int
+    base_choice: _Position
+    position: _Position
     """The first token that differs: an index into the prompt, and into the base's prompt followed by its answer."""
-    expected: int | None
-    actual: int | None
-    """The token ids there; `actual` is None where the prompt ends before."""
+    expected: _TokenId | None
+    """The base's token id there."""
+    actual: _TokenId | None
+    """The prompt's token id there; None if the prompt ends before."""
     prompt_reason: str | None
     """Why the prompt was not continued from the base's tokens."""
     outcome: DriftOutcome = "split"
     split_reason: str | None = None
     """Why the call was not joined although `on_drift` asked for it."""
 
-    def to_json(self) -> Json:
-        return {name: getattr(self, name) for name in self.__slots__}
+
+def drift_events(calls: Sequence[CallRecord], excluded: Mapping[str, str] | None = None) -> tuple[DriftEvent, ...]:
+    """Return the drift of every call of a session, in the order of the calls.
+
+    `excluded` are the calls that are not trained; they are computed if not given.
+    """
+    not_trained = excluded_calls(calls) if excluded is None else excluded
+    by_id = {call.call_id: call for call in calls}
+    events = []
+    for call in in_start_order(calls):
+        base = by_id.get(call.base_call_id) if call.base_call_id is not None else None
+        event = find_drift(call, base, base_trained=call.base_call_id not in not_trained)
+        if event is not None:
+            events.append(event)
+    return tuple(events)
 
 
 def find_drift(call: CallRecord, base: CallRecord | None, *, base_trained: bool) -> DriftEvent | None:
-    """The drift of one call from its base (the call that `base_call_id` names), or None."""
+    """Return the drift of one call from its base (the call that `base_call_id` names), or None."""
     prompt = call.prompt_ids
     if base is None or not base_trained or prompt is None or call.prompt_reason in INTENTIONAL_REASONS:
         return None
     choice = base_choice(call, base)
     if choice is None or base.prompt_ids is None or not len(choice.token_ids):
         return None
-    before = len(base.prompt_ids)
+    base_length = len(base.prompt_ids)
     position = common_prefix_length(prompt, base.prompt_ids)
-    if position == before:
-        position += common_prefix_length(prompt[before:], choice.token_ids)
-    if position == before + len(choice.token_ids):
+    if position == base_length:
+        position += common_prefix_length(prompt[base_length:], choice.token_ids)
+    if position == base_length + len(choice.token_ids):
         return None
-    expected = base.prompt_ids[position] if position < before else choice.token_ids[position - before]
+    expected = base.prompt_ids[position] if position < base_length else choice.token_ids[position - base_length]
     return DriftEvent(
         call_id=call.call_id,
         base_call_id=base.call_id,
@@ -75,20 +101,51 @@ def find_drift(call: CallRecord, base: CallRecord | None, *, base_trained: bool)
     )
 
 
-def drift_events(calls: Sequence[CallRecord], excluded: Mapping[str, str] | None = None) -> tuple[DriftEvent, ...]:
-    """The drift of every call of a session, in the order of the calls. `excluded`: the calls that are not trained."""
-    left_out = excluded_calls(calls) if excluded is None else excluded
-    by_id = {call.call_id: call for call in calls}
-    found = []
-    for call in in_start_order(calls):
-        base = by_id.get(call.base_call_id) if call.base_call_id is not None else None
-        one = find_drift(call, base, base_trained=call.base_call_id not in left_out)
-        if one is not None:
-            found.append(one)
-    return tuple(found)
-
-
 def base_choice(call: CallRecord, base: CallRecord) -> Choice | None:
-    """The answer of the base that the call extends."""
+    """Return the answer of the base that the call continues."""
     wanted = call.base_choice or 0
     return next((choice for choice in base.choices if choice.index == wanted), None)
+
+
+def find_context_start(
+    before: TokenIds, spans: Sequence[Span], call: CallRecord, base: CallRecord, *, drifted: bool
+) -> int | str:
+    """Return where in the call's prompt the context begins that follows `before`, or why that is unknown.
+
+    `before` int32 [n], with its spans, is the trace so far, which ends with the base's answer. The position is found
+    by counting end-of-turn tokens: they are special tokens, so re-tokenised text on either side does not move them.
+    With k of them in `before`, the text after the k-th in the prompt is new; where the last answer was cut before its
+    end of turn, the next one closes it. A call that did not drift is cut after its base's tokens.
+    """
+    prompt, choice = call.prompt_ids, base_choice(call, base)
+    if prompt is None or base.prompt_ids is None or choice is None:
+        return "no_tokens"
+    if not drifted:
+        continued = np.concatenate([base.prompt_ids, choice.token_ids])
+        return len(continued) if begins_with(prompt, continued) else "not_drift"
+    end_tokens = call.engine.eos_token_ids if call.engine is not None else ()
+    if not end_tokens:
+        return "no_end_of_turn_ids"
+    turn_ends = is_any(before, end_tokens)
+    if _turn_ends_within_answer(turn_ends, spans):
+        return "end_of_turn_within_answer"
+    count = int(turn_ends.sum())
+    positions = np.flatnonzero(is_any(prompt, end_tokens))
+    closed = bool(turn_ends[-1])
+    if len(positions) < count + (not closed):
+        return "too_few_turns"
+    if closed:
+        start = int(positions[count - 1]) + 1
+        return start if start < len(prompt) else "nothing_new"
+    return int(positions[count])
+
+
+def _turn_ends_within_answer(turn_ends: np.ndarray, spans: Sequence[Span]) -> bool:
+    """Return whether an answer continues after an end of turn, which a rendering of its text would not show."""
+    position = 0
+    for span in spans:
+        size = span.end - span.start
+        if span.kind == "sampled" and turn_ends[position : position + size - 1].any():
+            return True
+        position += size
+    return False

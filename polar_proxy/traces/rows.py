@@ -1,50 +1,178 @@
-"""Rows of `tokens-jsonl` back into traces."""
+"""Rows of `tokens-jsonl`: one JSON object for one trace. This is the one writer and the one reader.
+
+A row has what it says of its rollout (rollout_id, group_id, task_id, status, reward, ...), the trace's identity, and
+
+    prompt_ids    the tokens before the first answer
+    response_ids  all other tokens [m]
+    loss_mask     [m], 1 where a token was sampled
+    logprobs      [m], nats, as reported at sampling; null where the mask is 0
+    spans         where each run of tokens came from: kind, call_id, choice, start, end
+    certificate   what proves all of it (`certificate.Certificate`)
+
+A row of builder `tree` holds its own tokens only: they follow the first `branch_at` tokens of the whole path of
+`parent_trace_id` (null for a root).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+import orjson
+from pydantic import BaseModel, Field, ValidationError
 
 from polar_proxy.errors import PolarError
-from polar_proxy.types import Json, Logprobs, Span, Trace
+from polar_proxy.sequences import find_layout_problem
+from polar_proxy.traces.certificate import Certificate
+from polar_proxy.types import Json, Logprobs, Span, SpanKind, Trace
+
+SCHEMA = 1
+"""Version of the row format; raised when a field changes its meaning."""
 
 
 class RowError(PolarError):
-    """A row that is no row of `tokens-jsonl`, or whose parts do not fit together."""
+    """A row that cannot be used. `reason` is machine-readable, for counting."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
-def read_trace(row: Json) -> Trace:
-    """The trace that a row was written from, bit by bit (its reward is the rollout's where it has none of its own).
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """A row as it was read."""
 
-    `token_ids` int32 [n], `loss_mask` uint8 [n], `logprobs` float32 [n] nats, NaN off the mask. Raises RowError.
+    trace: Trace
+    fields: Json
+    """The whole row: what it says of its rollout is here."""
+
+
+def trace_identity(trace: Trace, rollout: Json) -> Json:
+    """Return the fields that name a trace, after those of its rollout (or of its session, where it has none)."""
+    return {
+        "schema": SCHEMA,
+        **rollout,
+        "trace_id": trace.trace_id,
+        "trace_index": trace.index,
+        "builder": trace.builder,
+        "grade": trace.grade,
+        "reward": trace.reward if trace.reward is not None else rollout.get("reward"),
+    }
+
+
+def write_row(trace: Trace, rollout: Json, certificate: Certificate | None = None) -> Json:
+    """Return the row of a trace. `rollout`: what to say of its rollout."""
+    start = trace.prompt_length
+    mask = trace.loss_mask[start:].tolist()
+    logprobs = trace.logprobs[start:].tolist()
+    branch = {"parent_trace_id": trace.parent_trace_id, "branch_at": trace.branch_at}
+    return {
+        **trace_identity(trace, rollout),
+        **(branch if trace.builder == "tree" else {}),
+        "prompt_ids": trace.token_ids[:start].tolist(),
+        "response_ids": trace.token_ids[start:].tolist(),
+        "loss_mask": mask,
+        "logprobs": [value if sampled else None for value, sampled in zip(logprobs, mask, strict=True)],
+        "spans": [
+            {"kind": span.kind, "call_id": span.call_id, "choice": span.choice, "start": span.start, "end": span.end}
+            for span in trace.spans
+        ],
+        "certificate": None if certificate is None else certificate.to_json(),
+    }
+
+
+def read_row(row: Any) -> TraceRow:
+    """Return the trace that a row was written from, equal in every bit.
+
+    Its reward is the rollout's where it has none of its own. Raise RowError for a newer row format (`newer_schema`),
+    and for a row whose fields are missing, of another type, or contradict each other (`malformed`).
     """
-    try:
-        prompt, response = row["prompt_ids"], row["response_ids"]
-        token_ids = np.array([*prompt, *response], np.int32)
-        loss_mask = np.array([0] * len(prompt) + row["loss_mask"], np.uint8)
-        logprobs: Logprobs = np.array([np.nan] * len(prompt) + row["logprobs"], np.float32)  # null becomes NaN
-        spans = tuple(
-            Span(span["kind"], span["call_id"], span["start"], span["end"], span["choice"]) for span in row["spans"]
+    if not isinstance(row, dict):
+        raise RowError("malformed", "a row is a JSON object")
+    name = f"the row {row.get('trace_id')}"
+    schema = row.get("schema")
+    if not isinstance(schema, int) or schema > SCHEMA:
+        raise RowError(
+            "newer_schema", f"{name} has schema {schema!r}, and this Polar reads up to {SCHEMA}: update Polar"
         )
-        rest: Any = {name: row[name] for name in ("trace_id", "session_id", "builder", "grade", "reward")}
-        index = row["trace_index"]
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise RowError(f"A row is no row of tokens-jsonl: {error!r}") from error
-    length = sum(span.end - span.start for span in spans)
-    if not len(token_ids) == len(loss_mask) == len(logprobs) == length:
-        raise RowError(f"The row {rest['trace_id']} does not fit together: ids, mask, log-probabilities and spans")
-    return Trace(
-        **rest,
-        rollout_id=row.get("rollout_id"),
-        index=index,
-        prompt_length=len(prompt),
-        token_ids=token_ids,
-        loss_mask=loss_mask,
+    try:
+        read = _RowFields.model_validate(row)
+    except ValidationError as error:
+        raise RowError("malformed", f"{name} is not a row of tokens-jsonl: {describe_errors(error)[0]}") from error
+    prompt = len(read.prompt_ids)
+    no_logprobs = [np.nan] * prompt
+    logprobs: Logprobs = np.array([*no_logprobs, *(np.nan if v is None else v for v in read.logprobs)], np.float32)
+    spans = tuple(Span(span.kind, span.call_id, span.start, span.end, span.choice) for span in read.spans)
+    trace = Trace(
+        trace_id=read.trace_id,
+        session_id=read.session_id,
+        rollout_id=read.rollout_id,
+        builder=read.builder,
+        index=read.trace_index,
+        prompt_length=prompt,
+        token_ids=np.array([*read.prompt_ids, *read.response_ids], np.int32),
+        loss_mask=np.array([0] * prompt + read.loss_mask, np.uint8),
         logprobs=logprobs,
         spans=spans,
-        call_ids=tuple(dict.fromkeys(span.call_id for span in spans)),
-        parent_trace_id=row.get("parent_trace_id"),
-        branch_at=row.get("branch_at") or 0,
-        rescored=row["builder"] == "rescored",
+        call_ids=tuple(dict.fromkeys(span.call_id for span in spans if span.kind == "sampled")),
+        reward=read.reward,
+        grade=read.grade,
+        parent_trace_id=read.parent_trace_id,
+        branch_at=read.branch_at,
+        rescored=read.certificate is not None and read.certificate.get("rescored") is not None,
     )
+    if (problem := find_layout_problem(trace)) is not None:
+        raise RowError("malformed", f"the parts of {name} contradict each other: {problem}")
+    return TraceRow(trace, row)
+
+
+def read_jsonl(path: Path | str) -> Iterator[Json]:
+    """Yield the rows of a file that `polar export --format tokens-jsonl --out PATH` wrote."""
+    with Path(path).open("rb") as lines:
+        for line in lines:
+            yield orjson.loads(line)
+
+
+def describe_errors(error: ValidationError) -> list[str]:
+    """Return one line for each error: the path of the field, and what is wrong with it."""
+    return [f"{_path(one['loc'])}: {one['msg']}" for one in error.errors(include_url=False)]
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return text.lstrip(".") or "the value"
+
+
+_TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 31)]
+_Count = Annotated[int, Field(strict=True, ge=0)]
+
+
+class _SpanFields(BaseModel):
+    kind: SpanKind
+    call_id: str
+    choice: _Count
+    start: _Count
+    end: _Count
+
+
+class _RowFields(BaseModel):
+    """The fields of a row that make its trace, with their types; other fields are allowed."""
+
+    trace_id: str
+    trace_index: _Count
+    session_id: str
+    rollout_id: str | None = None
+    builder: str
+    grade: str
+    reward: float | None = None
+    parent_trace_id: str | None = None
+    branch_at: _Count = 0
+    prompt_ids: list[_TokenId]
+    response_ids: list[_TokenId]
+    loss_mask: list[Annotated[int, Field(strict=True, ge=0, le=1)]]
+    logprobs: list[Annotated[float, Field(strict=True, allow_inf_nan=False)] | None]
+    spans: list[_SpanFields]
+    certificate: Json | None = None

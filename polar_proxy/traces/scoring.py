@@ -1,23 +1,26 @@
-"""Teacher-forced log-probabilities of whole sequences. What sequences have in common goes through the engine once."""
+"""Teacher-forced log-probabilities of whole sequences from an engine, and traces rescored with them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from polar_proxy.engines.base import Engine
-from polar_proxy.errors import RequestError
-from polar_proxy.traces.tokens import begins_with
-from polar_proxy.types import TokenIds
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.sequences import MISSING_LOGPROB, begins_with
+from polar_proxy.traces.builders import BuildResult
+from polar_proxy.traces.certificate import ScorerIdentity
+from polar_proxy.traces.grades import CANONICAL, RESCORED, grade_of
+from polar_proxy.types import Logprobs, TokenIds, Trace
 
 
 @dataclass(slots=True)
 class ScoredTokens:
-    """How many tokens went through the engine."""
+    """How many tokens the engine scored."""
 
     tokens: int = 0
 
@@ -25,30 +28,34 @@ class ScoredTokens:
 async def score_all(
     sequences: Sequence[TokenIds], engine: Engine, at_once: int = 4, scored: ScoredTokens | None = None
 ) -> list[npt.NDArray[np.float64]]:
-    """`score_sequence` of each sequence (int32 [n]), at most `at_once` at a time. One that begins another takes its
-    numbers from that."""
-    within = cover(sequences)
+    """Return `score_sequence` of each sequence (int32 [n]), at most `at_once` at a time.
+
+    A sequence that begins another takes its values from that one: the causal mask makes them the same.
+    """
+    containing = find_containing(sequences)
     gate = asyncio.Semaphore(at_once)
 
-    async def one(ids: TokenIds) -> npt.NDArray[np.float64]:
+    async def score(ids: TokenIds) -> npt.NDArray[np.float64]:
         async with gate:
             values = await score_sequence(engine, ids)
         if scored is not None:
             scored.tokens += len(ids)
         return values
 
-    wanted = sorted(set(within))
+    wanted = sorted(set(containing))
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = {index: group.create_task(one(sequences[index])) for index in wanted}
-    except ExceptionGroup as failed:  # of several the first is as good as any: the others were cancelled or fail alike
+            tasks = {index: group.create_task(score(sequences[index])) for index in wanted}
+    except ExceptionGroup as failed:  # the first error is enough: the other tasks were cancelled or failed alike
         raise failed.exceptions[0] from failed
-    return [tasks[index].result()[: len(ids)] for ids, index in zip(sequences, within, strict=True)]
+    return [tasks[index].result()[: len(ids)] for ids, index in zip(sequences, containing, strict=True)]
 
 
 async def score_sequence(engine: Engine, ids: TokenIds) -> npt.NDArray[np.float64]:
-    """Log-probability of each token behind all before it, float64 [n]; nan for the first, for what the engine gave
-    none for, and for what stands beyond its context."""
+    """Return the log-probability of each token after all before it, float64 [n].
+
+    NaN for the first token, for tokens that the engine gave none for, and after the end of its context.
+    """
     out = np.full(len(ids), np.nan)
     if len(ids) < 2:
         return out
@@ -65,18 +72,54 @@ async def score_sequence(engine: Engine, ids: TokenIds) -> npt.NDArray[np.float6
     return out
 
 
-def cover(sequences: Sequence[TokenIds]) -> list[int]:
-    """For each sequence (int32 [n]) the index of the longest one found that begins with it; else its own.
-
-    The causal mask makes the log-probabilities of a prefix those of the same tokens in the longer sequence.
-    """
-    order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
-    within = list(range(len(sequences)))
-    whole: list[int] = []
-    for index in order:
-        found = next((other for other in whole if begins_with(sequences[other], sequences[index])), None)
+def find_containing(sequences: Sequence[TokenIds]) -> list[int]:
+    """Return for each sequence (int32 [n]) the index of a longest one that begins with it, or its own index."""
+    by_length = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
+    containing = list(range(len(sequences)))
+    longest: list[int] = []
+    for index in by_length:
+        found = next((other for other in longest if begins_with(sequences[other], sequences[index])), None)
         if found is None:
-            whole.append(index)
+            longest.append(index)
         else:
-            within[index] = found
-    return within
+            containing[index] = found
+    return containing
+
+
+async def rescore(build: BuildResult, engine: Engine) -> BuildResult:
+    """Return the build with the engine's log-probabilities in the traces where drift was joined (`on_drift = rescore`).
+
+    Their sampled positions get the teacher-forced log-probabilities (raw, of the whole sequence) in place of the
+    recorded ones; they are `rescored` and graded so. Other traces stay as they are. Raise EngineError where the engine
+    gives no value for a sampled token, and whatever its `score` raises.
+    """
+    traces: list[Trace] = []
+    reasons = dict(build.reasons)
+    for trace in build.traces:
+        if CANONICAL in reasons[trace.trace_id]:
+            reasons[trace.trace_id] = tuple(sorted({*reasons[trace.trace_id], RESCORED}))
+            logprobs = await _rescored_logprobs(trace, engine)
+            trace = replace(trace, logprobs=logprobs, rescored=True, grade=grade_of(reasons[trace.trace_id]))
+        traces.append(trace)
+    if not any(trace.rescored for trace in traces):
+        return build
+    scorer = ScorerIdentity(
+        engine=engine.info.engine,
+        version=engine.info.version,
+        model=engine.info.model,
+        weight_version=await engine.weight_version(),
+    )
+    return replace(build, traces=tuple(traces), reasons=reasons, rescored_by=scorer)
+
+
+async def _rescored_logprobs(trace: Trace, engine: Engine) -> Logprobs:
+    values = await engine.score(trace.token_ids.tolist())
+    if len(values) != len(trace.token_ids) - 1:
+        raise EngineError(f"The engine scored {len(values)} of {len(trace.token_ids) - 1} tokens.")
+    # The first token has nothing before it; a joined trace begins with context.
+    logprobs: Logprobs = np.array([np.nan, *values], dtype=np.float32)
+    logprobs[trace.loss_mask == 0] = np.nan
+    sampled = logprobs[trace.loss_mask == 1]
+    if not (np.isfinite(sampled) & (sampled > MISSING_LOGPROB)).all():
+        raise EngineError(f"The engine gave no log-probability for some sampled tokens of {trace.trace_id}.")
+    return logprobs

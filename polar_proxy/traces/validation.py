@@ -1,163 +1,122 @@
-"""The books of a build: recorded = trained + excluded, and every trained token stands where it was sampled.
+"""The check of a whole build: recorded = trained + excluded, and every trained token is where it was sampled.
 
-`validate` runs at the end of every builder, so that one which lost, doubled or moved something cannot hand out what it
-made.
+Every builder ends with `validate`, so that a builder that lost, doubled or moved something cannot return its result.
+What a single trace must be is in `sequences.find_problem`.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from polar_proxy.traces.canonical import find_context_start
-from polar_proxy.traces.drift import drift_events
+from polar_proxy.sequences import begins_with, find_problem, share_buffer, trace_path
+from polar_proxy.traces.drift import drift_events, find_context_start
 from polar_proxy.traces.grades import CANONICAL, RESCORED, grade_of
-from polar_proxy.traces.paths import trace_path
-from polar_proxy.traces.tokens import begins_with, share_buffer
-from polar_proxy.traces.trace_builder import BuildResult
-from polar_proxy.types import CallRecord, Json, Logprobs, Span, TokenIds, Trace
+from polar_proxy.types import CallRecord, Json, Span, TokenIds, Trace
 
-_NO_IDS: TokenIds = np.empty(0, np.int32)
-_NO_LOGPROBS: Logprobs = np.empty(0, np.float32)
+if TYPE_CHECKING:
+    from polar_proxy.traces.builders import BuildResult
 
 
 class InvariantError(AssertionError):
-    """A builder lost or doubled something. This is a bug in Polar, never in the data."""
+    """A builder lost, doubled or moved something. This is a bug in Polar, never in the data."""
 
 
-def validate(calls: Sequence[CallRecord], built: BuildResult) -> None:
-    """Check a build, call by call and token by token. Raises AccountingError.
+def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
+    """Check a build, call by call and token by token. Raise InvariantError.
 
-    * Every call gave all its answers to the traces, each answer whole and to one trace, or is excluded with a reason.
-    * Every trace is what its spans say; the mask is 1 exactly on sampled spans, with the log-probabilities recorded
-      there (of a rescored trace: finite ones).
-    * What stands before an answer is its call's whole prompt. Where drift is joined (`on_drift`), the context before
-      the answer may instead begin inside of the prompt, at the one place that `canonical.cut` allows.
-    * Every drifted call is among the findings.
+    * Each call gave all its answers to the traces, each answer whole and to one trace, or is excluded with a reason.
+    * Each trace is what its calls say, and its grade is what its reasons allow.
+    * The tokens before an answer are its call's whole prompt. Where drift is joined (`on_drift`), the context before
+      the answer may instead begin inside of the prompt, at the one position that `drift.find_context_start` allows.
+    * Every drifted call has a drift event that says what was done.
     """
     by_id = {call.call_id: call for call in calls}
-    traces = {trace.trace_id: trace for trace in built.traces}
-    trained: set[tuple[str, int]] = set()
-    for trace in built.traces:
-        _check_trace(trace, by_id, built)
-        _check_prompts(trace, traces, by_id, built)
-        for span in trace.spans:
-            if span.kind == "sampled":
-                key = (span.call_id, span.choice)
-                if key in trained:
-                    raise InvariantError(f"{built.builder}: choice {key} is trained twice")
-                trained.add(key)
-    if strange := set(built.excluded) - set(by_id):
-        raise InvariantError(f"{built.builder}: calls that were never recorded are excluded: {sorted(strange)}")
-    for call in by_id.values():
-        given = {choice.index for choice in call.choices if (call.call_id, choice.index) in trained}
-        if call.call_id in built.excluded:
-            if given:
-                raise InvariantError(f"{built.builder}: call {call.call_id} is both trained and excluded")
-        elif not given or len(given) != len(call.choices):
-            raise InvariantError(f"{built.builder}: call {call.call_id} is neither trained whole nor excluded")
-    _check_findings(calls, built)
+    traces = {trace.trace_id: trace for trace in build.traces}
+    for trace in build.traces:
+        if (problem := find_problem(trace, by_id)) is not None:
+            raise InvariantError(f"{build.builder}: the trace {trace.trace_id} is not what its calls say: {problem}")
+        _check_grade(trace, build)
+        _check_prompts(trace, traces, by_id, build)
+    _check_answers(by_id, build)
+    _check_drift_events(calls, build)
 
 
-def count_calls(calls: Sequence[CallRecord], built: BuildResult) -> Json:
-    """{"recorded", "trained", "excluded": {reason: n}}, in calls, for tables. Raises AccountingError if they do not
-    add up."""
-    trained = {call_id for trace in built.traces for call_id in trace.call_ids}
-    excluded = Counter(built.excluded.values())
-    if len(calls) != len(trained) + excluded.total() or trained & set(built.excluded):
+def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
+    """Return {"recorded", "trained", "excluded": {reason: n}} in calls. Raise InvariantError if they do not add up."""
+    trained = {call_id for trace in build.traces for call_id in trace.call_ids}
+    excluded = Counter(build.excluded.values())
+    if len(calls) != len(trained) + excluded.total() or trained & set(build.excluded):
         raise InvariantError(
-            f"{built.builder}: {len(calls)} calls were recorded, {len(trained)} trained, {excluded.total()} excluded"
+            f"{build.builder}: {len(calls)} calls were recorded, {len(trained)} trained, {excluded.total()} excluded"
         )
     return {"recorded": len(calls), "trained": len(trained), "excluded": dict(sorted(excluded.items()))}
 
 
-def _check_trace(trace: Trace, calls: Mapping[str, CallRecord], built: BuildResult) -> None:
-    """The trace is what its spans say, position by position, and each sampled span is a whole choice."""
-    builder = built.builder
-    n = len(trace.token_ids)
-    if not n == len(trace.loss_mask) == len(trace.logprobs) == sum(span.end - span.start for span in trace.spans):
-        raise InvariantError(f"{builder}: the spans of {trace.trace_id} do not tile its {n} tokens")
-    heard: dict[str, None] = {}
-    pieces: list[TokenIds] = []
-    told: list[Logprobs] = [_NO_LOGPROBS]
-    for span in trace.spans:
-        call = calls.get(span.call_id)
-        if call is None:
-            raise InvariantError(f"{builder}: {trace.trace_id} has the call {span.call_id}, which was never recorded")
-        source = call.prompt_ids
-        if span.kind == "sampled":
-            heard[span.call_id] = None
-            choice = next((choice for choice in call.choices if choice.index == span.choice), None)
-            if choice is None or (span.start, span.end) != (0, len(choice.token_ids)):
-                raise InvariantError(f"{builder}: call {call.call_id} is not trained whole in {trace.trace_id}")
-            source = choice.token_ids
-            told.append(choice.logprobs)
-        pieces.append(_NO_IDS if source is None else source[span.start : span.end])
-    # All of a trace is compared at once: position by position it is the same, and a turn costs no array of its own.
-    sizes = [span.end - span.start for span in trace.spans]
-    mask = np.repeat(np.array([span.kind == "sampled" for span in trace.spans], np.uint8), sizes)
-    sampled = trace.logprobs[mask == 1]
-    same = np.isfinite(sampled).all() if trace.rescored else np.array_equal(sampled, np.concatenate(told))
-    if not (same and np.array_equal(trace.loss_mask, mask) and np.isnan(trace.logprobs[mask == 0]).all()):
-        raise InvariantError(f"{builder}: mask or log-probabilities of {trace.trace_id} are not those sampled")
-    for span, piece, size in zip(trace.spans, pieces, sizes, strict=True):
-        if len(piece) != size:
-            raise InvariantError(f"{builder}: a span of {trace.trace_id} lies outside of the call {span.call_id}")
-    differs = np.flatnonzero(trace.token_ids != np.concatenate([_NO_IDS, *pieces]))
-    if differs.size:
-        span = trace.spans[bisect_right(list(accumulate(sizes)), int(differs[0]))]
-        raise InvariantError(f"{builder}: tokens of {trace.trace_id} are not those of call {span.call_id}")
-    if tuple(heard) != trace.call_ids:
-        raise InvariantError(f"{builder}: {trace.trace_id} does not name the calls that it trains")
-    why = built.why.get(trace.trace_id, ())
-    if trace.rescored != (RESCORED in why) or trace.grade != grade_of(why):
-        raise InvariantError(f"{builder}: the grade of {trace.trace_id} is not what {why or 'nothing'} makes it")
+def _check_answers(calls: Mapping[str, CallRecord], build: BuildResult) -> None:
+    """Each answer is trained once, or its call is excluded."""
+    trained: set[tuple[str, int]] = set()
+    for trace in build.traces:
+        for span in trace.spans:
+            if span.kind == "sampled":
+                answer = (span.call_id, span.choice)
+                if answer in trained:
+                    raise InvariantError(f"{build.builder}: the answer {answer} is trained twice")
+                trained.add(answer)
+    if unknown := set(build.excluded) - set(calls):
+        raise InvariantError(f"{build.builder}: excluded calls that were never recorded: {sorted(unknown)}")
+    for call in calls.values():
+        count = sum((call.call_id, choice.index) in trained for choice in call.choices)
+        if call.call_id in build.excluded:
+            if count:
+                raise InvariantError(f"{build.builder}: the call {call.call_id} is both trained and excluded")
+        elif not count or count != len(call.choices):
+            raise InvariantError(f"{build.builder}: the call {call.call_id} is neither trained whole nor excluded")
+
+
+def _check_grade(trace: Trace, build: BuildResult) -> None:
+    reasons = build.reasons.get(trace.trace_id, ())
+    if trace.rescored != (RESCORED in reasons) or trace.grade != grade_of(reasons):
+        raise InvariantError(f"{build.builder}: the grade of {trace.trace_id} does not follow from {reasons}")
 
 
 def _check_prompts(
-    trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, CallRecord], built: BuildResult
+    trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, CallRecord], build: BuildResult
 ) -> None:
-    """What stands before each answer is what the model was given, or was joined as `on_drift` allows."""
+    """The tokens before each answer are what the model was given, or were joined as `on_drift` allows."""
     try:
         ids = trace.token_ids if trace.parent_trace_id is None else trace_path(trace, traces).token_ids
     except ValueError as error:
-        raise InvariantError(f"{built.builder}: {error}") from error
+        raise InvariantError(f"{build.builder}: {error}") from error
     if len(ids) != trace.branch_at + len(trace.token_ids):
-        raise InvariantError(f"{built.builder}: {trace.trace_id} does not begin behind {trace.branch_at} tokens")
+        raise InvariantError(f"{build.builder}: {trace.trace_id} does not begin after {trace.branch_at} tokens")
     known: TokenIds = ids[:0]
     position = trace.branch_at
-    first = True
     for number, span in enumerate(trace.spans):
         if span.kind == "sampled":
             prompt = calls[span.call_id].prompt_ids
             assert prompt is not None
-            if first and trace.prompt_length != position - trace.branch_at:
-                raise InvariantError(f"{built.builder}: the prompt of {trace.trace_id} has another length")
             if len(prompt) == position and _is_start(prompt, ids, known):
                 known = prompt
-            elif not _joined(trace, number, calls, built):
+            elif not _is_allowed_join(trace, number, calls, build):
                 raise InvariantError(
-                    f"{built.builder}: in {trace.trace_id} the answer of {span.call_id} is not behind its prompt"
+                    f"{build.builder}: in {trace.trace_id} the answer of {span.call_id} does not follow its prompt"
                 )
-            first = False
         position += span.end - span.start
 
 
 def _is_start(prompt: TokenIds, ids: TokenIds, known: TokenIds) -> bool:
-    """Whether `ids` begin with the prompt, given that they begin with `known`."""
+    """Return whether `ids` begin with the prompt, given that they begin with `known`."""
     if len(known) and len(prompt) >= len(known) and share_buffer(prompt, known):
         return begins_with(ids[len(known) :], prompt[len(known) :])
     return begins_with(ids, prompt)
 
 
-def _joined(trace: Trace, number: int, calls: Mapping[str, CallRecord], built: BuildResult) -> bool:
-    """Whether the answer in span `number` follows the answer that its call goes on from, with just the context that
-    `canonical.cut` gives."""
-    if built.on_drift not in ("canonical", "rescore") or CANONICAL not in built.why.get(trace.trace_id, ()):
+def _is_allowed_join(trace: Trace, number: int, calls: Mapping[str, CallRecord], build: BuildResult) -> bool:
+    """Return whether the answer in span `number` follows the answer that its call continues, with exactly the context
+    that `find_context_start` gives."""
+    if build.on_drift not in ("canonical", "rescore") or CANONICAL not in build.reasons.get(trace.trace_id, ()):
         return False
     answer = trace.spans[number]
     call = calls[answer.call_id]
@@ -174,14 +133,14 @@ def _joined(trace: Trace, number: int, calls: Mapping[str, CallRecord], built: B
     if between is not None and (between.call_id, between.end) != (call.call_id, len(prompt)):
         return False
     size = sum(span.end - span.start for span in before)
-    drifted = any(found.call_id == call.call_id for found in built.findings if found.outcome == "canonical")
+    drifted = any(event.call_id == call.call_id and event.outcome == "canonical" for event in build.drift_events)
     return find_context_start(trace.token_ids[:size], before, call, base, drifted=drifted) == start
 
 
-def _check_findings(calls: Sequence[CallRecord], built: BuildResult) -> None:
-    told = {found.call_id: found for found in built.findings}
-    if list(told) != [found.call_id for found in drift_events(calls, built.excluded)]:
-        raise InvariantError(f"{built.builder}: the findings are not the calls that drifted")
-    for found in built.findings:
-        if (found.outcome == "excluded") != (found.call_id in built.excluded):
-            raise InvariantError(f"{built.builder}: the finding about {found.call_id} does not tell what was done")
+def _check_drift_events(calls: Sequence[CallRecord], build: BuildResult) -> None:
+    described = [event.call_id for event in build.drift_events]
+    if described != [event.call_id for event in drift_events(calls, build.excluded)]:
+        raise InvariantError(f"{build.builder}: the drift events are not the calls that drifted")
+    for event in build.drift_events:
+        if (event.outcome == "excluded") != (event.call_id in build.excluded):
+            raise InvariantError(f"{build.builder}: the drift event of {event.call_id} has the wrong outcome")

@@ -3,7 +3,7 @@
 Promises:
 
 * A rollout counts once in its group's baseline, whatever its traces are; its traces all have its advantage.
-* Only traces graded exact or spliced are trained, only those of rollouts with everything recorded, and each sampled
+* Only traces graded exact or continued are trained, only those of rollouts with everything recorded, and each sampled
   token once.
 * A rollout that is masked (out of time) or incomplete is not trained, and its reward stays in the baseline.
 * What was left out is counted by reason: sampled tokens that are trained and those that are left out add up to all.
@@ -19,8 +19,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from polar_proxy.sequences import trace_path
 from polar_proxy.traces.grades import TRAINABLE
-from polar_proxy.traces.paths import trace_path
 from polar_proxy.training import advantages
 from polar_proxy.training.algorithms import ADVANTAGES
 from polar_proxy.training.config import GrpoConfig

@@ -11,7 +11,7 @@ from polar_proxy.client import AsyncClient, UnavailableError, UnreachableError
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.feed import GroupLease, LeaseBatch
 from polar_proxy.traces import build
-from polar_proxy.traces.rows import read_trace
+from polar_proxy.traces.rows import read_row
 from polar_proxy.training.batch import GroupRollout, TrainingGroup
 from polar_proxy.training.config import BuilderName
 from polar_proxy.types import Trace
@@ -104,6 +104,6 @@ class HttpFeed:
         # Of all grades: which of them are trained, and how the others are counted, is the trainer's to say.
         traces: dict[str, list[Trace]] = {rollout.rollout_id: [] for rollout in found.rollouts}
         async for row in self._client.group_trajectories(group_id, builder=builder, all_grades=True):
-            traces[row["rollout_id"]].append(read_trace(row))
+            traces[row["rollout_id"]].append(read_row(row).trace)
         members = [GroupRollout(rollout, tuple(traces[rollout.rollout_id])) for rollout in found.rollouts]
         return TrainingGroup(group_id, found.task_id, tuple(members), staleness)

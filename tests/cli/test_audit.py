@@ -70,7 +70,7 @@ def test_wrong(polar_home: Path) -> None:
     session_id = asyncio.run(record(polar_home, wrong=0.25))
     code, out = audit("--session", session_id, "--json")
     found = orjson.loads(out)
-    assert (code, found["grades"]) == (1, {"refused": 1})
+    assert (code, found["grades"]) == (1, {"rejected": 1})
     worst = found["worst"][0]
     assert (worst["token"], worst["position"]) == ("s", 3)
     assert worst["before"].endswith("assistant:Thi")
@@ -78,8 +78,8 @@ def test_wrong(polar_home: Path) -> None:
     code, out = audit("--session", session_id)
     assert code == 1
     assert "assistant:This" in out
-    assert "refused trc_" in out
-    (kept,) = sqlite3.connect(polar_home / "polar.db").execute("select certificate from traces where grade='refused'")
+    assert "rejected trc_" in out
+    (kept,) = sqlite3.connect(polar_home / "polar.db").execute("select certificate from traces where grade='rejected'")
     assert orjson.loads(kept[0])["audit"]["max_abs_diff"] == pytest.approx(worst["diff"])
     code, out = audit("--session", session_id, "--tolerance", "0.5")
     assert (code, "grades: 1 exact" in out) == (0, True)

@@ -64,7 +64,7 @@ def test_all_the_way(polar_home: Path, tmp_path: Path) -> None:
     # Only who asks for these traces, and for traces that are not fit for training, gets them.
     assert exported(out) == exported(out, "--all-grades") == exported(out, "--builder", "rescored") == []
     (row,) = exported(out, "--builder", "rescored", "--all-grades")
-    assert (row["builder"], row["grade"], row["certificate"]["why"]) == ("rescored", "marked", ["rescored"])
+    assert (row["builder"], row["grade"], row["certificate"]["reasons"]) == ("rescored", "approximate", ["rescored"])
     assert row["certificate"]["rescored"]["engine"] == "scripted"
     assert [one["engine"] for one in row["certificate"]["engines"]] == ["hosted"]
     mask = np.array(row["loss_mask"])
@@ -72,7 +72,7 @@ def test_all_the_way(polar_home: Path, tmp_path: Path) -> None:
     assert list(check_row(row)) == []
 
     audited = orjson.loads(run("audit", "--engine", "scripted", "--builder", "rescored", "--json"))
-    assert (audited["traces"], audited["grades"]) == (1, {"marked": 1})
+    assert (audited["traces"], audited["grades"]) == (1, {"approximate": 1})
     assert audited["max_abs_diff"] == pytest.approx(0, abs=1e-6)
     assert "2 answers of 2 calls" in run("rescore", "--engine", "scripted")
 

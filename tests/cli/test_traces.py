@@ -41,7 +41,7 @@ async def test_another_builder_at_any_time(session_id: str, tmp_path: Path) -> N
     assert tree["tokens"] < told["tokens"]
 
     (joined,) = polar_json("build", "--on-drift", "canonical", cwd=tmp_path)["sessions"]
-    assert (joined["traces"], joined["grades"], joined["drift"]) == (1, {"marked": 1}, {"canonical": 1})
+    assert (joined["traces"], joined["grades"], joined["drift"]) == (1, {"approximate": 1}, {"canonical": 1})
     printed = polar("build", session_id, "--on-drift", "canonical", cwd=tmp_path)
     assert "1 canonical" in printed.stdout
 

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from polar_proxy.store import Store
-from polar_proxy.traces import BUILDERS
+from polar_proxy.traces import BUILDERS, certify
 from polar_proxy.types import CallRecord, Json, new_id
 from tests.traces.calls import call
 
@@ -57,7 +57,8 @@ async def rollout(
     for name, build in BUILDERS.items():
         if built:
             made = build(calls, rollout_id=rollout_id, reward=reward)
-            await store.traces.put(made.traces, made.excluded, name, row.session_id, rollout_id)
+            certificates = {trace_id: one.stored() for trace_id, one in certify(calls, made).items()}
+            await store.traces.put(made.traces, made.excluded, name, row.session_id, rollout_id, certificates)
     return rollout_id, calls
 
 

@@ -11,10 +11,9 @@ import pytest
 from sqlalchemy import update
 
 from polar_proxy.export import ExportReport, export
-from polar_proxy.rollouts.traces import build_traces, rebuild
 from polar_proxy.store import Store, schema
 from polar_proxy.traces.check import check_lines
-from polar_proxy.traces.targets import find_targets
+from polar_proxy.traces.operations import build_traces, find_targets, rebuild
 from polar_proxy.types import Json
 from tests.export.recorded_runs import loose_session, rollout
 
@@ -26,12 +25,10 @@ async def run(store: Store, **options: Any) -> tuple[list[bytes], ExportReport]:
 
 
 @pytest.mark.parametrize("builder", ["merged", "per_call", "tree"])
-@pytest.mark.parametrize("certified", [True, False])
-async def test_every_row_is_right(store: Store, builder: str, certified: bool) -> None:
-    """Of rollouts (built at their end, or by a version that had no certificates), and of sessions that never end."""
+async def test_every_row_is_right(store: Store, builder: str) -> None:
+    """Of rollouts, which are built at their end, and of sessions, which never end."""
     rollout_id, calls = await rollout(store, reward=1.0)
-    if certified:
-        await build_traces(store, calls[0].session_id, rollout_id, reward=1.0, incomplete=False)
+    await build_traces(store, calls[0].session_id, rollout_id, reward=1.0, incomplete=False)
     await loose_session(store, base=30)
     lines, _ = await run(store, builder=builder)
     rows = [orjson.loads(line) for line in lines]
@@ -75,10 +72,10 @@ async def test_what_polar_build_made_of_a_session_is_exported(store: Store) -> N
     stored = [trace.trace_id for trace in await store.traces.find(session_id=session_id)]
     lines, _ = await run(store)
     assert [orjson.loads(line)["trace_id"] for line in lines] == stored
-    await store.traces.set_audit(stored[0], "refused", {"max_abs_diff": 4.0})
+    await store.traces.set_audit(stored[0], "rejected", {"max_abs_diff": 4.0})
     lines, report = await run(store)
     assert [orjson.loads(line)["trace_id"] for line in lines] == stored[1:]
-    assert report.left_out["grade_refused"] == 1
+    assert report.left_out["grade_rejected"] == 1
     lines, _ = await run(store, all_grades=True)
     assert check_lines(lines).bad == []
     assert orjson.loads(lines[0])["certificate"]["audit"] == {"max_abs_diff": 4.0}
@@ -115,7 +112,7 @@ async def test_a_branch_is_of_no_use_without_what_it_branches_from(store: Store)
     session_id, _ = await loose_session(store)
     await _built(store, builder="tree")
     root = (await store.traces.find(session_id=session_id, builder="tree"))[0]
-    await store.traces.set_audit(root.trace_id, "refused", {})
+    await store.traces.set_audit(root.trace_id, "rejected", {})
     lines, report = await run(store, builder="tree")
     assert lines == []
-    assert report.left_out == {"client_gone": 1, "grade_refused": 1, "parent_left_out": 1}
+    assert report.left_out == {"client_gone": 1, "grade_rejected": 1, "parent_left_out": 1}

@@ -48,12 +48,12 @@ async def test_the_counts_add_up(store: Store) -> None:
     await rollout(store, reward=1.0, warped=True)
     _, running = await rollout(store, reward=None, built=False, status="running")
     rows, report = await run(store)
-    assert report.left_out == {"client_gone": 1, "grade_marked": 1, "not_built_yet": len(running)}
+    assert report.left_out == {"client_gone": 1, "grade_approximate": 1, "not_built_yet": len(running)}
     assert [row["grade"] for row in rows] == ["exact"]
     assert report.to_json()["left_out"] == dict(report.left_out)
     rows, report = await run(store, all_grades=True)
-    assert sorted(row["grade"] for row in rows) == ["exact", "marked"]
-    assert "grade_marked" not in report.left_out
+    assert sorted(row["grade"] for row in rows) == ["exact", "approximate"]
+    assert "grade_approximate" not in report.left_out
 
 
 async def test_more_rollouts_than_a_page(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

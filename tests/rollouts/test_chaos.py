@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks._stacks.reconcile import left_behind, logged_answers, reconcile
 from polar_proxy.rollouts import JobSpec, submit
-from polar_proxy.rollouts.traces import build_traces
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
+from polar_proxy.traces.operations import build_traces
 from polar_proxy.types import CallRecord
 from tests.store.records import choice, record
 

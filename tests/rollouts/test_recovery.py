@@ -12,9 +12,9 @@ import pytest
 
 from polar_proxy.rollouts import JobSpec, recover, submit
 from polar_proxy.rollouts.recovery import leftovers
-from polar_proxy.rollouts.traces import SUPERSEDED
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
+from polar_proxy.traces.operations import SUPERSEDED
 from sandboxes.orphans import RemovedItem
 from tests.store.records import record
 

@@ -44,17 +44,29 @@ async def test_round_trip(store: Store) -> None:
     assert (other.traces, other.trained_tokens) == (0, 0)
 
 
-async def test_calls_that_were_just_read_are_not_read_again(store: Store) -> None:
+async def test_validated_traces_are_not_checked_again(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     trace = trace_of(calls)
-    known = await store.calls.of_session(session_id, text=False)
-    await store.traces.put([trace], {}, "merged", session_id, calls=known)
-    assert_same(await store.traces.find(session_id=session_id), [trace])
     wrong = replace(trace, token_ids=trace.token_ids[::-1].copy())
-    with pytest.raises(StoreError, match="not what its spans say"):
-        await store.traces.put([wrong], {}, "merged", session_id, calls=known)
-    with pytest.raises(StoreError, match="which its session does not have"):
-        await store.traces.put([trace], {}, "merged", session_id, calls=known[:1])
+    with pytest.raises(StoreError, match="not what its calls say"):
+        await store.traces.put([wrong], {}, "merged", session_id)
+    await store.traces.put([wrong], {}, "merged", session_id, validated=True)
+    assert_same(await store.traces.find(session_id=session_id), [trace])  # what is stored are the spans
+
+
+async def test_session_traces_are_read_with_their_calls(store: Store) -> None:
+    session_id, calls = await _two_turns(store)
+    trace = trace_of(calls[:1])
+    certificates = {trace.trace_id: {"head": "ab"}}
+    await store.traces.put([trace], {calls[1].call_id: "no_tokens"}, "merged", session_id, certificates=certificates)
+    stored = await store.traces.of_session(session_id)
+    assert_same(list(stored.traces), [trace])
+    assert_same(list(stored.calls), calls)
+    assert (stored.excluded, stored.certificates) == ({calls[1].call_id: "no_tokens"}, certificates)
+    without_text = await store.traces.of_session(session_id, text=False)
+    assert_same(list(without_text.traces), [trace])
+    assert [call.messages for call in without_text.calls] == [(), ()]
+    assert (await store.traces.of_session(session_id, builder="tree")).traces == ()
 
 
 async def test_putting_again_replaces_only_the_same_builder(store: Store) -> None:
@@ -63,7 +75,7 @@ async def test_putting_again_replaces_only_the_same_builder(store: Store) -> Non
     single = [replace(trace_of([call], "per_call"), index=n) for n, call in enumerate(calls)]
     await store.traces.put([merged], {}, "merged", session_id)
     await store.traces.put(single, {}, "per_call", session_id)
-    again = replace(trace_of(calls[:1]), reward=0.5, grade="spliced")
+    again = replace(trace_of(calls[:1]), reward=0.5, grade="continued")
     await store.traces.put(
         [again], {calls[1].call_id: "no_tokens"}, "merged", session_id, certificates={again.trace_id: {"v": 1}}
     )
@@ -114,7 +126,7 @@ async def test_branches_come_back(store: Store) -> None:
 async def test_rescored_log_probabilities_come_back(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     trace = trace_of(calls)
-    later = replace(trace, logprobs=trace.logprobs * np.float32(1.25), rescored=True, grade="marked")
+    later = replace(trace, logprobs=trace.logprobs * np.float32(1.25), rescored=True, grade="approximate")
     await store.traces.put([later], {}, "merged", session_id)
     assert_same(await store.traces.find(session_id=session_id), [later])
     for place, value in ((0, -0.5), (-1, np.nan), (-1, np.inf)):
@@ -167,11 +179,11 @@ async def test_an_audit_is_written_into_the_certificate(store: Store) -> None:
     await store.traces.put(
         [trace], {}, "merged", session_id, certificates={trace.trace_id: {"head": "ab", "audit": None}}
     )
-    await store.traces.set_audit(trace.trace_id, "refused", {"max_abs_diff": 9.5})
-    await store.traces.set_audit(trace.trace_id, "marked", {"max_abs_diff": 0.5})
-    audited = {"head": "ab", "grade": "marked", "audit": {"max_abs_diff": 0.5}}
+    await store.traces.set_audit(trace.trace_id, "rejected", {"max_abs_diff": 9.5})
+    await store.traces.set_audit(trace.trace_id, "approximate", {"max_abs_diff": 0.5})
+    audited = {"head": "ab", "grade": "approximate", "audit": {"max_abs_diff": 0.5}}
     assert await store.traces.certificates(session_id=session_id) == {trace.trace_id: audited}
-    assert_same(await store.traces.find(session_id=session_id), [replace(trace, grade="marked")])
+    assert_same(await store.traces.find(session_id=session_id), [replace(trace, grade="approximate")])
 
 
 async def test_what_cannot_be_audited_is_told(store: Store) -> None:

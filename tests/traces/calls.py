@@ -82,9 +82,6 @@ WOUNDS = (
     Wound("no_tokens", {"choices": (choice([1, 2], logprobs=[-0.5]),)}),
     *(Wound("no_logprobs", {}, value) for value in (math.nan, -math.inf, math.inf, -9999.0)),
     Wound("constrained", {"sampling": {"temperature": 1.0, "constrained": True}}),
-    Wound("constrained", {"params": {"response_format": {"type": "json_object"}}}),
-    Wound("constrained", {"params": {"tool_choice": "required"}}),
-    Wound("constrained", {"params": {"tool_choice": {"type": "function", "function": {"name": "bash"}}}}),
 )
 HARMLESS = (
     Wound(

@@ -219,17 +219,17 @@ def prompt_mode(rows: list[Json], random: Random) -> bool:
 
 def grade(rows: list[Json], random: Random) -> bool:
     row = _one(rows, random)
-    other = random.choice([one for one in ("exact", "spliced", "marked", "refused") if one != row["grade"]])
+    other = random.choice([one for one in ("exact", "continued", "approximate", "rejected") if one != row["grade"]])
     row["grade"] = row["certificate"]["grade"] = other
     return True
 
 
 def grade_and_reasons(rows: list[Json], random: Random) -> bool:
-    """A marked or spliced row made an exact one."""
+    """A continued or approximate row made an exact one."""
     row = _one(rows, random)
     was = row["grade"]
     row["grade"] = row["certificate"]["grade"] = "exact"
-    row["certificate"]["why"] = []
+    row["certificate"]["reasons"] = []
     return bool(was != "exact")
 
 

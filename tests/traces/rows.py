@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import orjson
 
 from polar_proxy.export import DATASET_FORMATS, SessionExport
-from polar_proxy.traces import BuildResult, build, certificates
+from polar_proxy.traces import BuildResult, build, certify
 from polar_proxy.types import CallRecord, Json
 
 
@@ -16,7 +16,7 @@ def rows_of(calls: Sequence[CallRecord], builder: str = "merged", on_drift: str 
 
 
 def rows(calls: Sequence[CallRecord], built: BuildResult) -> list[Json]:
-    selection = SessionExport({"session_id": "sess_1"}, calls, built.traces, built.excluded, certificates(calls, built))
+    selection = SessionExport({"session_id": "sess_1"}, calls, built.traces, built.excluded, certify(calls, built))
     return [orjson.loads(orjson.dumps(row)) for row in DATASET_FORMATS["tokens-jsonl"](selection)]
 
 

@@ -15,9 +15,8 @@ from polar_proxy.errors import EngineError, UsageError
 from polar_proxy.store import Store
 from polar_proxy.traces import BUILDERS, merged, per_call, tree
 from polar_proxy.traces.audit import AuditReference, TraceAudit, audit, wrong_mode
-from polar_proxy.traces.audit_store import audit_store
-from polar_proxy.traces.scoring import ScoredTokens, cover
-from polar_proxy.traces.targets import SessionTarget, find_targets
+from polar_proxy.traces.operations import SessionTarget, audit_store, find_targets
+from polar_proxy.traces.scoring import ScoredTokens, find_containing
 from polar_proxy.types import CallRecord, LogprobMode, Trace
 from tests.fakes.table_engine import INFO, VOCABULARY, TableEngine, logprob, with_length
 from tests.traces.calls import call, choice
@@ -80,7 +79,7 @@ async def test_every_sampled_token_is_compared_once(builder: str) -> None:
 async def test_one_wrong_number_refuses_its_trace(builder: str, number: int, place: int, by: float) -> None:
     calls = turns()
     calls[number] = hurt(calls[number], place, by)
-    refused = [one for one in await audited(calls, builder) if one.grade == "refused"]
+    refused = [one for one in await audited(calls, builder) if one.grade == "rejected"]
     assert len(refused) == 1
     worst = refused[0].worst[0]
     assert (worst.call_id, worst.position) == (calls[number].call_id, place)
@@ -113,7 +112,7 @@ async def test_a_wrong_number_anywhere_is_the_worst(data: st.DataObject) -> None
         assert sum(one.tokens for one in found) == sum(len(one.choices[0].token_ids) for one in calls)
         worst = max((one.worst[0] for one in found), key=lambda worst: worst.size)
         assert (worst.call_id, worst.position) == (f"c{number}", place)
-        assert [one.grade for one in found].count("refused") == 1
+        assert [one.grade for one in found].count("rejected") == 1
 
 
 async def test_what_sequences_have_in_common_is_scored_once() -> None:
@@ -129,7 +128,7 @@ async def test_what_sequences_have_in_common_is_scored_once() -> None:
 
 def test_covering() -> None:
     arrays = [np.array(ids, dtype=np.int32) for ids in ([1], [1, 2, 3], [1, 2], [2], [], [1, 2, 3])]
-    within = cover(arrays)
+    within = find_containing(arrays)
     assert [within[0], within[2], within[3]] == [within[1], within[1], 3]
     assert within[1] == within[5]
 
@@ -144,11 +143,11 @@ async def test_only_tokens_of_the_loaded_weights_are_compared() -> None:
     assert (dict(first.skipped), first.tokens, first.grade) == ({"policy_version": 1}, 5, "exact")
     assert second.tokens == 2
     first, second = await audited(calls, against=AuditReference(INFO, "2"))
-    assert (first.tokens, first.grade) == (1, "refused")
+    assert (first.tokens, first.grade) == (1, "rejected")
     assert (second.tokens, dict(second.skipped), second.grade) == (0, {"policy_version": 2}, "exact")
     # An engine that does not tell its version is held to nothing but the numbers.
     first, _ = await audited(calls, against=AuditReference(INFO, None))
-    assert (first.tokens, sorted(map(str, first.differences)), first.grade) == (6, ["1", "2"], "refused")
+    assert (first.tokens, sorted(map(str, first.differences)), first.grade) == (6, ["1", "2"], "rejected")
 
 
 @pytest.mark.parametrize("changes", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"logit_bias": {"1": 2}}])
@@ -157,9 +156,9 @@ async def test_another_distribution(changes: dict[str, Any]) -> None:
     found = await single([processed])
     assert (found.tokens, dict(found.skipped), found.grade) == (0, {"processed_sampling": 3}, "exact")
     found = await single([replace(processed, logprob_mode="raw")])
-    assert (found.tokens, found.grade, list(found.findings)) == (3, "marked", ["not_policy_samples"])
+    assert (found.tokens, found.grade, list(found.findings)) == (3, "approximate", ["not_policy_samples"])
     found = await single([hurt(replace(processed, logprob_mode="raw"), 1, 1.0)])
-    assert found.grade == "refused"
+    assert found.grade == "rejected"
 
 
 LONG = [token for _ in range(3) for token in range(3, VOCABULARY)]
@@ -171,7 +170,7 @@ async def test_a_wrong_mode_is_seen_in_the_numbers(temperature: float, mode: Log
     counted = temperature if really == "processed" else 1.0
     wrong = said("a", 0.0, [3], LONG, temperature=temperature, counted=counted, logprob_mode=mode)
     found = await single([wrong])
-    assert found.grade == "refused"
+    assert found.grade == "rejected"
     assert really in found.findings["wrong_mode"]
     right = said("a", 0.0, [3], LONG, temperature=temperature, counted=counted, logprob_mode=really)
     assert "wrong_mode" not in (await single([right])).findings
@@ -227,8 +226,8 @@ async def test_the_store_keeps_what_was_found(store: Store) -> None:
     targets = await find_targets(store)
     assert targets == [SessionTarget(session_id)]
     wrong = await audit_store(store, TableEngine(shift=0.5), AGAINST, targets)
-    assert (wrong.grades, wrong.findings["beyond_tolerance"]) == ({"refused": 2}, 2)
-    assert {one.grade for one in await store.traces.find(session_id=session_id)} == {"refused"}
+    assert (wrong.grades, wrong.findings["beyond_tolerance"]) == ({"rejected": 2}, 2)
+    assert {one.grade for one in await store.traces.find(session_id=session_id)} == {"rejected"}
     right = await audit_store(store, TableEngine(versions=["1"]), AGAINST, targets)
     assert right.grades == {"exact": 2}
     assert {one.grade for one in await store.traces.find(session_id=session_id)} == {"exact"}

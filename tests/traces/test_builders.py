@@ -124,7 +124,7 @@ def test_one_bad_choice_excludes_the_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "warped"),
+    ("sampling", "off_distribution"),
     [
         ({}, False),
         ({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0}, False),
@@ -144,17 +144,17 @@ def test_one_bad_choice_excludes_the_call() -> None:
         ),
     ],
 )
-def test_raw_logprobs_of_a_warped_distribution_are_marked(sampling: Json, warped: bool) -> None:
+def test_raw_logprobs_of_a_warped_distribution_are_marked(sampling: Json, off_distribution: bool) -> None:
     """They are of another distribution than the one that was sampled from. Processed ones are of the right one."""
 
     def grade(mode: Any) -> str:
         return merged([call("a", 0, [1], [2], sampling=sampling, logprob_mode=mode)]).traces[0].grade
 
-    assert grade("raw") == ("marked" if warped else "exact")
+    assert grade("raw") == ("approximate" if off_distribution else "exact")
     assert grade("processed") == "exact"
 
 
 def test_one_warped_call_marks_its_trace_only() -> None:
-    warped = {"sampling": {"temperature": 0.5}, "logprob_mode": "raw"}
-    built = merged([call("a", 0, [1], [2]), call("b", 1, [1, 2, 3], [4], **warped), call("c", 2, [9], [8])])
-    assert [trace.grade for trace in built.traces] == ["marked", "exact"]
+    off_distribution = {"sampling": {"temperature": 0.5}, "logprob_mode": "raw"}
+    built = merged([call("a", 0, [1], [2]), call("b", 1, [1, 2, 3], [4], **off_distribution), call("c", 2, [9], [8])])
+    assert [trace.grade for trace in built.traces] == ["approximate", "exact"]

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 
 from polar_proxy.errors import EngineError, UsageError
-from polar_proxy.traces import BuildResult, InvariantError, build, merged, rescore, validate
+from polar_proxy.traces import BuildResult, InvariantError, build, merged, validate
+from polar_proxy.traces.certificate import ScorerIdentity
+from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, EngineInfo, Span
 from tests.traces.calls import call
 from tests.traces.conversations import END, INFO, conversations
@@ -38,9 +40,9 @@ def test_the_sampled_tokens_stay_and_the_context_is_the_new_prompts() -> None:
     assert "".join(map(str, trace.loss_mask)) == "00011100011"
     assert trace.spans[2] == Span("context", "b", 5, 8)
     np.testing.assert_array_equal(trace.logprobs[3:6], FIRST.choices[0].logprobs)
-    assert trace.grade == "marked"
-    assert built.why[trace.trace_id] == ("canonical",)
-    assert [(found.outcome, found.split_reason) for found in built.findings] == [("canonical", None)]
+    assert trace.grade == "approximate"
+    assert built.reasons[trace.trace_id] == ("canonical",)
+    assert [(found.outcome, found.split_reason) for found in built.drift_events] == [("canonical", None)]
 
 
 def test_a_cut_answer_is_closed_from_the_prompt() -> None:
@@ -57,7 +59,7 @@ def test_what_goes_on_with_a_joined_call_is_joined() -> None:
     built = joined(FIRST, DRIFTED, third)
     (trace,) = built.traces
     assert trace.token_ids.tolist() == [1, END, 7, 2, 3, END, 4, END, 7, 5, END, 6, 7, 8]
-    assert built.why[trace.trace_id] == ("canonical", "continued")
+    assert built.reasons[trace.trace_id] == ("canonical", "continued")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +78,8 @@ def test_what_goes_on_with_a_joined_call_is_joined() -> None:
 )
 def test_what_cannot_be_cut_cleanly_is_split_and_says_why(reason: str, calls: list[CallRecord]) -> None:
     built = joined(*calls)
-    assert built.findings[-1].split_reason == reason
-    assert built.findings[-1].outcome == "split"
+    assert built.drift_events[-1].split_reason == reason
+    assert built.drift_events[-1].outcome == "split"
     assert len(built.traces) > 1
 
 
@@ -115,7 +117,7 @@ def test_another_cut_is_found(start: int) -> None:
         logprobs=np.concatenate([trace.logprobs[:6], nan, trace.logprobs[-2:]]),
         spans=spans,
     )
-    with pytest.raises(InvariantError, match="behind its prompt"):
+    with pytest.raises(InvariantError, match="does not follow its prompt"):
         validate([FIRST, DRIFTED], replace(built, traces=(moved,)))
 
 
@@ -123,10 +125,10 @@ def test_another_cut_is_found(start: int) -> None:
     "hurt",
     [
         lambda built: replace(built, on_drift="split"),
-        lambda built: replace(built, why=dict.fromkeys(built.why, ())),
-        lambda built: replace(built, findings=()),
-        lambda built: replace(built, findings=(replace(built.findings[0], outcome="split"),)),
-        lambda built: replace(built, findings=(replace(built.findings[0], outcome="excluded"),)),
+        lambda built: replace(built, reasons=dict.fromkeys(built.reasons, ())),
+        lambda built: replace(built, drift_events=()),
+        lambda built: replace(built, drift_events=(built.drift_events[0].model_copy(update={"outcome": "split"}),)),
+        lambda built: replace(built, drift_events=(built.drift_events[0].model_copy(update={"outcome": "excluded"}),)),
         lambda built: replace(built, traces=(replace(built.traces[0], grade="exact"),)),
         lambda built: replace(built, traces=(replace(built.traces[0], rescored=True),)),
     ],
@@ -145,14 +147,14 @@ def test_every_conversation(calls: list[CallRecord]) -> None:
     assert len(canonical.traces) <= len(split.traces)
     sampled = [sum(int(t.loss_mask.sum()) for t in built.traces) for built in (split, canonical)]
     assert sampled[0] == sampled[1]
-    told = {found.call_id: found for found in canonical.findings}
+    told = {found.call_id: found for found in canonical.drift_events}
     for found in told.values():
         assert (found.split_reason is None) == (found.outcome != "split")
     for trace in canonical.traces:
         first = [span.call_id for span in trace.spans if span.kind == "sampled" and span.choice == 0]
         bent = any(name in told and told[name].outcome == "canonical" for name in first)
-        assert ("canonical" in canonical.why[trace.trace_id]) == bent
-        assert bent <= (trace.grade == "marked")
+        assert ("canonical" in canonical.reasons[trace.trace_id]) == bent
+        assert bent <= (trace.grade == "approximate")
     event(f"{sum(found.outcome == 'canonical' for found in told.values())} joined")
 
 
@@ -188,9 +190,9 @@ async def test_rescore_gives_the_sampled_positions_new_numbers() -> None:
     expected = np.array([nan, nan, nan, -3, -4, -5, nan, nan, nan, -9, -10], np.float32)
     np.testing.assert_array_equal(trace.logprobs, expected)
     assert trace.rescored
-    assert built.why[trace.trace_id] == ("canonical", "rescored")
+    assert built.reasons[trace.trace_id] == ("canonical", "rescored")
     assert teacher.asked == [trace.token_ids.tolist()]
-    assert built.rescored_by == {"engine": "scripted", "version": "1", "model": "m", "weight_version": "5"}
+    assert built.rescored_by == ScorerIdentity(engine="scripted", version="1", model="m", weight_version="5")
     assert untouched is before.traces[1]
 
 

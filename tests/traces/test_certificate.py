@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from pydantic import ValidationError
 
-from polar_proxy.traces import CertificateError, build, certificates, expand, merged, per_call, rescore, stored, tree
-from polar_proxy.traces.schema import certificate_schema, violations
+from polar_proxy.traces import Certificate, CertificateError, build, certify, merged, restore, tree
+from polar_proxy.traces.rows import describe_errors
+from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, Json
 from tests.traces.calls import call
 from tests.traces.conversations import END, INFO
@@ -21,8 +23,8 @@ from tests.traces.test_canonical import DRIFTED, FIRST, _Teacher
 
 
 def one(*calls: CallRecord, on_drift: str = "split") -> Json:
-    (certificate,) = certificates(calls, build(calls, on_drift=on_drift)).values()
-    return certificate
+    (certificate,) = certify(calls, build(calls, on_drift=on_drift)).values()
+    return certificate.to_json()
 
 
 SECOND = call(
@@ -42,7 +44,7 @@ SECOND = call(
 def test_what_is_told() -> None:
     told = one(FIRST, SECOND)
     assert (told["schema"], told["builder"], told["on_drift"], told["session_id"]) == (1, "merged", "split", "sess_1")
-    assert (told["grade"], told["why"]) == ("spliced", ["continued"])
+    assert (told["grade"], told["reasons"]) == ("continued", ["continued"])
     assert (told["parent_trace_id"], told["branch_at"], told["branch_hash"], told["prompt_length"]) == (
         None,
         0,
@@ -62,8 +64,8 @@ def test_what_is_told() -> None:
     ]
     assert [span["prompt_mode"] for span in told["spans"]] == ["render"] * 2 + ["continue"] * 2
     first, last = told["spans"][1], told["spans"][3]
-    assert (first["versions"], first["past_reasoning"], first["sampling"]) == ([[0, None]], None, None)
-    assert (last["versions"], last["past_reasoning"], last["engine"]) == ([[0, "3"]], "keep", 0)
+    assert (first["versions"], first["past_reasoning"], first["sampling"]) == ([(0, None)], None, None)
+    assert (last["versions"], last["past_reasoning"], last["engine"]) == ([(0, "3")], "keep", 0)
     assert told["head"] == last["hash"]
     assert len({span["hash"] for span in told["spans"]} | {told["seed"]}) == 5
 
@@ -78,7 +80,7 @@ def test_the_chain_as_the_docs_say() -> None:
 
     made = merged([FIRST, SECOND])
     (trace,) = made.traces
-    (told,) = certificates([FIRST, SECOND], made).values()
+    (told,) = (one.to_json() for one in certify([FIRST, SECOND], made).values())
     uncovered = ("grade", "audit", "seed", "spans", "head")
     link = chained(b"", {name: value for name, value in told.items() if name not in uncovered})
     assert link.hex() == told["seed"]
@@ -92,7 +94,7 @@ def test_the_chain_as_the_docs_say() -> None:
         assert link.hex() == span["hash"]
     assert link.hex() == told["head"]
     calls = [call("a", 0, [1, 2], [3]), call("b", 1, [1, 2, 4], [5])]
-    branch = list(certificates(calls, tree(calls)).values())[1]
+    branch = list(certify(calls, tree(calls)).values())[1].to_json()
     assert chained(b"", struct.pack("<2i", 1, 2)).hex() == branch["branch_hash"]
 
 
@@ -100,23 +102,23 @@ def test_the_policy_versions_of_an_answer() -> None:
     changed = replace(FIRST, weight_version="4")
     choice = replace(changed.choices[0], versions=((0, "3"), (2, "4")))
     told = one(replace(changed, choices=(choice,)))
-    assert told["spans"][1]["versions"] == [[0, "3"], [2, "4"]]
+    assert told["spans"][1]["versions"] == [(0, "3"), (2, "4")]
     assert told["grade"] == "exact"
     late = replace(changed.choices[0], versions=((2, "5"),))
-    assert one(replace(changed, choices=(late,)))["spans"][1]["versions"] == [[0, "4"], [2, "5"]]
+    assert one(replace(changed, choices=(late,)))["spans"][1]["versions"] == [(0, "4"), (2, "5")]
 
 
 def test_weights_that_changed_where_nobody_knows() -> None:
     told = one(replace(FIRST, weight_version="3..4"))
-    assert told["spans"][1]["versions"] == [[0, "3..4"]]
-    assert (told["grade"], told["why"]) == ("marked", ["weights_changed"])
+    assert told["spans"][1]["versions"] == [(0, "3..4")]
+    assert (told["grade"], told["reasons"]) == ("approximate", ["weights_changed"])
 
 
 def test_the_sampling_is_told_where_it_matters() -> None:
     sampling = {"temperature": 0.5, "top_p": 1.0, "top_k": 20, "min_p": 0.0, "seed": 1 << 70, "stop": ["\ud83d"]}
     told = one(replace(FIRST, logprob_mode="raw", sampling=sampling))
     assert told["spans"][1]["sampling"] == {"temperature": 0.5, "top_k": 20}
-    assert (told["grade"], told["why"]) == ("marked", ["warped"])
+    assert (told["grade"], told["reasons"]) == ("approximate", ["off_distribution"])
 
 
 def test_two_engines() -> None:
@@ -127,8 +129,8 @@ def test_two_engines() -> None:
 
 
 def test_drift_is_told_where_it_concerns() -> None:
-    split = certificates([FIRST, DRIFTED], merged([FIRST, DRIFTED]))
-    assert [[found["call_id"] for found in told["drift"]] for told in split.values()] == [[], ["b"]]
+    split = certify([FIRST, DRIFTED], merged([FIRST, DRIFTED]))
+    assert [[event.call_id for event in certificate.drift] for certificate in split.values()] == [[], ["b"]]
     joined = one(FIRST, DRIFTED, on_drift="canonical")
     (found,) = joined["drift"]
     assert found == {
@@ -142,25 +144,25 @@ def test_drift_is_told_where_it_concerns() -> None:
         "outcome": "canonical",
         "split_reason": None,
     }
-    assert (joined["on_drift"], joined["grade"], joined["why"]) == ("canonical", "marked", ["canonical"])
+    assert (joined["on_drift"], joined["grade"], joined["reasons"]) == ("canonical", "approximate", ["canonical"])
 
 
 async def test_who_rescored_is_told() -> None:
     built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), _Teacher())
-    (told,) = certificates([FIRST, DRIFTED], built).values()
+    (told,) = (one.to_json() for one in certify([FIRST, DRIFTED], built).values())
     assert told["rescored"] == {"engine": "scripted", "version": "1", "model": "m", "weight_version": "5"}
-    assert told["why"] == ["canonical", "rescored"]
+    assert told["reasons"] == ["canonical", "rescored"]
 
 
 def test_a_branch_tells_what_it_stands_behind() -> None:
     calls = [call("a", 0, [1, 2], [3]), call("b", 1, [1, 2, 4], [5]), call("c", 2, [1, 2, 6], [7])]
     built = tree(calls)
-    root, one, other = certificates(calls, built).values()
+    root, one, other = (certificate.to_json() for certificate in certify(calls, built).values())
     assert root["branch_hash"] is None
     assert one["parent_trace_id"] == other["parent_trace_id"] == root["trace_id"]
     assert one["branch_hash"] == other["branch_hash"] != None  # noqa: E711
     deeper = [*calls[:1], call("b", 1, [1, 2, 3, 4], [5], edge="subagent")]
-    assert list(certificates(deeper, tree(deeper)).values())[1]["branch_hash"] != one["branch_hash"]
+    assert list(certify(deeper, tree(deeper)).values())[1].branch_hash != one["branch_hash"]
 
 
 CASES = {
@@ -173,69 +175,68 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_certificate_is_as_its_schema_says(name: str) -> None:
+def test_every_certificate_is_valid_by_its_json_schema(name: str) -> None:
     calls, builder, on_drift = CASES[name]
-    for told in certificates(calls, build(calls, builder, on_drift=on_drift)).values():
-        read = orjson.loads(orjson.dumps(told))
-        assert list(violations(read, certificate_schema())) == []
+    for certificate in certify(calls, build(calls, builder, on_drift=on_drift)).values():
+        read = orjson.loads(orjson.dumps(certificate.to_json()))
+        assert Certificate.model_validate(read) == certificate
         try:
             import jsonschema
         except ImportError:
             continue
-        jsonschema.validate(read, dict(certificate_schema()))
+        jsonschema.validate(read, Certificate.model_json_schema())
 
 
 @pytest.mark.parametrize(
-    ("hurt", "said"),
+    ("damage", "field", "expected"),
     [
-        (lambda told: told.pop("head"), "lacks head"),
-        (lambda told: told.update(more=1), "has more"),
-        (lambda told: told.update(grade="good"), "none of"),
-        (lambda told: told.update(branch_at=-1), "below 0"),
-        (lambda told: told.update(branch_at=True), "type integer"),
-        (lambda told: told.update(seed="xyz"), "form"),
-        (lambda told: told.update(spans=[]), "fewer than 1"),
-        (lambda told: told["spans"][0].update(kind="guessed"), "spans[0]"),
-        (lambda told: told["spans"][1].update(versions=[[0]]), "spans[1]"),
-        (lambda told: told["spans"][1].update(versions=[[0, 3]]), "spans[1]"),
-        (lambda told: told["engines"][0].update(logprob_mode="cooked"), "engines[0].logprob_mode"),
-        (lambda told: told.update(schema="1"), "schema is not 1"),
-        (lambda told: told.update(schema=True), "schema is not 1"),
+        (lambda fields: fields.pop("head"), "head", "required"),
+        (lambda fields: fields.update(more=1), "more", "not permitted"),
+        (lambda fields: fields.update(grade="good"), "grade", "'exact', 'continued', 'approximate' or 'rejected'"),
+        (lambda fields: fields.update(branch_at=-1), "branch_at", "greater than or equal to 0"),
+        (lambda fields: fields.update(branch_at=True), "branch_at", "valid integer"),
+        (lambda fields: fields.update(seed="xyz"), "seed", "pattern"),
+        (lambda fields: fields.update(spans=[]), "spans", "at least 1 item"),
+        (lambda fields: fields["spans"][0].update(kind="guessed"), "spans[0]", "'context', 'sampled'"),
+        (lambda fields: fields["spans"][1].update(versions=[[0]]), "spans[1].sampled.versions[0][1]", "required"),
+        (lambda fields: fields["spans"][1].update(versions=[[0, 3]]), "spans[1].sampled.versions[0][1]", "string"),
+        (lambda fields: fields["engines"][0].update(logprob_mode="cooked"), "engines[0].logprob_mode", "'raw'"),
+        (lambda fields: fields.update(schema="1"), "schema", "valid integer"),
+        (lambda fields: fields.update(schema=True), "schema", "valid integer"),
     ],
 )
-def test_what_is_not_as_the_schema_says(hurt: Any, said: str) -> None:
-    told = orjson.loads(orjson.dumps(one(FIRST, SECOND)))
-    hurt(told)
-    assert any(said in line for line in violations(told, certificate_schema()))
-
-
-def test_a_keyword_that_is_not_known_is_not_passed_over() -> None:
-    with pytest.raises(NotImplementedError):
-        list(violations(1, {"multipleOf": 2}))
+def test_invalid_field_is_reported_with_its_path(damage: Any, field: str, expected: str) -> None:
+    fields = orjson.loads(orjson.dumps(one(FIRST, SECOND)))
+    damage(fields)
+    with pytest.raises(ValidationError) as caught:
+        Certificate.model_validate(fields)
+    (line,) = describe_errors(caught.value)
+    assert line.startswith(f"{field}: ")
+    assert expected in line
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_short_form_becomes_whole_again(name: str) -> None:
+def test_stored_form_is_restored_whole(name: str) -> None:
     calls, builder, on_drift = CASES[name]
     built = build(calls, builder, on_drift=on_drift)
-    whole = certificates(calls, built)
-    short = {trace_id: orjson.loads(orjson.dumps(stored(told))) for trace_id, told in whole.items()}
-    assert all(len(orjson.dumps(told)) < len(orjson.dumps(whole[trace_id])) for trace_id, told in short.items())
-    assert expand(short, built.traces, calls) == whole
+    whole = certify(calls, built)
+    short = {trace_id: orjson.dumps(certificate.stored()) for trace_id, certificate in whole.items()}
+    assert all(len(text) < len(orjson.dumps(whole[trace_id].to_json())) for trace_id, text in short.items())
+    assert restore({trace_id: orjson.loads(text) for trace_id, text in short.items()}, built.traces, calls) == whole
 
 
-def test_an_audit_is_kept() -> None:
+def test_audit_is_restored() -> None:
     built = merged([FIRST, SECOND])
-    (trace_id,) = built.why
-    short = {**stored(certificates([FIRST, SECOND], built)[trace_id]), "grade": "refused", "audit": {"tokens": 4}}
-    whole = expand({trace_id: short}, built.traces, [FIRST, SECOND])[trace_id]
-    assert (whole["grade"], whole["audit"]) == ("refused", {"tokens": 4})
+    (trace_id,) = built.reasons
+    short = {**certify([FIRST, SECOND], built)[trace_id].stored(), "grade": "rejected", "audit": {"tokens": 4}}
+    whole = restore({trace_id: short}, built.traces, [FIRST, SECOND])[trace_id]
+    assert (whole.grade, whole.audit) == ("rejected", {"tokens": 4})
 
 
-def test_what_was_built_by_an_earlier_version_gets_its_certificate() -> None:
-    calls = [FIRST, DRIFTED]
-    for built in (merged(calls), per_call(calls)):
-        assert expand({}, built.traces, calls) == certificates(calls, built)
+def test_trace_without_a_certificate_is_not_restored() -> None:
+    built = merged([FIRST, SECOND])
+    with pytest.raises(CertificateError, match="polar build sess_1"):
+        restore({built.traces[0].trace_id: None}, built.traces, [FIRST, SECOND])
 
 
 @pytest.mark.parametrize(
@@ -250,15 +251,15 @@ def test_what_was_built_by_an_earlier_version_gets_its_certificate() -> None:
 )
 def test_a_call_that_was_changed_since_is_found(changed: dict[str, Any]) -> None:
     built = merged([FIRST, SECOND])
-    short = {trace_id: stored(told) for trace_id, told in certificates([FIRST, SECOND], built).items()}
+    short = {trace_id: one.stored() for trace_id, one in certify([FIRST, SECOND], built).items()}
     with pytest.raises(CertificateError, match="polar build sess_1"):
-        expand(short, built.traces, [FIRST, replace(SECOND, **changed)])
+        restore(short, built.traces, [FIRST, replace(SECOND, **changed)])
 
 
 def test_a_trace_that_was_changed_since_is_found() -> None:
     built = merged([FIRST, SECOND])
-    short = {trace_id: stored(told) for trace_id, told in certificates([FIRST, SECOND], built).items()}
+    short = {trace_id: one.stored() for trace_id, one in certify([FIRST, SECOND], built).items()}
     hurt = built.traces[0].logprobs.copy()
     hurt[3] = np.nextafter(hurt[3], np.float32(0))
     with pytest.raises(CertificateError):
-        expand(short, [replace(built.traces[0], logprobs=hurt)], [FIRST, SECOND])
+        restore(short, [replace(built.traces[0], logprobs=hurt)], [FIRST, SECOND])

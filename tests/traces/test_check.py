@@ -9,13 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
+import numpy as np
 import orjson
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.traces import ON_DRIFT, hash_chain, merged, rescore
+from polar_proxy.traces import ON_DRIFT, merged
+from polar_proxy.traces.certificate import hash_json, hash_spans
 from polar_proxy.traces.check import check_lines, check_row, main
+from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, Json
 from tests.traces.calls import call, sessions
 from tests.traces.conversations import conversations
@@ -47,7 +50,7 @@ async def test_rescored_rows_are_right() -> None:
     built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), _Teacher())
     (row,) = rows([FIRST, DRIFTED], built)
     assert check_row(row) == []
-    assert row["grade"] == "marked"
+    assert row["grade"] == "approximate"
 
 
 @pytest.mark.parametrize("wound", WOUNDS)
@@ -62,16 +65,20 @@ def test_damage_is_caught(wound: str, calls: list[CallRecord], build: tuple[str,
 
 
 def _forged(row: Json, change: Callable[[Json], object]) -> Json:
-    """A row whose certificate was changed and whose hashes were all made anew."""
+    """Return the row with a changed certificate whose hashes were all computed again."""
     row = copy.deepcopy(row)
-    told = row["certificate"]
-    change(told)
-    first = hash_chain.seed(told)
-    told["seed"] = first.hex()
-    off = [None] * len(row["prompt_ids"])
-    ids, values = hash_chain.as_arrays(row["prompt_ids"] + row["response_ids"], off + row["logprobs"])
-    for span, link in zip(told["spans"], hash_chain.links(first, told["spans"], ids, values), strict=True):
-        span["hash"] = told["head"] = link.hex()
+    certificate = row["certificate"]
+    change(certificate)
+    outside_seed = ("grade", "audit", "spans", "seed", "head")
+    seed = hash_json(b"", {name: value for name, value in certificate.items() if name not in outside_seed})
+    certificate["seed"] = seed.hex()
+    logprobs = [np.nan if value is None else value for value in [None] * len(row["prompt_ids"]) + row["logprobs"]]
+    spans = [{name: value for name, value in span.items() if name != "hash"} for span in certificate["spans"]]
+    hashes = hash_spans(
+        seed, spans, np.array(row["prompt_ids"] + row["response_ids"], np.int32), np.array(logprobs, np.float32)
+    )
+    for span, link in zip(certificate["spans"], hashes, strict=True):
+        span["hash"] = certificate["head"] = link.hex()
     return row
 
 
@@ -84,8 +91,11 @@ SCORER = {"engine": "vllm", "version": "1", "model": "m", "weight_version": None
     ("change", "said"),
     [
         (lambda told: told["spans"][3].update(prompt_mode="continue"), "continued is missing"),
-        (lambda told: told.update(why=["warped"], grade="marked"), "warped is given without cause"),
-        (lambda told: told["spans"][3].update(sampling={"temperature": 0.5}), "warped is missing"),
+        (
+            lambda told: told.update(reasons=["off_distribution"], grade="approximate"),
+            "off_distribution is given without cause",
+        ),
+        (lambda told: told["spans"][3].update(sampling={"temperature": 0.5}), "off_distribution is missing"),
         (lambda told: told["spans"][3].update(versions=[[0, "3..4"]]), "weights_changed is missing"),
         (lambda told: told["spans"][3].update(versions=[[1, "3"]]), "do not tile"),
         (lambda told: told["spans"][3].update(versions=[[0, "3"], [2, "4"]]), "do not tile"),
@@ -95,7 +105,7 @@ SCORER = {"engine": "vllm", "version": "1", "model": "m", "weight_version": None
         (lambda told: told["spans"][3].update(start=1, end=3), "not whole"),
         (lambda told: told["spans"][2].update(start=7, end=8), "begins at 7"),
         (lambda told: told.update(on_drift=None), "on_drift cannot be None"),
-        (lambda told: told.update(branch_hash="0" * 32), "in part only"),
+        (lambda told: told.update(branch_hash="0" * 32), "must be set together"),
         (lambda told: told.update(rescored=SCORER), "rescored is missing"),
     ],
 )
@@ -107,9 +117,9 @@ def test_what_cannot_be_is_caught_though_the_hashes_are_right(change: Callable[[
 
 
 def test_an_audit_may_lower_the_grade_and_not_raise_it() -> None:
-    assert check_row(_audited(ROW, "refused")) == []
+    assert check_row(_audited(ROW, "rejected")) == []
     (marked,) = rows_of([FIRST, DRIFTED], on_drift="canonical")
-    assert check_row(_audited(marked, "refused")) == []
+    assert check_row(_audited(marked, "rejected")) == []
     assert any("grade" in problem for problem in check_row(_audited(marked, "exact")))
 
 
@@ -190,4 +200,4 @@ def test_it_runs_alone_and_needs_little(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "1 rows, 0 bad\n")
     code = "import polar_proxy.traces.check, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120).stdout.split()
-    assert not {"torch", "transformers", "sqlalchemy", "fastapi", "pydantic", "aiohttp"} & set(loaded)
+    assert not {"torch", "transformers", "sqlalchemy", "fastapi", "aiohttp"} & set(loaded)

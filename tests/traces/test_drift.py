@@ -34,7 +34,16 @@ FIRST = call("a", 0, [1, 2], [3, 4])
 )
 def test_where_the_tokens_part(prompt: list[int], told: tuple[int, int, int | None]) -> None:
     (found,) = drift_events([FIRST, second(prompt)])
-    assert found == DriftEvent("b", "a", 0, *told, prompt_reason="off")
+    position, expected, actual = told
+    assert found == DriftEvent(
+        call_id="b",
+        base_call_id="a",
+        base_choice=0,
+        position=position,
+        expected=expected,
+        actual=actual,
+        prompt_reason="off",
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,5 +79,5 @@ def test_the_choice_that_was_gone_on_from_counts() -> None:
 
 @pytest.mark.parametrize("build", [per_call, merged, tree])
 def test_builders_tell_it(build: Any) -> None:
-    assert [found.outcome for found in build([FIRST, second([9])]).findings] == ["split"]
-    assert [found.outcome for found in build([FIRST, second([9], status="client_gone")]).findings] == ["excluded"]
+    assert [found.outcome for found in build([FIRST, second([9])]).drift_events] == ["split"]
+    assert [found.outcome for found in build([FIRST, second([9], status="client_gone")]).drift_events] == ["excluded"]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from polar_proxy.config import EngineSettings
-from polar_proxy.traces import merged, rescore, validate
+from polar_proxy.traces import merged, validate
+from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, ChatRequest, Choice, Message, Sampling
 from tests.traces.calls import call
 
@@ -42,11 +43,11 @@ async def test_what_stands_behind_the_same_tokens_gets_the_same_numbers() -> Non
         second = await _asked(engine, "b", 2, [*anew, *more], **place)
         calls = [first, second]
         before = merged(calls, on_drift="rescore")
-        assert [found.outcome for found in before.findings] == ["canonical"]
+        assert [found.outcome for found in before.drift_events] == ["canonical"]
         built = await rescore(before, engine)
     validate(calls, built)
     (trace,) = built.traces
     answer = slice(len(opening), len(opening) + len(said))
     np.testing.assert_allclose(trace.logprobs[answer], first.choices[0].logprobs, atol=1e-3)
-    assert (trace.grade, trace.rescored) == ("marked", True)
+    assert (trace.grade, trace.rescored) == ("approximate", True)
     assert np.isfinite(trace.logprobs[trace.loss_mask == 1]).all()

@@ -15,16 +15,14 @@ from polar_proxy.store import Store
 from polar_proxy.store.rescores import RESCORED_BUILDER, Rescore, apply_rescores
 from polar_proxy.traces import merged
 from polar_proxy.traces.audit import AuditReference
-from polar_proxy.traces.audit_store import audit_store
-from polar_proxy.traces.certificate import expand
+from polar_proxy.traces.certify import restore
+from polar_proxy.traces.operations import SessionTarget, audit_store, rescore_session
 from polar_proxy.traces.rescoring import (
     RescoreReport,
     UnusableAnswerError,
     encode_answers,
     require_scoring_engine,
-    rescore_session,
 )
-from polar_proxy.traces.targets import SessionTarget
 from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json
 from tests.fakes.scripted_engine import END, INFO, ScriptedEngine, decode, logprob
 from tests.fakes.scripted_engine import encode as tokens
@@ -85,7 +83,12 @@ async def test_one_sequence_of_what_was_said(store: Store) -> None:
     assert (report.calls, report.answers, report.traces) == (2, 2, 1)
     assert report.skipped == {"side_call": 1, "sampled_here": 1}
     (trace,) = await store.traces.find(session_id=session_id, builder=RESCORED_BUILDER)
-    assert (trace.builder, trace.grade, trace.rescored, trace.call_ids) == ("rescored", "marked", True, ("one", "two"))
+    assert (trace.builder, trace.grade, trace.rescored, trace.call_ids) == (
+        "rescored",
+        "approximate",
+        True,
+        ("one", "two"),
+    )
     assert decode(trace.token_ids.tolist()) == "user:hiassistant:hellouser:moreassistant:bye"
     trained = trace.token_ids[trace.loss_mask == 1].tolist()
     assert trained == [*tokens("hello"), END, *tokens("bye"), END]
@@ -126,8 +129,8 @@ async def test_certificates_name_both_engines(store: Store) -> None:
     kept = await store.traces.certificates(session_id=session_id, builder=RESCORED_BUILDER)
     traces = await store.traces.find(session_id=session_id, builder=RESCORED_BUILDER)
     calls = apply_rescores(await store.calls.of_session(session_id), await store.rescores.of_session(session_id))
-    (whole,) = expand(kept, traces, calls).values()  # the hashes chain
-    assert (whole["builder"], whole["grade"], whole["why"]) == ("rescored", "marked", ["rescored"])
+    (whole,) = (one.to_json() for one in restore(kept, traces, calls).values())  # the hashes chain
+    assert (whole["builder"], whole["grade"], whole["reasons"]) == ("rescored", "approximate", ["rescored"])
     assert whole["rescored"] == {
         "engine": "scripted",
         "version": "1",
@@ -152,7 +155,7 @@ async def test_an_audit_holds_the_numbers_to_the_engine_that_gave_them(store: St
     scorer = engine()
     targets = [SessionTarget(session_id)]
     report = await audit_store(store, scorer, AuditReference(scorer.info, None), targets, builder=RESCORED_BUILDER)
-    assert (report.grades, report.all.tokens) == ({"marked": 1}, 10)
+    assert (report.grades, report.all.tokens) == ({"approximate": 1}, 10)
     other = engine(model="another")
     with pytest.raises(UsageError, match="scripted-model"):
         await audit_store(store, other, AuditReference(other.info, None), targets, builder=RESCORED_BUILDER)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from polar_proxy.traces import BuildResult, InvariantError, merged, trace_path, tree, validate
+from polar_proxy.sequences import trace_path
+from polar_proxy.traces import BuildResult, InvariantError, merged, tree, validate
 from polar_proxy.types import CallRecord, Trace
 from tests.traces.calls import call, sessions
 from tests.traces.conversations import conversations
@@ -171,5 +172,5 @@ def test_a_wrong_branch_is_found(changes: dict[str, object]) -> None:
 def test_a_circle_of_parents_is_found() -> None:
     built = tree(CALLS)
     root, leaf = built.traces[:2]
-    with pytest.raises(InvariantError, match="no token"):
+    with pytest.raises(InvariantError, match="outside of its tokens"):
         validate(CALLS, replace(built, traces=(replace(root, parent_trace_id=leaf.trace_id), *built.traces[1:])))

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from polar_proxy.engines.local import LocalEngine
-from polar_proxy.rollouts.traces import build_traces
 from polar_proxy.store import Store, open_store
 from polar_proxy.store.jobs import NewGroup, NewRollout
 from polar_proxy.store.stages import Claim
+from polar_proxy.traces.operations import build_traces
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.grpo import GrpoTrainer
 from polar_proxy.training.model import Learner, load_model

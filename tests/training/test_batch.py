@@ -57,19 +57,19 @@ def test_masked_rollouts_stay_in_the_baseline_and_unscored_ones_do_not() -> None
 def test_only_what_is_proved_is_trained() -> None:
     traces = (
         trace("exact", [1], [2]),
-        trace("spliced", [1], [2], grade="spliced"),
-        trace("marked", [1], [2], grade="marked"),
-        trace("refused", [1], [2, 2], grade="refused"),
+        trace("continued", [1], [2], grade="continued"),
+        trace("approximate", [1], [2], grade="approximate"),
+        trace("rejected", [1], [2, 2], grade="rejected"),
         trace("long", [1] * 9, [2]),
         trace("lost", [1], [2], logprobs=[float("nan")]),
     )
     other = GroupRollout(rollout(1, 0.0), (trace("b", [1], [4]),))
     short = CONFIG.model_copy(update={"max_sequence": 8})
     batch = make_batch([group(GroupRollout(rollout(0, 1.0), traces), other)], short)
-    assert [one.trace_id for one in batch.sequences] == ["exact", "spliced", "b"]
+    assert [one.trace_id for one in batch.sequences] == ["exact", "continued", "b"]
     assert {reason: left.tokens for reason, left in batch.left_out.items()} == {
-        "grade_marked": 1,
-        "grade_refused": 2,
+        "grade_approximate": 1,
+        "grade_rejected": 2,
         "too_long": 1,
         "no_logprobs": 1,
     }

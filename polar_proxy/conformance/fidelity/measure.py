@@ -17,7 +17,7 @@ from polar_proxy.conformance.profiles import profile_of
 from polar_proxy.conformance.runner import ScenarioRun, ScenarioRunner
 from polar_proxy.conformance.scenarios import Scenario
 from polar_proxy.engines.base import Engine
-from polar_proxy.traces.build import BuildResult, merged
+from polar_proxy.traces import BuildResult, merged
 from polar_proxy.traces.drift import drift_events
 from polar_proxy.types import CallRecord, PromptMode, Trace
 from sandboxes import SandboxError

@@ -1,7 +1,8 @@
-"""Polar's rows in the records of other trainers: one file a trainer, pure functions from a row to a record.
+"""Rows of `tokens-jsonl` as the records of other trainers: one module for each trainer, pure functions from row to
+record.
 
-A bridge adds nothing and leaves nothing out: ids, mask and log-probabilities are those that were recorded, and what a
-record cannot hold is refused with BridgeError, never bent. docs/bridges.md says what each trainer does with its record.
+A format adds nothing and leaves nothing out: ids, mask and log-probabilities are those recorded, and a row that a
+record cannot hold is refused with RowError, never changed to fit.
 """
 
 from __future__ import annotations
@@ -13,36 +14,33 @@ from polar_proxy.export.formats import nemo_rl, slime, tinker, trl, verl
 from polar_proxy.export.formats.training_rows import (
     IdNumbers,
     TrainingRow,
-    UnsupportedRowError,
     group_advantages,
     groups_of,
-    read_jsonl,
-    read_row,
-    rows_of_group,
+    read_training_row,
     with_advantages,
 )
+from polar_proxy.traces.rows import RowError, read_jsonl
 from polar_proxy.types import Json
 
 __all__ = [
     "TRAINER_FORMATS",
     "RecordConverter",
+    "RowError",
     "TrainingRow",
-    "UnsupportedRowError",
     "group_advantages",
     "groups_of",
     "read_jsonl",
-    "read_row",
-    "rows_of_group",
+    "read_training_row",
     "with_advantages",
 ]
 
 RowConverter = Callable[[list[TrainingRow]], list[Json]]
-"""The rows of one rollout -> records. Raises BridgeError."""
+"""Makes records from the rows of one rollout. Raises RowError."""
 
 
 def _trl() -> RowConverter:
     groups = IdNumbers()
-    return lambda rows: trl.record(rows, groups)
+    return lambda rows: trl.records(rows, groups)
 
 
 def _verl() -> RowConverter:
@@ -50,7 +48,7 @@ def _verl() -> RowConverter:
 
 
 def _slime() -> RowConverter:
-    samples = slime.Samples()
+    samples = slime.SampleNumbering()
     return lambda rows: [samples.sample(row) for row in rows]
 
 
@@ -70,20 +68,20 @@ TRAINER_FORMATS: dict[str, Callable[[], RowConverter]] = {
     "nemo-rl": _nemo_rl,
     "tinker": _tinker,
 }
-"""Names of `polar export --format`; each call begins a data set of its own."""
+"""The names of `polar export --format`. Each call begins a new data set."""
 
 
 class RecordConverter:
-    """Rows of one rollout after another into records of one format; what is refused is counted by reason."""
+    """Makes records of one format from the rows of one rollout after another, and counts refused rows by reason."""
 
     def __init__(self, form: str) -> None:
         self._convert = TRAINER_FORMATS[form]()
         self.left_out: Counter[str] = Counter()
 
     def __call__(self, rows: Sequence[Json]) -> list[Json]:
-        """All of a rollout or nothing: half of its sequences would weigh as a whole one."""
+        """Convert all rows of a rollout or none: half of its sequences would weigh as much as a whole rollout."""
         try:
-            return self._convert([read_row(row) for row in rows]) if rows else []
-        except UnsupportedRowError as error:
+            return self._convert([read_training_row(row) for row in rows]) if rows else []
+        except RowError as error:
             self.left_out[error.reason] += len(rows)
             return []

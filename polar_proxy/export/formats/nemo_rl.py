@@ -1,27 +1,28 @@
-"""NeMo-RL: a message log with token ids, as its rollouts leave it, within a `DatumSpec`.
+"""NeMo-RL: one rollout as a `DatumSpec`, whose message log has token ids, as NeMo-RL's own rollouts leave it.
 
-NeMo-RL trains the messages of role `assistant` that carry `generation_logprobs`. So the response is cut where the mask
-changes, not where messages begin: each sampled run is one assistant message, each run between is the environment's.
-Records: NeMo-RL `data/interfaces.py` (`DatumSpec`), `data/llm_message_utils.py`, `algorithms/grpo.py`.
+NeMo-RL trains the messages of role `assistant` that carry `generation_logprobs`. The response is therefore cut where
+the mask changes, not where messages begin: each sampled run is an assistant message, each run between is the
+environment's. Records: NeMo-RL `data/interfaces.py` (`DatumSpec`), `data/llm_message_utils.py`, `algorithms/grpo.py`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from polar_proxy.export.formats.training_rows import TrainingRow, UnsupportedRowError, require_reward
+from polar_proxy.export.formats.training_rows import TrainingRow, require_reward
+from polar_proxy.traces.rows import RowError
 from polar_proxy.types import Json
 
 
 def datum_spec(rows: list[TrainingRow], idx: int = 0) -> Json:
-    """One rollout as JSON; `load` makes tensors of it. `total_reward` stands beside what DatumSpec names.
+    """Return one rollout as JSON; `load` makes tensors of it. `total_reward` is an addition to DatumSpec's fields.
 
-    A masked rollout has `loss_multiplier` 0. Texts are left empty: everything is told by ids. Raises BridgeError for a
-    rollout without a reward, or of several sequences: NeMo-RL's baseline would count it several times.
+    A masked rollout has `loss_multiplier` 0. Texts are empty: the ids say everything. Raise RowError for a rollout
+    without a reward, or with several sequences, which NeMo-RL's baseline would count several times.
     """
     if len(rows) > 1:
-        raise UnsupportedRowError(
-            "several_traces", f"the rollout {rows[0].rollout_id} has {len(rows)} sequences; a DatumSpec holds one"
+        raise RowError(
+            "several_traces", f"the rollout {rows[0].rollout_id} has {len(rows)} sequences, and a DatumSpec holds one"
         )
     row = rows[0]
     messages: list[Json] = [{"role": "user", "content": "", "token_ids": list(row.prompt_ids)}]
@@ -48,14 +49,14 @@ def datum_spec(rows: list[TrainingRow], idx: int = 0) -> Json:
 
 
 def load(record: Json) -> Json:
-    """The record with tensors: `token_ids` int64 [k], `generation_logprobs` float32 [k]."""
+    """Return the record with tensors: `token_ids` int64 [k], `generation_logprobs` float32 [k]."""
     import torch
 
-    def tensors(message: Json) -> dict[str, Any]:
+    def with_tensors(message: Json) -> dict[str, Any]:
         made: dict[str, Any] = dict(message)
         made["token_ids"] = torch.tensor(message["token_ids"], dtype=torch.int64)
         if "generation_logprobs" in message:
             made["generation_logprobs"] = torch.tensor(message["generation_logprobs"], dtype=torch.float32)
         return made
 
-    return {**record, "message_log": [tensors(message) for message in record["message_log"]]}
+    return {**record, "message_log": [with_tensors(message) for message in record["message_log"]]}

@@ -1,7 +1,7 @@
-"""Tinker `Datum`: tokens shifted by one, with the recorded log-probabilities and an advantage at each target.
+"""Tinker: a row as `Datum`: tokens shifted by one, with the recorded log-probability and an advantage at each target.
 
-For the losses `importance_sampling`, `ppo`, `cispo` and `gspo`. Where nothing was sampled the advantage is 0, so that
-position adds nothing, whatever its log-probability says. Record: tinker 0.38, `types/datum.py`, `tensor_data.py`.
+For the losses `importance_sampling`, `ppo`, `cispo` and `gspo`. The advantage is 0 where nothing was sampled, so that
+such a position adds nothing whatever its log-probability. Record: tinker 0.38, `types/datum.py`, `tensor_data.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from polar_proxy.types import Json
 
 
 def datum(row: TrainingRow) -> Json:
-    """A datum as JSON: n tokens give n - 1 inputs and n - 1 targets. Raises BridgeError without an advantage."""
-    advantage, off, ids = require_advantage(row), len(row.prompt_ids), row.token_ids
-    mask = [0] * off + list(row.loss_mask)
-    logprobs = [0.0] * off + list(row.logprobs)
+    """Return a datum as JSON: n tokens give n - 1 inputs and n - 1 targets. Raise RowError without an advantage."""
+    advantage, prompt, ids = require_advantage(row), len(row.prompt_ids), row.token_ids
+    mask = [0] * prompt + list(row.loss_mask)
+    logprobs = [0.0] * prompt + list(row.logprobs)
     return {
         "model_input": {"chunks": [{"type": "encoded_text", "tokens": list(ids[:-1])}]},
         "loss_fn_inputs": {
@@ -28,7 +28,7 @@ def datum(row: TrainingRow) -> Json:
 
 
 def load(record: Json) -> Any:
-    """A record as `tinker.Datum` (needs `pip install tinker`)."""
+    """Return a record as `tinker.Datum` (needs `pip install tinker`)."""
     import tinker
 
     return tinker.Datum(

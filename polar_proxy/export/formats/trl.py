@@ -1,4 +1,4 @@
-"""TRL: recorded groups as `rollout_func` of GRPOTrainer, as samples and worker of AsyncGRPOTrainer, as SFT dataset.
+"""TRL: recorded groups for GRPOTrainer (`rollout_func`), for AsyncGRPOTrainer (samples and worker), and for SFT.
 
 `GRPOTrainer(rollout_func=RecordedRollouts(groups), reward_funcs=recorded_reward)` trains one sequence per rollout; the
 baseline is TRL's own. `AsyncGRPOTrainer(rollout_worker=RecordedWorker(groups))` holds several per rollout; advantages
@@ -20,36 +20,38 @@ from polar_proxy.errors import UsageError
 from polar_proxy.export.formats.training_rows import (
     IdNumbers,
     TrainingRow,
-    UnsupportedRowError,
     group_by_rollout,
-    read_row,
+    read_training_row,
     require_advantage,
     with_advantages,
 )
+from polar_proxy.traces.rows import RowError
 from polar_proxy.types import Json
 
 Rewards = Mapping[str, Mapping[str, float | None]]
 
 
 SequencePolicy = Literal["refuse", "longest"]
-"""What becomes of a rollout of several sequences where the record holds one: nothing of the group, or the sequence with
-the most sampled tokens (the first of such) is trained and the others are counted as left out."""
+"""What to do with a rollout of several sequences where the record holds one.
+
+refuse: use nothing of its group. longest: train the sequence with the most sampled tokens (the first of several such),
+and count the others as left out."""
 
 
 def completions(rows: Sequence[Json], generations: int, several: SequencePolicy = "refuse") -> Json:
-    """One group as `rollout_func` returns it: lists of `generations` entries, one a rollout.
+    """Return one group as `rollout_func` returns it: lists of `generations` entries, one for each rollout.
 
     `prompt_ids`, `completion_ids`, `logprobs` (as recorded), `env_mask` (1 = sampled and trained), `reward` (None:
-    unscored, which TRL leaves out of the baseline), `trace_id`. Raises BridgeError where a rollout has several
-    sequences and they are refused, or there are other than `generations` rollouts.
+    unscored, which TRL leaves out of the baseline), `trace_id`. Raise RowError where a rollout has several sequences
+    and they are refused, or the group does not have `generations` rollouts.
     """
-    members = group_by_rollout([read_row(row) for row in rows])
+    members = group_by_rollout([read_training_row(row) for row in rows])
     if len(members) != generations:
         text = f"the group has {len(members)} rollouts with tokens, and num_generations is {generations}"
-        raise UnsupportedRowError("group_size", text)
+        raise RowError("group_size", text)
     for name, traces in members.items():
         if len(traces) > 1 and several == "refuse":
-            raise UnsupportedRowError(
+            raise RowError(
                 "several_traces",
                 f"the rollout {name} has {len(traces)} sequences and GRPOTrainer holds one per completion: use "
                 'RecordedWorker with AsyncGRPOTrainer, which trains all of them, or several="longest"',
@@ -66,11 +68,11 @@ def completions(rows: Sequence[Json], generations: int, several: SequencePolicy 
 
 
 class RecordedRollouts:
-    """A `rollout_func`: each run of `num_generations` equal prompts gets the next recorded group, whatever it says.
+    """A `rollout_func`: each run of `num_generations` equal prompts gets the next recorded group, whatever the prompt.
 
-    `groups` yields the rows of one group at a time, from a file or a feed. What GRPOTrainer cannot hold raises
-    BridgeError, or with `on_refused = "skip"` is counted in `left_out` and the next group taken. Raises UsageError
-    when the groups run out, or where several processes share a generation batch.
+    `groups` yields the rows of one group at a time, from a file or a feed. A group that GRPOTrainer cannot hold raises
+    RowError; with `on_refused = "skip"` it is counted in `left_out` and the next group is taken. Raise UsageError when
+    the groups run out, or where several processes share a generation batch.
     """
 
     def __init__(
@@ -86,10 +88,10 @@ class RecordedRollouts:
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> Json:
         if trainer.accelerator.num_processes > 1:
-            raise UsageError("Recorded groups are given to one process: with several, a group would be cut apart.")
+            raise UsageError("Recorded groups go to one process: several processes would split a group.")
         generations = int(trainer.num_generations)
         if len(prompts) % generations:
-            raise UsageError(f"{len(prompts)} prompts are no whole groups of {generations}.")
+            raise UsageError(f"{len(prompts)} prompts are not a whole number of groups of {generations}.")
         found: Json = {}
         for _ in range(len(prompts) // generations):
             for name, values in self._next(generations).items():
@@ -100,7 +102,7 @@ class RecordedRollouts:
         for rows in self._groups:
             try:
                 found = completions(rows, generations, self._several)
-            except UnsupportedRowError as error:
+            except RowError as error:
                 if not self._skip:
                     raise
                 self.left_out[error.reason] += 1
@@ -112,15 +114,15 @@ class RecordedRollouts:
 
 
 def recorded_reward(completions: Sequence[Any], reward: Sequence[float | None], **_: Any) -> list[float | None]:
-    """The `reward_funcs` that goes with `RecordedRollouts`: what Polar's evaluators said."""
+    """The `reward_funcs` for `RecordedRollouts`: return the rewards of Polar's evaluators."""
     return list(reward)
 
 
 def recorded_ratios(trainer: type[Any]) -> type[Any]:
-    """A subclass of GRPOTrainer whose importance ratios are to the *recorded* log-probabilities.
+    """Return a subclass of GRPOTrainer whose importance ratios are to the *recorded* log-probabilities.
 
-    TRL takes its own of before the step instead (vLLM mode corrects for the gap by a weight of its own), which treats
-    samples of older weights as if the trainer's weights had made them.
+    TRL uses the log-probabilities that it computes before the step (its vLLM mode corrects the gap with a weight),
+    which treats samples of older weights as if the trainer's current weights had made them.
     """
 
     class RecordedRatios(trainer):  # type: ignore[misc]
@@ -133,19 +135,19 @@ def recorded_ratios(trainer: type[Any]) -> type[Any]:
 
 
 def rollout_sample(row: TrainingRow, group_number: int, *, model_version: int = 0) -> Json:
-    """The fields of a `RolloutSample`. `input_ids`, `completion_mask` int64 [n], `old_log_probs` float32 [n].
+    """Return the fields of a `RolloutSample`. `input_ids`, `completion_mask` int64 [n], `old_log_probs` float32 [n].
 
-    `model_version`: used where the engine told no version of the tokens; else the oldest that it told. Raises
-    BridgeError for a row without an advantage.
+    The model version is the oldest that the engine reported for the tokens, or `model_version` if it reported none.
+    Raise RowError for a row without an advantage.
     """
-    off = len(row.prompt_ids)
+    prompt = len(row.prompt_ids)
     numbers = [int(version) for version in row.versions if version.isdecimal()]
     return {
         "prompt": [],
         "completion": [],
         "input_ids": np.array(row.token_ids, dtype=np.int64),
-        "completion_mask": np.array([0] * off + list(row.loss_mask), dtype=np.int64),
-        "old_log_probs": np.array([0.0] * off + list(row.logprobs), dtype=np.float32),
+        "completion_mask": np.array([0] * prompt + list(row.loss_mask), dtype=np.int64),
+        "old_log_probs": np.array([0.0] * prompt + list(row.logprobs), dtype=np.float32),
         "advantage": require_advantage(row),
         "model_version": min(numbers, default=model_version),
         "group_id": group_number,
@@ -153,25 +155,28 @@ def rollout_sample(row: TrainingRow, group_number: int, *, model_version: int = 
     }
 
 
-def record(rows: Sequence[TrainingRow], groups: IdNumbers) -> list[Json]:
-    """Of one rollout, as plain JSON. `input_ids` with `labels` (-100 where nothing was sampled) is what SFTTrainer
-    reads; `completion_mask` alone it would only heed with `completion_only_loss`."""
-    made = []
+def records(rows: Sequence[TrainingRow], groups: IdNumbers) -> list[Json]:
+    """Return the records of one rollout as plain JSON.
+
+    SFTTrainer reads `input_ids` with `labels` (-100 where nothing was sampled); it would use `completion_mask` alone
+    only with `completion_only_loss`.
+    """
+    found: list[Json] = []
     for row in rows:
         fields = rollout_sample(row, groups[row.group_id or row.session_id])
         labels = np.where(fields["completion_mask"] == 1, fields["input_ids"], -100)
-        made.append(
+        found.append(
             {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in fields.items()}
             | {"labels": labels.tolist(), "trace_id": row.trace_id}
         )
-    return made
+    return found
 
 
 class RecordedWorker:
     """A `rollout_worker` of AsyncGRPOTrainer that hands out recorded groups (its `RolloutWorkerProtocol`).
 
-    Rollouts that only count in the baseline are left out and counted, as are groups without spread. A failure in the
-    thread, also of `groups`, is raised by `check_health`, which the trainer calls while it waits.
+    Rollouts that only count in the baseline are left out and counted, as are groups whose rewards are all equal. An
+    error in the thread, also one of `groups`, is raised by `check_health`, which the trainer calls while it waits.
     """
 
     def __init__(
@@ -182,7 +187,7 @@ class RecordedWorker:
         rewards: Rewards | None = None,
         ahead: int = 64,
     ) -> None:
-        """`advantage`, `rewards`: as `with_advantages` takes them. `ahead`: samples made before they are asked for."""
+        """`advantage`, `rewards`: as for `with_advantages`. `ahead`: how many samples to prepare in advance."""
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=ahead)
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         self.left_out: Counter[str] = Counter()
@@ -205,7 +210,7 @@ class RecordedWorker:
         self._version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raises what ended the thread, or UsageError where the groups have run out. It never goes stale."""
+        """Raise the error that ended the thread, or UsageError where the groups have run out. It never goes stale."""
         if self._error is not None:
             raise self._error
         if not self._thread.is_alive() and self.rollout_buffer.empty():
@@ -223,13 +228,13 @@ class RecordedWorker:
                             continue
                 if self._stopping.is_set():
                     return
-        except Exception as error:  # noqa: BLE001 - told by check_health in the trainer's thread
+        except Exception as error:  # noqa: BLE001 - check_health raises it in the trainer's thread
             self._error = error
 
     def _samples(self, rows: Sequence[Json]) -> Iterator[Any]:
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-        read = [read_row(row) for row in with_advantages(rows, self._advantage, self._rewards)]
+        read = [read_training_row(row) for row in with_advantages(rows, self._advantage, self._rewards)]
         if not any(row.advantage for row in read):
             self.left_out["no_spread"] += len(read)
             return
@@ -237,7 +242,7 @@ class RecordedWorker:
             for row in members:
                 try:
                     fields = rollout_sample(row, self._numbers[str(row.group_id)], model_version=self._version)
-                except UnsupportedRowError as error:
+                except RowError as error:
                     self.left_out[error.reason] += 1
                     continue
                 yield RolloutSample(**fields)

@@ -1,9 +1,9 @@
-"""verl: the outputs of an agent loop, the dataset that asks for them, and an agent loop that hands recorded groups out.
+"""verl: rows as the outputs of an agent loop, the dataset that asks for them, and the groups that answer it.
 
 verl's trainer repeats a prompt `rollout.n` times and calls the agent loop with `session_id` 0 .. n - 1; the loop may
-return several outputs, one a trace, and the baseline counts the last of each session. So row k of the dataset is one
-group, and session i is its i-th rollout. Records: verl 0.9.1 `experimental/agent_loop/agent_loop.py` (AgentLoopOutput),
-`trainer/ppo/v1/agent_loop_tq.py`, `utils/dataset/rl_dataset.py`.
+return several outputs, one for each trace, and the baseline counts the last of each session. So row k of the dataset is
+one group, and session i is its i-th rollout. Records: verl 0.9.1 `experimental/agent_loop/agent_loop.py`
+(AgentLoopOutput), `trainer/ppo/v1/agent_loop_tq.py`, `utils/dataset/rl_dataset.py`.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 from polar_proxy.errors import UsageError
 from polar_proxy.export.formats.training_rows import (
     TrainingRow,
-    UnsupportedRowError,
     group_by_rollout,
-    read_jsonl,
-    read_row,
+    read_training_row,
+    require_group,
     require_reward,
 )
+from polar_proxy.traces.rows import RowError, read_jsonl
 from polar_proxy.types import Json
 
 AGENT_NAME = "polar_recorded"
 
 
 def agent_loop_output(row: TrainingRow) -> Json:
-    """The fields of an `AgentLoopOutput`. `response_mask` is 1 where a token is trained: zeros for a masked rollout.
+    """Return the fields of an `AgentLoopOutput`. `response_mask` is 1 where a token is trained: 0 for a masked rollout.
 
-    `num_turns` counts sampled runs and what stands between, the prompt included. Raises BridgeError without a reward.
+    `num_turns` counts the sampled runs and the runs between, the prompt included. Raise RowError without a reward.
     """
     return {
         "prompt_ids": list(row.prompt_ids),
@@ -50,23 +50,21 @@ def agent_loop_output(row: TrainingRow) -> Json:
 
 
 def dataset(rows: Iterable[Json]) -> list[Json]:
-    """One row a group, in `RLHFDataset`'s columns, for a `.jsonl` file or parquet; `rollout.n` must be its rollouts.
+    """Return one row for each group, in the columns of `RLHFDataset`, for a `.jsonl` file or parquet.
 
-    The prompt is only a name: the recorded tokens have their own. Raises BridgeError where groups differ in size.
+    `rollout.n` must be the number of its rollouts. The prompt is only a name: the recorded tokens contain their own.
+    Raise RowError where groups differ in size.
     """
-    sizes: dict[str, set[str]] = {}
+    members: dict[str, set[str]] = {}
     tasks: dict[str, str] = {}
-    for row in map(read_row, rows):
-        if row.group_id is None or row.rollout_id is None:
-            raise UnsupportedRowError(
-                "no_group", f"the row {row.trace_id} belongs to no group: it was not rolled out by Polar"
-            )
-        sizes.setdefault(row.group_id, set()).add(row.rollout_id)
-        tasks[row.group_id] = row.task_id or row.group_id
-    if len({len(members) for members in sizes.values()}) > 1:
-        told = ", ".join(f"{group}: {len(members)}" for group, members in sizes.items())
-        raise UnsupportedRowError(
-            "group_size", f"verl repeats every prompt alike, and these groups differ in rollouts: {told}"
+    for row in map(read_training_row, rows):
+        group_id, rollout_id = require_group(row)
+        members.setdefault(group_id, set()).add(rollout_id)
+        tasks[group_id] = row.task_id or group_id
+    if len({len(rollouts) for rollouts in members.values()}) > 1:
+        sizes = ", ".join(f"{group}: {len(rollouts)}" for group, rollouts in members.items())
+        raise RowError(
+            "group_size", f"verl repeats every prompt equally often, and these groups differ in rollouts: {sizes}"
         )
     return [
         {
@@ -74,39 +72,39 @@ def dataset(rows: Iterable[Json]) -> list[Json]:
             "prompt": [{"role": "user", "content": tasks[group]}],
             "ability": "agent",
             "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {"index": index, "split": "train", "group_id": group, "rollouts": len(members)},
+            "extra_info": {"index": index, "split": "train", "group_id": group, "rollouts": len(rollouts)},
             "agent_name": AGENT_NAME,
         }
-        for index, (group, members) in enumerate(sizes.items())
+        for index, (group, rollouts) in enumerate(members.items())
     ]
 
 
 class RecordedGroups:
-    """Rows by group: what session i of a dataset row is answered with."""
+    """Recorded rows by group: what answers session i of a dataset row."""
 
     def __init__(self, rows: Iterable[Json]) -> None:
         found: dict[str, list[TrainingRow]] = {}
-        for row in map(read_row, rows):
+        for row in map(read_training_row, rows):
             found.setdefault(str(row.group_id), []).append(row)
-        self._groups = {group: list(group_by_rollout(members).values()) for group, members in found.items()}
+        self._groups = {group: list(group_by_rollout(rows).values()) for group, rows in found.items()}
 
     @classmethod
     def from_file(cls, path: str) -> RecordedGroups:
-        """Of tokens-jsonl."""
+        """Read a tokens-jsonl file."""
         return cls(read_jsonl(path))
 
     def session(self, extra_info: Mapping[str, Any], session_id: int) -> list[Json]:
-        """The outputs of one rollout, in order. Raises UsageError for an unknown group or session."""
-        members = self._groups.get(str(extra_info.get("group_id")))
-        if members is None:
+        """Return the outputs of one rollout, in order. Raise UsageError for an unknown group or session."""
+        rollouts = self._groups.get(str(extra_info.get("group_id")))
+        if rollouts is None:
             raise UsageError(f"The recorded rows have no group {extra_info.get('group_id')!r}.")
-        if not 0 <= session_id < len(members):
-            raise UsageError(f"Group {extra_info['group_id']} has {len(members)} rollouts: set rollout.n to that.")
-        return [agent_loop_output(row) for row in members[session_id]]
+        if not 0 <= session_id < len(rollouts):
+            raise UsageError(f"Group {extra_info['group_id']} has {len(rollouts)} rollouts: set rollout.n to that.")
+        return [agent_loop_output(row) for row in rollouts[session_id]]
 
 
 def outputs(records: Sequence[Json]) -> list[Any]:
-    """Records as verl's own `AgentLoopOutput`s (needs `pip install verl`)."""
+    """Return records as verl's own `AgentLoopOutput`s (needs `pip install verl`)."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
     return [AgentLoopOutput(**record) for record in records]

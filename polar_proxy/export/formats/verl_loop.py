@@ -1,10 +1,10 @@
-"""The agent loop that verl is configured with (`actor_rollout_ref.rollout.agent.agent_loop_config_path`):
+"""The agent loop for verl's configuration (`actor_rollout_ref.rollout.agent.agent_loop_config_path`):
 
     - name: polar_recorded
       _target_: polar_proxy.export.formats.verl_loop.RecordedAgentLoop
-      rows: rows.jsonl                # of `polar export --format tokens-jsonl`
+      rows: rows.jsonl                # from `polar export --format tokens-jsonl`
 
-Imported by verl alone: it needs `pip install verl`.
+Only verl imports this module: it needs `pip install verl`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from polar_proxy.export.formats.verl import RecordedGroups, outputs
 
 @cache
 def _groups(path: str) -> RecordedGroups:
-    """Read once in each worker; verl makes an agent loop for every sample."""
+    """Read the file once in each worker: verl makes an agent loop for every sample."""
     return RecordedGroups.from_file(path)
 
 
 class RecordedAgentLoop(AgentLoopBase):  # type: ignore[misc, unused-ignore]
-    """Answers session i of a prompt with the i-th recorded rollout of its group; no model is called."""
+    """Answers session i of a prompt with the i-th recorded rollout of its group; calls no model."""
 
     def __init__(self, *args: Any, rows: str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._rows = rows
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[Any]:
-        """verl's `AgentLoopOutput`s of one rollout, one a trace."""
+        """Return verl's `AgentLoopOutput`s of one rollout, one for each trace."""
         return outputs(_groups(self._rows).session(kwargs["extra_info"], int(kwargs["session_id"])))

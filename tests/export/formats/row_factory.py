@@ -1,4 +1,4 @@
-"""Rows of tokens-jsonl made by hand: groups of rollouts whose every number is different."""
+"""Rows of tokens-jsonl written by hand: groups of rollouts in which all numbers differ."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 from polar_proxy.types import Json
 
 PROMPT = [11, 12, 13]
+SPANS = [
+    {"kind": "context", "call_id": "call_a", "choice": 0, "start": 0, "end": 3},
+    {"kind": "sampled", "call_id": "call_a", "choice": 0, "start": 0, "end": 2},
+    {"kind": "context", "call_id": "call_b", "choice": 0, "start": 5, "end": 7},
+    {"kind": "sampled", "call_id": "call_b", "choice": 0, "start": 0, "end": 3},
+]
 
 
 def row(group: int = 0, rollout: int = 0, trace: int = 0, **changes: Any) -> Json:
@@ -22,17 +28,14 @@ def row(group: int = 0, rollout: int = 0, trace: int = 0, **changes: Any) -> Jso
         "status": "done",
         "masked": False,
         "reward": float(rollout % 2),
+        "trace_index": trace,
+        "builder": "merged",
         "grade": "exact",
         "prompt_ids": PROMPT,
         "response_ids": [20 + base % 50, 21, 31, 32, 22, 23, 24],
         "loss_mask": [1, 1, 0, 0, 1, 1, 1],
-        "logprobs": [-0.5 - base / 1000, -0.25, None, None, -1.5, -2.0, -0.125],
-        "spans": [
-            {"kind": "context", "call_id": "call_a", "choice": 0, "start": 0, "end": 3},
-            {"kind": "sampled", "call_id": "call_a", "choice": 0, "start": 0, "end": 2},
-            {"kind": "context", "call_id": "call_b", "choice": 0, "start": 5, "end": 7},
-            {"kind": "sampled", "call_id": "call_b", "choice": 0, "start": 0, "end": 3},
-        ],
+        "logprobs": [-0.5 - base / 1024, -0.25, None, None, -1.5, -2.0, -0.125],
+        "spans": SPANS,
         "certificate": {"spans": [{"versions": [[0, "4"]]}, {"versions": [[0, "4"], [2, "5"]]}]},
     }
     return made | changes

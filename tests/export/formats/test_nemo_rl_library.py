@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar_proxy.export.formats import RecordConverter, nemo_rl, read_row
+from polar_proxy.export.formats import RecordConverter, nemo_rl, read_training_row
 from tests.export.formats.row_factory import group
 
 pytestmark = pytest.mark.full
@@ -26,7 +26,7 @@ def test_flattened_and_masked_by_nemo_rl_it_is_the_recorded_row() -> None:
     masks = module("nemo_rl.algorithms.grpo").add_grpo_token_loss_masks_and_generation_logprobs
     records = RecordConverter("nemo-rl")
     for one in group():
-        read = read_row(one)
+        read = read_training_row(one)
         loaded = nemo_rl.load(records([one])[0])
         masks([loaded["message_log"]])
         flat = messages.message_log_to_flat_messages(loaded["message_log"])

@@ -12,9 +12,9 @@ from polar_proxy.errors import UsageError
 from polar_proxy.export.formats import (
     TRAINER_FORMATS,
     RecordConverter,
-    UnsupportedRowError,
+    RowError,
     nemo_rl,
-    read_row,
+    read_training_row,
     slime,
     tinker,
     trl,
@@ -29,14 +29,14 @@ TRAINER = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1), num_gene
 
 
 def refused(reason: str) -> Any:
-    return pytest.raises(UnsupportedRowError, check=lambda error: error.reason == reason)
+    return pytest.raises(RowError, check=lambda error: error.reason == reason)
 
 
 def test_trl_completions() -> None:
     made = trl.completions(group(), 4)
     assert made["prompt_ids"] == [[11, 12, 13]] * 4
     assert [ids[0] for ids in made["completion_ids"]] == [20, 30, 40, 50]
-    assert made["logprobs"][1] == [-0.51, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125]
+    assert made["logprobs"][1] == [-0.5 - 10 / 1024, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125]
     assert made["env_mask"] == [[1, 1, 0, 0, 1, 1, 1]] * 4
     assert made["reward"] == [0.0, 1.0, 0.0, 1.0]
     assert trl.recorded_reward(prompts=[], completions=[], reward=made["reward"]) == made["reward"]
@@ -90,7 +90,7 @@ def test_trl_does_not_cut_groups_over_processes() -> None:
 
 
 def test_trl_rollout_sample() -> None:
-    made = trl.rollout_sample(read_row(row(advantage=0.75)), 3)
+    made = trl.rollout_sample(read_training_row(row(advantage=0.75)), 3)
     np.testing.assert_array_equal(made["input_ids"], IDS)
     np.testing.assert_array_equal(made["completion_mask"], [0, 0, 0, 1, 1, 0, 0, 1, 1, 1])
     np.testing.assert_array_equal(made["old_log_probs"], np.array([0.0] * 3 + LOGPROBS, dtype=np.float32))
@@ -100,7 +100,7 @@ def test_trl_rollout_sample() -> None:
         np.float32,
     )
     assert (made["advantage"], made["group_id"], made["model_version"]) == (0.75, 3, 4)  # the oldest of 4 and 5
-    unknown = trl.rollout_sample(read_row(row(advantage=0.75, certificate=None)), 3, model_version=9)
+    unknown = trl.rollout_sample(read_training_row(row(advantage=0.75, certificate=None)), 3, model_version=9)
     assert unknown["model_version"] == 9
 
 
@@ -108,18 +108,18 @@ def test_trl_rollout_sample() -> None:
 def test_records_with_an_advantage_need_one(changes: dict[str, Any], reason: str) -> None:
     for make in (tinker.datum, lambda one: trl.rollout_sample(one, 0)):
         with refused(reason):
-            make(read_row(row(**changes)))
+            make(read_training_row(row(**changes)))
 
 
 def test_verl_output_and_dataset() -> None:
-    made = verl.agent_loop_output(read_row(row(0, 1)))
+    made = verl.agent_loop_output(read_training_row(row(0, 1)))
     assert (made["prompt_ids"], made["response_ids"]) == ([11, 12, 13], [30, 21, 31, 32, 22, 23, 24])
     assert made["response_mask"] == [1, 1, 0, 0, 1, 1, 1]
-    assert made["response_logprobs"] == [-0.51, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125]
+    assert made["response_logprobs"] == [-0.5 - 10 / 1024, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125]
     assert (made["reward_score"], made["num_turns"]) == (1.0, 4)
-    assert verl.agent_loop_output(read_row(row(masked=True)))["response_mask"] == [0] * 7
+    assert verl.agent_loop_output(read_training_row(row(masked=True)))["response_mask"] == [0] * 7
     with refused("no_reward"):
-        verl.agent_loop_output(read_row(row(reward=None)))
+        verl.agent_loop_output(read_training_row(row(reward=None)))
     rows = verl.dataset([*group(0), *group(1)])
     assert [one["extra_info"]["group_id"] for one in rows] == ["group_0", "group_1"]
     assert [one["extra_info"]["rollouts"] for one in rows] == [4, 4]
@@ -143,8 +143,10 @@ def test_verl_sessions_are_rollouts_with_all_their_traces() -> None:
 
 
 def test_slime_samples_keep_slimes_invariants() -> None:
-    samples = slime.Samples()
-    made = [samples.sample(read_row(one)) for one in (row(0, 0), row(0, 1), row(0, 1, 1), row(1, 0, masked=True))]
+    samples = slime.SampleNumbering()
+    made = [
+        samples.sample(read_training_row(one)) for one in (row(0, 0), row(0, 1), row(0, 1, 1), row(1, 0, masked=True))
+    ]
     first = made[0]
     assert first["tokens"] == IDS
     assert (first["response_length"], first["loss_mask"]) == (7, [1, 1, 0, 0, 1, 1, 1])
@@ -154,9 +156,9 @@ def test_slime_samples_keep_slimes_invariants() -> None:
     assert [one["rollout_id"] for one in made] == [0, 1, 1, 2]
     assert [one["group_index"] for one in made] == [0, 0, 0, 1]
     assert [one["remove_sample"] for one in made] == [False, False, False, True]
-    assert samples.sample(read_row(row(0, 5, status="timed_out")))["status"] == "truncated"
+    assert samples.sample(read_training_row(row(0, 5, status="timed_out")))["status"] == "truncated"
     with refused("no_reward"):
-        samples.sample(read_row(row(reward=None)))
+        samples.sample(read_training_row(row(reward=None)))
 
 
 def test_slime_rewards_count_a_rollout_once() -> None:
@@ -173,7 +175,7 @@ def test_slime_rewards_count_a_rollout_once() -> None:
 
 
 def test_nemo_rl_cuts_where_the_mask_changes() -> None:
-    made = nemo_rl.datum_spec([read_row(row())], 7)
+    made = nemo_rl.datum_spec([read_training_row(row())], 7)
     assert [(one["role"], one["token_ids"], one.get("generation_logprobs")) for one in made["message_log"]] == [
         ("user", [11, 12, 13], None),
         ("assistant", [20, 21], [-0.5, -0.25]),
@@ -181,13 +183,13 @@ def test_nemo_rl_cuts_where_the_mask_changes() -> None:
         ("assistant", [22, 23, 24], [-1.5, -2.0, -0.125]),
     ]
     assert (made["length"], made["idx"], made["loss_multiplier"], made["total_reward"]) == (10, 7, 1.0, 0.0)
-    assert nemo_rl.datum_spec([read_row(row(masked=True))])["loss_multiplier"] == 0.0
+    assert nemo_rl.datum_spec([read_training_row(row(masked=True))])["loss_multiplier"] == 0.0
     with refused("several_traces"):
-        nemo_rl.datum_spec([read_row(row()), read_row(row(trace=1))])
+        nemo_rl.datum_spec([read_training_row(row()), read_training_row(row(trace=1))])
 
 
 def test_tinker_datum_is_shifted_by_one() -> None:
-    made = tinker.datum(read_row(row(advantage=-0.5)))
+    made = tinker.datum(read_training_row(row(advantage=-0.5)))
     inputs = {name: tensor["data"] for name, tensor in made["loss_fn_inputs"].items()}
     assert made["model_input"]["chunks"][0]["tokens"] == IDS[:-1]
     assert inputs["target_tokens"] == IDS[1:]
@@ -199,14 +201,14 @@ def test_tinker_datum_is_shifted_by_one() -> None:
 def test_a_rollout_is_written_whole_or_not_at_all(form: str) -> None:
     records = RecordConverter(form)
     assert len(records([row(advantage=1.0)])) == 1
-    assert records([row(0, 1, advantage=1.0), row(0, 1, 1, advantage=1.0, grade="refused")]) == []
-    assert records.left_out == {"refused": 2}
+    assert records([row(0, 1, advantage=1.0), row(0, 1, 1, advantage=1.0, grade="rejected")]) == []
+    assert records.left_out == {"rejected": 2}
     assert records([]) == []
 
 
 def test_trl_rows_number_groups() -> None:
     numbers = IdNumbers()
-    made = [trl.record([read_row(row(number, advantage=1.0))], numbers)[0] for number in (5, 3, 5)]
+    made = [trl.records([read_training_row(row(number, advantage=1.0))], numbers)[0] for number in (5, 3, 5)]
     assert [one["group_id"] for one in made] == [0, 1, 0]
     assert made[0]["input_ids"] == [11, 12, 13, 20, 21, 31, 32, 22, 23, 24]
     assert made[0]["labels"] == [-100, -100, -100, 20, 21, -100, -100, 22, 23, 24]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from polar_proxy.export.formats import RecordConverter, read_row, slime, with_advantages
+from polar_proxy.export.formats import RecordConverter, read_training_row, slime, with_advantages
 from tests.export.formats.row_factory import group, row
 
 pytestmark = pytest.mark.full
@@ -35,7 +35,7 @@ def test_a_debug_rollout_is_loaded_as_by_their_manager(tmp_path: Path, kind: Any
     loaded = torch.load(tmp_path / "rollout_0.pt", weights_only=False)["samples"]
     samples = [kind.from_dict(one) for one in loaded]
     for sample, one in zip(samples, rows, strict=True):
-        read = read_row(one)
+        read = read_training_row(one)
         if hasattr(sample, "validate"):
             sample.validate()
         assert sample.tokens[-sample.response_length :] == list(read.response_ids)

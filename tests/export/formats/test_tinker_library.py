@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polar_proxy.export.formats import RecordConverter, read_row, tinker, with_advantages
+from polar_proxy.export.formats import RecordConverter, read_training_row, tinker, with_advantages
 from tests.export.formats.row_factory import group
 
 pytest.importorskip("tinker", reason="needs Tinker's client: pip install tinker==0.38.0")
@@ -17,7 +17,7 @@ def test_records_are_datums() -> None:
     records = RecordConverter("tinker")
     for row in rows:
         (record,) = records([row])
-        made, read = tinker.load(record), read_row(row)
+        made, read = tinker.load(record), read_training_row(row)
         ids = list(read.token_ids)
         assert made.model_input.to_ints() == ids[:-1]
         inputs = {name: tensor.to_numpy() for name, tensor in made.loss_fn_inputs.items()}

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 
-from polar_proxy.export.formats import UnsupportedRowError, read_row, rows_of_group, with_advantages
+from polar_proxy.export.formats import RowError, read_training_row, with_advantages
 from polar_proxy.export.formats.training_rows import REFUSAL_REASONS, IdNumbers, group_advantages, group_by_rollout
-from tests.export.formats.row_factory import row
-from tests.training import group_factories
+from polar_proxy.types import Json
+from tests.export.formats.row_factory import SPANS, row
+
+IDS = [11, 12, 13, 14]
+CONTEXT = {"kind": "context", "call_id": "call_b", "choice": 0, "start": 3, "end": 4}
+NO_RESPONSE: Json = {"response_ids": [], "loss_mask": [], "logprobs": []}
 
 
 def test_a_row_is_read_as_it_was_written() -> None:
-    found = read_row(row(1, 2))
+    found = read_training_row(row(1, 2))
     assert found.token_ids == (11, 12, 13, 20 + 120 % 50, 21, 31, 32, 22, 23, 24)
     assert found.loss_mask == (1, 1, 0, 0, 1, 1, 1)
-    assert found.logprobs == (-0.62, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125)
+    assert found.logprobs == (-0.5 - 120 / 1024, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125)
     assert found.runs() == [(True, 0, 2), (False, 2, 4), (True, 4, 7)]
     assert found.versions == ("4", "5")
     assert found.trained_mask() == [1, 1, 0, 0, 1, 1, 1]
@@ -26,7 +29,7 @@ def test_a_row_is_read_as_it_was_written() -> None:
 
 @pytest.mark.parametrize("field", ["masked", "incomplete"])
 def test_a_rollout_of_the_baseline_alone_is_not_trained(field: str) -> None:
-    assert read_row(row(**{field: True})).trained_mask() == [0] * 7
+    assert read_training_row(row(**{field: True})).trained_mask() == [0] * 7
 
 
 @pytest.mark.parametrize(
@@ -35,9 +38,11 @@ def test_a_rollout_of_the_baseline_alone_is_not_trained(field: str) -> None:
         ({"schema": 2}, "newer_schema"),
         ({"schema": None}, "newer_schema"),
         ({"parent_trace_id": "trace_x"}, "branch"),
-        ({"grade": "refused"}, "refused"),
-        ({"loss_mask": [0] * 7}, "nothing_sampled"),
-        ({"prompt_ids": []}, "no_prompt"),
+        ({"grade": "rejected"}, "rejected"),
+        ({"spans": [SPANS[0], CONTEXT], "prompt_ids": IDS, **NO_RESPONSE}, "nothing_sampled"),
+        ({"spans": SPANS[1:], "prompt_ids": []}, "no_prompt"),
+        ({"loss_mask": [0] * 7}, "malformed"),
+        ({"prompt_ids": []}, "malformed"),
         ({"loss_mask": [1] * 7}, "malformed"),
         ({"loss_mask": [1] * 6}, "malformed"),
         ({"loss_mask": [2, 0, 0, 0, 0, 0, 0]}, "malformed"),
@@ -48,8 +53,8 @@ def test_a_rollout_of_the_baseline_alone_is_not_trained(field: str) -> None:
     ],
 )
 def test_what_no_record_can_hold_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UnsupportedRowError) as caught:
-        read_row(row(**changes))
+    with pytest.raises(RowError) as caught:
+        read_training_row(row(**changes))
     assert caught.value.reason == reason
     assert reason in REFUSAL_REASONS
 
@@ -77,23 +82,12 @@ def test_rollouts_without_a_trace_are_in_the_baseline_where_they_are_told() -> N
 
 def test_a_row_of_no_group_has_no_advantage() -> None:
     assert with_advantages([row(group_id=None)])[0]["advantage"] is None
-    with pytest.raises(UnsupportedRowError, match="belongs to no group"):
-        group_by_rollout([read_row(row(group_id=None))])
+    with pytest.raises(RowError, match="belongs to no group"):
+        group_by_rollout([read_training_row(row(group_id=None))])
 
 
 def test_no_reward_is_no_advantage() -> None:
     assert group_advantages({"a": 1.0, "b": None, "c": 0.0}, "dr_grpo") == {"a": 0.5, "b": None, "c": -0.5}
-
-
-def test_a_group_of_the_store_gives_the_same_rows() -> None:
-    trace = group_factories.trace("t", [1, 2], [3, 4], logprobs=[-0.5, -0.75])
-    made = rows_of_group(
-        group_factories.group(group_factories.GroupRollout(group_factories.rollout(0, 1.0, masked=True), (trace,)))
-    )
-    found = read_row(made[0])
-    assert (found.prompt_ids, found.response_ids) == ((1, 2), (3, 4))
-    assert np.float32(found.logprobs).tolist() == [-0.5, -0.75]
-    assert (found.rollout_id, found.group_id, found.reward, found.masked) == ("roll_0", "group_0", 1.0, True)
 
 
 def test_numbers_are_given_in_order() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from polar_proxy.engines.factory import POLAR_TINY
-from polar_proxy.export.formats import read_row, trl, with_advantages
+from polar_proxy.export.formats import read_training_row, trl, with_advantages
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.model import Learner, load_model
@@ -80,7 +80,7 @@ def gradients_at_the_step(trainer: Any) -> dict[str, torch.Tensor]:
 
 def polars_gradients(rows: list[Json], advantages: list[float]) -> dict[str, torch.Tensor]:
     sequences = []
-    for number, (one, advantage) in enumerate(zip(map(read_row, rows), advantages, strict=True)):
+    for number, (one, advantage) in enumerate(zip(map(read_training_row, rows), advantages, strict=True)):
         off = [False] * len(one.prompt_ids)
         trained = np.array(off + [bool(bit) for bit in one.loss_mask])
         recorded = np.array([np.nan] * len(off) + list(one.logprobs))
@@ -160,7 +160,11 @@ def test_samples_through_the_async_trainers_own_queue_batcher_and_packing() -> N
     )
     (packed,) = next(iter(module.FixedCountBatcher(dataset, 1, 6)))
     tensors = packed.pack()
-    read = {one.trace_id: one for one in map(read_row, with_advantages([*group(1, size=2), *rows])) if not one.masked}
+    read = {
+        one.trace_id: one
+        for one in map(read_training_row, with_advantages([*group(1, size=2), *rows]))
+        if not one.masked
+    }
     assert worker.left_out == {"masked": 1}
     assert sorted(tensors["old_log_probs"].tolist()) == pytest.approx(
         sorted(value for one in read.values() for value, bit in zip(one.logprobs, one.loss_mask, strict=True) if bit)

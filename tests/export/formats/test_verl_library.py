@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from polar_proxy.engines.factory import POLAR_TINY
-from polar_proxy.export.formats import read_row, verl, with_advantages
+from polar_proxy.export.formats import read_training_row, verl, with_advantages
 from polar_proxy.types import Json
 from tests.export.formats.row_factory import group, row
 
@@ -38,7 +38,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_outputs_become_verls_tensors() -> None:
-    (made,) = verl.outputs([verl.agent_loop_output(read_row(row(0, 1)))])
+    (made,) = verl.outputs([verl.agent_loop_output(read_training_row(row(0, 1)))])
     assert isinstance(made, loops.AgentLoopOutput)
     fields = made.as_dict()
     assert fields["prompts"].tolist() == [11, 12, 13]
@@ -110,7 +110,7 @@ async def test_verls_padding_keeps_every_number(files: tuple[Path, Path]) -> Non
         assert batch["attention_mask"][number].tolist() == [0, 0, 1, 1, 1] + [1] * 7 + [0, 0]
         assert batch["prompts"][number][2:].tolist() == ids[2:]
         assert batch["response_mask"][number].tolist() == [1, 1, 0, 0, 1, 1, 1, 0, 0]
-        expected = read_row(row(1, number))
+        expected = read_training_row(row(1, number))
         assert batch["responses"][number][:7].tolist() == list(expected.response_ids)
         assert batch["rollout_log_probs"][number].tolist() == pytest.approx([*expected.logprobs, 0.0, 0.0])
         assert batch["rm_scores"][number].sum() == number % 2

@@ -1,0 +1,217 @@
+"""The token sequence of a trace: put together from its calls, joined with its parents, compared and checked.
+
+`find_problem` is the one implementation of "this trace is what its calls say": builders and the store call it. Its
+first half, `find_layout_problem`, needs no calls: readers of exported rows use it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from polar_proxy.types import CallRecord, Logprobs, Span, TokenIds, Trace
+
+MISSING_LOGPROB = -9000.0
+"""Engines write -9999 where they have no log-probability: a value at or below this is not one."""
+
+LossMask = npt.NDArray[np.uint8]
+_COMPARE_AT_ONCE = 256
+
+
+# ---------------------------------------------------------------- putting sequences together
+
+
+class SpanError(ValueError):
+    """A span names a call or tokens that do not exist."""
+
+
+def assemble(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> tuple[TokenIds, LossMask, Logprobs]:
+    """Put the tokens that the spans name in a row.
+
+    Return token_ids int32 [n], loss_mask uint8 [n], logprobs float32 [n] (NaN where the mask is 0). Raise SpanError
+    for a span without a call, without an answer, or outside of its call.
+    """
+    ids: list[TokenIds] = [np.empty(0, np.int32)]
+    logprobs: list[Logprobs] = [np.empty(0, np.float32)]
+    for span in spans:
+        call = calls.get(span.call_id)
+        if call is None:
+            raise SpanError(f"it refers to the call {span.call_id}, which its session does not have")
+        tokens, values = call.prompt_ids, None
+        if span.kind == "sampled":
+            choice = next((choice for choice in call.choices if choice.index == span.choice), None)
+            if choice is None:
+                raise SpanError(f"the call {span.call_id} has no choice {span.choice}")
+            tokens, values = choice.token_ids, choice.logprobs
+        if tokens is None or not 0 <= span.start <= span.end <= len(tokens):
+            raise SpanError(f"a span lies outside of the call {span.call_id}")
+        ids.append(tokens[span.start : span.end])
+        if values is None:
+            logprobs.append(np.full(span.end - span.start, np.nan, np.float32))
+        else:
+            logprobs.append(values[span.start : span.end])
+    return np.concatenate(ids), _mask_of(spans), np.concatenate(logprobs)
+
+
+def _mask_of(spans: Sequence[Span]) -> LossMask:
+    sampled = np.array([span.kind == "sampled" for span in spans], np.uint8)
+    return np.repeat(sampled, [span.end - span.start for span in spans])
+
+
+@dataclass(frozen=True, slots=True)
+class TracePath:
+    """A whole sequence from its root: `token_ids` int32 [n], `loss_mask` uint8 [n], `logprobs` float32 [n]."""
+
+    token_ids: TokenIds
+    loss_mask: LossMask
+    logprobs: Logprobs
+    """NaN where the mask is 0."""
+    own: int
+    """Where the trace's own tokens begin. The tokens before it are trained with the traces that own them."""
+
+
+def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> TracePath:
+    """Return all tokens from the root to the end of a trace.
+
+    `traces` are those of its build, its ancestors among them. Raise ValueError if an ancestor is missing, or has no
+    token where the branch is.
+    """
+    by_id = traces if isinstance(traces, Mapping) else {one.trace_id: one for one in traces}
+    pieces = [(trace, len(trace.token_ids))]
+    here = trace
+    while here.parent_trace_id is not None:
+        parent = by_id.get(here.parent_trace_id)
+        if parent is None:
+            raise ValueError(f"The parent {here.parent_trace_id} of the trace {here.trace_id} is missing")
+        shared = here.branch_at - parent.branch_at
+        if not 0 < shared <= len(parent.token_ids):
+            raise ValueError(f"The trace {here.trace_id} branches from {parent.trace_id} outside of its tokens")
+        pieces.append((parent, shared))
+        here = parent
+    pieces.reverse()
+    return TracePath(
+        np.concatenate([one.token_ids[:size] for one, size in pieces]),
+        np.concatenate([one.loss_mask[:size] for one, size in pieces]),
+        np.concatenate([one.logprobs[:size] for one, size in pieces]),
+        trace.branch_at,
+    )
+
+
+# ---------------------------------------------------------------- checking a trace
+
+
+def find_layout_problem(trace: Trace) -> str | None:
+    """Say in what the parts of a trace contradict each other, or return None.
+
+    The spans tile its tokens; the mask is 1, and a finite log-probability is there, exactly on the sampled spans; the
+    prompt is what comes before the first of them.
+    """
+    size = sum(span.end - span.start for span in trace.spans)
+    if not size == len(trace.token_ids) == len(trace.loss_mask) == len(trace.logprobs):
+        return f"its spans tile {size} tokens, and it has {len(trace.token_ids)}"
+    if not all(span.start < span.end for span in trace.spans):
+        return "a span is empty"
+    mask = _mask_of(trace.spans)
+    if not np.array_equal(trace.loss_mask, mask):
+        return "its loss mask is not 1 exactly on the sampled spans"
+    if not np.isnan(trace.logprobs[mask == 0]).all():
+        return "it has log-probabilities of tokens that were not sampled"
+    sampled = trace.logprobs[mask == 1]
+    if not (np.isfinite(sampled) & (sampled > MISSING_LOGPROB)).all():
+        return "log-probabilities of sampled tokens are missing or not finite"
+    before = int(mask.argmax()) if mask.any() else size
+    if trace.prompt_length != before:
+        return f"its first answer begins at {before}, and its prompt has {trace.prompt_length} tokens"
+    return None
+
+
+def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
+    """Say in what a trace differs from its calls, or return None.
+
+    Tokens and log-probabilities are those of the calls, position by position, and each sampled span is a whole answer.
+    A rescored trace may have other log-probabilities.
+    """
+    if (problem := find_layout_problem(trace)) is not None:
+        return problem
+    try:
+        token_ids, _, logprobs = assemble(trace.spans, calls)
+    except SpanError as error:
+        return str(error)
+    differs = np.flatnonzero(trace.token_ids != token_ids)
+    if differs.size:
+        ends = list(accumulate(span.end - span.start for span in trace.spans))
+        span = trace.spans[bisect_right(ends, int(differs[0]))]
+        return f"its tokens are not those of the call {span.call_id}"
+    if not trace.rescored and not np.array_equal(trace.logprobs, logprobs, equal_nan=True):
+        return "its log-probabilities are not those recorded at sampling"
+    sampled = [span for span in trace.spans if span.kind == "sampled"]
+    for span in sampled:
+        answer = next(choice for choice in calls[span.call_id].choices if choice.index == span.choice)
+        if (span.start, span.end) != (0, len(answer.token_ids)):
+            return f"it has only a part of an answer of the call {span.call_id}"
+    if tuple(dict.fromkeys(span.call_id for span in sampled)) != trace.call_ids:
+        return "its call_ids are not the calls whose answers it trains"
+    return None
+
+
+# ---------------------------------------------------------------- comparing token sequences
+# All are int32 [n]. The store reads the prompts of a session into one buffer, because they begin alike: where two
+# arrays begin at the same address nothing is compared, so that a turn costs what is new in it.
+
+
+def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
+    """Return how many first tokens both have in common."""
+    size = min(len(one), len(other))
+    if size == 0 or _same_short(one[:size], other[:size]) or share_buffer(one, other):
+        return size
+    start, step = 0, _COMPARE_AT_ONCE
+    while start < size:  # in growing steps, because most sequences that differ do so early
+        end = min(start + step, size)
+        differs = one[start:end] != other[start:end]
+        position = int(differs.argmax())
+        if differs[position]:
+            return start + position
+        start, step = end, step * 8
+    return size
+
+
+def begins_with(whole: TokenIds, start: TokenIds) -> bool:
+    size = len(start)
+    if size == 0:
+        return True
+    if size > len(whole) or whole[size - 1] != start[-1]:
+        return False
+    if size <= _COMPARE_AT_ONCE:
+        return _same_short(whole[:size], start)
+    if share_buffer(whole, start):
+        return True
+    # The end is compared first: histories that only look alike differ there.
+    near = max(0, size - _COMPARE_AT_ONCE)
+    return bool((whole[near:size] == start[near:]).all()) and common_prefix_length(whole[:near], start[:near]) == near
+
+
+def share_buffer(one: TokenIds, other: TokenIds) -> bool:
+    """Return whether both begin at the same address of one buffer, so that the shorter is a prefix of the longer."""
+    owner, other_owner = one.base, other.base
+    if (one if owner is None else owner) is not (other if other_owner is None else other_owner):
+        return False
+    same = one.__array_interface__["data"][0] == other.__array_interface__["data"][0]
+    return bool(same and one.strides == other.strides)
+
+
+def is_any(ids: TokenIds, wanted: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """Return bool [n]: which of `ids` are among a few wanted ones."""
+    found = np.zeros(len(ids), dtype=np.bool_)
+    for token in wanted:
+        found |= ids == token
+    return found
+
+
+def _same_short(one: TokenIds, other: TokenIds) -> bool:
+    """Compare two short runs of equal length as bytes, which is several times faster; return False for long ones."""
+    return len(one) <= _COMPARE_AT_ONCE and one.tobytes() == other.tobytes()

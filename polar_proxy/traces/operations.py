@@ -1,0 +1,273 @@
+"""Everything that reads calls from a store and writes traces to it: build, rebuild, audit, rescore.
+
+Each goes through the store one session at a time, so memory stays that of one rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from polar_proxy.engines.base import Engine
+from polar_proxy.errors import EngineError, UsageError
+from polar_proxy.store import Store
+from polar_proxy.store.rescores import apply_rescores
+from polar_proxy.traces.audit import UNKNOWN, AuditReference, AuditReport, audit
+from polar_proxy.traces.builders import BuildResult, build
+from polar_proxy.traces.certify import certify
+from polar_proxy.traces.grades import REJECTED
+from polar_proxy.traces.rescoring import RescoreReport, build_rescored, rescore_calls
+from polar_proxy.traces.scoring import rescore
+from polar_proxy.traces.validation import count_calls
+from polar_proxy.types import CallRecord, Json
+
+STORED_BUILDERS = ("merged",)
+"""The builders whose traces are stored when a rollout ends. Traces of any other builder are made from the calls on
+request: stored for each rollout, those of `per_call` alone would be a third of its size."""
+
+SUPERSEDED = "superseded_attempt"
+"""Why the calls of an attempt are not trained on that another attempt followed: only one attempt is the rollout."""
+
+_PAGE = 500
+
+
+# ---------------------------------------------------------------- which sessions
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTarget:
+    """A session, with what its rollout says about it, if it has one."""
+
+    session_id: str
+    rollout_id: str | None = None
+    harness: str | None = None
+    reward: float | None = None
+
+
+async def find_targets(
+    store: Store, *, where: str | None = None, session_ids: Sequence[str] = (), limit: int | None = None
+) -> list[SessionTarget]:
+    """Return the sessions of the rollouts that fulfil `where`, or these sessions, or all sessions with calls.
+
+    Rollouts come first, each kind newest first, and at most `limit` in all. Raise UsageError for an invalid condition,
+    an unknown session, and for both arguments at once.
+    """
+    if where is not None and session_ids:
+        raise UsageError("Conditions choose rollouts: give either --where or --session.")
+    if session_ids:
+        return [await _target_of(store, session_id) for session_id in session_ids][:limit]
+    targets: list[SessionTarget] = []
+    async for target in _all_targets(store, where):
+        if limit is not None and len(targets) >= limit:
+            break
+        targets.append(target)
+    return targets
+
+
+async def _all_targets(store: Store, where: str | None) -> AsyncIterator[SessionTarget]:
+    before: str | None = None
+    while rollouts := await store.rollouts.find(where=where, limit=_PAGE, before=before):
+        for rollout in reversed(rollouts):  # a page is ordered oldest first
+            if rollout.session_id is not None:
+                yield SessionTarget(rollout.session_id, rollout.rollout_id, rollout.harness, rollout.reward)
+        before = rollouts[0].rollout_id
+    before = None
+    while where is None and (sessions := await store.sessions.recent(_PAGE, before)):
+        for session in sessions:
+            if session.rollout_id is None and session.calls:
+                yield SessionTarget(session.session_id)
+        before = sessions[-1].session_id
+
+
+async def _target_of(store: Store, session_id: str) -> SessionTarget:
+    session = await store.sessions.get(session_id)
+    if session is None:
+        raise UsageError(f"There is no session {session_id}. `polar sessions` lists them.")
+    row = None if session.rollout_id is None else await store.rollouts.get(session.rollout_id)
+    if row is None:
+        return SessionTarget(session_id, session.rollout_id)
+    return SessionTarget(session_id, row.rollout_id, row.harness, row.reward)
+
+
+# ---------------------------------------------------------------- building
+
+
+async def build_traces(
+    store: Store, session_id: str, rollout_id: str | None, *, reward: float | None, incomplete: bool
+) -> None:
+    """Build and store the traces of a session that has ended. `incomplete`: a call was lost, so none is trained."""
+    calls = await store.calls.of_session(session_id, text=False)
+    for builder in STORED_BUILDERS:
+        result = await asyncio.to_thread(build, calls, builder, rollout_id=rollout_id, reward=reward)
+        await _save(store, session_id, rollout_id, calls, _without_traces(result, calls) if incomplete else result)
+
+
+async def exclude_session(store: Store, session_id: str, rollout_id: str) -> None:
+    """Exclude all calls of an attempt that another attempt followed, in place of its traces."""
+    reasons = dict.fromkeys([call.call_id for call in await store.calls.summaries(session_id)], SUPERSEDED)
+    for builder in STORED_BUILDERS:
+        await store.traces.put((), reasons, builder, session_id, rollout_id)
+
+
+@dataclass(slots=True)
+class RebuildReport:
+    """What `rebuild` made."""
+
+    sessions: list[Json] = field(default_factory=list)
+    """Of each session: ids, traces, tokens, calls, traces by grade, drift by outcome."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """rollout id -> status, of rollouts that still run: their traces are built when they end."""
+
+    def to_json(self) -> Json:
+        return {"sessions": self.sessions, "skipped": self.skipped}
+
+
+async def rebuild(
+    store: Store,
+    targets: Iterable[SessionTarget],
+    *,
+    builder: str,
+    on_drift: str = "split",
+    engine: Engine | None = None,
+) -> RebuildReport:
+    """Build the traces of these sessions again, in place of what this builder made of them before.
+
+    `engine` gives the log-probabilities for `on_drift = rescore`. Raise UsageError for an unknown builder or drift
+    policy, and for `rescore` without an engine.
+    """
+    if on_drift == "rescore" and engine is None:
+        raise UsageError("--on-drift rescore asks an engine: name it with --engine.")
+    report = RebuildReport()
+    for target in targets:
+        row = None if target.rollout_id is None else await store.rollouts.get(target.rollout_id)
+        if row is not None and not row.final:
+            report.skipped[row.rollout_id] = row.status
+            continue
+        calls = await store.calls.of_session(target.session_id, text=False)
+        result = await asyncio.to_thread(
+            build, calls, builder, on_drift=on_drift, rollout_id=target.rollout_id, reward=target.reward
+        )
+        if row is not None and row.incomplete:
+            result = _without_traces(result, calls)
+        elif on_drift == "rescore" and engine is not None:
+            result = await rescore(result, engine)
+        await _save(store, target.session_id, target.rollout_id, calls, result)
+        report.sessions.append(_summary(target, calls, result))
+    return report
+
+
+def _without_traces(result: BuildResult, calls: Sequence[CallRecord]) -> BuildResult:
+    """Exclude all calls: a rollout in which a call was lost is not trained."""
+    excluded = {call.call_id: result.excluded.get(call.call_id, "incomplete") for call in calls}
+    return BuildResult(result.builder, (), excluded, result.on_drift)
+
+
+async def _save(
+    store: Store, session_id: str, rollout_id: str | None, calls: Sequence[CallRecord], result: BuildResult
+) -> None:
+    certificates = await asyncio.to_thread(certify, calls, result)
+    await store.traces.put(
+        result.traces,
+        result.excluded,
+        result.builder,
+        session_id,
+        rollout_id,
+        {trace_id: certificate.stored() for trace_id, certificate in certificates.items()},
+        # The builder has validated its traces; only rescoring changes them afterwards.
+        validated=result.rescored_by is None,
+    )
+
+
+def _summary(target: SessionTarget, calls: Sequence[CallRecord], result: BuildResult) -> Json:
+    return {
+        "session_id": target.session_id,
+        "rollout_id": target.rollout_id,
+        "traces": len(result.traces),
+        "tokens": sum(len(trace.token_ids) for trace in result.traces),
+        "trained_tokens": sum(int(trace.loss_mask.sum()) for trace in result.traces),
+        "calls": count_calls(calls, result),
+        "grades": dict(Counter(trace.grade for trace in result.traces)),
+        "drift": dict(Counter(event.outcome for event in result.drift_events)),
+    }
+
+
+# ---------------------------------------------------------------- auditing
+
+
+async def audit_store(
+    store: Store,
+    engine: Engine,
+    reference: AuditReference,
+    targets: Sequence[SessionTarget],
+    *,
+    builder: str = "merged",
+    at_once: int = 4,
+    progress: Callable[[AuditReport], object] = lambda report: None,
+) -> AuditReport:
+    """Audit the traces that `builder` made of the targets, and write grade and figures into each trace.
+
+    Raise UsageError where the engine cannot score or serves another model, EngineError where the weights change
+    meanwhile.
+    """
+    if "score" not in engine.info.capabilities:
+        raise UsageError(
+            f"The engine {engine.info.engine} gives no log-probabilities of a given sequence: audit with vllm or local."
+        )
+    report = AuditReport(reference)
+    started = time.monotonic()
+    loaded = await engine.weight_version()
+    for target in targets:
+        await _audit_session(store, engine, target, builder, at_once, report)
+        report.sessions += 1
+        report.seconds = time.monotonic() - started
+        progress(report)
+        if (now := await engine.weight_version()) != loaded:
+            raise EngineError(f"The engine's weights changed from version {loaded} to {now} during the audit.")
+    return report
+
+
+async def _audit_session(
+    store: Store, engine: Engine, target: SessionTarget, builder: str, at_once: int, report: AuditReport
+) -> None:
+    stored = await store.traces.of_session(target.session_id, builder=builder, text=False)
+    if not stored.traces:
+        report.skipped["not_built"] += 1
+        return
+    certificates = {trace_id: fields for trace_id, fields in stored.certificates.items() if fields is not None}
+    audits = await audit(
+        engine,
+        report.reference,
+        stored.traces,
+        stored.trace_calls,
+        built_grades={
+            trace_id: fields["audit"]["built_grade"] for trace_id, fields in certificates.items() if fields.get("audit")
+        },
+        scorers={trace_id: fields["rescored"] for trace_id, fields in certificates.items() if fields.get("rescored")},
+        at_once=at_once,
+        scored=report.scored,
+    )
+    for one in audits:
+        if one.tokens or one.grade == REJECTED:
+            await store.traces.set_audit(one.trace_id, one.grade, one.to_json(report.reference, time.time()))
+        report.add(one, target.harness or UNKNOWN)
+
+
+# ---------------------------------------------------------------- rescoring
+
+
+async def rescore_session(
+    store: Store, engine: Engine, target: SessionTarget, report: RescoreReport, *, at_once: int = 4
+) -> None:
+    """Encode and score the answers of one session that have no tokens, and build its `rescored` traces again."""
+    calls = await store.calls.of_session(target.session_id)
+    rescores, skipped = await rescore_calls(calls, engine, report.scored, at_once=at_once)
+    if not rescores and not await store.rescores.of_session(target.session_id):
+        report.add(len(calls), rescores, skipped, 0)
+        return
+    result = build_rescored(calls, rescores, skipped=skipped, rollout_id=target.rollout_id, reward=target.reward)
+    await store.rescores.put(target.session_id, rescores)
+    await _save(store, target.session_id, target.rollout_id, apply_rescores(calls, rescores), result)
+    report.add(len(calls), rescores, skipped, len(result.traces))
