@@ -21,7 +21,7 @@ from polar_proxy.export.formats import (
     verl,
 )
 from polar_proxy.export.formats.training_rows import IdNumbers
-from tests.export.formats.row_factory import group, row
+from tests.export.formats.row_factory import SPANS, group, row
 
 IDS = [11, 12, 13, 20, 21, 31, 32, 22, 23, 24]
 LOGPROBS = [-0.5, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125]
@@ -75,7 +75,8 @@ def test_trl_skips_and_counts_only_when_told() -> None:
 
 
 def test_trl_trains_the_longest_sequence_only_where_told_and_counts_the_others() -> None:
-    shorter = row(0, 2, 1, loss_mask=[1, 0, 0, 0, 0, 0, 0])
+    spans = [SPANS[0], {**SPANS[1], "end": 1}]
+    shorter = row(0, 2, 1, response_ids=[70], loss_mask=[1], logprobs=[-0.5], spans=spans)
     rollouts = trl.RecordedRollouts([[shorter, *group(), row(0, 1, 1)]], several="longest")
     assert rollouts(["any"] * 4, TRAINER)["trace_id"] == ["trace_0_2_0", "trace_0_0_0", "trace_0_1_0", "trace_0_3_0"]
     assert rollouts.left_out == {"shorter_sequence": 2}
@@ -83,9 +84,9 @@ def test_trl_trains_the_longest_sequence_only_where_told_and_counts_the_others()
 
 def test_trl_does_not_cut_groups_over_processes() -> None:
     many = SimpleNamespace(accelerator=SimpleNamespace(num_processes=2), num_generations=4)
-    with pytest.raises(UsageError, match="cut apart"):
+    with pytest.raises(UsageError, match="split a group"):
         trl.RecordedRollouts([group()])(["any"] * 4, many)
-    with pytest.raises(UsageError, match="no whole groups"):
+    with pytest.raises(UsageError, match="not a whole number of groups"):
         trl.RecordedRollouts([group()])(["any"] * 6, TRAINER)
 
 
