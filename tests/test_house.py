@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
     {"types", "errors", "bounded"},
-    {"rollout_spec"},
+    {"rollout_spec", "sequences"},
     {"config", "api_models"},
     {"webhooks"},
     {"dialects", "engines", "store", "tasks", "client"},
