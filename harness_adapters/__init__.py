@@ -1,4 +1,4 @@
-"""Harness adapters: how agent programs are installed and launched. Knows nothing of `polar_proxy`."""
+"""Harness adapters: how to install and launch agent programs. This package does not import `polar_proxy`."""
 
 from harness_adapters.base import (
     ExitOutcome,

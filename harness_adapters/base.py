@@ -1,13 +1,13 @@
-"""The protocol of a harness adapter.
+"""The protocol of a harness adapter, and the adapters by name.
 
-An adapter says how one agent program is installed, how it is started against a base URL, and how its exit is
-to be read. It only describes: it starts no agent, opens no sandbox and knows nothing of Polar. Promises:
+An adapter says how to install one agent program, how to start it against a base URL, and how to read its exit. It only
+describes: it starts no agent and opens no sandbox. Promises:
 
-* `install` is idempotent and safe to call from several processes at once; what it returns is complete.
-* Nothing is ever installed into the environment that runs Polar.
+* `install` is idempotent and safe to call from several processes at once; the installation it returns is complete.
+* Nothing is ever installed into the Python environment that runs Polar.
 * `launch` is pure: the same arguments give an equal plan, and nothing is read or written.
-* The API key appears in the plan's environment or files only, never in its argument list, where every user of
-  the machine could read it.
+* The API key appears in the plan's environment or files only, never in its argument list, where every user of the
+  machine could read it.
 """
 
 from __future__ import annotations
@@ -18,50 +18,48 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
+WireApi = Literal["openai_chat", "openai_responses", "anthropic_messages", "google_generate_content"]
+Feature = Literal["stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"]
 ExitOutcome = Literal["ok", "failed", "timed_out"]
 
 
 class HarnessError(Exception):
-    """Something about a harness went wrong; the text says what, and what to do."""
+    """A harness cannot do what was asked. The text says why, and what to do."""
 
 
 class UnknownHarnessError(HarnessError, LookupError):
-    """No adapter has this name; the message lists those that exist."""
+    """No adapter has this name. The text lists the names that exist."""
 
 
 class InstallError(HarnessError):
-    """The harness could not be installed; the text carries the end of the installer's output."""
-
-
-WireApi = Literal["openai_chat", "openai_responses", "anthropic_messages", "google_generate_content"]
-Feature = Literal["stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"]
+    """The harness could not be installed. The text ends with the installer's last output."""
 
 
 @dataclass(frozen=True)
 class HarnessInfo:
-    """What is known of a harness before anything is installed."""
+    """Properties of a harness that are known before it is installed."""
 
     homepage: str
     package: str
-    """Where it comes from, as the installer names it: ``npm:@openai/codex``, ``pypi:mini-swe-agent``."""
+    """Its source and name, such as ``npm:@openai/codex`` or ``pypi:mini-swe-agent``."""
     tested_versions: tuple[str, str]
-    """The versions, lowest and highest, that this adapter was run with."""
+    """The lowest and the highest version that this adapter was run with."""
     wire_apis: tuple[WireApi, ...]
-    """Dialects it can be told to speak; the first is the one the adapter uses."""
+    """The dialects that it can speak. The adapter uses the first unless another one is asked for."""
     runtime: str
-    """What it runs on: ``python 3.12``, ``node 22``, ``native``."""
+    """The runtime that it needs: ``python 3.12``, ``node 22``, ``native``."""
     features: frozenset[Feature]
     notes: str = ""
-    """What a user must know, such as an exit code that lies."""
+    """Pitfalls that a user must know, such as an exit code that hides failures."""
     needs: tuple[str, ...] = ()
-    """Programs that must be on PATH in the sandbox, beside what is installed."""
+    """Programs that must be on PATH in the sandbox."""
     version_command: tuple[str, ...] = ("{program}", "--version")
-    """Prints the version of what is installed; ``{program}`` and ``{root}`` are those of `Installation`."""
+    """Command that prints the installed version. ``{program}`` and ``{root}`` are those of `Installation`."""
 
 
 @dataclass(frozen=True)
 class McpServer:
-    """A Model Context Protocol server that the harness shall offer to its model: started by `command`, or at `url`."""
+    """A Model Context Protocol server for the harness to offer its model: started by `command`, or at `url`."""
 
     name: str
     command: tuple[str, ...] = ()
@@ -71,7 +69,7 @@ class McpServer:
 
 @dataclass(frozen=True)
 class Skill:
-    """A skill in the Agent Skills form: `text` is its SKILL.md, front matter included."""
+    """A skill in the Agent Skills format. `text` is its SKILL.md with the front matter."""
 
     name: str
     text: str
@@ -79,21 +77,21 @@ class Skill:
 
 @dataclass(frozen=True)
 class Installation:
-    """A harness that stands ready in the cache."""
+    """A harness that is installed in the cache."""
 
     name: str
     version: str
     root: Path
-    """Folder that holds everything the harness needs beside `mounts`."""
+    """Folder of the harness."""
     program: Path
-    """What is started: an interpreter or an executable."""
+    """The interpreter or executable to start."""
     mounts: tuple[Path, ...] = ()
-    """Host paths, `root` included, that a sandbox must show read-only at the same place."""
+    """Host paths, `root` included, that a sandbox must mount read-only at the same path."""
 
 
 @dataclass(frozen=True)
 class LaunchContext:
-    """What a run supplies. All paths are as the harness sees them, inside the sandbox."""
+    """The settings of one run. All paths are paths inside the sandbox."""
 
     base_url: str
     """OpenAI base URL, ending in ``/v1``. Anthropic and Google clients add the version themselves: `root_url`."""
@@ -102,23 +100,23 @@ class LaunchContext:
     model: str
     """Model name as the endpoint lists it."""
     instruction: str
-    """The task, in plain language."""
+    """The task in natural language."""
     home: str
     """An empty, writable HOME."""
     workdir: str
-    """The workspace; the sandbox starts the program there."""
+    """The workspace, which is the program's working directory."""
     max_steps: int = 15
-    """Most model calls that the agent may make, where the harness has such a limit."""
+    """Maximum number of model calls, for harnesses with such a limit."""
     command_timeout_seconds: int = 30
-    """Limit of each command the agent runs, where the harness has such a limit."""
+    """Time limit of each command that the agent runs, for harnesses with such a limit."""
     request_timeout_seconds: float = 300.0
-    """How long the harness waits for one model answer."""
+    """Time limit of one model call."""
     context_length: int | None = None
-    """Tokens that the model reads at most, where the harness can be told: it then summarises in time."""
+    """Context length of the model in tokens. A harness that takes it summarises in time."""
     resume: bool = False
-    """Go on with the last conversation of this HOME and workspace instead of beginning one."""
+    """Continue the last conversation of this HOME and workspace instead of starting one."""
     wire_api: WireApi | None = None
-    """Dialect to speak, one of the adapter's `HarnessInfo.wire_apis`; None: its first."""
+    """Dialect to speak, one of `HarnessInfo.wire_apis`; None: the first of them."""
     mcp_servers: tuple[McpServer, ...] = ()
     skills: tuple[Skill, ...] = ()
 
@@ -130,14 +128,14 @@ class LaunchContext:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How to start the harness: run `argv` in the workspace with exactly `env` added to the sandbox's own."""
+    """How to start the harness: run `argv` in the workspace with `env` added to the sandbox's environment."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
     files: Mapping[str, str] = field(default_factory=dict)
-    """Path relative to HOME -> text, to be written before the start."""
+    """Files to write before the start: path relative to HOME -> text."""
     mounts: tuple[Path, ...] = ()
-    """Host paths that must be visible read-only, at the same place, inside the sandbox."""
+    """Host paths to mount read-only at the same path inside the sandbox."""
 
 
 @runtime_checkable
@@ -146,12 +144,12 @@ class HarnessAdapter(Protocol):
 
     name: str
     default_version: str
-    facts: HarnessInfo
+    info: HarnessInfo
 
     def install(self, cache_root: Path, version: str | None = None) -> Installation:
-        """Return the harness from the cache below `cache_root`, installing it first when it is not there.
+        """Return the harness from the cache below `cache_root`, installing it first if it is missing.
 
-        Blocks, for minutes at the first time. Raises `InstallError`.
+        Blocks, for minutes the first time. Raises `InstallError`.
         """
         ...
 
@@ -160,12 +158,42 @@ class HarnessAdapter(Protocol):
         ...
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        """Return how to start it. Raises `HarnessError` for what this harness cannot do (resume, MCP, a wire API)."""
+        """Return how to start it. Raises `HarnessError` for what it cannot do (resume, MCP, a wire API)."""
         ...
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        """Read its exit: the outcome and one line for people. `exit_code` is None when the clock ended it."""
+        """Return the outcome of a run and a message of one line. `exit_code` is None after a timeout."""
         ...
+
+
+def failed_exit(
+    name: str, exit_code: int | None, stdout_tail: str, error_prefixes: tuple[str, ...] = ()
+) -> tuple[ExitOutcome, str] | None:
+    """Return outcome and message of a run that timed out or exited with an error; None for exit code 0.
+
+    The message quotes the last line that begins with one of `error_prefixes`, or else the last line.
+    """
+    if exit_code is None:
+        return "timed_out", f"{name} was stopped at its time limit"
+    if exit_code == 0:
+        return None
+    lines = [line.strip() for line in stdout_tail.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(error_prefixes)] or lines or ["no output"]
+    return "failed", f"{name} exited with {exit_code}: {errors[-1][:400]}"
+
+
+def require_supported(name: str, info: HarnessInfo, context: LaunchContext) -> WireApi:
+    """Return the wire API for a run. Raises `HarnessError` if `context` asks for something that `info` lacks."""
+    if context.resume and "resume" not in info.features:
+        raise HarnessError(f"{name} cannot resume a conversation")
+    if context.mcp_servers and "mcp" not in info.features:
+        raise HarnessError(f"{name} does not support MCP servers")
+    if context.skills and "skills" not in info.features:
+        raise HarnessError(f"{name} does not support skills")
+    wire_api = context.wire_api or info.wire_apis[0]
+    if wire_api not in info.wire_apis:
+        raise HarnessError(f"{name} does not speak {wire_api}; it speaks {', '.join(info.wire_apis)}")
+    return wire_api
 
 
 _BUILT_IN: Mapping[str, str] = {
@@ -180,60 +208,45 @@ _BUILT_IN: Mapping[str, str] = {
     "openhands": "harness_adapters.openhands:OpenHands",
     "pi": "harness_adapters.pi:Pi",
     "qwen-code": "harness_adapters.qwen_code:QwenCode",
-    "shell": "harness_adapters.shell:Shell",
+    "shell": "harness_adapters.shell:ShellCommand",
     "terminus-2": "harness_adapters.terminus_2:Terminus2",
 }
-_COMMAND_LINE = "shell:"
-
-
-def require_supported(name: str, facts: HarnessInfo, context: LaunchContext) -> WireApi:
-    """The wire API to speak in a run. Raises `HarnessError` where `context` asks for what `facts` do not name."""
-    asked = (("resume", context.resume), ("mcp", context.mcp_servers), ("skills", context.skills))
-    told = {
-        "resume": "keeps no conversation that it could go on with",
-        "mcp": "knows no MCP servers",
-        "skills": "knows no skills",
-    }
-    for feature, wanted in asked:
-        if wanted and feature not in facts.features:
-            raise HarnessError(f"{name} {told[feature]}")
-    wire_api = context.wire_api or facts.wire_apis[0]
-    if wire_api not in facts.wire_apis:
-        raise HarnessError(f"{name} does not speak {wire_api}; it speaks {', '.join(facts.wire_apis)}")
-    return wire_api
+_SHELL_PREFIX = "shell:"
 
 
 def split_version(name: str) -> tuple[str, str | None]:
-    """Take ``NAME@VERSION`` apart; a command line after ``shell:`` is whole."""
-    if name.startswith(_COMMAND_LINE):
+    """Split ``NAME@VERSION``. A command line after ``shell:`` is not split."""
+    if name.startswith(_SHELL_PREFIX):
         return name, None
     bare, _, version = name.partition("@")
     return bare, version or None
 
 
 def list_adapters() -> tuple[str, ...]:
-    """Names of the adapters that come with the package, sorted."""
+    """Return the names of the adapters in this package, sorted."""
     return tuple(sorted(_BUILT_IN))
 
 
 def get_adapter(name: str) -> HarnessAdapter:
-    """Return the adapter called `name`, one of your own given as ``module:Class``, or a command line after ``shell:``.
+    """Return the adapter called `name`, your own adapter as ``module:Class``, or a command line after ``shell:``.
 
-    Raises `UnknownHarnessError` when there is none, `TypeError` when the class is not an adapter.
+    Raises `UnknownHarnessError` for an unknown name, `TypeError` if the class is not an adapter.
     """
-    if name.startswith(_COMMAND_LINE):
+    if name.startswith(_SHELL_PREFIX):
         from harness_adapters.shell import ShellCommand  # it imports this module
 
-        return ShellCommand(name.removeprefix(_COMMAND_LINE))
+        return ShellCommand(name.removeprefix(_SHELL_PREFIX))
     target = _BUILT_IN.get(name, name)
     module_name, separator, class_name = target.partition(":")
     if not separator:
         known = ", ".join(list_adapters())
-        raise UnknownHarnessError(f"no harness {name!r}; there are: {known}; or give module:Class or 'shell:COMMAND'")
+        raise UnknownHarnessError(
+            f"unknown harness {name!r}; the known ones are: {known}; or give module:Class or 'shell:COMMAND'"
+        )
     try:
         adapter = getattr(importlib.import_module(module_name), class_name)()
     except (ImportError, AttributeError) as error:
         raise UnknownHarnessError(f"cannot load harness adapter {target!r}: {error}") from error
     if not isinstance(adapter, HarnessAdapter):
-        raise TypeError(f"{target} is no harness adapter: see harness_adapters.base.HarnessAdapter")
+        raise TypeError(f"{target} is not a harness adapter: see harness_adapters.base.HarnessAdapter")
     return adapter

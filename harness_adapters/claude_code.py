@@ -8,7 +8,7 @@ from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, Launch
 from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
 from harness_adapters.toolkit.npm import NpmHarness
 
-# Every model that it picks of its own accord (titles, summaries, sub-agents) is the one that Polar serves.
+# It chooses other models for titles, summaries and sub-agents; all of them are set to the model that Polar serves.
 _MODELS = (
     "ANTHROPIC_MODEL",
     "ANTHROPIC_SMALL_FAST_MODEL",
@@ -21,23 +21,23 @@ _MODELS = (
 
 
 class ClaudeCode(NpmHarness):
-    """Adapter of Claude Code."""
+    """Adapter for Claude Code."""
 
     name = "claude-code"
     default_version = "2.1.329"
     entry = "node_modules/@anthropic-ai/claude-code/bin/claude.exe"
-    facts = HarnessInfo(
+    info = HarnessInfo(
         homepage="https://code.claude.com",
         package="npm:@anthropic-ai/claude-code",
         tested_versions=("2.1.329", "2.1.329"),
         wire_apis=("anthropic_messages",),
         runtime="native",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="Exits with 1 at its turn limit as well; the adapter reads its last line.",
+        notes="Exits with 1 at its turn limit too, so the adapter reads its last line.",
     )
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.facts, context)
+        require_supported(self.name, self.info, context)
         milliseconds = str(context.command_timeout_seconds * 1000)
         argv = [*self.command(installed), "--print", "--dangerously-skip-permissions"]
         argv += ["--max-turns", str(context.max_steps)]
@@ -55,7 +55,7 @@ class ClaudeCode(NpmHarness):
             "API_TIMEOUT_MS": str(round(context.request_timeout_seconds * 1000)),
             "BASH_DEFAULT_TIMEOUT_MS": milliseconds,
             "BASH_MAX_TIMEOUT_MS": milliseconds,
-            # As root it refuses to skip permissions unless it is told that it is fenced in.
+            # As root it refuses to skip permissions unless it knows that it runs in a sandbox.
             "IS_SANDBOX": "1",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_TELEMETRY": "1",

@@ -10,32 +10,32 @@ _PROVIDER = "openai-compatible"
 
 
 class Cline(NpmHarness):
-    """Adapter of Cline CLI."""
+    """Adapter for Cline CLI."""
 
     name = "cline"
     default_version = "3.0.65"
     entry = "node_modules/@cline/cli-*/bin/cline"
-    facts = HarnessInfo(
+    info = HarnessInfo(
         homepage="https://cline.bot",
         package="npm:cline",
         tested_versions=("3.0.65", "3.0.65"),
         wire_apis=("openai_chat",),
         runtime="native",
         features=frozenset({"stream", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="Has no limit of model calls. Can only resume by the id of a conversation, so not at all here. "
-        "Looks up data.cline.bot at every start, whatever it is told.",
+        notes="Has no limit of model calls. Resumes only by the id of a conversation, so not at all here. "
+        "Contacts data.cline.bot at every start; no setting prevents it.",
     )
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.facts, context)
+        require_supported(self.name, self.info, context)
         provider = {
             "provider": _PROVIDER,
             "model": context.model,
             "baseUrl": context.base_url,
             **({} if context.context_length is None else {"contextWindow": context.context_length}),
         }
-        # As `cline auth` writes it, but for the key: an entry without one takes it from the environment. The date
-        # only orders entries, and there is one.
+        # As `cline auth` writes it, without the key: Cline then reads the key from the environment. The date only
+        # orders entries.
         entry = {"settings": provider, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
         providers = {"version": 1, "lastUsedProvider": _PROVIDER, "modes": {}, "providers": {_PROVIDER: entry}}
         files = {
@@ -52,7 +52,7 @@ class Cline(NpmHarness):
         env = {
             "HOME": context.home,
             "OPENAI_API_KEY": context.api_key,
-            # Otherwise it starts a daemon that outlives it.
+            # Otherwise it starts a daemon that outlives the run.
             "CLINE_SESSION_BACKEND_MODE": "local",
             "CLINE_NO_AUTO_UPDATE": "1",
             "DO_NOT_TRACK": "1",

@@ -1,7 +1,7 @@
 """Codex CLI (https://github.com/openai/codex): a native program that speaks Responses.
 
-It goes through a provider of its own in `config.toml`: the built-in one tries a WebSocket first, and `OPENAI_BASE_URL`
-is ignored.
+Its endpoint is a custom provider in `config.toml`: the built-in one tries a WebSocket first and ignores
+`OPENAI_BASE_URL`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _KEY = "POLAR_API_KEY"
 
 
 class Codex(NpmHarness):
-    """Adapter of Codex CLI."""
+    """Adapter for Codex CLI."""
 
     name = "codex"
     default_version = "0.169.0"
     entry = "node_modules/@openai/codex-*/vendor/*/bin/codex"
-    facts = HarnessInfo(
+    info = HarnessInfo(
         homepage="https://github.com/openai/codex",
         package="npm:@openai/codex",
         tested_versions=("0.169.0", "0.169.0"),
@@ -30,13 +30,13 @@ class Codex(NpmHarness):
     )
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.facts, context)
+        require_supported(self.name, self.info, context)
         settings = {
             "model": context.model,
             "model_provider": "polar",
             "check_for_update_on_startup": False,
             "analytics": {"enabled": False},
-            # Plugins are looked for on github.com at every start.
+            # Otherwise it searches github.com for plugins at every start.
             "features": {"plugins": False},
             "otel": {"metrics_exporter": "none"},
             "model_providers": {

@@ -10,29 +10,29 @@ from harness_adapters.toolkit.npm import NpmHarness
 
 
 class GeminiCli(NpmHarness):
-    """Adapter of Gemini CLI."""
+    """Adapter for Gemini CLI."""
 
     name = "gemini-cli"
     default_version = "0.61.0"
     entry = "node_modules/@google/gemini-cli/bundle/gemini.js"
     needs_node = True
     limit_exit_codes: ClassVar = {53: "its turn limit"}
-    facts = HarnessInfo(
+    info = HarnessInfo(
         homepage="https://geminicli.com",
         package="npm:@google/gemini-cli",
         tested_versions=("0.61.0", "0.61.0"),
         wire_apis=("google_generate_content",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="A stream that breaks off ends the run. Old tool outputs are masked once the history is big. "
-        "Sub-agents are not marked.",
+        notes="A broken stream ends the run. It masks old tool outputs when the history is large. "
+        "Calls of sub-agents carry no mark.",
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
     )
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.facts, context)
+        require_supported(self.name, self.info, context)
         settings = {
-            # With a base URL of one's own it guesses an auth type that it then refuses (exit code 41).
+            # With a custom base URL it guesses an auth type that it then refuses (exit code 41).
             "security": {"auth": {"selectedType": "gemini-api-key"}},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
@@ -40,7 +40,7 @@ class GeminiCli(NpmHarness):
             "model": {"maxSessionTurns": context.max_steps, **_compression(context.context_length)},
             "mcpServers": mcp_table(context.mcp_servers, type="http"),
         }
-        # A model that is named is used for the main conversation as it is: no router asks another one first.
+        # Naming the model switches off the router, which would make a call to choose one.
         argv = [*self.command(installed), "--yolo", f"--model={context.model}"]
         argv += ["--resume=latest"] if context.resume else []
         argv += [f"--prompt={context.instruction}"]
@@ -50,12 +50,15 @@ class GeminiCli(NpmHarness):
             "GOOGLE_GEMINI_BASE_URL": context.root_url,
             "GEMINI_API_KEY": context.api_key,
             "GEMINI_CLI_TRUST_WORKSPACE": "true",
-            # Otherwise a first process starts a second one with more memory, and only passes its exit on.
+            # Otherwise it starts a second process with more memory, and only forwards its exit code.
             "GEMINI_CLI_NO_RELAUNCH": "true",
         }
         return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
 
 
 def _compression(context_length: int | None) -> dict[str, float]:
-    """It takes every model it does not know for one of 1,048,576 tokens, and summarises at a share of that: half."""
+    """Return the share of the context at which it summarises.
+
+    It assumes 1,048,576 tokens for every unknown model, and by default summarises at half of that.
+    """
     return {} if context_length is None else {"compressionThreshold": min(0.5, 0.5 * context_length / 1_048_576)}

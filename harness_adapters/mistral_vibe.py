@@ -1,4 +1,4 @@
-"""Mistral Vibe (https://github.com/mistralai/mistral-vibe), headless, with a provider of its generic kind."""
+"""Mistral Vibe (https://github.com/mistralai/mistral-vibe), headless, with a `generic` provider."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ _KEY_NAME = "POLAR_API_KEY"
 
 
 class MistralVibe(VenvHarness):
-    """Adapter of Mistral Vibe."""
+    """Adapter for Mistral Vibe."""
 
     name = "mistral-vibe"
     default_version = "3.0.2"
-    facts = HarnessInfo(
+    info = HarnessInfo(
         homepage="https://github.com/mistralai/mistral-vibe",
         package="pypi:mistral-vibe",
         tested_versions=("3.0.2", "3.0.2"),
         wire_apis=("openai_chat",),
         runtime="python 3.12 or 3.13, and its own native program",
         features=frozenset({"stream", "resume", "mcp", "skills", "parallel_tools", "reasoning"}),
-        notes="Exits with 3 when its limit of turns ended it.",
+        notes="Exits with 3 at its turn limit.",
         version_command=("{root}/bin/vibe", "--version"),
     )
     imports = "vibe.app_server, vibe.core.loop"
     pythons = ("3.12", "3.13")
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.facts, context)
+        require_supported(self.name, self.info, context)
         argv = [str(installed.root / "bin" / "vibe"), f"--prompt={context.instruction}"]
         argv += ["--auto-approve", "--trust", "--max-turns", str(context.max_steps)]
         if context.resume:
@@ -46,7 +46,7 @@ class MistralVibe(VenvHarness):
             "HOME": context.home,
             "VIBE_HOME": f"{context.home}/.vibe",
             _KEY_NAME: context.api_key,
-            # It would ask the desktop's keyring for keys of providers that are not used.
+            # Otherwise it asks the desktop's keyring for keys of unused providers.
             "PYTHON_KEYRING_BACKEND": "keyring.backends.null.Keyring",
             "PYTHONUNBUFFERED": "1",
         }
@@ -55,18 +55,13 @@ class MistralVibe(VenvHarness):
         return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        if exit_code is None:
-            return "timed_out", "mistral-vibe was stopped by the clock"
         if exit_code == 3 and "Stopped: turn_limit" in stdout_tail:
-            return "ok", "ended by its limit of turns"
-        if exit_code != 0:
-            lines = [line.strip() for line in stdout_tail.splitlines() if line.strip()]
-            return "failed", f"mistral-vibe exited with {exit_code}: {lines[-1][:400] if lines else 'no output'}"
-        return "ok", "finished"
+            return "ok", "ended by its turn limit"
+        return super().interpret(exit_code, stdout_tail)
 
 
 def _config(context: LaunchContext) -> str:
-    """Its config.toml. The key itself stays in the environment."""
+    """Return its config.toml. The key itself stays in the environment."""
     general = {
         "active_model": "polar",
         "enable_telemetry": False,
@@ -92,7 +87,7 @@ def _config(context: LaunchContext) -> str:
         for key, value in table.items():
             if isinstance(value, dict):
                 text += f"\n[{name}.{key}]\n{config_files.toml_text(value)}"
-    # Experiments are fetched from the maker's server.
+    # Experiments are downloaded from Mistral's server.
     return text + "\n[experiments]\nenable = false\n"
 
 

@@ -15,9 +15,9 @@ from harness_adapters.toolkit.config_files import json_text, skill_files
 from harness_adapters.toolkit.npm import NpmHarness
 
 _KEY = "POLAR_API_KEY"
-# It reads what it is to do from its input: an argument with spaces in it would reach the model in quotes.
+# The instruction comes on stdin: an argument that contains spaces would reach the model in quotes.
 _INSTRUCTION = ".config/opencode/instruction.txt"
-# Client libraries that are built into it; the Anthropic one adds /messages to the same base URL.
+# Built-in client libraries; the Anthropic one appends /messages to the same base URL.
 _LIBRARIES: dict[WireApi, str] = {
     "openai_chat": "@ai-sdk/openai-compatible",
     "openai_responses": "@ai-sdk/openai",
@@ -26,23 +26,23 @@ _LIBRARIES: dict[WireApi, str] = {
 
 
 class OpenCode(NpmHarness):
-    """Adapter of opencode."""
+    """Adapter for opencode."""
 
     name = "opencode"
     default_version = "1.18.33"
     entry = "node_modules/opencode-ai/bin/opencode.exe"
-    facts = HarnessInfo(
+    info = HarnessInfo(
         homepage="https://opencode.ai",
         package="npm:opencode-ai",
         tested_versions=("1.18.33", "1.18.33"),
         wire_apis=tuple(_LIBRARIES),
         runtime="native",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="Takes an answer that broke off cleanly for a whole one. Offers gpt models other tools.",
+        notes="Accepts a truncated answer whose stream ended cleanly. Offers gpt models other tools.",
     )
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        wire_api = require_supported(self.name, self.facts, context)
+        wire_api = require_supported(self.name, self.info, context)
         model = f"polar/{context.model}"
         provider = {
             "npm": _LIBRARIES[wire_api],
@@ -70,7 +70,7 @@ class OpenCode(NpmHarness):
             "share": "disabled",
         }
         argv = ["/bin/sh", "-c", f'exec "$0" "$@" < "$HOME/{_INSTRUCTION}"', *self.command(installed), "run", "--auto"]
-        # A title that is given needs no model call to find one.
+        # A given title saves the model call that would find one.
         argv += ["--continue"] if context.resume else ["--title", "task"]
         files = {
             _INSTRUCTION: context.instruction,
@@ -90,9 +90,9 @@ class OpenCode(NpmHarness):
 
 
 def _installed_plugin(version: str) -> dict[str, str]:
-    """Files by which it takes its plugin library for installed, which only plugins need.
+    """Return files that mark its plugin library, which only plugins need, as installed.
 
-    Otherwise every start in a new HOME asks the npm registry for it, which no sandbox reaches.
+    Otherwise every start in a new HOME requests it from the npm registry, which no sandbox reaches.
     """
     lock = {"lockfileVersion": 3, "packages": {"": {"dependencies": {"@opencode-ai/plugin": version}}}}
     return {

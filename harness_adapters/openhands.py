@@ -1,7 +1,7 @@
 """OpenHands CLI (https://github.com/OpenHands/OpenHands-CLI), headless, with its local terminal and file editor.
 
-It asks through litellm and does not stream. Which wire it speaks follows from the model's name: Responses for names
-that contain ``gpt-5``, Messages behind the prefix ``anthropic/``, Chat otherwise.
+It uses litellm and does not stream. The model's name determines the wire API: Responses for names that contain
+``gpt-5``, Messages after the prefix ``anthropic/``, Chat otherwise.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from harness_adapters.base import (
     LaunchPlan,
     require_supported,
 )
-from harness_adapters.toolkit import config_files, litellm
-from harness_adapters.toolkit.python_venv import VenvHarness
+from harness_adapters.toolkit import config_files
+from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
 
-# Names for which its SDK takes the Responses API.
+# Names for which its SDK uses the Responses API.
 _RESPONSES_NAMES = ("gpt-5", "codex-mini-latest")
-# Every start clones skills from the internet into the prompt; only that repository's owner is cut off.
+# Every start clones skills from the internet into the prompt; this blocks the owner of that repository only.
 _GITCONFIG = '[url "file:///dev/null/"]\n\tinsteadOf = https://github.com/OpenHands/\n'
 
 
 class OpenHands(VenvHarness):
-    """Adapter of the OpenHands CLI."""
+    """Adapter for the OpenHands CLI."""
 
     name = "openhands"
     default_version = "1.16.0"
-    facts = HarnessInfo(
+    info = HarnessInfo(
         homepage="https://github.com/OpenHands/OpenHands-CLI",
         package="pypi:openhands",
         tested_versions=("1.16.0", "1.16.0"),
         wire_apis=("openai_chat", "openai_responses", "anthropic_messages"),
         runtime="python 3.12",
         features=frozenset({"resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="Exits with 0 when it fails as well; the adapter reads its events. Speaks Responses only to a model "
-        "whose name contains gpt-5. Its first prompt holds the time of day to the microsecond. No limit of steps.",
+        notes="Exits with 0 even when it fails, so the adapter reads its events. Speaks Responses only to a model "
+        "whose name contains gpt-5. Its first prompt contains the time to the microsecond. Has no step limit.",
         needs=("git",),
         version_command=("{root}/bin/openhands", "--version"),
     )
@@ -47,9 +47,9 @@ class OpenHands(VenvHarness):
     pythons = ("3.12",)
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        wire_api = require_supported(self.name, self.facts, context)
-        by_name = any(name in context.model.lower() for name in _RESPONSES_NAMES)
-        if by_name != (wire_api == "openai_responses") and wire_api != "anthropic_messages":
+        wire_api = require_supported(self.name, self.info, context)
+        is_responses_name = any(name in context.model.lower() for name in _RESPONSES_NAMES)
+        if is_responses_name != (wire_api == "openai_responses") and wire_api != "anthropic_messages":
             raise HarnessError(
                 f"openhands chooses its wire API by the model's name, and {context.model!r} does not make it speak "
                 f"{wire_api}: Responses needs a name that contains gpt-5, Chat one that does not"
@@ -59,7 +59,7 @@ class OpenHands(VenvHarness):
         argv += ["--always-approve"]
         if context.resume:
             argv += ["--resume", "--last"]
-        argv += [f"--task={context.instruction}"]  # in one word: it may begin with a dash
+        argv += [f"--task={context.instruction}"]  # one word, because it may begin with a dash
         env = {
             "HOME": context.home,
             "LLM_BASE_URL": context.root_url if anthropic else context.base_url,
@@ -70,9 +70,9 @@ class OpenHands(VenvHarness):
             "OPENHANDS_WORK_DIR": context.workdir,
             "GIT_TERMINAL_PROMPT": "0",
             "TERM": "xterm-256color",
-            # Its terminal is a tmux session where tmux is there; two runs on one machine must not share the server.
+            # Its terminal is a tmux session if tmux is installed; two runs on one machine must not share the server.
             "TMUX_TMPDIR": context.home,
-            **litellm.LITELLM_ENV,
+            **LITELLM_ENV,
         }
         files = {".gitconfig": _GITCONFIG, **config_files.skill_files(".agents/skills", context.skills)}
         if context.mcp_servers:
@@ -81,18 +81,15 @@ class OpenHands(VenvHarness):
         return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        if exit_code is None:
-            return "timed_out", "openhands was stopped by the clock"
         if exit_code != 0:
-            lines = [line.strip() for line in stdout_tail.splitlines() if line.strip()]
-            return "failed", f"openhands exited with {exit_code}: {lines[-1][:400] if lines else 'no output'}"
-        # One event a line. After an error it says goodbye, shows its first prompt again and exits with 0.
+            return super().interpret(exit_code, stdout_tail)
+        # One event per line. After an error it still prints a farewell and its first prompt, and exits with 0.
         events = [line for line in stdout_tail.splitlines() if line.startswith('{"id": ')]
         last = json.loads(events[-1]) if events else {}
         if last.get("kind") == "ConversationErrorEvent":
             if last.get("code") == "MaxIterationsReached":
-                return "ok", "ended by its limit of steps"
+                return "ok", "ended by its step limit"
             return "failed", f"openhands gave up: {last.get('detail') or last.get('code')}"[:400]
         if "Agent finished" not in stdout_tail:
-            return "failed", "openhands ended without saying that it finished; see agent.log"
+            return "failed", "openhands ended without reporting that it finished; see agent.log"
         return "ok", "finished"

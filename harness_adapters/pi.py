@@ -15,13 +15,13 @@ _APIS: dict[WireApi, str] = {
 
 
 class Pi(NpmHarness):
-    """Adapter of Pi."""
+    """Adapter for Pi."""
 
     name = "pi"
     default_version = "0.87.1"
     entry = "node_modules/@earendil-works/pi-coding-agent/dist/bundle/cli.js"
     needs_node = True
-    facts = HarnessInfo(
+    info = HarnessInfo(
         homepage="https://pi.dev",
         package="npm:@earendil-works/pi-coding-agent",
         tested_versions=("0.87.1", "0.87.1"),
@@ -33,7 +33,7 @@ class Pi(NpmHarness):
     )
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        wire_api = require_supported(self.name, self.facts, context)
+        wire_api = require_supported(self.name, self.info, context)
         window = {} if context.context_length is None else {"contextWindow": context.context_length}
         provider = {
             "baseUrl": context.root_url if wire_api == "anthropic_messages" else context.base_url,
@@ -45,7 +45,7 @@ class Pi(NpmHarness):
         argv = [*self.command(installed), "--print", "--offline", "--approve", "--provider", "polar"]
         argv += ["--model", context.model]
         argv += ["--continue"] if context.resume else []
-        # A message that begins with @ would be the name of a file to read.
+        # A message that begins with @ would be read as a file name.
         argv += ["--", f" {context.instruction}" if context.instruction.startswith("@") else context.instruction]
         files = {
             ".pi/agent/models.json": json_text({"providers": {"polar": provider}}),

@@ -10,26 +10,26 @@ from harness_adapters.toolkit.npm import NpmHarness
 
 
 class QwenCode(NpmHarness):
-    """Adapter of Qwen Code."""
+    """Adapter for Qwen Code."""
 
     name = "qwen-code"
     default_version = "0.24.4"
     entry = "node_modules/@qwen-code/qwen-code/cli-entry.js"
     needs_node = True
     limit_exit_codes: ClassVar = {53: "its turn limit", 55: "its budget"}
-    facts = HarnessInfo(
+    info = HarnessInfo(
         homepage="https://github.com/QwenLM/qwen-code",
         package="npm:@qwen-code/qwen-code",
         tested_versions=("0.24.4", "0.24.4"),
         wire_apis=("openai_chat",),
         runtime="node 22",
         features=frozenset({"stream", "resume", "mcp", "skills", "subagents", "parallel_tools", "reasoning"}),
-        notes="After a resumed turn it may run a side agent that extracts memories. Sub-agents are not marked.",
+        notes="After a resumed turn it may run an agent that extracts memories. Calls of sub-agents carry no mark.",
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
     )
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.facts, context)
+        require_supported(self.name, self.info, context)
         settings = {
             "security": {"auth": {"selectedType": "openai"}},
             "privacy": {"usageStatisticsEnabled": False},
@@ -47,7 +47,7 @@ class QwenCode(NpmHarness):
             "OPENAI_BASE_URL": context.base_url,
             "OPENAI_API_KEY": context.api_key,
             "OPENAI_MODEL": context.model,
-            # Otherwise a first process starts a second one with more memory, and only passes its exit on.
+            # Otherwise it starts a second process with more memory, and only forwards its exit code.
             "QWEN_CODE_NO_RELAUNCH": "true",
         }
         return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)

@@ -1,9 +1,9 @@
 """Any command line as a harness: ``shell:my-agent --model {model} {instruction}``.
 
-The command is split into words as a POSIX shell would, then the placeholders of each word are filled in; so whatever
-the instruction holds, it stays within its word, and no shell reads it. The key is in the environment only, under every
-name that a client may look for. Nothing is installed: the program has to be in the sandbox, or is brought in by
-``{mount:/path}``, which stands for that path and shows it read-only inside.
+The command is split into words as a POSIX shell does it, and then the placeholders in each word are filled in. So the
+instruction stays within its word, and no shell interprets it. The key is in the environment only, under every name that
+a client may look for. Nothing is installed: the program is in the sandbox, or ``{mount:/path}`` mounts it read-only at
+the same path.
 
     shell:{mount:/opt/agent}/bin/agent --api-base {base_url} --key-env {api_key_env} {instruction}
     shell:bash -c 'cd src && exec agent "$POLAR_INSTRUCTION"'
@@ -24,6 +24,7 @@ from harness_adapters.base import (
     InstallError,
     LaunchContext,
     LaunchPlan,
+    failed_exit,
     require_supported,
 )
 
@@ -34,10 +35,10 @@ _NAMES = ("base_url", "root_url", "api_key_env", "model", "instruction", "home",
 
 
 class ShellCommand:
-    """Adapter of one command line."""
+    """Adapter for one command line."""
 
     name = "shell"
-    facts = HarnessInfo(
+    info = HarnessInfo(
         homepage="",
         package="none",
         tested_versions=("any", "any"),
@@ -47,20 +48,21 @@ class ShellCommand:
         notes="Give the command: --harness 'shell:my-agent --model {model} {instruction}'. Placeholders: "
         + ", ".join(f"{{{name}}}" for name in _NAMES)
         + ", {mount:/path}; {{ and }} stand for braces. The endpoint is in OPENAI_BASE_URL, ANTHROPIC_BASE_URL, "
-        "GOOGLE_GEMINI_BASE_URL and their keys; the task in POLAR_INSTRUCTION as well. Its exit status is believed.",
+        "GOOGLE_GEMINI_BASE_URL and their keys; the task is also in POLAR_INSTRUCTION. The exit code decides the "
+        "outcome.",
         version_command=(),
     )
 
     def __init__(self, command: str = "") -> None:
         self._command = command
         words = command.replace("{mount:", "").replace("}", "").split()
-        # A command line has no version; the program's name says which it is.
+        # A command line has no version; the program's name takes its place.
         self.default_version = PurePosixPath(words[0]).name if words else "-"
 
     def install(self, cache_root: Path, version: str | None = None) -> Installation:
         del cache_root
         if version is not None and version != self.default_version:
-            raise InstallError("a command line has no version: what the sandbox holds is run")
+            raise InstallError("a command line has no version: the program in the sandbox is run as it is")
         try:
             words = self._words()
         except HarnessError as error:
@@ -68,7 +70,7 @@ class ShellCommand:
         mounts = tuple(Path(found["path"]) for word in words for found in _PLACEHOLDER.finditer(word) if found["path"])
         for path in mounts:
             if not path.is_absolute() or not path.exists():
-                raise InstallError(f"{{mount:{path}}} names nothing on this machine; it must be an absolute path")
+                raise InstallError(f"{{mount:{path}}}: no such file or folder on this machine; give an absolute path")
         program = Path(_filled(words[0], {}))
         return Installation(self.name, self.default_version, Path("/"), program, mounts)
 
@@ -77,7 +79,7 @@ class ShellCommand:
         return True
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.facts, context)
+        require_supported(self.name, self.info, context)
         values = {
             "base_url": context.base_url,
             "root_url": context.root_url,
@@ -103,16 +105,10 @@ class ShellCommand:
         return LaunchPlan(argv=argv, env=env, mounts=installed.mounts)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        program = self.default_version
-        if exit_code is None:
-            return "timed_out", f"{program} was stopped by the clock"
-        if exit_code != 0:
-            lines = [line.strip() for line in stdout_tail.splitlines() if line.strip()]
-            return "failed", f"{program} exited with {exit_code}: {lines[-1][:400] if lines else 'no output'}"
-        return "ok", "exited with 0"
+        return failed_exit(self.default_version, exit_code, stdout_tail) or ("ok", "exited with 0")
 
     def _words(self) -> list[str]:
-        """The command's words, checked. Raises `HarnessError`."""
+        """Return the command's words. Raises `HarnessError` for a command that cannot be run."""
         try:
             words = shlex.split(self._command)
         except ValueError as error:
@@ -123,11 +119,11 @@ class ShellCommand:
             for found in _PLACEHOLDER.finditer(word):
                 if found["name"] and found["name"] not in _NAMES:
                     known = ", ".join(f"{{{name}}}" for name in (*_NAMES, "mount:/path"))
-                    raise HarnessError(f"{found[0]} is no placeholder; there are {known}; write {{{{ for a brace")
+                    raise HarnessError(f"{found[0]} is not a placeholder; use {known}; write {{{{ for a brace")
         program = PurePosixPath(words[0]).name
         if program in _SHELLS and any("{instruction}" in word and word != "{instruction}" for word in words):
             raise HarnessError(
-                f"{program} would run what stands in the instruction: "
+                f"{program} would run the text of the instruction as commands: "
                 'use "$POLAR_INSTRUCTION" inside the script instead of {instruction}'
             )
         return words
@@ -139,5 +135,5 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
             return found["path"]
         return values.get(found["name"], found[0]) if found["name"] else found[0][0]
 
-    # One pass: what a value holds is not looked at again.
+    # One pass: placeholders inside a value are not filled in.
     return _PLACEHOLDER.sub(value, word)

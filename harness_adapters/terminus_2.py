@@ -1,7 +1,7 @@
 """Terminus 2, the agent of Harbor and Terminal-Bench (https://harborframework.com).
 
-It has no tools: the model answers with JSON that says which keys to type into a tmux terminal. Harbor has no command
-that runs it by itself, so `terminus_2_runner.py`, which is shown to the sandbox, does that with harbor's own class.
+It has no tools: the model answers with JSON that names the keys to type into a tmux terminal. Harbor has no command
+that runs the agent alone, so `terminus_2_runner.py`, which the sandbox mounts, runs harbor's own class.
 """
 
 from __future__ import annotations
@@ -21,42 +21,41 @@ from harness_adapters.base import (
     McpServer,
     require_supported,
 )
-from harness_adapters.toolkit import litellm
-from harness_adapters.toolkit.python_venv import VenvHarness
+from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
 
 _RUNNER = Path(__file__).with_name("terminus_2_runner.py")
 
 
 class Terminus2(VenvHarness):
-    """Adapter of Terminus 2."""
+    """Adapter for Terminus 2."""
 
     name = "terminus-2"
     default_version = "0.24.0"
-    facts = HarnessInfo(
+    info = HarnessInfo(
         homepage="https://github.com/harbor-framework/harbor",
         package="pypi:harbor",
         tested_versions=("0.24.0", "0.24.0"),
         wire_apis=("openai_chat", "openai_responses"),
         runtime="python 3.12 or 3.13",
         features=frozenset({"mcp", "skills"}),
-        notes="The version is harbor's. MCP servers and skills are named in the prompt; the agent uses them by typing. "
-        "harness_adapters.terminus_2:Terminus2RolloutDetails also asks for token ids and log-probabilities.",
+        notes="The version is that of harbor. The prompt names MCP servers and skills; the agent uses them by typing. "
+        "harness_adapters.terminus_2:Terminus2RolloutDetails also requests token ids and log-probabilities.",
         needs=("tmux", "bash"),
         version_command=("{program}", "-c", "import importlib.metadata as m; print('harbor', m.version('harbor'))"),
     )
     imports = "litellm, harbor.agents.terminus_2.terminus_2"
     # litellm fails to import without mcp.
-    also = ("mcp",)
+    extra_requirements = ("mcp",)
     pythons = ("3.12", "3.13")
     rollout_details = False
-    """Ask the endpoint for `logprobs` and `return_token_ids` and send a session id, as harbor does for training."""
+    """Request `logprobs` and `return_token_ids`, and send a session id, as harbor does for training."""
 
     def install(self, cache_root: Path, version: str | None = None) -> Installation:
         found = super().install(cache_root, version)
         return replace(found, mounts=(*found.mounts, _RUNNER))
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        wire_api = require_supported(self.name, self.facts, context)
+        wire_api = require_supported(self.name, self.info, context)
         skills_dir = f"{context.home}/skills"
         argv = [str(installed.program), str(_RUNNER)]
         argv += ["--model", f"openai/{context.model}", "--api-base", context.base_url]
@@ -65,7 +64,7 @@ class Terminus2(VenvHarness):
         if wire_api == "openai_responses":
             argv += ["--responses"]
         if self.rollout_details:
-            # One run has one key; the name made of it lets nobody find the key.
+            # One run has one key. The hash does not reveal it.
             session = hashlib.sha256(context.api_key.encode()).hexdigest()[:16]
             argv += ["--rollout-details", "--session-id", session]
         if context.mcp_servers:
@@ -77,23 +76,20 @@ class Terminus2(VenvHarness):
             "HOME": context.home,
             "OPENAI_API_KEY": context.api_key,
             "HARBOR_TELEMETRY": "0",
-            **litellm.LITELLM_ENV,
+            **LITELLM_ENV,
         }
         files = {f"skills/{skill.name}/SKILL.md": skill.text for skill in context.skills}
         return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        if exit_code is None:
-            return "timed_out", "terminus-2 was stopped by the clock"
         if exit_code != 0:
-            lines = [line.strip() for line in stdout_tail.splitlines() if line.strip()]
-            return "failed", f"terminus-2 exited with {exit_code}: {lines[-1][:400] if lines else 'no output'}"
+            return super().interpret(exit_code, stdout_tail)
         ended = re.search(r"^terminus-2 ended after .*: out of turns$", stdout_tail, re.MULTILINE)
-        return "ok", "ended by its limit of turns" if ended else "declared the task complete"
+        return "ok", "ended by its turn limit" if ended else "declared the task complete"
 
 
 class Terminus2RolloutDetails(Terminus2):
-    """Terminus 2 as harbor runs it to collect training data: ``--harness harness_adapters.terminus_2:...``."""
+    """Terminus 2 with the options that harbor uses to collect training data."""
 
     rollout_details = True
 

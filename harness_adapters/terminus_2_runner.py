@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""Runs harbor's Terminus 2 agent where it stands: the program that the `terminus-2` adapter launches.
+"""Runs harbor's Terminus 2 agent on this machine. The `terminus-2` adapter launches this program.
 
-Harbor starts this agent only as part of its own trials, on the host, against an environment object. Here that object
-is the machine the script runs on. It is run by harbor's interpreter inside the sandbox and imported by nothing; the
-endpoint's key comes in OPENAI_API_KEY and is kept from the agent's terminal.
+Harbor starts the agent only in its own trials, on the host, with an environment object. Here that object is the machine
+that runs the script. Harbor's interpreter runs it inside the sandbox, and no module imports it. The endpoint's key
+comes in OPENAI_API_KEY and is removed from the environment of the agent's terminal.
 
-Exit status: 0 when the agent ended by itself or used up its turns, 1 when it failed; the last line says which.
+Exit code: 0 if the agent finished or used up its turns, 1 if it failed. The last line says which.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _SECRETS = ("OPENAI_API_KEY",)
 
 
 class LocalEnvironment(BaseEnvironment):
-    """The machine that this script runs on, as an environment of harbor's."""
+    """The machine that runs this script, as harbor's environment."""
 
     @staticmethod
     def type() -> str:
-        return "here"
+        return "local"
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
         return EnvironmentCapabilities()
 
     def _validate_definition(self) -> None:
-        pass  # there is no image to build
+        pass  # no image to build
 
     async def start(self, force_build: bool) -> None:
         del force_build
@@ -61,10 +61,10 @@ class LocalEnvironment(BaseEnvironment):
         shutil.copytree(source_dir, target_dir, dirs_exist_ok=True)
 
     async def exec(self, command, cwd=None, env=None, timeout_sec=None, user=None) -> ExecResult:
-        del user  # whoever runs this is the only one there
-        own = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+        del user  # there is only one user
+        environment = {name: value for name, value in os.environ.items() if name not in _SECRETS}
         process = await asyncio.create_subprocess_exec(
-            "bash", "-c", command, cwd=cwd, env={**own, **(env or {})}, stdin=asyncio.subprocess.DEVNULL,
+            "bash", "-c", command, cwd=cwd, env={**environment, **(env or {})}, stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         try:
@@ -72,12 +72,12 @@ class LocalEnvironment(BaseEnvironment):
         except TimeoutError:
             process.kill()
             await process.wait()
-            return ExecResult(stdout="", stderr=f"no end within {timeout_sec} s", return_code=124)
+            return ExecResult(stdout="", stderr=f"timed out after {timeout_sec} s", return_code=124)
         code = process.returncode
         return ExecResult(stdout=out.decode(errors="replace"), stderr=err.decode(errors="replace"), return_code=code)
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--api-base", required=True)
@@ -93,17 +93,17 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def work(options: argparse.Namespace) -> int:
+async def run_agent(options: argparse.Namespace) -> int:
     if shutil.which("tmux") is None:
-        print("tmux is not installed here; terminus-2 types into a tmux terminal (apt install tmux)", file=sys.stderr)
+        print("tmux is not installed; terminus-2 types into a tmux terminal (apt install tmux)", file=sys.stderr)
         return 1
     options.logs.mkdir(parents=True, exist_ok=True)
-    # A socket of its own: two agents on one machine would otherwise share a tmux server and its session.
+    # Its own socket: two agents on one machine would otherwise share a tmux server and its session.
     os.environ["TMUX_TMPDIR"] = str(options.logs)
-    here = LocalEnvironment(
+    environment = LocalEnvironment(
         environment_dir=options.logs,
-        environment_name="here",
-        session_id=options.session_id or "here",
+        environment_name="local",
+        session_id=options.session_id or "local",
         trial_paths=TrialPaths(trial_dir=options.logs),
         task_env_config=EnvironmentConfig(),
     )
@@ -117,7 +117,7 @@ async def work(options: argparse.Namespace) -> int:
         session_id=options.session_id,
         session_id_headers=["X-Session-ID"] if options.session_id else None,
         use_responses_api=options.responses,
-        # It would install asciinema from the internet to film the terminal.
+        # Otherwise it downloads asciinema to record the terminal.
         record_terminal_session=False,
         llm_call_kwargs={"timeout": options.request_timeout},
         mcp_servers=[MCPServerConfig.model_validate(server) for server in options.mcp],
@@ -125,10 +125,10 @@ async def work(options: argparse.Namespace) -> int:
     )
     context = AgentContext()
     try:
-        await agent.setup(here)
-        await agent.run(options.instruction, here, context)
+        await agent.setup(environment)
+        await agent.run(options.instruction, environment, context)
     finally:
-        await here.exec("tmux kill-server")
+        await environment.exec("tmux kill-server")
         (options.logs / "context.json").write_text(context.model_dump_json(indent=1))
     turns = (context.metadata or {}).get("n_episodes")
     complete = _declared_complete(options.logs / "trajectory.json")
@@ -137,7 +137,7 @@ async def work(options: argparse.Namespace) -> int:
 
 
 def _declared_complete(trajectory: Path) -> bool:
-    """Whether the last two steps of the agent both declared the task complete, which is how it ends by itself."""
+    """Whether the last two steps of the agent both declared the task complete, as a finished run does."""
     steps = [step for step in json.loads(trajectory.read_text())["steps"] if step["source"] == "agent"]
     declared = [
         any(call["function_name"] == "mark_task_complete" for call in step.get("tool_calls") or []) for step in steps
@@ -147,7 +147,7 @@ def _declared_complete(trajectory: Path) -> bool:
 
 def main() -> int:
     try:
-        return asyncio.run(work(arguments()))
+        return asyncio.run(run_agent(parse_arguments()))
     except Exception as error:  # noqa: BLE001  the adapter reads the last line
         print(f"terminus-2 failed: {type(error).__name__}: {str(error)[:1000]}", file=sys.stderr)
         return 1

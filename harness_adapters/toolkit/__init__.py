@@ -1,0 +1,1 @@
+"""Shared parts of the adapters: installers with a cache, and writers of config files."""

@@ -1,8 +1,8 @@
-"""Folders of a cache that are either complete or not there.
+"""Folders of a cache that are complete or absent.
 
-A folder stands at ``<cache_root>/<name>/<version>-<hash of the recipe>``, so that a changed recipe makes a new
-one and never edits one that a running sandbox has mounted. It is complete when its marker file exists; the marker
-is written last, under a lock, so that neither two installers nor one that was killed can leave a half one.
+A folder lies at ``<cache_root>/<name>/<version>-<hash of the recipe>``, so a changed recipe makes a new folder and
+never edits one that a running sandbox has mounted. A folder is complete when its marker file exists. The marker is
+written last, under a lock, so that neither two installers nor a killed one can leave an incomplete folder behind.
 """
 
 from __future__ import annotations
@@ -23,38 +23,37 @@ _TAIL_CHARACTERS = 2000
 
 
 def folder_of(cache_root: Path, name: str, version: str, recipe: object) -> Path:
-    """Where the folder stands that is made of `recipe`, which must be JSON."""
+    """Return the path of the folder made from `recipe`, which must be JSON."""
     digest = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:8]
     return cache_root / name / f"{version}-{digest}"
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether there is nothing left to do."""
     return (folder / _MARKER).is_file()
 
 
-def ensure(folder: Path, build: Callable[[Path], object]) -> None:
+def ensure_folder(folder: Path, build: Callable[[Path], object]) -> None:
     """Make `folder` with `build` unless it is complete.
 
-    `build` gets the folder's path, where nothing stands, and returns what the marker shall say, which must be JSON.
-    When it fails nothing is left.
+    `build` gets the path, where nothing exists yet, and returns JSON for the marker file. If it fails, the folder is
+    removed.
     """
     if is_complete(folder):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(folder.name + ".lock")):
+    with exclusive_lock(folder.with_name(folder.name + ".lock")):
         if is_complete(folder):
             return
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            facts = build(folder)
-            (folder / _MARKER).write_text(json.dumps(facts) + "\n")
+            summary = build(folder)
+            (folder / _MARKER).write_text(json.dumps(summary) + "\n")
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
 
-def step(
+def run_step(
     what: str,
     argv: Sequence[str],
     *,
@@ -62,10 +61,10 @@ def step(
     env: Mapping[str, str] | None = None,
     strict: bool = True,
 ) -> None:
-    """Run one command of an install; `what` completes the sentence "could not ...".
+    """Run one command of an installation. `what` completes the sentence "could not ...".
 
-    Raises `InstallError` with the end of its output and `advice` when it cannot be started or, with `strict`, when
-    it fails.
+    Raises `InstallError` with the command's last output and `advice` if it cannot be started or, with `strict`, if it
+    fails.
     """
     try:
         done = subprocess.run(
@@ -79,8 +78,8 @@ def step(
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes; the kernel drops it when its holder dies."""
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Hold a lock between processes. The kernel releases it when its holder dies."""
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""Texts of the config files that harnesses read."""
+"""Text of the config files that harnesses read."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _FOLDER_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 def json_text(value: object) -> str:
-    """`value` as JSON for people to read."""
+    """Return `value` as indented JSON."""
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def toml_text(table: Mapping[str, object]) -> str:
-    """`table` as TOML: strings, booleans, numbers, lists of them, and tables of all of these."""
+    """Return `table` as TOML. Values are strings, booleans, numbers, lists of them, and tables."""
     return "\n".join(_toml_lines(table, ())) + "\n"
 
 
 def _toml_lines(table: Mapping[str, object], path: tuple[str, ...]) -> Iterable[str]:
-    # Plain values first: in TOML, whatever follows a [table] belongs to it.
+    # Plain values first: in TOML, all lines after a [table] belong to it.
     tables = {key: value for key, value in table.items() if isinstance(value, Mapping)}
     for key, value in table.items():
         if key not in tables:
@@ -41,30 +41,31 @@ def _toml_key(key: str) -> str:
 
 def _toml_value(value: object) -> str:
     if isinstance(value, str):
-        # A JSON string is a TOML string, but for DEL; escapes of other characters would be halves of pairs.
+        # A JSON string is a TOML string, except for DEL. Escaping non-ASCII would write surrogate pairs, which TOML
+        # forbids.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool | int | float):
         return json.dumps(value)
     if isinstance(value, Sequence):
         return f"[{', '.join(map(_toml_value, value))}]"
-    raise TypeError(f"not for TOML: {value!r}")
+    raise TypeError(f"cannot write {value!r} as TOML")
 
 
 def skill_files(folder: str, skills: Iterable[Skill]) -> dict[str, str]:
-    """The files of `skills` below `folder`, which is relative to HOME.
+    """Return the files of `skills` below `folder`, which is relative to HOME.
 
-    Raises `HarnessError` for a name that the Agent Skills form does not allow, which could leave the folder.
+    Raises `HarnessError` for a name that the Agent Skills format forbids: it could lead out of the folder.
     """
     files = {}
     for skill in skills:
         if not _FOLDER_NAME.fullmatch(skill.name):
-            raise HarnessError(f"a skill is named with small letters, digits and single hyphens, not {skill.name!r}")
+            raise HarnessError(f"invalid skill name {skill.name!r}: use lower-case letters, digits and single hyphens")
         files[f"{folder}/{skill.name}/SKILL.md"] = skill.text
     return files
 
 
 def mcp_table(servers: Iterable[McpServer], url_key: str = "url", **remote: object) -> dict[str, dict[str, object]]:
-    """`servers` in the form that most clients share: command, args and env; or `url_key`, with `remote` added."""
+    """Return `servers` in the form most clients share: command, args and env; or `url_key` and `remote`."""
     table: dict[str, dict[str, object]] = {}
     for server in servers:
         if server.url is not None:

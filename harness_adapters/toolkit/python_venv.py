@@ -1,90 +1,94 @@
-"""Installing a Python harness into a cached virtual environment of its own; see `harness_adapters.toolkit.cache`."""
+"""Installing a Python harness into a cached virtual environment of its own."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from harness_adapters.base import HarnessInfo, Installation
+from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, failed_exit
 from harness_adapters.toolkit import cache, python_runtime
+
+LITELLM_ENV: Mapping[str, str] = {
+    # Otherwise every start downloads a price list from the internet, and waits for the failure.
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_MODE": "PRODUCTION",
+    "LITELLM_TELEMETRY": "False",
+    "PYTHONUNBUFFERED": "1",
+}
+"""Environment of every harness that uses litellm, so that it contacts the endpoint only."""
 
 
 @dataclass(frozen=True)
 class VenvRecipe:
-    """What goes into the environment."""
+    """A virtual environment to make."""
 
     name: str
     version: str
     requirements: tuple[str, ...]
-    """As pip takes them, the harness itself included."""
+    """pip requirements, the harness itself included."""
     check: tuple[str, ...]
-    """Arguments for the new interpreter that prove the install, for example ``-c import x``."""
+    """Arguments for the new interpreter that prove the installation, for example ``-c import x``."""
     pythons: tuple[str, ...] = ()
     """Minor versions that it runs on, best first, such as ``("3.12", "3.13")``; empty: any that runs Polar."""
 
     def folder(self, cache_root: Path) -> Path:
-        """Where the environment stands."""
         # The interpreter belongs to the recipe: a venv does not survive a change of its base.
-        facts: list[object] = [self.requirements, sys.base_prefix, sys.version_info[:3]]
-        if self.pythons and python_runtime.own().minor not in self.pythons:
-            # Which one it is stands in pyvenv.cfg: finding it takes longer than a look at the cache should.
-            facts = [self.requirements, self.pythons]
-        return cache.folder_of(cache_root, self.name, self.version, facts)
+        recipe: list[object] = [self.requirements, sys.base_prefix, sys.version_info[:3]]
+        if self.pythons and python_runtime.own_python().minor not in self.pythons:
+            # pyvenv.cfg records the interpreter; searching for it here would be too slow for a look into the cache.
+            recipe = [self.requirements, self.pythons]
+        return cache.folder_of(cache_root.absolute(), self.name, self.version, recipe)
 
+    def is_installed(self, cache_root: Path) -> bool:
+        folder = self.folder(cache_root)
+        return cache.is_complete(folder) and (folder / "bin" / "python").exists()
 
-def is_ready(recipe: VenvRecipe, cache_root: Path) -> bool:
-    """Whether the environment is complete, its interpreter included."""
-    folder = recipe.folder(cache_root)
-    return cache.is_complete(folder) and (folder / "bin" / "python").exists()
+    def install(self, cache_root: Path) -> Installation:
+        """Return the environment, making it first if it is missing or incomplete.
 
+        Raises `InstallError` with the installer's last output.
+        """
+        # Absolute but not resolved: the sandbox mounts it at this path.
+        folder = self.folder(cache_root)
+        if cache.is_complete(folder) and not (folder / "bin" / "python").exists():
+            shutil.rmtree(folder)  # a link whose target, the base interpreter, was removed
+        cache.ensure_folder(folder, lambda path: self._build(path, cache_root.absolute()))
+        return Installation(
+            name=self.name,
+            version=self.version,
+            root=folder,
+            program=folder / "bin" / "python",
+            mounts=(folder, *_interpreter_mounts(folder)),
+        )
 
-def ensure(recipe: VenvRecipe, cache_root: Path) -> Installation:
-    """Return the environment of `recipe`, making it first when it is missing or half made.
+    def _build(self, folder: Path, cache_root: Path) -> dict[str, object]:
+        own = python_runtime.own_python()
+        base = python_runtime.ensure_python(self.pythons, cache_root) if self.pythons else own
+        python = str(folder / "bin" / "python")
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-input"]
+        self._step("create its environment", [str(base.program), "-m", "venv", str(folder)])
+        self._step("install it", [*pip, "--no-compile", *self.requirements])
+        # Every rollout pays for the start-up, and the sandbox mounts the folder read-only, so compile now.
+        # compileall fails for files of other Python versions, which pip would have skipped silently.
+        compileall = [python, "-m", "compileall", "-q", "-j", "0", str(folder / "lib")]
+        self._step("compile it", compileall, strict=False)
+        self._step("start it once", [python, *self.check])
+        return {"requirements": self.requirements, "python": base.version}
 
-    Raises `InstallError` with the end of the installer's output.
-    """
-    # Not resolved: the path must stay the one under which the sandbox will see it.
-    folder = recipe.folder(cache_root.absolute())
-    if cache.is_complete(folder) and not (folder / "bin" / "python").exists():
-        shutil.rmtree(folder)  # a link whose target, the base interpreter, was removed
-    cache.ensure(folder, lambda path: _build(recipe, path, cache_root.absolute()))
-    return Installation(
-        name=recipe.name,
-        version=recipe.version,
-        root=folder,
-        program=folder / "bin" / "python",
-        mounts=(folder, *_interpreter_mounts(folder)),
-    )
-
-
-def _build(recipe: VenvRecipe, folder: Path, cache_root: Path) -> dict[str, object]:
-    base = python_runtime.ensure(recipe.pythons, cache_root) if recipe.pythons else python_runtime.own()
-    python = str(folder / "bin" / "python")
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-input"]
-    _step(recipe, "create its environment", [str(base.program), "-m", "venv", str(folder)])
-    _step(recipe, "install it", [*pip, "--no-compile", *recipe.requirements])
-    # Start-up time is paid by every rollout, and the sandbox mounts the folder read-only.
-    # compileall reports files that are not meant for this Python version; pip would have skipped them silently.
-    compileall = [python, "-m", "compileall", "-q", "-j", "0", str(folder / "lib")]
-    _step(recipe, "compile it", compileall, strict=False)
-    _step(recipe, "start it once", [python, *recipe.check])
-    return {"requirements": recipe.requirements, "python": base.version}
-
-
-def _step(recipe: VenvRecipe, what: str, argv: Sequence[str], *, strict: bool = True) -> None:
-    advice = (
-        f"Check that pip reaches a package index (pip install {' '.join(recipe.requirements)}) "
-        "and that the disk has room."
-    )
-    cache.step(f"{what}: {recipe.name} {recipe.version}", argv, advice=advice, strict=strict)
+    def _step(self, what: str, argv: Sequence[str], *, strict: bool = True) -> None:
+        advice = (
+            f"Check that pip reaches a package index (pip install {' '.join(self.requirements)}) "
+            "and that the disk has room."
+        )
+        cache.run_step(f"{what}: {self.name} {self.version}", argv, advice=advice, strict=strict)
 
 
 def _interpreter_mounts(folder: Path) -> tuple[Path, ...]:
-    """Where the base interpreter lives, when a sandbox that shows /usr would not have it."""
+    """Return the folders of the base interpreter that a sandbox which mounts /usr would lack."""
     settings = dict(line.split(" = ", 1) for line in (folder / "pyvenv.cfg").read_text().splitlines() if " = " in line)
     base = Path(settings["home"]).parent
     roots = {base, base.resolve(), (folder / "bin" / "python").resolve().parent.parent}
@@ -92,30 +96,33 @@ def _interpreter_mounts(folder: Path) -> tuple[Path, ...]:
 
 
 class VenvHarness:
-    """The half of an adapter that all Python harnesses share."""
+    """Base of the adapters of Python harnesses: all but `launch`."""
 
     name: str
     default_version: str
-    facts: HarnessInfo
+    info: HarnessInfo
     imports: str
-    """Modules whose import proves the install, separated by commas."""
-    also: ClassVar[tuple[str, ...]] = ()
-    """What it needs beside its own package, as pip takes it."""
+    """Modules whose import proves the installation, separated by commas."""
+    extra_requirements: ClassVar[tuple[str, ...]] = ()
+    """pip requirements beside its own package."""
     pythons: ClassVar[tuple[str, ...]] = ()
-    """See `VenvRecipe.pythons`."""
+    """As `VenvRecipe.pythons`."""
+
+    def install(self, cache_root: Path, version: str | None = None) -> Installation:
+        return self._recipe(version).install(cache_root)
+
+    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
+        return self._recipe(version).is_installed(cache_root)
+
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
+        return failed_exit(self.name, exit_code, stdout_tail) or ("ok", "finished")
 
     def _recipe(self, version: str | None) -> VenvRecipe:
         version = version or self.default_version
         return VenvRecipe(
             name=self.name,
             version=version,
-            requirements=(f"{self.facts.package.removeprefix('pypi:')}=={version}", *self.also),
+            requirements=(f"{self.info.package.removeprefix('pypi:')}=={version}", *self.extra_requirements),
             check=("-c", f"import {self.imports}"),
             pythons=self.pythons,
         )
-
-    def install(self, cache_root: Path, version: str | None = None) -> Installation:
-        return ensure(self._recipe(version), cache_root)
-
-    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
-        return is_ready(self._recipe(version), cache_root.absolute())

@@ -197,7 +197,7 @@ def prune(
 
     cache = common.load_settings().harness_cache
     # A command line is no installed agent: what it mounts is said by each run, and baked again for the next.
-    known = [adapter for name in list_adapters() if (adapter := get_adapter(name)).facts.package != "none"]
+    known = [adapter for name in list_adapters() if (adapter := get_adapter(name)).info.package != "none"]
     adapters = [adapter for adapter in known if adapter.is_installed(cache)]
     agents = [] if everything else [adapter.install(cache).mounts for adapter in adapters]
 
@@ -233,7 +233,7 @@ async def _look(
         )
         async with await open_sandbox(choice.kind, spec) as sandbox:
             findings = [HarnessFinding("sandbox", "ok", choice.reason)]
-            findings += [await _program(sandbox, program) for program in adapter.facts.needs]
+            findings += [await _program(sandbox, program) for program in adapter.info.needs]
             findings += await _version(adapter, installed, sandbox)
             findings.append(await _dry_run(adapter, installed, sandbox))
             return findings
@@ -254,7 +254,7 @@ async def _program(sandbox: Sandbox, program: str) -> HarnessFinding:
 async def _version(adapter: HarnessAdapter, installed: Installation, sandbox: Sandbox) -> list[HarnessFinding]:
     values = {"{program}": str(installed.program), "{root}": str(installed.root)}
     argv = []
-    for word in adapter.facts.version_command:
+    for word in adapter.info.version_command:
         for placeholder, value in values.items():
             word = word.replace(placeholder, value)
         argv.append(word)
@@ -302,7 +302,7 @@ async def _dry_run(adapter: HarnessAdapter, installed: Installation, sandbox: Sa
 
 
 def _validated(adapter: HarnessAdapter, installed: Installation) -> list[HarnessFinding]:
-    low, high = adapter.facts.tested_versions
+    low, high = adapter.info.tested_versions
     if low == high == "any" or _key(low) <= _key(installed.version) <= _key(high):
         return []
     return [
@@ -355,19 +355,19 @@ def _progress(text: str, *, quiet: bool) -> Iterator[None]:
 
 
 def _summary(adapter: HarnessAdapter, cache: Path) -> Json:
-    facts = adapter.facts
+    info = adapter.info
     return {
         "name": adapter.name,
         "version": adapter.default_version,
         "installed": adapter.is_installed(cache),
-        "wire_apis": list(facts.wire_apis),
-        "runtime": facts.runtime,
-        "needs": list(facts.needs),
-        "package": facts.package,
-        "tested_versions": list(facts.tested_versions),
-        "features": sorted(facts.features),
-        "homepage": facts.homepage,
-        "notes": facts.notes,
+        "wire_apis": list(info.wire_apis),
+        "runtime": info.runtime,
+        "needs": list(info.needs),
+        "package": info.package,
+        "tested_versions": list(info.tested_versions),
+        "features": sorted(info.features),
+        "homepage": info.homepage,
+        "notes": info.notes,
     }
 
 

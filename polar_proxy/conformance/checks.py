@@ -33,7 +33,7 @@ class CheckInput:
     """What a judge gets."""
 
     profile: HarnessProfile
-    facts: HarnessInfo
+    info: HarnessInfo
     run: ScenarioRun
 
     def asked(self, kind: str = "main") -> list[ReceivedRequest]:

@@ -58,7 +58,7 @@ async def measure(
     """Play what `checks` need and judge it. `keep` gets every run, for whoever wants to look at it."""
     profile, began = profile_of(adapter.name), time.monotonic()
     wanted = list(checks)
-    judged = {check: _without_playing(check, profile, adapter.facts) for check in wanted if check in SCENARIO_CHECKS}
+    judged = {check: _without_playing(check, profile, adapter.info) for check in wanted if check in SCENARIO_CHECKS}
     if not isinstance(bench.engine, ScriptedEngine):
         told = "needs the scripted engine: another one says what it likes"
         judged = {check: cell or CheckResult("not run", told) for check, cell in judged.items()}
@@ -71,7 +71,7 @@ async def measure(
             keep(run)
         for check in wanted:
             if check in judged and judged[check] is None and SCENARIO_CHECKS[check][0] == scenario.name:
-                judged[check] = _judge(check, profile, adapter.facts, played)
+                judged[check] = _judge(check, profile, adapter.info, played)
     row = _row(adapter, installed, runs)
     row.checks = {check: cell for check, cell in judged.items() if cell is not None}
     row.checks |= {check: cell for check, cell in _counted(runs, row).items() if check in wanted}
@@ -79,11 +79,11 @@ async def measure(
     return row
 
 
-def _without_playing(check: str, profile: HarnessProfile, facts: HarnessInfo) -> CheckResult | None:
+def _without_playing(check: str, profile: HarnessProfile, info: HarnessInfo) -> CheckResult | None:
     """The cell of a check that this harness cannot have."""
     if check in profile.missing:
         return CheckResult("n/a", profile.missing[check])
-    if check == "second_turn" and "resume" not in facts.features:
+    if check == "second_turn" and "resume" not in info.features:
         return CheckResult("n/a", "it cannot go on with its last conversation without being given an id")
     if check == "subagent" and profile.delegate is None:
         return CheckResult("n/a", "it has none")
@@ -108,7 +108,7 @@ async def _play(
     if not scenario.faults:
         return [
             await _once(
-                bench, ScriptedModel(profile, _fitting(scenario, profile, adapter.facts), slow), adapter, installed
+                bench, ScriptedModel(profile, _fitting(scenario, profile, adapter.info), slow), adapter, installed
             )
         ]
     runs: list[ScenarioRun] = []
@@ -125,7 +125,7 @@ async def _play(
     return runs
 
 
-def _fitting(scenario: Scenario, profile: HarnessProfile, facts: HarnessInfo) -> Scenario:
+def _fitting(scenario: Scenario, profile: HarnessProfile, info: HarnessInfo) -> Scenario:
     """Without a second turn where there can be none; with as many commands as it takes to fill a context."""
     if scenario.fills_context:
         steps: tuple[Step, ...] = (
@@ -133,7 +133,7 @@ def _fitting(scenario: Scenario, profile: HarnessProfile, facts: HarnessInfo) ->
             Finish(),
         )
         return replace(scenario, steps=steps, second=(RunCommands(), Finish()) if profile.compacts_at_end else ())
-    return scenario if "resume" in facts.features else replace(scenario, second=())
+    return scenario if "resume" in info.features else replace(scenario, second=())
 
 
 async def _once(
@@ -147,10 +147,10 @@ async def _once(
         return run
 
 
-def _judge(check: str, profile: HarnessProfile, facts: HarnessInfo, runs: Sequence[ScenarioRun]) -> CheckResult:
+def _judge(check: str, profile: HarnessProfile, info: HarnessInfo, runs: Sequence[ScenarioRun]) -> CheckResult:
     if broken := [run for run in runs if run.fault is not None]:
         return CheckResult("not run", str(broken[0].fault))
-    cells = [SCENARIO_CHECKS[check][1](CheckInput(profile, facts, run)) for run in runs]
+    cells = [SCENARIO_CHECKS[check][1](CheckInput(profile, info, run)) for run in runs]
     return next((cell for cell in cells if cell.status != "not run"), cells[-1])
 
 

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.usefixtures("polar_home")
 
 
 class Careful(ShellCommand):
-    """A harness whose facts ask for things; the subclasses lack one each."""
+    """A harness with requirements; the subclasses lack one each."""
 
-    facts = replace(
-        ShellCommand.facts, needs=("sh",), version_command=("sh", "-c", "echo tool 1.2"), tested_versions=("1.0", "1.4")
+    info = replace(
+        ShellCommand.info, needs=("sh",), version_command=("sh", "-c", "echo tool 1.2"), tested_versions=("1.0", "1.4")
     )
 
     def __init__(self) -> None:
@@ -32,11 +32,11 @@ class Careful(ShellCommand):
 
 
 class Needy(Careful):
-    facts = replace(Careful.facts, needs=("no-such-program",))
+    info = replace(Careful.info, needs=("no-such-program",))
 
 
 class Crashing(Careful):
-    facts = replace(Careful.facts, version_command=("sh", "-c", "echo missing library >&2; exit 3"))
+    info = replace(Careful.info, version_command=("sh", "-c", "echo missing library >&2; exit 3"))
 
 
 class Telling(Careful):
@@ -168,8 +168,8 @@ def test_check_without_installing_says_how(ask: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["info", "nothing"], 2, "there are: "),
-        (["check", "collections:OrderedDict"], 2, "is no harness adapter"),
+        (["info", "nothing"], 2, "the known ones are: "),
+        (["check", "collections:OrderedDict"], 2, "is not a harness adapter"),
         (["check", "shell:true", "--sandbox", "jail"], 2, "There is no sandbox 'jail'"),
         (["install", "aider@1", "--version", "2"], 2, "Two versions"),
         (["install", "shell"], 1, "the command is missing"),

@@ -34,7 +34,7 @@ class SmallAgent:
     manner = "well"
 
     @property
-    def facts(self):  # type: ignore[no-untyped-def]
+    def info(self):  # type: ignore[no-untyped-def]
         from harness_adapters.base import HarnessInfo  # not there where the agent program itself runs
 
         features = frozenset({"resume", "parallel_tools", "reasoning"})

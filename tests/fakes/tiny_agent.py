@@ -32,7 +32,7 @@ class TinyAgent:
     manner = "well"
 
     @property
-    def facts(self):  # type: ignore[no-untyped-def]
+    def info(self):  # type: ignore[no-untyped-def]
         from harness_adapters.base import HarnessInfo  # not there where the agent program itself runs
 
         return HarnessInfo("https://example.org", "none", ("1", "1"), ("openai_chat",), "python 3", frozenset())

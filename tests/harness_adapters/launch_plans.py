@@ -1,4 +1,4 @@
-"""What holds for the plan of every adapter, and a context to plan with."""
+"""A launch context, and the promises that every launch plan keeps."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def installed(adapter: HarnessAdapter, root: Path = Path("/cache/x")) -> Install
 
 
 def plan(adapter: HarnessAdapter, **changes: Any) -> LaunchPlan:
-    """The plan for `CONTEXT` with `changes`, after looking at what every plan must keep."""
+    """Return the plan for `CONTEXT` with `changes`, after checking the promises of every plan."""
     context = replace(CONTEXT, **changes)
     first = adapter.launch(installed(adapter), context)
     assert first == adapter.launch(installed(adapter), context), "not pure"
     assert not any(KEY in word for word in first.argv), "the key is in the argument list"
     assert KEY in first.env.values(), "the key is not in the environment"
-    assert not any(KEY in text for text in first.files.values()), "the key is in a file as well"
+    assert not any(KEY in text for text in first.files.values()), "the key is in a file, too"
     assert first.env["HOME"] == context.home
     assert Path("/cache/x") in first.mounts
     for name in first.files:
@@ -45,10 +45,10 @@ def plan(adapter: HarnessAdapter, **changes: Any) -> LaunchPlan:
     return first
 
 
-def facts_are_complete(adapter: HarnessAdapter) -> None:
-    facts = adapter.facts
-    assert facts.homepage.startswith("https://")
-    assert facts.package.partition(":")[0] in ("pypi", "npm")
-    assert facts.tested_versions[0] <= adapter.default_version <= facts.tested_versions[1]
-    assert facts.wire_apis
-    assert facts.runtime
+def info_is_complete(adapter: HarnessAdapter) -> None:
+    info = adapter.info
+    assert info.homepage.startswith("https://")
+    assert info.package.partition(":")[0] in ("pypi", "npm")
+    assert info.tested_versions[0] <= adapter.default_version <= info.tested_versions[1]
+    assert info.wire_apis
+    assert info.runtime

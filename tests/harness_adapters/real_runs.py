@@ -1,4 +1,4 @@
-"""Running a real harness, installed by its adapter, against the real gateway with the scripted engine."""
+"""Runs real harnesses, installed by their adapters, against the real gateway with the scripted engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "sk-of-the-test"
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """How a run ended and what was recorded of it."""
+    """The outcome of a run and its recorded calls."""
 
     exit_code: int | None
     output: str
@@ -34,7 +34,7 @@ class FinishedRun:
 
 
 def install(adapter: HarnessAdapter, factory: pytest.TempPathFactory) -> Installation:
-    """The harness from `POLAR_CACHE_DIR`, where a cache exists already, or installed for this run."""
+    """Return the harness from the cache in `POLAR_CACHE_DIR`, or install it for this test run."""
     cache = os.environ.get("POLAR_CACHE_DIR")
     return adapter.install(Path(cache) if cache else factory.mktemp("cache"))
 
@@ -49,13 +49,13 @@ async def run(
     timeout: float = 400.0,
     **changes: Any,
 ) -> FinishedRun:
-    """One run below `folder` (again for a second turn), to its end."""
+    """Run the harness to its end below `folder`. A second call with the same folder is a second turn."""
     home, workdir = folder / "home", folder / "work"
     if not workdir.exists():
         home.mkdir()
         workdir.mkdir()
         (workdir / "a.txt").write_text("hello\n")
-        await _program(["git", "init", "-q", "-b", "main"], workdir, {}, 120)
+        await run_program(["git", "init", "-q", "-b", "main"], workdir, {}, 120)
     context = LaunchContext(
         base_url=gateway.url + "/v1",
         api_key=KEY,
@@ -68,7 +68,7 @@ async def run(
     for name, text in plan.files.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(text)
-    exit_code, output = await _program(plan.argv, workdir, plan.env, timeout)
+    exit_code, output = await run_program(plan.argv, workdir, plan.env, timeout)
     sessions = await store.sessions.recent()
     assert len(sessions) == 1, f"{len(sessions)} sessions; exit code {exit_code}\n{output[-3000:]}"
     (session,) = sessions
@@ -76,10 +76,10 @@ async def run(
     return FinishedRun(exit_code, output, workdir, home, await store.calls.of_session(session.session_id))
 
 
-async def _program(
+async def run_program(
     argv: tuple[str, ...] | list[str], cwd: Path, env: Mapping[str, str], timeout: float
 ) -> tuple[int | None, str]:
-    """Run to the end with output to a file: what a harness leaves running would hold a pipe open."""
+    """Run a program with its output in a file: processes that it leaves behind would keep a pipe open."""
     log = cwd.with_name("agent.log")
     with log.open("wb") as handle:
         process = await asyncio.create_subprocess_exec(
@@ -94,20 +94,20 @@ async def _program(
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # nothing was left
+                pass  # no process was left
             await process.wait()
     return code, log.read_text(errors="replace")
 
 
-def answers(request: EngineRequest) -> int:
-    """How many answers the conversation of a request holds already."""
+def answer_count(request: EngineRequest) -> int:
+    """Return the number of answers in the conversation of a request."""
     assert isinstance(request, ChatRequest)
     return sum(message.role == "assistant" for message in request.messages)
 
 
 def play(*replies: Reply) -> Callable[[EngineRequest], Reply]:
-    """A script that gives its replies in order, the last one ever after. A retry gets what the first try got."""
-    return lambda request: replies[min(answers(request), len(replies) - 1)]
+    """Return a script of replies in order; the last one repeats. A retry gets the same reply."""
+    return lambda request: replies[min(answer_count(request), len(replies) - 1)]
 
 
 def call(name: str, arguments: str, number: int = 0) -> ToolCall:

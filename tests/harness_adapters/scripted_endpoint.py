@@ -1,4 +1,4 @@
-"""A scripted Chat Completions server on loopback: answers from a function, keeps what it was asked."""
+"""A scripted Chat Completions server on loopback. A function makes its answers, and it keeps its requests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Script = Callable[[Mapping[str, Any]], Reply]
 
 @dataclass
 class ScriptedEndpoint:
-    """The running server: its base URL and the (headers, body) pairs that came in."""
+    """A running server: its base URL and the (headers, body) pairs that it received."""
 
     base_url: str = ""
     requests: list[tuple[dict[str, str], dict[str, Any]]] = field(default_factory=list)
 
 
 def bash_call(command: str, number: int = 0, thought: str = "Let me see.") -> Reply:
-    """An answer with one call of mini-swe-agent's bash tool."""
+    """Return an answer with one call of mini-swe-agent's bash tool."""
     function = {"name": "bash", "arguments": json.dumps({"command": command}, ensure_ascii=False)}
     message = {
         "role": "assistant",

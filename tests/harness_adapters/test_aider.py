@@ -1,4 +1,4 @@
-"""aider: its plan, how its exit is read, and the real program against the gateway."""
+"""aider: its launch plan, its exit codes, and the real program against the gateway."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tests.fakes.scripted_engine import ScriptedEngine
 from tests.harness_adapters import launch_plans, real_runs
 
 ADAPTER = Aider()
-# Two starts of a program of half a gigabyte, on a machine that may be busy.
+# Two starts of a half-gigabyte program on a busy machine.
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_the_plan() -> None:
-    launch_plans.facts_are_complete(ADAPTER)
+def test_launch_plan() -> None:
+    launch_plans.info_is_complete(ADAPTER)
     plan = launch_plans.plan(ADAPTER)
     assert plan.argv[:3] == ("/cache/x/bin/python", "-m", "aider")
     assert plan.argv[-1] == f"--message={launch_plans.INSTRUCTION}"
     assert plan.env["OPENAI_API_BASE"] == "http://127.0.0.1:9/v1"
     assert json.loads(plan.files[".aider/caches/model_prices_and_context_window.json"])
-    assert not any(word.startswith("/workspace") for word in plan.argv), "its notes would be part of the patch"
+    assert not any(word.startswith("/workspace") for word in plan.argv), "its notes would become part of the patch"
     assert "--restore-chat-history" in launch_plans.plan(ADAPTER, resume=True).argv
     assert "--restore-chat-history" not in plan.argv
 
 
-def test_what_it_cannot_do_is_refused() -> None:
-    with pytest.raises(HarnessError, match="knows no MCP servers"):
+def test_launch_rejects_unsupported_features() -> None:
+    with pytest.raises(HarnessError, match="does not support MCP servers"):
         launch_plans.plan(ADAPTER, mcp_servers=launch_plans.MCP)
-    with pytest.raises(HarnessError, match="knows no skills"):
+    with pytest.raises(HarnessError, match="does not support skills"):
         launch_plans.plan(ADAPTER, skills=(launch_plans.SKILL,))
     with pytest.raises(HarnessError, match="does not speak openai_responses; it speaks openai_chat"):
         launch_plans.plan(ADAPTER, wire_api="openai_responses")
@@ -47,7 +47,7 @@ ADVICE = "\nThe API provider's servers are down or overloaded.\n"
 
 
 @pytest.mark.parametrize(
-    ("code", "tail", "outcome", "told"),
+    ("code", "tail", "outcome", "message"),
     [
         (0, "Tokens: 7 sent, 2 received.\nApplied edit to a.txt\nCommit 0123 feat: x\n", "ok", "answered"),
         (0, f"{DOWN}{ADVICE}Retrying in 32.0 seconds...\n{DOWN}{ADVICE}\n", "failed", "out of order"),
@@ -55,13 +55,13 @@ ADVICE = "\nThe API provider's servers are down or overloaded.\n"
         (0, "litellm.AuthenticationError: no\nCheck your API key.\n\n", "failed", "AuthenticationError: no"),
         (0, "Model openai/m has hit a token limit!\nToken counts below are approximate.\n", "failed", "token limit"),
         (2, "aider: error: unrecognized\n", "failed", "exited with 2: aider: error: unrecognized"),
-        (None, "", "timed_out", "clock"),
+        (None, "", "timed_out", "time limit"),
     ],
 )
-def test_it_lies_with_its_exit_code(code: int | None, tail: str, outcome: str, told: str) -> None:
-    read = ADAPTER.interpret(code, tail)
-    assert read[0] == outcome
-    assert told in read[1]
+def test_interpret(code: int | None, tail: str, outcome: str, message: str) -> None:
+    found_outcome, found_message = ADAPTER.interpret(code, tail)
+    assert found_outcome == outcome
+    assert message in found_message
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def edit_then_message(request: EngineRequest) -> str:
 
 
 @pytest.mark.by_command
-async def test_the_real_program_edits_and_commits(
+async def test_real_program_edits_and_commits(
     installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
     async with serve(ScriptedEngine(edit_then_message)) as gateway:
@@ -85,18 +85,18 @@ async def test_the_real_program_edits_and_commits(
         )
     assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "answered"), ran.output[-3000:]
     assert (ran.workdir / "a.txt").read_text() == "bye\n"
-    # a.txt was not committed before: aider does that first, with a message of its own asking.
+    # a.txt was not committed: aider commits it first, with one more call for the message.
     assert [call.stream for call in ran.calls].count(True) == 1
     assert "raw.githubusercontent.com" not in ran.output
     status = subprocess.run(
         ["git", "status", "--short"], cwd=ran.workdir, env={"HOME": str(ran.home), "PATH": "/usr/bin:/bin"},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert status.stdout == "", "something of aider's own lies in the workspace"
+    assert status.stdout == "", "aider left files of its own in the workspace"
 
 
 @pytest.mark.by_command
-async def test_the_real_program_fails_with_exit_code_0(
+async def test_real_program_fails_with_exit_code_0(
     installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
     async with serve(ScriptedEngine(edit_then_message)) as gateway:

@@ -1,4 +1,4 @@
-"""Gemini CLI shortens old tool outputs once the history is large. The edge says so; no call is taken for a new run."""
+"""Gemini CLI shortens old tool outputs in a large history. Such a call gets the edge `compacts`, not `root`."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from polar_proxy.types import EngineRequest
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import Reply, ScriptedEngine
 from tests.harness_adapters import real_runs
-from tests.harness_adapters.test_npm_real import HANDS
+from tests.harness_adapters.test_npm_real import AGENT_TOOLS
 
 TURNS = 26
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-async def test_masked_outputs_are_named(
+async def test_masked_outputs_get_the_edge_compacts(
     serve: Serve, store: Store, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     adapter = get_adapter("gemini-cli")
     installed = await asyncio.to_thread(real_runs.install, adapter, tmp_path_factory)
 
     def script(request: EngineRequest) -> Reply:
-        turn = real_runs.answers(request)
+        turn = real_runs.answer_count(request)
         if turn == TURNS - 1:
             return "All done."
-        return HANDS["gemini-cli"].call(f"seq {turn}00000 {turn}05000")
+        return AGENT_TOOLS["gemini-cli"].call(f"seq {turn}00000 {turn}05000")
 
     async with serve(ScriptedEngine(script)) as gateway:
         ran = await real_runs.run(adapter, installed, gateway, store, tmp_path, max_steps=40)
@@ -40,8 +40,8 @@ async def test_masked_outputs_are_named(
     masked = [b"tool_output_masked" in b"".join(call.messages) for call in ran.calls]
     edges = [call.edge for call in ran.calls]
     assert len(ran.calls) == TURNS
-    assert any(masked), "the outputs were not large enough for it to mask any"
+    assert any(masked), "the outputs were too small to be masked"
     assert edges[0] == "root"
     assert set(edges[1:]) == {"continues", "compacts"}
-    named = [row.rule for row in rows if row.edge == "compacts"]
-    assert named == ["gemini_masks_old_outputs"] * len(named)
+    rules = [row.rule for row in rows if row.edge == "compacts"]
+    assert rules == ["gemini_masks_old_outputs"] * len(rules)

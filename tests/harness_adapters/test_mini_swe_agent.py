@@ -22,7 +22,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    """The harness from `POLAR_CACHE_DIR`, where a cache exists already, or installed for this run."""
+    """The harness from the cache in `POLAR_CACHE_DIR`, or installed for this test run."""
     cache = os.environ.get("POLAR_CACHE_DIR")
     return ADAPTER.install(Path(cache) if cache else tmp_path_factory.mktemp("cache"))
 
@@ -49,7 +49,7 @@ def launch(
     )  # fmt: skip
 
 
-def test_a_run_works_in_the_workspace_and_is_read_as_submitted(installed: Installation, tmp_path: Path) -> None:
+def test_run_works_in_the_workspace_and_submits(installed: Installation, tmp_path: Path) -> None:
     commands = ["pwd > where.txt; echo $HOME >> where.txt", SUBMIT]
 
     def script(body: Mapping[str, Any]) -> Reply:
@@ -69,9 +69,9 @@ def test_a_run_works_in_the_workspace_and_is_read_as_submitted(installed: Instal
     assert body["messages"][2]["reasoning_content"] == "Let me see."
 
 
-def test_the_quick_client_says_what_the_usual_one_says(installed: Installation, tmp_path: Path) -> None:
-    """examples/learn: another client, the same agent; the policy reads the same words."""
-    said: list[Any] = []
+def test_quick_client_sends_the_same_requests(installed: Installation, tmp_path: Path) -> None:
+    """The faster client of examples/learn sends the same requests as the real agent."""
+    sent: list[Any] = []
     for adapter in (ADAPTER, get_adapter("examples.learn.harness:QuickMini")):
         folder = tmp_path / adapter.__class__.__name__
         with serve(
@@ -81,30 +81,30 @@ def test_the_quick_client_says_what_the_usual_one_says(installed: Installation, 
         assert adapter.interpret(done.returncode, done.stdout) == ("ok", "submitted")
         headers, body = server.requests[-1]
         assert headers["Authorization"] == "Bearer sk-test"
-        said.append((body["model"], body["tools"], len(server.requests), [plain(one) for one in body["messages"]]))
-    assert said[0][:3] == said[1][:3]
-    for usual, quick in zip(said[0][3], said[1][3], strict=True):
-        assert usual == quick
+        sent.append((body["model"], body["tools"], len(server.requests), [plain(one) for one in body["messages"]]))
+    assert sent[0][:3] == sent[1][:3]
+    for real, quick in zip(sent[0][3], sent[1][3], strict=True):
+        assert real == quick
 
 
 def plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what no template reads: what is null, the number of a call, and a field of litellm's own."""
+    """Return a message without the fields that no template reads: nulls, call numbers, and a field of litellm."""
     calls = [{key: call[key] for key in ("id", "type", "function")} for call in message.get("tool_calls") or []]
-    said = {key: value for key, value in message.items() if value is not None and key != "provider_specific_fields"}
-    return said | {"tool_calls": calls}
+    kept = {key: value for key, value in message.items() if value is not None and key != "provider_specific_fields"}
+    return kept | {"tool_calls": calls}
 
 
-def test_the_step_limit_ends_a_run(installed: Installation, tmp_path: Path) -> None:
+def test_step_limit_ends_a_run(installed: Installation, tmp_path: Path) -> None:
     with serve(lambda body: bash_call("true", len(body["messages"]))) as server:
         done = launch(installed, server, tmp_path, max_steps=3)
     assert ADAPTER.interpret(done.returncode, done.stdout) == ("ok", "ended by LimitsExceeded")
     assert len(server.requests) == 3
 
 
-def test_a_failing_endpoint_ends_the_run_soon_and_is_read_as_failed(installed: Installation, tmp_path: Path) -> None:
+def test_failing_endpoint_ends_the_run_soon_as_failed(installed: Installation, tmp_path: Path) -> None:
     error = {"error": {"message": "out of order", "type": "server_error", "code": None, "param": None}}
     with serve(lambda _: (500, error)) as server:
         done = launch(installed, server, tmp_path)
     outcome, detail = ADAPTER.interpret(done.returncode, done.stdout)
     assert outcome == "failed", detail
-    assert len(server.requests) == 3, "it gives up behind the second retry"
+    assert len(server.requests) == 3, "it gives up after the second retry"

@@ -1,4 +1,4 @@
-"""Mistral Vibe: its plan, how its exit is read, and the real program against the gateway."""
+"""Mistral Vibe: its launch plan, its exit codes, and the real program against the gateway."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.fakes.scripted_engine import ScriptedEngine
 from tests.harness_adapters import launch_plans, real_runs
 
 ADAPTER = MistralVibe()
-# Two starts of a program of half a gigabyte, on a machine that may be busy.
+# Two starts of a half-gigabyte program on a busy machine.
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_the_plan() -> None:
-    launch_plans.facts_are_complete(ADAPTER)
+def test_launch_plan() -> None:
+    launch_plans.info_is_complete(ADAPTER)
     plan = launch_plans.plan(ADAPTER, max_steps=7)
     assert plan.argv[:2] == ("/cache/x/bin/vibe", f"--prompt={launch_plans.INSTRUCTION}")
     assert plan.argv[plan.argv.index("--max-turns") + 1] == "7"
@@ -29,7 +29,7 @@ def test_the_plan() -> None:
     assert launch_plans.plan(ADAPTER, resume=True).argv[-1] == "--continue"
 
 
-def test_the_config_file_is_toml_and_names_the_keys_variable() -> None:
+def test_config_file_is_toml_and_names_the_key_variable() -> None:
     files = launch_plans.plan(
         ADAPTER, model='a "b" \\ c', mcp_servers=launch_plans.MCP, skills=(launch_plans.SKILL,)
     ).files
@@ -54,19 +54,19 @@ def test_the_config_file_is_toml_and_names_the_keys_variable() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "tail", "outcome", "told"),
+    ("code", "tail", "outcome", "message"),
     [
         (0, "All done.\n", "ok", "finished"),
-        (3, "Let me see.\nStopped: turn_limit\n", "ok", "limit of turns"),
+        (3, "Let me see.\nStopped: turn_limit\n", "ok", "turn limit"),
         (1, "Error: Invalid API key\n", "failed", "exited with 1: Error: Invalid API key"),
         (3, "Stopped: something else\n", "failed", "exited with 3"),
-        (None, "", "timed_out", "clock"),
+        (None, "", "timed_out", "time limit"),
     ],
 )
-def test_its_exit_is_read(code: int | None, tail: str, outcome: str, told: str) -> None:
-    read = ADAPTER.interpret(code, tail)
-    assert read[0] == outcome
-    assert told in read[1]
+def test_interpret(code: int | None, tail: str, outcome: str, message: str) -> None:
+    found_outcome, found_message = ADAPTER.interpret(code, tail)
+    assert found_outcome == outcome
+    assert message in found_message
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
 
 
 @pytest.mark.by_command
-async def test_the_real_program_and_a_second_turn(
+async def test_real_program_and_a_second_turn(
     installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
     action = json.dumps({"command": "pwd > where.txt"})
@@ -94,11 +94,11 @@ async def test_the_real_program_and_a_second_turn(
 
 
 @pytest.mark.by_command
-async def test_the_real_program_at_its_limit(
+async def test_real_program_at_its_turn_limit(
     installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
     script = real_runs.play(real_runs.call("bash", '{"command": "true"}'))
     async with serve(ScriptedEngine(script)) as gateway:
         ran = await real_runs.run(ADAPTER, installed, gateway, store, tmp_path, max_steps=2)
-    assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "ended by its limit of turns"), ran.output[-3000:]
+    assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "ended by its turn limit"), ran.output[-3000:]
     assert len(ran.calls) == 2

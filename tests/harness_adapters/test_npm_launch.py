@@ -1,4 +1,4 @@
-"""The launch plans of the npm harnesses: pure, hiding the key, and files that are what each program reads."""
+"""The launch plans of the npm harnesses, and the config files that each program reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from harness_adapters import LaunchPlan, get_adapter
 from harness_adapters.base import HarnessError, WireApi
-from tests.harness_adapters.launch_plans import INSTRUCTION, KEY, MCP, SKILL, facts_are_complete, plan
+from tests.harness_adapters.launch_plans import INSTRUCTION, KEY, MCP, SKILL, info_is_complete, plan
 
 NAMES = ("claude-code", "cline", "codex", "gemini-cli", "opencode", "pi", "qwen-code")
 SKILL_FOLDERS = {
@@ -37,9 +37,9 @@ def config(plan: LaunchPlan, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_plan_keeps_the_promises(name: str) -> None:
+def test_launch_plan_keeps_the_promises(name: str) -> None:
     adapter = get_adapter(name)
-    facts_are_complete(adapter)
+    info_is_complete(adapter)
     made = plan(adapter)
     assert INSTRUCTION in (made.argv[-1], made.argv[-1].removeprefix("--prompt="), *made.files.values())
     for file in made.files:
@@ -49,13 +49,13 @@ def test_every_plan_keeps_the_promises(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_skills_are_where_the_program_looks(name: str) -> None:
+def test_skills_are_in_the_folder_of_the_program(name: str) -> None:
     made = plan(get_adapter(name), skills=(SKILL,))
     assert made.files[f"{SKILL_FOLDERS[name]}/{SKILL.name}/SKILL.md"] == SKILL.text
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_resume_goes_on_or_says_that_it_cannot(name: str) -> None:
+def test_resume_or_error(name: str) -> None:
     adapter = get_adapter(name)
     if name in RESUME:
         words = RESUME[name]
@@ -63,19 +63,19 @@ def test_resume_goes_on_or_says_that_it_cannot(name: str) -> None:
         assert list(argv[argv.index(words[0]) :][: len(words)]) == words
         assert words[0] not in plan(adapter).argv
     else:
-        with pytest.raises(HarnessError, match="keeps no conversation"):
+        with pytest.raises(HarnessError, match="cannot resume a conversation"):
             plan(adapter, resume=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_wire_api_that_it_does_not_speak_is_refused(name: str) -> None:
+def test_launch_rejects_other_wire_apis(name: str) -> None:
     adapter = get_adapter(name)
-    spoken = set(adapter.facts.wire_apis)
+    supported = set(adapter.info.wire_apis)
     every: set[WireApi] = {"openai_chat", "openai_responses", "anthropic_messages", "google_generate_content"}
-    for wire_api in every - spoken:
+    for wire_api in every - supported:
         with pytest.raises(HarnessError, match="does not speak"):
             plan(adapter, wire_api=wire_api)
-    for wire_api in spoken:
+    for wire_api in supported:
         plan(adapter, wire_api=wire_api)
 
 
@@ -142,11 +142,11 @@ def test_pi(wire_api: WireApi | None, api: str, base_url: str) -> None:
     provider = config(made, ".pi/agent/models.json")["providers"]["polar"]
     assert (provider["api"], provider["baseUrl"]) == (api, base_url)
     assert made.env[provider["apiKey"].removeprefix("$")] == KEY
-    with pytest.raises(HarnessError, match="no MCP"):
+    with pytest.raises(HarnessError, match="does not support MCP"):
         plan(get_adapter("pi"), mcp_servers=MCP)
 
 
-def test_pi_reads_no_file_that_an_instruction_names() -> None:
+def test_pi_does_not_read_an_instruction_as_a_file_name() -> None:
     assert plan(get_adapter("pi"), instruction="@pytest.fixture breaks").argv[-1] == " @pytest.fixture breaks"
 
 
@@ -170,7 +170,7 @@ def test_opencode(wire_api: WireApi | None, library: str) -> None:
     assert settings["agent"]["build"]["steps"] == 7
     assert settings["mcp"]["files"]["command"] == ["mcp-files", "--root", "/a b"]
     assert settings["mcp"]["web"] == {"type": "remote", "url": "http://127.0.0.1:9/mcp"}
-    # Its own check for an installed plugin library: the folder is there, and the lock file names it.
+    # opencode's check for an installed plugin library: the folder exists, and the lock file names it.
     lock = config(made, ".config/opencode/package-lock.json")
     assert "@opencode-ai/plugin" in lock["packages"][""]["dependencies"]
     assert any(name.startswith(".config/opencode/node_modules/") for name in made.files)
@@ -188,8 +188,8 @@ def test_cline() -> None:
 
 
 @pytest.mark.parametrize("name", ["codex", "pi", "opencode", "cline", "gemini-cli"])
-def test_the_context_length_is_told_where_it_can_be(name: str) -> None:
-    silent, told = (plan(get_adapter(name), context_length=length) for length in (None, 32_768))
-    assert silent.files != told.files
-    changed = "\n".join(text for path, text in told.files.items() if silent.files.get(path) != text)
+def test_context_length_is_in_the_config(name: str) -> None:
+    default, limited = (plan(get_adapter(name), context_length=length) for length in (None, 32_768))
+    assert default.files != limited.files
+    changed = "\n".join(text for path, text in limited.files.items() if default.files.get(path) != text)
     assert "32768" in changed or '"compressionThreshold": 0.015625' in changed

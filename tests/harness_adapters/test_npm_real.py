@@ -17,13 +17,13 @@ from tests.conftest import Serve
 from tests.fakes.scripted_engine import Reply, ScriptedEngine
 from tests.harness_adapters import real_runs
 
-# Several starts of programs of some hundred megabytes, on a machine that may be busy.
+# Several starts of large programs on a busy machine.
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 
 @dataclass(frozen=True)
 class AgentTools:
-    """How a model runs a command with a harness's own tool."""
+    """The tool by which the model of a harness runs a command."""
 
     tool: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class AgentTools:
 
 
 _DESCRIBED = {"description": "Runs a command"}
-HANDS = {
+AGENT_TOOLS = {
     "claude-code": AgentTools("Bash", _DESCRIBED),
     "cline": AgentTools("run_commands", command="commands", as_list=True),
     "codex": AgentTools("exec_command", command="cmd"),
@@ -45,9 +45,9 @@ HANDS = {
     "pi": AgentTools("bash"),
     "qwen-code": AgentTools("run_shell_command", {**_DESCRIBED, "is_background": False}),
 }
-WIRES: list[tuple[str, WireApi]] = [(name, api) for name in HANDS for api in get_adapter(name).facts.wire_apis]
+WIRES: list[tuple[str, WireApi]] = [(name, api) for name in AGENT_TOOLS for api in get_adapter(name).info.wire_apis]
 SKILL = Skill("say-hello", "---\nname: say-hello\ndescription: Says hello in a quaint way.\n---\nSay hello.\n")
-# A server with one tool, in the words of the Model Context Protocol.
+# A server of the Model Context Protocol with one tool.
 SERVER = """
 import json, pathlib, sys
 for line in sys.stdin:
@@ -70,7 +70,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Installation]:
-    """Filled as the tests go, so that one harness can be tested without installing the others."""
+    """Installations by name, filled by the tests, so that one harness can be tested without the others."""
     return {}
 
 
@@ -83,13 +83,13 @@ def ready(
     return adapter, installed[name]
 
 
-def script(hand: AgentTools, *replies: Reply) -> Any:
-    """`replies` for the conversation; a request that does not offer the shell is a side call."""
+def script(shell: AgentTools, *replies: Reply) -> Any:
+    """Return a script with `replies` for the conversation. A request that does not offer the shell is a side call."""
     play = real_runs.play(*replies)
 
     def answer(request: EngineRequest) -> Reply:
         assert isinstance(request, ChatRequest)
-        return play(request) if offers(request, hand.tool) else "A side answer."
+        return play(request) if offers(request, shell.tool) else "A side answer."
 
     return answer
 
@@ -99,7 +99,7 @@ def offers(request: ChatRequest, tool: str) -> bool:
 
 
 def main(calls: list[CallRecord], tool: str) -> list[str]:
-    """What the requests of the main conversation said, all of it, as JSON texts one after the other."""
+    """Return the requests of the main conversation as JSON texts: messages, tools and parameters."""
     return [
         "\n".join((b"\n".join(call.messages).decode(), (call.tools or b"").decode(), json.dumps(call.params)))
         for call in calls
@@ -108,7 +108,7 @@ def main(calls: list[CallRecord], tool: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "wire_api"), WIRES)
-async def test_a_run_and_a_second_turn(
+async def test_run_and_second_turn(
     name: str,
     wire_api: WireApi,
     installed: dict[str, Installation],
@@ -118,31 +118,31 @@ async def test_a_run_and_a_second_turn(
     tmp_path: Path,
 ) -> None:
     adapter, harness = ready(name, installed, tmp_path_factory)
-    hand = HANDS[name]
-    # Seen once on a busy machine: qwen-code had read nothing of a command that ended as soon as it had printed.
-    replies = [hand.call("pwd > where.txt; rev a.txt; sleep 1"), "All done.", "Still done."]
-    async with serve(ScriptedEngine(script(hand, *replies))) as gateway:
+    shell = AGENT_TOOLS[name]
+    # The sleep: on a busy machine qwen-code may miss the output of a command that ends at once.
+    replies = [shell.call("pwd > where.txt; rev a.txt; sleep 1"), "All done.", "Still done."]
+    async with serve(ScriptedEngine(script(shell, *replies))) as gateway:
         ran = await real_runs.run(adapter, harness, gateway, store, tmp_path, wire_api=wire_api)
         assert adapter.interpret(ran.exit_code, ran.output) == ("ok", "finished"), ran.output[-3000:]
         assert (ran.workdir / "where.txt").read_text() == f"{ran.workdir}\n"
-        requests = main(ran.calls, hand.tool)
+        requests = main(ran.calls, shell.tool)
         assert len(requests) == 2
         assert json.dumps(real_runs.INSTRUCTION)[1:-1] in requests[0]
-        assert "olleh" in requests[1], "the model does not see what its command printed"
+        assert "olleh" in requests[1], "the model does not see the output of its command"
         assert all(call.stream for call in ran.calls)
         assert real_runs.KEY not in ran.output
-        if "resume" in adapter.facts.features:
+        if "resume" in adapter.info.features:
             again = await real_runs.run(
                 adapter, harness, gateway, store, tmp_path, wire_api=wire_api, resume=True, instruction="And now?"
             )
             assert adapter.interpret(again.exit_code, again.output) == ("ok", "finished"), again.output[-3000:]
-            last = main(again.calls, hand.tool)[-1]
+            last = main(again.calls, shell.tool)[-1]
             assert "And now?" in last
             assert "All done." in last
 
 
 @pytest.mark.parametrize("name", ["claude-code", "gemini-cli", "qwen-code"])
-async def test_the_step_limit_ends_a_run(
+async def test_step_limit_ends_a_run(
     name: str,
     installed: dict[str, Installation],
     tmp_path_factory: pytest.TempPathFactory,
@@ -151,15 +151,15 @@ async def test_the_step_limit_ends_a_run(
     tmp_path: Path,
 ) -> None:
     adapter, harness = ready(name, installed, tmp_path_factory)
-    hand = HANDS[name]
-    replies = [hand.call(f"echo {number}") for number in range(9)]
-    async with serve(ScriptedEngine(script(hand, *replies))) as gateway:
+    shell = AGENT_TOOLS[name]
+    replies = [shell.call(f"echo {number}") for number in range(9)]
+    async with serve(ScriptedEngine(script(shell, *replies))) as gateway:
         ran = await real_runs.run(adapter, harness, gateway, store, tmp_path, max_steps=3)
     assert adapter.interpret(ran.exit_code, ran.output) == ("ok", "ended by its turn limit"), ran.output[-3000:]
-    assert len(main(ran.calls, hand.tool)) == 3
+    assert len(main(ran.calls, shell.tool)) == 3
 
 
-@pytest.mark.parametrize("name", sorted(HANDS))
+@pytest.mark.parametrize("name", sorted(AGENT_TOOLS))
 async def test_skills_and_mcp_servers_reach_the_model(
     name: str,
     installed: dict[str, Installation],
@@ -169,17 +169,19 @@ async def test_skills_and_mcp_servers_reach_the_model(
     tmp_path: Path,
 ) -> None:
     adapter, harness = ready(name, installed, tmp_path_factory)
-    hand = HANDS[name]
-    told = tmp_path / "told"
-    server = McpServer("tester", ("python3", "-c", SERVER, str(told)))
-    servers = (server,) if "mcp" in adapter.facts.features else ()
-    # The tools of a server may come a moment after the first request.
-    wait = f"for i in $(seq 900); do if [ -e {told} ]; then break; fi; sleep 0.1; done; sleep 1" if servers else "true"
-    async with serve(ScriptedEngine(script(hand, hand.call(wait), "All done."))) as gateway:
+    shell = AGENT_TOOLS[name]
+    listed = tmp_path / "listed"
+    server = McpServer("tester", ("python3", "-c", SERVER, str(listed)))
+    servers = (server,) if "mcp" in adapter.info.features else ()
+    # The tools of a server may arrive shortly after the first request.
+    wait = (
+        f"for i in $(seq 900); do if [ -e {listed} ]; then break; fi; sleep 0.1; done; sleep 1" if servers else "true"
+    )
+    async with serve(ScriptedEngine(script(shell, shell.call(wait), "All done."))) as gateway:
         ran = await real_runs.run(adapter, harness, gateway, store, tmp_path, skills=(SKILL,), mcp_servers=servers)
     assert adapter.interpret(ran.exit_code, ran.output) == ("ok", "finished"), ran.output[-3000:]
-    last = main(ran.calls, hand.tool)[-1]
-    # Cline tells the name only, the others the description as well.
+    last = main(ran.calls, shell.tool)[-1]
+    # Cline sends the name only, the others also the description.
     assert SKILL.name in last
     if servers:
         assert "quaint_tool" in last

@@ -1,4 +1,4 @@
-"""OpenHands: its plan, how its exit is read, and the real program against the gateway."""
+"""OpenHands: its launch plan, its exit codes, and the real program against the gateway."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tests.fakes.scripted_engine import ScriptedEngine
 from tests.harness_adapters import launch_plans, real_runs
 
 ADAPTER = OpenHands()
-# Two starts of a program of half a gigabyte, on a machine that may be busy.
+# Two starts of a half-gigabyte program on a busy machine.
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_the_plan() -> None:
-    launch_plans.facts_are_complete(ADAPTER)
+def test_launch_plan() -> None:
+    launch_plans.info_is_complete(ADAPTER)
     plan = launch_plans.plan(ADAPTER)
     assert plan.argv[0] == "/cache/x/bin/openhands"
     assert plan.argv[-1] == f"--task={launch_plans.INSTRUCTION}"
     assert plan.env["LLM_BASE_URL"] == "http://127.0.0.1:9/v1"
     assert plan.env["LLM_MODEL"] == "openai/polar-tiny"
-    assert plan.env["TMUX_TMPDIR"] == "/home/agent", "the terminals of two runs would share a server"
+    assert plan.env["TMUX_TMPDIR"] == "/home/agent", "otherwise the terminals of two runs share a server"
     assert launch_plans.plan(ADAPTER, resume=True).argv[-3:-1] == ("--resume", "--last")
 
 
-def test_the_wire_api_follows_the_models_name() -> None:
+def test_model_name_determines_the_wire_api() -> None:
     messages = launch_plans.plan(ADAPTER, wire_api="anthropic_messages")
     assert messages.env["LLM_MODEL"] == "anthropic/polar-tiny"
     assert messages.env["LLM_BASE_URL"] == "http://127.0.0.1:9"
@@ -43,7 +43,7 @@ def test_the_wire_api_follows_the_models_name() -> None:
         launch_plans.plan(ADAPTER, wire_api="google_generate_content")
 
 
-def test_mcp_servers_and_skills_are_files() -> None:
+def test_launch_writes_mcp_servers_and_skills() -> None:
     files = launch_plans.plan(ADAPTER, mcp_servers=launch_plans.MCP, skills=(launch_plans.SKILL,)).files
     servers = json.loads(files[".openhands/mcp.json"])["mcpServers"]
     assert servers["files"] == {"command": "mcp-files", "args": ["--root", "/a b"], "env": {"LEVEL": '"1"'}}
@@ -62,20 +62,20 @@ TOO_LONG = (
 
 
 @pytest.mark.parametrize(
-    ("code", "tail", "outcome", "told"),
+    ("code", "tail", "outcome", "message"),
     [
         (0, f"Agent is working\n{MESSAGE}Agent finished\n\nGoodbye!\n", "ok", "finished"),
         (0, REFUSED, "failed", 'litellm.AuthenticationError: "no"'),
-        (0, TOO_LONG, "ok", "limit of steps"),
-        (0, f"Agent is working\n{MESSAGE}\nGoodbye!\n", "failed", "without saying that it finished"),
+        (0, TOO_LONG, "ok", "step limit"),
+        (0, f"Agent is working\n{MESSAGE}\nGoodbye!\n", "failed", "without reporting that it finished"),
         (1, "Error: no model\n", "failed", "exited with 1: Error: no model"),
-        (None, "", "timed_out", "clock"),
+        (None, "", "timed_out", "time limit"),
     ],
 )
-def test_it_lies_with_its_exit_code(code: int | None, tail: str, outcome: str, told: str) -> None:
-    read = ADAPTER.interpret(code, tail)
-    assert read[0] == outcome
-    assert told in read[1]
+def test_interpret(code: int | None, tail: str, outcome: str, message: str) -> None:
+    found_outcome, found_message = ADAPTER.interpret(code, tail)
+    assert found_outcome == outcome
+    assert message in found_message
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
 
 
 @pytest.mark.by_command
-async def test_the_real_program_and_a_second_turn(
+async def test_real_program_and_a_second_turn(
     installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
     action = json.dumps({"command": "pwd > where.txt", "security_risk": "LOW", "summary": "look"})
@@ -102,7 +102,7 @@ async def test_the_real_program_and_a_second_turn(
 
 
 @pytest.mark.by_command
-async def test_the_real_program_fails_with_exit_code_0(
+async def test_real_program_fails_with_exit_code_0(
     installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
     async with serve(ScriptedEngine()) as gateway:

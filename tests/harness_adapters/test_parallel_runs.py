@@ -1,4 +1,4 @@
-"""Runs at the same time of harnesses that send no session id: no call is taken for another run's."""
+"""Concurrent runs of harnesses that send no session id: no call is attributed to another run."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from polar_proxy.types import CallRecord, EngineRequest
 from tests.conftest import Serve
 from tests.fakes.scripted_engine import Reply, ScriptedEngine
 from tests.harness_adapters import real_runs
-from tests.harness_adapters.test_npm_real import HANDS
+from tests.harness_adapters.test_npm_real import AGENT_TOOLS
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 TURNS = 5
 FRUITS = ("apple", "banana", "cherry")
-COMMANDS = {name: HANDS[name].call for name in ("qwen-code", "pi")}
+COMMANDS = {name: AGENT_TOOLS[name].call for name in ("qwen-code", "pi")}
 
 
 def script(name: str) -> ScriptedEngine:
-    """Each run is told to print its own fruit, and then nothing that tells it from the others."""
+    """Answer all runs alike. Only the instruction of a run names its fruit."""
 
     def answer(request: EngineRequest) -> Reply:
-        turn = real_runs.answers(request)
+        turn = real_runs.answer_count(request)
         return COMMANDS[name](f"echo turn {turn}") if turn < TURNS - 1 else "All done."
 
     return ScriptedEngine(answer)
 
 
 def fruit(call: CallRecord) -> str:
-    said = b"\n".join(call.messages).decode()
-    (found,) = [fruit for fruit in FRUITS if f"Think of the {fruit}." in said]
+    text = b"\n".join(call.messages).decode()
+    (found,) = [fruit for fruit in FRUITS if f"Think of the {fruit}." in text]
     return found
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own keys", "one key"])
 @pytest.mark.parametrize("name", sorted(COMMANDS))
-async def test_three_runs_at_once(
+async def test_concurrent_runs_are_not_mixed(
     name: str, shared: bool, serve: Serve, store: Store, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     adapter = get_adapter(name)
@@ -64,7 +64,7 @@ async def test_three_runs_at_once(
         for file, text in plan.files.items():
             (home / file).parent.mkdir(parents=True, exist_ok=True)
             (home / file).write_text(text)
-        code, output = await real_runs._program(plan.argv, workdir, plan.env, 600)
+        code, output = await real_runs.run_program(plan.argv, workdir, plan.env, 600)
         assert code == 0, output[-2000:]
 
     async with serve(script(name)) as gateway:
@@ -77,6 +77,6 @@ async def test_three_runs_at_once(
     for call in calls:
         edges[fruit(call)].append(call.edge)
         if call.parent_call_id is not None:
-            assert fruit(by_id[call.parent_call_id]) == fruit(call), "joined to another run's call"
+            assert fruit(by_id[call.parent_call_id]) == fruit(call), "attributed to another run"
     assert edges == {fruit: ["root"] + ["continues"] * (TURNS - 1) for fruit in FRUITS}, json.dumps(edges)
     assert len({call.session_id for call in calls}) == (1 if shared else 3)

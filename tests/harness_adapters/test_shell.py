@@ -1,4 +1,4 @@
-"""A command line as a harness: words, placeholders, the key, the exit."""
+"""A command line as a harness: words, placeholders, the key, exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan(command: str, **changes: object) -> LaunchPlan:
     return planned
 
 
-def test_placeholders_are_filled_within_their_words() -> None:
+def test_placeholders_stay_within_their_words() -> None:
     command = (
         "my-agent --url={base_url} --root {root_url} -k {api_key_env} -m '{model} x' {home}/x {workdir} {instruction}"
     )
@@ -40,34 +40,34 @@ def test_placeholders_are_filled_within_their_words() -> None:
 
 
 @given(st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",))))
-def test_no_instruction_leaves_its_word(instruction: str) -> None:
+def test_instruction_stays_within_its_word(instruction: str) -> None:
     assert plan("a '{instruction}!' b", instruction=instruction).argv == ("a", instruction + "!", "b")
 
 
-def test_doubled_braces_are_braces() -> None:
+def test_double_braces_are_literal() -> None:
     assert plan("a '{{\"x\": 1}}' {{model}}").argv == ("a", '{"x": 1}', "{model}")
-    assert plan("""a '{"x": 1}'""").argv == ("a", '{"x": 1}'), "not a placeholder's name"
+    assert plan("""a '{"x": 1}'""").argv == ("a", '{"x": 1}'), "not a placeholder"
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "message"),
     [
         ("", "the command is missing"),
-        ("a {modle}", "{modle} is no placeholder; there are {base_url}"),
+        ("a {modle}", "{modle} is not a placeholder; use {base_url}"),
         ("a 'b", "cannot be split into words"),
         ("bash -c 'run {instruction}'", "POLAR_INSTRUCTION"),
         ("/bin/sh -c \"x '{instruction}'\"", "POLAR_INSTRUCTION"),
-        ("{mount:/no/such/folder}/a", "names nothing on this machine"),
-        ("{mount:relative}/a", "must be an absolute path"),
+        ("{mount:/no/such/folder}/a", "no such file or folder on this machine"),
+        ("{mount:relative}/a", "give an absolute path"),
     ],
 )
-def test_what_cannot_be_is_told_at_installation(command: str, told: str) -> None:
+def test_install_rejects_invalid_commands(command: str, message: str) -> None:
     with pytest.raises(InstallError, match=r".*") as caught:
         get_adapter(f"shell:{command}").install(CACHE)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_the_endpoint_and_the_key_are_under_every_name() -> None:
+def test_env_has_endpoint_and_key_under_every_name() -> None:
     env = plan("a").env
     for provider, url in (("OPENAI", "/v1"), ("ANTHROPIC", ""), ("GOOGLE_GEMINI", "")):
         assert env[f"{provider}_BASE_URL"] == f"http://127.0.0.1:9{url}"
@@ -77,14 +77,14 @@ def test_the_endpoint_and_the_key_are_under_every_name() -> None:
     assert env["POLAR_INSTRUCTION"] == launch_plans.INSTRUCTION
 
 
-def test_a_mount_is_shown_at_its_own_place(tmp_path: Path) -> None:
+def test_mount_keeps_its_path(tmp_path: Path) -> None:
     planned = plan(f"{{mount:{tmp_path}}}/agent x")
     assert planned.argv == (f"{tmp_path}/agent", "x")
     assert planned.mounts == (tmp_path,)
     assert get_adapter(f"shell:{{mount:{tmp_path}}}/agent x").default_version == "agent"
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+def test_rejects_unsupported_features_and_versions() -> None:
     for changes in ({"resume": True}, {"mcp_servers": launch_plans.MCP}, {"skills": (launch_plans.SKILL,)}):
         with pytest.raises(HarnessError):
             plan("a", **changes)
@@ -96,7 +96,7 @@ def test_what_it_cannot_do_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, ("ok", 0)), (7, ("failed", 7))])
-def test_its_exit_status_is_its_own(code: int, expected: tuple[str, int]) -> None:
+def test_exit_code_decides_the_outcome(code: int, expected: tuple[str, int]) -> None:
     program = "import os, sys; print(os.environ['POLAR_INSTRUCTION']); sys.exit(int(sys.argv[1]))"
     planned = plan(shlex.join([sys.executable, "-c", program, str(code)]), instruction="last words")
     done = subprocess.run(planned.argv, env=dict(planned.env), capture_output=True, text=True, check=False)

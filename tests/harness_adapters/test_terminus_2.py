@@ -1,4 +1,4 @@
-"""Terminus 2: its plan, how its exit is read, and the real agent against the gateway."""
+"""Terminus 2: its launch plan, its exit codes, and the real agent against the gateway."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.fakes.scripted_engine import ScriptedEngine
 from tests.harness_adapters import launch_plans, real_runs
 
 ADAPTER = Terminus2()
-# Two starts of a program of half a gigabyte, on a machine that may be busy.
+# Two starts of a half-gigabyte program on a busy machine.
 pytestmark = pytest.mark.timeout(600)
 
 
-def test_the_plan() -> None:
-    launch_plans.facts_are_complete(ADAPTER)
+def test_launch_plan() -> None:
+    launch_plans.info_is_complete(ADAPTER)
     plan = launch_plans.plan(ADAPTER, max_steps=7)
     assert plan.argv[0] == "/cache/x/bin/python"
     assert Path(plan.argv[1]).is_file()
@@ -31,11 +31,11 @@ def test_the_plan() -> None:
     assert "--responses" not in plan.argv
     assert "--rollout-details" not in plan.argv
     assert "--responses" in launch_plans.plan(ADAPTER, wire_api="openai_responses").argv
-    with pytest.raises(HarnessError, match="keeps no conversation"):
+    with pytest.raises(HarnessError, match="cannot resume a conversation"):
         launch_plans.plan(ADAPTER, resume=True)
 
 
-def test_rollout_details_come_with_a_session_id_that_does_not_tell_the_key() -> None:
+def test_rollout_details_session_id_hides_the_key() -> None:
     adapter = get_adapter("harness_adapters.terminus_2:Terminus2RolloutDetails")
     plan = launch_plans.plan(adapter)
     assert "--rollout-details" in plan.argv
@@ -45,7 +45,7 @@ def test_rollout_details_come_with_a_session_id_that_does_not_tell_the_key() -> 
     assert session not in adapter.launch(launch_plans.installed(adapter), other).argv
 
 
-def test_mcp_servers_and_skills() -> None:
+def test_launch_passes_mcp_servers_and_skills() -> None:
     plan = launch_plans.plan(ADAPTER, mcp_servers=launch_plans.MCP, skills=(launch_plans.SKILL,))
     servers = json.loads(plan.argv[plan.argv.index("--mcp") + 1])
     assert servers[0] == {
@@ -57,18 +57,18 @@ def test_mcp_servers_and_skills() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "tail", "outcome", "told"),
+    ("code", "tail", "outcome", "message"),
     [
         (0, "terminus-2 ended after 3 turns: task complete\n", "ok", "declared the task complete"),
-        (0, "terminus-2 ended after 15 turns: out of turns\n", "ok", "limit of turns"),
+        (0, "terminus-2 ended after 15 turns: out of turns\n", "ok", "turn limit"),
         (1, "terminus-2 failed: RuntimeError: no session\n", "failed", "RuntimeError: no session"),
-        (None, "", "timed_out", "clock"),
+        (None, "", "timed_out", "time limit"),
     ],
 )
-def test_its_exit_is_read(code: int | None, tail: str, outcome: str, told: str) -> None:
-    read = ADAPTER.interpret(code, tail)
-    assert read[0] == outcome
-    assert told in read[1]
+def test_interpret(code: int | None, tail: str, outcome: str, message: str) -> None:
+    found_outcome, found_message = ADAPTER.interpret(code, tail)
+    assert found_outcome == outcome
+    assert message in found_message
 
 
 @pytest.fixture(scope="module")
@@ -87,34 +87,34 @@ LOOK = keys("pwd > where.txt; env | grep -c OPENAI >> where.txt\n")
 
 
 @pytest.mark.by_command
-async def test_the_real_agent(installed: Installation, serve: Serve, store: Store, tmp_path: Path) -> None:
+async def test_real_agent(installed: Installation, serve: Serve, store: Store, tmp_path: Path) -> None:
     script = real_runs.play(LOOK, keys("", complete=True))
     async with serve(ScriptedEngine(script)) as gateway:
         ran = await real_runs.run(ADAPTER, installed, gateway, store, tmp_path)
     assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "declared the task complete"), ran.output[-3000:]
-    # Its terminal does not know the key.
+    # The agent's terminal does not have the key.
     assert (ran.workdir / "where.txt").read_text() == f"{ran.workdir}\n0\n"
     assert [call.edge for call in ran.calls] == ["root", "continues", "continues"]
 
 
 @pytest.mark.by_command
-async def test_the_real_agent_out_of_turns_and_with_rollout_details(
+async def test_real_agent_at_its_turn_limit_with_rollout_details(
     installed: Installation, serve: Serve, store: Store, tmp_path: Path
 ) -> None:
     engine = ScriptedEngine(real_runs.play(LOOK))
     async with serve(engine) as gateway:
         ran = await real_runs.run(Terminus2RolloutDetails(), installed, gateway, store, tmp_path, max_steps=2)
-    assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "ended by its limit of turns"), ran.output[-3000:]
+    assert ADAPTER.interpret(ran.exit_code, ran.output) == ("ok", "ended by its turn limit"), ran.output[-3000:]
     assert len(ran.calls) == 2
     context = json.loads((ran.home / "terminus-2" / "context.json").read_text())
     (details,) = context["rollout_details"]
-    # What harbor would train on is what was recorded.
+    # Harbor's training data equal the recorded calls.
     assert details["completion_token_ids"] == [call.choices[0].token_ids.tolist() for call in ran.calls]
     assert [len(values) for values in details["logprobs"]] == [len(call.choices[0].logprobs) for call in ran.calls]
 
 
 @pytest.mark.by_command
-async def test_the_real_agent_fails(installed: Installation, serve: Serve, store: Store, tmp_path: Path) -> None:
+async def test_real_agent_fails(installed: Installation, serve: Serve, store: Store, tmp_path: Path) -> None:
     async with serve(ScriptedEngine(real_runs.play(LOOK, keys("", complete=True)))) as gateway:
         await real_runs.run(ADAPTER, installed, gateway, store, tmp_path)
         ran = await real_runs.run(ADAPTER, installed, gateway, store, tmp_path, base_url=gateway.url + "/nothing/v1")

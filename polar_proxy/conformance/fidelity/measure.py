@@ -84,7 +84,7 @@ async def measure_one(
     row = FidelityRow(adapter.name, installed.version, mode, template)
     # Told its own window a harness would take this small tokenizer's long prompts for a full context.
     profile = replace(profile_of(adapter.name), window=bench.engine.info.context_length)
-    fitting = scenario if "resume" in adapter.facts.features else replace(scenario, second=())
+    fitting = scenario if "resume" in adapter.info.features else replace(scenario, second=())
     director = FidelityModel(profile, fitting, 0.0)
     try:
         run = await bench.play(director, adapter, installed)

@@ -43,7 +43,7 @@ async def watch(
 ) -> FidelityRow:
     """Let a harness make up to `turns` model calls on a bench in render mode, then stop it, and tell what its prompts
     are. `scripted`: the engine says the awkward answers of `script` instead of its own."""
-    resumes = "resume" in adapter.facts.features
+    resumes = "resume" in adapter.info.features
     profile = replace(profile_of(adapter.name), max_steps=turns, window=bench.engine.info.context_length)
     director: ScriptedModel
     if scripted:
