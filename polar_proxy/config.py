@@ -64,12 +64,12 @@ class GatewaySettings(_Section):
 
 class EngineSettings(_Section):
     kind: str = "local"
-    """local, vllm, hosted, or module:Class."""
+    """local, vllm, openai, or module:Class."""
     url: str | None = None
     model: str | None = None
-    """local: a folder of weights, default the bundled polar-tiny. vllm, hosted: the served model's name."""
+    """local: a folder of weights, default the bundled polar-tiny. vllm, openai: the served model's name."""
     api_key: str | None = Field(None, repr=False)
-    """For vllm and hosted. Best given as POLAR_ENGINE__API_KEY; it is never written anywhere."""
+    """For vllm and openai. Best given as POLAR_ENGINE__API_KEY; it is never written anywhere."""
 
 
 class RunSettings(RolloutSpec):

@@ -15,11 +15,11 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from examples.tiny_policy.expert import Action, LostError, next_action
-from polar_proxy.engines.base import Engine
+from polar_proxy.engines.base import Engine, ExactPrompt
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.hermes import HermesParser
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent, TokenIds
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent
 
 VERSION = "1"
 
@@ -60,7 +60,7 @@ class ExpertEngine(Engine):
         return self._encode(text)
 
     async def sample(
-        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
         # The answer is known at once, so there is one event whether or not somebody waits for pieces.
         del stream, prompt

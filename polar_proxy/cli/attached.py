@@ -181,7 +181,7 @@ async def load_learner(weights: Path, config: GrpoConfig) -> AsyncIterator[Learn
 
 def _sync(settings: Settings, config: GrpoConfig, engine: Engine, run: Path) -> WeightSync:
     from polar_proxy.engines.local import LocalEngine
-    from polar_proxy.engines.vllm.engine import VllmEngine
+    from polar_proxy.engines.vllm import VllmEngine
     from polar_proxy.training.vllm_control import VllmControl
     from polar_proxy.training.weight_sync import LocalSync, vllm_sync
 

@@ -16,7 +16,7 @@ from polar_proxy.types import Json
 
 
 def rescore(
-    where: Annotated[str | None, typer.Option(help="Conditions on rollouts, such as 'engine=hosted'.")] = None,
+    where: Annotated[str | None, typer.Option(help="Conditions on rollouts, such as 'engine=openai'.")] = None,
     session: Annotated[list[str] | None, typer.Option(help="Just this session (may be repeated).")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="The newest so many rollouts or sessions.")] = None,
     engine: Annotated[str | None, typer.Option(help="Whose tokens: vllm, local, or module:Class.")] = None,

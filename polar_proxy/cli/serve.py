@@ -27,9 +27,9 @@ session_app = typer.Typer(help="Make session keys.", no_args_is_help=True)
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 takes any free port.")] = None,
-    engine: Annotated[str | None, typer.Option(help="local, vllm, hosted, or module:Class.")] = None,
-    engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm, hosted).")] = None,
-    model: Annotated[str | None, typer.Option(help="local: a folder; vllm, hosted: the served name.")] = None,
+    engine: Annotated[str | None, typer.Option(help="local, vllm, openai, or module:Class.")] = None,
+    engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm, openai).")] = None,
+    model: Annotated[str | None, typer.Option(help="local: a folder; vllm, openai: the served name.")] = None,
     require_known_keys: Annotated[
         bool | None, typer.Option("--require-known-keys", help="Refuse unknown keys on loopback too.")
     ] = None,

@@ -1,10 +1,10 @@
-"""The one interface behind which an inference engine stands.
+"""The interface of an inference engine: render a conversation, sample an answer, score a token sequence.
 
-Promises, each tested by the contract suite in `tests/engines/`:
+Promises, each held by the contract suite in `tests/engines/engine_contract.py`:
 
-* `sample` yields `prompt_ids` with its first event, and ids and log-probabilities of equal length with every event.
-* The ids of a choice are all that was sampled, the end-of-turn token included, whatever the text shows.
-* Closing the iterator (or cancelling the task that reads it) stops the generation.
+* The first event of `sample` carries `prompt_ids`; every event carries as many log-probabilities as token ids.
+* The ids of a choice are all tokens that were sampled, including the end-of-turn token, whatever the text shows.
+* Closing the iterator, or cancelling the task that reads it, stops the generation.
 * A request that the engine cannot serve raises `RequestError` before the first event.
 """
 
@@ -16,102 +16,101 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, TokenIds
 
 
-def enforced_format(request: ChatRequest) -> Json | None:
-    """The `response_format` to which an engine holds the answer; None where the answer is free.
+class CannotContinueError(RequestError):
+    """The engine cannot sample this conversation from exact token ids. `reason` says why, with the remedy if known."""
 
-    It is free while the model may call tools. The API lets it call them first and give the final answer in that form
-    later, and a grammar over the whole answer would forbid the calls: Codex sends its `--output-schema` with every
-    request of a run. The schema is recorded and the model is not told of it.
-    """
-    return None if request.tools and request.tool_choice != "none" else request.response_format
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"This engine cannot continue from exact tokens: {reason}", code="cannot_continue")
+        self.reason = reason
 
 
-def is_constrained(request: EngineRequest) -> bool | None:
-    """Whether the answer is sampled under a grammar, and so is not the policy's own; None if nothing asks for it."""
-    if not isinstance(request, ChatRequest):
-        return None
-    if request.tool_choice not in (None, "auto", "none"):
-        return True
-    return None if request.response_format is None else enforced_format(request) is not None
+@dataclass(frozen=True, slots=True)
+class ExactPrompt:
+    """Prompt ids (int32 [n]) that an engine has accepted for one call; made by `Engine.accept_prompt`."""
+
+    token_ids: TokenIds
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is; None where it does not say."""
+    """How busy an engine is. None marks a figure that the engine does not report."""
 
     kv_usage: float | None = None
-    """Share of its key-value cache that requests hold, 0 to 1; the mean of its replicas."""
+    """Share of the key-value cache that running requests occupy, 0 to 1; the mean over replicas."""
     waiting: int | None = None
     """Requests that wait for a place in a batch."""
     running: int | None = None
-    """Requests in the batches."""
+    """Requests that are being generated."""
     replicas: int = 1
 
 
 class Engine(ABC):
-    """An inference engine with a lifetime: `async with engine:` connects or loads it, and frees it."""
+    """An inference engine. `async with engine:` connects to it or loads it, and releases it at the end."""
 
     @property
     @abstractmethod
     def info(self) -> EngineInfo:
-        """What it is and can do; known once the engine is entered."""
+        """Identity and capabilities of the engine. Available once the engine is entered."""
 
     @property
     def continue_problem(self) -> str | None:
-        """Why chats cannot be sampled from exact ids, with the remedy; None where they can (capability `continue`)."""
+        """Why this engine lacks the capability `continue`, with the remedy; None if it has it."""
         return None if "continue" in self.info.capabilities else f"The engine {self.info.engine} cannot do it."
 
     @abstractmethod
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """The token ids of the prompt for this conversation, as the engine's own template makes them.
+        """Return the prompt's token ids as the engine's own chat template renders the conversation.
 
-        `generation=False` leaves out what opens the answer. Raises RequestError where the template refuses.
+        `generation=False` leaves out the tokens that open the answer. Raises RequestError if the template refuses.
         """
+
+    async def accept_prompt(self, request: ChatRequest, token_ids: TokenIds) -> ExactPrompt:
+        """Check that the answer to `request` can be sampled from exactly these prompt ids and parsed as usual.
+
+        Raises CannotContinueError. An engine with the capability `continue` may still refuse single requests, for
+        example with template options for which its answer parser was not verified.
+        """
+        if "continue" not in self.info.capabilities:
+            raise CannotContinueError(f"the engine {self.info.engine} does not sample conversations from ids.")
+        return ExactPrompt(token_ids)
 
     @abstractmethod
     def sample(
-        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
-        """Generate. Raises RequestError (a bad request), EngineError (the engine failed).
+        """Generate an answer. Raises RequestError for a bad request and EngineError if the engine fails.
 
-        `prompt` (int32 [n]), for engines that can `continue`: sample from exactly these ids instead of rendering the
-        conversation, which then only says how (sampling, tools, how the answer is parsed).
-        `stream=False` tells that nobody waits for pieces: the engine may yield the answer in fewer, larger events.
+        With `prompt` the engine samples from exactly those ids instead of rendering the conversation; `request` then
+        only sets the sampling and how the answer is parsed. `stream=False` means that the client wants the answer in
+        one piece, so the engine may yield it in fewer, larger events.
         """
-
-    async def cannot_continue(self, request: ChatRequest, prompt: TokenIds) -> str | None:
-        """Why this conversation's answer cannot be sampled from these ids and read as ever; None where it can.
-
-        To be asked before `sample` is given a `prompt`: an engine that can `continue` may still not do it for some
-        requests (template options under which its parser was not proved, a prompt that ends in open reasoning).
-        """
-        return None if "continue" in self.info.capabilities else "The engine does not sample conversations from ids."
 
     @abstractmethod
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Teacher-forced log-probabilities (nats, raw) of token_ids[1:], each given all that stands before it."""
+        """Return teacher-forced log-probabilities (nats, raw) of token_ids[1:], each given all tokens before it."""
 
     async def count_tokens(self, request: ChatRequest) -> int:
-        """Length of the rendered prompt in tokens."""
+        """Return the length of the rendered prompt in tokens."""
         return len(await self.render(request))
 
     async def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens shown."""
+        """Return the text of token ids, including special tokens."""
         raise NotImplementedError(f"engine {self.info.engine} cannot decode")
 
     @abstractmethod
     async def health(self) -> str | None:
-        """None when it can serve; else the reason why not."""
+        """Return None if the engine can serve, else the reason why it cannot."""
 
     async def load(self) -> EngineLoad | None:
-        """How busy it is now; None where it does not say. Raises EngineError where it does not answer."""
+        """Return how busy the engine is; None if it does not report that. Raises EngineError if it does not respond."""
         return None
 
     async def weight_version(self) -> str | None:
-        """The policy version now loaded, where the engine knows it."""
+        """Return the policy version that is loaded, if the engine knows it."""
         return None
 
     async def __aenter__(self) -> Self:
@@ -121,3 +120,30 @@ class Engine(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         return None
+
+
+def uses_tools(request: ChatRequest) -> bool:
+    """Return whether the model is shown the tools and its answer is searched for tool calls."""
+    return bool(request.tools) and request.tool_choice != "none"
+
+
+def enforced_format(request: ChatRequest) -> Json | None:
+    """Return the `response_format` that constrains the answer; None if the answer is free.
+
+    While the model may call tools, the answer is free: the API lets it call tools first and give the final answer in
+    that format later, and a grammar over the whole answer would forbid the calls. (Codex sends its `--output-schema`
+    with every request of a run.) The schema is recorded, but the model is not held to it.
+    """
+    return None if uses_tools(request) else request.response_format
+
+
+def is_constrained(request: EngineRequest) -> bool | None:
+    """Return whether a grammar constrains the answer, so that it is no free sample of the policy.
+
+    None if the request asks for no such constraint.
+    """
+    if not isinstance(request, ChatRequest):
+        return None
+    if request.tool_choice not in (None, "auto", "none"):
+        return True
+    return None if request.response_format is None else enforced_format(request) is not None

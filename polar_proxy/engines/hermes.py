@@ -1,16 +1,16 @@
-"""Incremental parser of answers in the Hermes form: `<think>` reasoning, text,
+"""Incremental parser for answers in the Hermes format: `<think>` reasoning, text,
 `<tool_call>{"name": .., "arguments": ..}</tool_call>`.
 
 Invariants, each tested:
 
 * The result does not depend on where the text is cut into chunks.
-* No character is lost. A tool call that does not parse is told as the text it was; so a call is held until it is whole.
-  Only the format's own characters go: the tags, and white space that merely separates blocks (behind `</think>` or
-  around a call).
+* No character is lost. A tool call that does not parse becomes text again; a call is therefore held until it is whole.
+  Only the format's own characters disappear: the tags, and white space that merely separates blocks (after `</think>`
+  or around a call).
 * `arguments` is the exact text of the JSON value that was sampled, not parsed and printed again.
 
-What is a call follows vLLM's hermes parser: strict JSON with a string `name` and `arguments`, an end tag or the end
-of the answer behind it. Unlike there, `</tool_call>` inside a JSON string does not end the call, and text behind a
+A call is what vLLM's hermes parser takes for one: strict JSON with a string `name` and `arguments`, followed by an end
+tag or the end of the answer. Unlike there, `</tool_call>` inside a JSON string does not end the call, and text after a
 call is kept.
 """
 
@@ -29,21 +29,25 @@ THINK, END_THINK = "<think>", "</think>"
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 Reasoning = Literal["off", "tags", "open", "implied", "implied_call"]
-"""off: this model's answers have no reasoning; tags: they may begin with `<think>`; open: the prompt ended in it;
-implied: every answer begins in reasoning, with or without a `<think>` of its own; implied_call: so, and a tool call
-ends the reasoning as `</think>` does. (vLLM's reasoning parsers are of the last two kinds.)"""
+"""Where an answer's reasoning is.
+
+off: answers of this model have none; tags: an answer may begin with `<think>`; open: the prompt ended inside the
+reasoning; implied: every answer begins in reasoning, with or without a `<think>` of its own; implied_call: the same,
+and a tool call ends the reasoning as `</think>` does. (vLLM's reasoning parsers are of the last two kinds.)"""
 
 _JSON = JSONDecoder()
 _QUOTE_OR_ESCAPE = re.compile(r'["\\]')
+_SEPARATORS = re.compile(r"[ \t\r\n,:]*")
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """What a chunk settled. Both texts are in the order of the answer; `tool_calls` are whole calls."""
+    """What became certain with a chunk. Both texts are in the order of the answer; `tool_calls` are whole calls."""
 
     text: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolDelta, ...] = ()
+    finish_reason: str | None = None
 
 
 def new_call_id() -> str:
@@ -51,7 +55,7 @@ def new_call_id() -> str:
 
 
 class HermesParser:
-    """Feed it the text of one answer; `calls` counts the tool calls found so far."""
+    """Parse the text of one answer, chunk by chunk. `calls` counts the tool calls found so far."""
 
     def __init__(self, *, tools: bool, reasoning: Reasoning = "off", make_id: Callable[[], str] = new_call_id) -> None:
         self._tools = tools
@@ -62,13 +66,26 @@ class HermesParser:
         self._call_ends_thought = tools and reasoning == "implied_call"
         self._blank = ""
         """White space that is content only if other content follows."""
-        self._said = False
-        """Whether content stands in front of here (since the last block)."""
+        self._has_content = False
+        """Whether content was found since the last block."""
         self._scan = _EndTagScanner()
         self._out_text: list[str] = []
         self._out_reasoning: list[str] = []
         self._out_calls: list[ToolDelta] = []
         self.calls = 0
+
+    def parse(self, text: str, finish_reason: str | None) -> ParsedText:
+        """Feed a chunk, and close with its finish reason; `stop` becomes `tool_calls` if the answer has calls."""
+        parsed = self.feed(text)
+        if finish_reason is None:
+            return parsed
+        rest = self.close()
+        return ParsedText(
+            parsed.text + rest.text,
+            parsed.reasoning + rest.reasoning,
+            parsed.tool_calls + rest.tool_calls,
+            "tool_calls" if finish_reason == "stop" and self.calls else finish_reason,
+        )
 
     def feed(self, text: str) -> ParsedText:
         self._buffer += text
@@ -77,7 +94,7 @@ class HermesParser:
         return self._take()
 
     def close(self) -> ParsedText:
-        """The end of the answer: whatever is still held."""
+        """End the answer and return everything that is still held."""
         while self._state(True):
             pass
         if not self.calls:
@@ -90,10 +107,10 @@ class HermesParser:
         self._out_text, self._out_reasoning, self._out_calls = [], [], []
         return parsed
 
-    # Each state consumes what it can of the buffer and says whether another look may settle more.
+    # Each state consumes what it can of the buffer and returns whether another look may find more.
 
     def _start(self, final: bool) -> bool:
-        """Before anything was said: `<think>` is a tag only here, behind white space at most."""
+        """At the beginning: only here `<think>` is a tag, after white space at most."""
         body = self._buffer.lstrip()
         if body.startswith(THINK):
             self._buffer = body[len(THINK) :]
@@ -105,6 +122,7 @@ class HermesParser:
         return True
 
     def _think(self, final: bool) -> bool:
+        """Inside the reasoning."""
         ends = (END_THINK, CALL) if self._call_ends_thought else (END_THINK,)
         found = min((place for tag in ends if (place := self._buffer.find(tag)) >= 0), default=None)
         if found is None:
@@ -116,57 +134,58 @@ class HermesParser:
         return True
 
     def _text(self, final: bool) -> bool:
+        """Inside the visible text."""
         if not self._tools:
-            self._say(self._buffer)
+            self._add_text(self._buffer)
             self._buffer = ""
             return False
         head, tag, rest = self._buffer.partition(CALL)
         if tag:
-            self._say(head)
+            self._add_text(head)
             self._buffer = rest
             self._scan = _EndTagScanner()
             self._state = self._call
             return True
-        self._say(self._release((CALL,), final))
+        self._add_text(self._release((CALL,), final))
         return False
 
     def _call(self, final: bool) -> bool:
-        """Behind `<tool_call>`: hold everything up to the end tag that is not inside a JSON string."""
+        """After `<tool_call>`: hold everything up to the end tag that is not inside a JSON string."""
         end = self._scan.find_end(self._buffer)
         if end is not None:
-            return self._settle(self._buffer[:end], self._buffer[end + len(END_CALL) :], END_CALL)
+            return self._finish_call(self._buffer[:end], self._buffer[end + len(END_CALL) :], END_CALL)
         if not final:
             return False
         if not parse_call(self._buffer) and END_CALL in self._buffer:
-            # A string that was never closed swallowed an end tag: then that tag was the end after all.
+            # A string that was never closed contains an end tag: that tag was the end after all.
             head, _, rest = self._buffer.partition(END_CALL)
-            return self._settle(head, rest, END_CALL)
-        return self._settle(self._buffer, "", "")
+            return self._finish_call(head, rest, END_CALL)
+        return self._finish_call(self._buffer, "", "")
 
-    def _settle(self, body: str, rest: str, end_tag: str) -> bool:
+    def _finish_call(self, body: str, rest: str, end_tag: str) -> bool:
         self._buffer = rest
         self._state = self._text
         call = parse_call(body)
         if call is None:
-            self._say(CALL + body + end_tag)
+            self._add_text(CALL + body + end_tag)
             return True
-        self._blank, self._said = "", False
+        self._blank, self._has_content = "", False
         self._out_calls.append(ToolDelta(self.calls, self._make_id(), *call))
         self.calls += 1
         return True
 
-    def _say(self, text: str) -> None:
-        """Tell content; white space at its beginning waits until something else is said."""
-        if self._said:
+    def _add_text(self, text: str) -> None:
+        """Append content; white space at its beginning waits until other content follows."""
+        if self._has_content:
             self._out_text.append(text)
         elif text.strip():
             self._out_text.append(self._blank + text)
-            self._blank, self._said = "", True
+            self._blank, self._has_content = "", True
         else:
             self._blank += text
 
     def _release(self, tags: tuple[str, ...], final: bool) -> str:
-        """Take from the buffer all that cannot be the beginning of one of `tags`."""
+        """Take everything from the buffer that cannot be the beginning of one of `tags`."""
         hold = 0
         if not final:
             sizes = range(min(len(self._buffer), max(map(len, tags)) - 1), 0, -1)
@@ -177,7 +196,7 @@ class HermesParser:
 
 
 class _EndTagScanner:
-    """Finds the first end tag outside JSON strings; remembers how far it came, so that a long call costs O(n)."""
+    """Find the first end tag outside JSON strings. It remembers its position, so that a long call costs O(n)."""
 
     def __init__(self) -> None:
         self._at = 0
@@ -191,7 +210,7 @@ class _EndTagScanner:
                 if end >= 0:
                     return end
             if mark is None:
-                # The tag itself has no quote: look again from where it may have begun.
+                # The tag itself has no quote: search again from where it may have begun.
                 self._at = len(text) if self._inside else max(self._at, len(text) - len(END_CALL) + 1)
                 return None
             if mark.group() == "\\":
@@ -205,7 +224,7 @@ class _EndTagScanner:
 
 
 def parse_call(body: str) -> tuple[str, str] | None:
-    """(name, exact text of arguments) of the JSON object between the tags, or None if it is not a well-formed call."""
+    """Return (name, exact text of the arguments) of the JSON between the tags; None if it is no well-formed call."""
     text = body.strip(" \t\r\n")
     try:
         value, end = _JSON.raw_decode(text)
@@ -221,22 +240,19 @@ def parse_call(body: str) -> tuple[str, str] | None:
 
 
 def _member(text: str, wanted: str) -> tuple[int, int]:
-    """Where the value of the (last) top-level member `wanted` stands in `text`, a JSON object known to be valid."""
+    """Return the position of the value of the (last) top-level member `wanted` in `text`, a valid JSON object."""
     place, found = text.index("{") + 1, (0, 0)
     while True:
-        place = _skip(text, place)
+        place = _skip_separators(text, place)
         if text[place] == "}":
             return found
         key, place = _JSON.raw_decode(text, place)
-        start = _skip(text, place)
+        start = _skip_separators(text, place)
         _, place = _JSON.raw_decode(text, start)
         if key == wanted:
             found = (start, place)
 
 
-_BETWEEN = re.compile(r"[ \t\r\n,:]*")
-
-
-def _skip(text: str, place: int) -> int:
-    match = _BETWEEN.match(text, place)
+def _skip_separators(text: str, place: int) -> int:
+    match = _SEPARATORS.match(text, place)
     return match.end() if match else place

@@ -1,16 +1,14 @@
-"""HTTP/1.1 to one server: what an engine needs of it, and no more.
+"""An HTTP/1.1 client for one server, with only what an engine needs: no redirects, no compression, no cookies.
 
-Every call passes here, so it is a protocol on the loop's own transport and a parser in C (httptools, which the server
-of the gateway uses too). A general client costs a fifth of a whole call.
+Every model call passes through it, so it is a protocol on the event loop's own transport with a parser in C (httptools,
+which the gateway's server uses too). A general client costs a fifth of a whole call (benchmarks/README.md).
 
 Promises:
 
-* A connection has one exchange at a time. It is used again after a response that was complete, and closed after any
-  other: closing a `HttpResponse`, or cancelling who waits for it, makes the server stop its work.
+* A connection has one exchange at a time. It is reused after a complete response and closed after any other: closing an
+  `HttpResponse`, or cancelling the task that waits for it, makes the server stop its work.
 * Nothing but OSError (ConnectionError, TimeoutError, ...) is raised.
-* A reader that is slow holds the server back: no more than `_HIGH_WATER` bytes wait here.
-
-There are no redirects, no compression and no cookies.
+* A slow reader slows the server down: at most `_HIGH_WATER` bytes wait here.
 """
 
 from __future__ import annotations
@@ -34,14 +32,14 @@ class NoResponseError(ConnectionResetError):
 
 
 class HttpResponse:
-    """An answer whose headers are there. Its body is read once, by `read` or by `read_some`."""
+    """A response whose headers have arrived. Its body is read once, with `read` or `read_some`."""
 
     def __init__(self, connection: _ClientConnection) -> None:
         self.status = 0
         self.headers: dict[str, str] = {}
-        """By name in lower case."""
+        """By lower-case name."""
         self.complete = False
-        """All of the body has arrived; what was not read of it yet can still be."""
+        """The whole body has arrived; the unread part of it can still be read."""
         self._connection = connection
         self._chunks: deque[bytes] = deque()
         self._size = 0
@@ -49,7 +47,7 @@ class HttpResponse:
         self._waiter: asyncio.Future[None] | None = None
 
     async def read_some(self) -> bytes:
-        """What has arrived of the body; empty at its end. OSError where it broke off."""
+        """Return what has arrived of the body; empty at its end. Raises OSError if the connection broke."""
         while not self._chunks:
             if self._error is not None:
                 raise self._error
@@ -67,7 +65,7 @@ class HttpResponse:
         return data
 
     async def read(self) -> bytes:
-        """The whole body."""
+        """Return the whole body."""
         parts = []
         while data := await self.read_some():
             parts.append(data)
@@ -111,7 +109,7 @@ class _ClientConnection(asyncio.Protocol):
         self.idle_since = 0.0
 
     async def exchange(self, request: list[bytes]) -> HttpResponse:
-        """Send, and wait for the headers. NoAnswer where the connection was gone already."""
+        """Send a request and wait for the headers. Raises NoResponseError if the connection was already closed."""
         if self._transport is None or self._transport.is_closing():
             raise NoResponseError("the connection is closed")
         response = self._response = HttpResponse(self)
@@ -120,7 +118,7 @@ class _ClientConnection(asyncio.Protocol):
         try:
             return await self._head
         except BaseException:
-            if self._response is response:  # else it is complete, and others may use the connection already
+            if self._response is response:  # else it is complete and the connection may be in use again
                 self.drop()
             raise
 
@@ -140,16 +138,16 @@ class _ClientConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
-        if self._response is None:  # nothing was asked
+        if self._response is None:  # no request is open
             self.drop()
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._broken(ConnectionError(f"it does not speak HTTP ({error})"))
+            self._broken(ConnectionError(f"the response is not HTTP ({error})"))
             self.drop()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -180,7 +178,7 @@ class _ClientConnection(asyncio.Protocol):
         if response is None:
             return
         response.status = self._parser.get_status_code()
-        if response.status < 200:  # the real answer follows
+        if response.status < 200:  # informational: the final response follows
             response.headers.clear()
             return
         headers = response.headers
@@ -207,13 +205,15 @@ class _ClientConnection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Connections to the server at `url`; `headers` go out with every request. Raises ValueError for headers or a URL
-    that HTTP cannot carry."""
+    """A pool of connections to the server at `url`; `headers` are sent with every request.
+
+    Raises ValueError for a URL or headers that HTTP cannot carry.
+    """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, connect_seconds: float, keep_seconds: float) -> None:
         parts = urlsplit(url)
         if not parts.hostname:
-            raise ValueError(f"{url!r} names no host")
+            raise ValueError(f"{url!r} has no host name")
         self._host = parts.hostname
         self._host.encode("idna")
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
@@ -232,7 +232,7 @@ class HttpClient:
         self._open: set[_ClientConnection] = set()
 
     async def request(self, method: str, path: str, body: bytes | None) -> HttpResponse:
-        """The response as soon as its headers are there, whatever its status. `path` is put behind the URL's own."""
+        """Send a request and return the response once its headers are there. `path` is appended to the URL's own."""
         head = b"%b %b%b HTTP/1.1\r\n%b" % (method.encode("ascii"), self._base, path.encode("ascii"), self._fields)
         parts = [head, b"\r\n"] if body is None else [head, b"content-length: %d\r\n\r\n" % len(body), body]
         connection = self._pooled() or await self._connected()
@@ -240,7 +240,7 @@ class HttpClient:
 
     @property
     def connections(self) -> int:
-        """How many are open, in use or idle."""
+        """Number of open connections, in use or idle."""
         return len(self._open)
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class HttpClient:
         self._idle.clear()
 
     def _pooled(self) -> _ClientConnection | None:
-        """The connection that was used last, if it was used just now: a server closes those that lie idle."""
+        """Return the connection that was used last, if that was recently: servers close idle connections."""
         limit = time.monotonic() - self._keep_seconds
         while self._idle:
             connection = self._idle.pop()
@@ -268,7 +268,7 @@ class HttpClient:
         self._open.add(connection)
         return connection
 
-    # What connections tell
+    # Called by connections
 
     def idle(self, connection: _ClientConnection) -> None:
         connection.idle_since = time.monotonic()

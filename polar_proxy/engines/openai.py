@@ -1,55 +1,51 @@
-"""`hosted`: any OpenAI-compatible API behind the same interface; it tells no token ids.
+"""`openai`: any OpenAI-compatible API, which returns no token ids.
 
-Answers are passed on and recorded as text. Nothing of them can be trained on as it is (the calls are `no_tokens`);
-`polar rescore` makes off-policy rows of them later, with the tokens of another engine.
+Answers are passed on and recorded as text. They cannot be trained on as they are (the calls have the status
+`no_tokens`); `polar rescore` can turn them into off-policy rows later, with the tokens of another engine.
 
-Only what the client asked for goes out, and only OpenAI's documented parameters: strict APIs refuse a request for one
-field that they do not know. Where such APIs differ among each other the engine begins with the common form, and when
-the API refuses it by name it sends the other form once more and keeps to it (`_OTHERWISE`).
+Only what the client asked for is sent, and only parameters that OpenAI documents: strict APIs refuse a request for one
+unknown field. Where such APIs differ, the engine begins with the common form; if the API refuses that by name, it sends
+the other form once more and keeps to it (`_ALTERNATIVES`).
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
-from polar_proxy.engines.base import Engine
+from polar_proxy.engines.base import Engine, ExactPrompt
 from polar_proxy.engines.http_client import HttpResponse
-from polar_proxy.engines.openai_client import OpenAIClient, SseDecoder, api_error, parse_json
+from polar_proxy.engines.openai_client import OpenAIClient, parse_json
 from polar_proxy.engines.openai_stream import ChunkDecoder
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, TextRequest, TokenIds
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, TextRequest
 
 CONTEXT_LENGTH = 128_000
-"""Told to harnesses where the API does not say how long its model's context is."""
+"""Reported to harnesses if the API does not say how long its model's context is."""
 _LENGTH_FIELDS = ("context_length", "context_window", "max_context_length", "max_model_len")
 _SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
-_OTHERWISE = ("max_completion_tokens", "reasoning_content")
-"""Named in a refusal: OpenAI's reasoning models take the limit under its newer name only; some models want the
-reasoning of earlier answers back, which most APIs do not know."""
+_ALTERNATIVES = ("max_completion_tokens", "reasoning_content")
+"""Fields named in a refusal: OpenAI's reasoning models accept the token limit under its newer name only; some models
+want the reasoning of earlier answers back, which most APIs do not know."""
 
 
 class OpenAIEngine(Engine):
-    """`async with HostedEngine("https://api.example.com/v1", model="m", api_key="...") as engine:`.
+    """`async with OpenAIEngine("https://api.example.com/v1", model="m", api_key="...") as engine:`.
 
-    `url`: the API's root, with or without `/v1`; a path that ends in anything else is used as it is. Raises EngineError
-    on entering when it cannot be reached, refuses the key, or does not say which one model it serves while `model` is
-    left out.
+    `url` is the API's root, with or without `/v1`; a path that ends in anything else is used as it is. Entering raises
+    EngineError if the API cannot be reached, refuses the key, or, without `model`, does not serve exactly one model.
     """
 
     def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
-        self._http = OpenAIClient(url, api_key)
-        path = urlsplit(self._http.url).path
-        bare = url.rstrip("/").endswith("/v1") or not path.strip("/")
-        self._root = "/v1" if bare else ""
-        self._wanted = model
+        self._client = OpenAIClient(url, api_key)
+        no_path = url.rstrip("/").endswith("/v1") or not urlsplit(self._client.url).path.strip("/")
+        self._root = "/v1" if no_path else ""
+        self._requested_model = model
         self._info: EngineInfo | None = None
-        self._who = f"The engine at {self._http.url}"
-        self._other: set[str] = set()
-        """Of `_OTHERWISE`, what this API was seen to want."""
+        self._alternatives: set[str] = set()
+        """The members of `_ALTERNATIVES` that this API was found to need."""
 
     @property
     def info(self) -> EngineInfo:
@@ -58,33 +54,33 @@ class OpenAIEngine(Engine):
         return self._info
 
     async def __aenter__(self) -> Self:
-        await self._http.open()
+        await self._client.open()
         try:
-            self._info = await self._look()
+            self._info = await self._find_model()
         except BaseException:
-            await self._http.close()
+            await self._client.close()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.close()
+        await self._client.close()
 
-    async def _look(self) -> EngineInfo:
-        served = await self._models()
-        model = self._wanted
+    async def _find_model(self) -> EngineInfo:
+        served = await self._list_models()
+        model = self._requested_model
         if model is None:
             if served is None or len(served) != 1:
-                said = "does not list its models" if served is None else f"serves {len(served)} models"
-                raise EngineError(f"{self._who} {said}: name one with --model.")
+                problem = "does not list its models" if served is None else f"serves {len(served)} models"
+                raise EngineError(f"{self._client.name} {problem}: name one with --model.")
             model = next(iter(served))
-        # A model that is not listed may still be served (an alias, a fine-tuned one): the API will say so itself.
+        # A model that is not listed may still be served (an alias, a fine-tuned one): the API will report it if not.
         row = (served or {}).get(model, {})
         length = next((row[name] for name in _LENGTH_FIELDS if isinstance(row.get(name), int)), CONTEXT_LENGTH)
         return EngineInfo(
-            engine="hosted",
-            version=urlsplit(self._http.url).hostname or "unknown",
+            engine="openai",
+            version=urlsplit(self._client.url).hostname or "unknown",
             model=model,
             context_length=length,
             template_hash=None,
@@ -92,119 +88,84 @@ class OpenAIEngine(Engine):
             capabilities=frozenset({"tools", "json_schema", "tool_choice_required", "images"}),
         )
 
-    async def _models(self) -> dict[str, Json] | None:
-        """What `/models` lists, by id; None where the API has no such list."""
-        response = await self._http.send("GET", f"{self._root}/models")
+    async def _list_models(self) -> dict[str, Json] | None:
+        """Return the rows of `/models` by id; None if the API has no such list."""
+        response = await self._client.send("GET", f"{self._root}/models")
         if response.status in (404, 405, 501):
-            await self._http.read(response)
+            await self._client.read(response)
             return None
         if response.status != 200:
-            raise await self._http.failure(response)
-        answer = parse_json(await self._http.read(response), self._http.url)
+            raise await self._client.failure(response)
+        answer = parse_json(await self._client.read(response), self._client.url)
         rows = answer.get("data") if isinstance(answer, dict) else answer
         if not isinstance(rows, list):
             return None
         return {str(row["id"]): row for row in rows if isinstance(row, dict) and "id" in row}
 
     async def sample(
-        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
-        """As in `Engine.sample`; the events carry no ids. Log-probabilities that a client asks for are not asked for:
-        without ids there is nothing that they belong to."""
-        if prompt is not None:
-            raise RequestError(f"{self._who} does not take token ids.", param="prompt")
-        parser = ChunkDecoder(request.sampling, self._who, expect_ids=False)
-        usage: tuple[int, int] | None = None
-        response = await self._begin(request, stream)
+        """Generate an answer; its events carry no ids.
+
+        Log-probabilities are not requested even if the client wants them: without ids they belong to nothing.
+        """
+        decoder = ChunkDecoder(request.sampling, self._client.name, expect_ids=False)
+        response = await self._start(request, stream)
         try:
-            if stream:
-                decoder = SseDecoder(self._http.url)
-                while not decoder.done and (data := await self._http.read_some(response)):
-                    chunks = decoder.feed(data)
-                    usage = _usage(chunks) or usage
-                    for event in self._parse(parser, chunks):
-                        yield event
-            else:
-                answer = parse_json(await self._http.read(response), self._http.url)
-                if isinstance(answer, dict) and "error" in answer and not answer.get("choices"):
-                    raise api_error(answer, _code(answer), self._who)
-                usage = _usage([answer])
-                for event in self._parse(parser, [answer]):
+            async for chunks in self._client.chunks(response, stream=stream):
+                for event in decoder.feed(chunks):
                     yield event
-            for event in self._parse(parser, None):
-                yield replace(event, usage=usage)
-            await self._http.finish(response)
+            for event in decoder.end():
+                yield event
+            await self._client.finish(response)
         finally:
-            # An answer that was not read to its end closes the connection, at which the API stops generating.
+            # Closing an answer that was not read to its end makes the API stop generating.
             response.close()
 
-    async def _begin(self, request: EngineRequest, stream: bool) -> HttpResponse:
+    async def _start(self, request: EngineRequest, stream: bool) -> HttpResponse:
+        """Send the request, once more if the API refuses a field that has an alternative form."""
         while True:
             path, body = self._body(request, stream)
             try:
-                return await self._http.post(self._root + path, body)
+                return await self._client.post(self._root + path, body)
             except RequestError as error:
-                named = {name for name in _OTHERWISE if name in str(error)} - self._other
+                named = {name for name in _ALTERNATIVES if name in str(error)} - self._alternatives
                 if not named or error.code == "context_length_exceeded":
                     raise
-                self._other |= named
+                self._alternatives |= named
 
     def _body(self, request: EngineRequest, stream: bool) -> tuple[str, Json]:
-        """(path behind the root, body)"""
-        body = _sampling(self.info.model, request, "max_completion_tokens" in self._other)
+        """Return the route below the API's root, and the body."""
+        body = _sampling_fields(self.info.model, request, "max_completion_tokens" in self._alternatives)
         if stream:
             body["stream"] = True
             body["stream_options"] = {"include_usage": True}
         if isinstance(request, TextRequest):
             if not isinstance(request.prompt, str):
-                raise RequestError(f"{self._who} does not take token ids.", param="prompt")
+                raise RequestError(f"{self._client.name} does not accept token ids.", param="prompt")
             return "/completions", {**body, "prompt": request.prompt}
-        return "/chat/completions", {**body, **_conversation(request, "reasoning_content" in self._other)}
-
-    def _parse(self, parser: ChunkDecoder, chunks: list[Json] | None) -> list[SampleEvent]:
-        try:
-            return parser.end() if chunks is None else parser.feed(chunks)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{self._who} sent an answer of an unknown shape: {error!r}.") from error
+        return "/chat/completions", {**body, **_chat_fields(request, "reasoning_content" in self._alternatives)}
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        raise RequestError(f"{self._who} does not tell the tokens of a prompt.", status=501, code="unsupported")
+        raise RequestError(f"{self._client.name} does not return a prompt's tokens.", status=501, code="unsupported")
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        raise RequestError(f"{self._who} does not take token ids.", status=501, code="unsupported")
+        raise RequestError(f"{self._client.name} does not accept token ids.", status=501, code="unsupported")
 
     async def health(self) -> str | None:
         try:
-            await self._models()
+            await self._list_models()
         except (EngineError, RequestError) as error:
             return str(error)
         return None
 
 
-def _usage(chunks: Sequence[Json]) -> tuple[int, int] | None:
-    """(prompt, answers) in tokens, where a chunk tells: agents look at them to know how full the context is."""
-    for chunk in reversed(chunks):
-        told = chunk.get("usage") if isinstance(chunk, dict) else None
-        if isinstance(told, dict):
-            counts = told.get("prompt_tokens"), told.get("completion_tokens")
-            if isinstance(counts[0], int) and isinstance(counts[1], int):
-                return counts[0], counts[1]
-    return None
-
-
-def _code(answer: Json) -> int:
-    """The status of an error that came with status 200, as gateways of several providers send it."""
-    error = answer["error"]
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, int) and 400 <= code < 600 else 502
-
-
-def _sampling(model: str, request: EngineRequest, newer: bool) -> Json:
+def _sampling_fields(model: str, request: EngineRequest, newer_limit: bool) -> Json:
     sampling = request.sampling
     body: Json = {"model": model}
     for name in _SAMPLING:
         if (value := getattr(sampling, name)) is not None:
-            body["max_completion_tokens" if newer and name == "max_tokens" else name] = value
+            body["max_completion_tokens" if newer_limit and name == "max_tokens" else name] = value
     if sampling.n != 1:
         body["n"] = sampling.n
     if sampling.stop:
@@ -214,8 +175,8 @@ def _sampling(model: str, request: EngineRequest, newer: bool) -> Json:
     return body
 
 
-def _conversation(request: ChatRequest, reasoning: bool) -> Json:
-    """The API answers tools together with a `response_format` by itself: both go out as they came."""
+def _chat_fields(request: ChatRequest, reasoning: bool) -> Json:
+    """Return messages, tools and format as they came: the API combines tools and `response_format` by itself."""
     body: Json = {"messages": [message.to_openai() for message in request.messages]}
     if not reasoning:
         for message in body["messages"]:

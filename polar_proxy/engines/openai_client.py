@@ -1,6 +1,6 @@
-"""The HTTP side of an engine behind an OpenAI-shaped server: connections, error translation, server-sent events.
+"""Connections to a server that speaks the OpenAI API: requests, typed errors, server-sent events.
 
-A model call may take as long as it takes, so there is no time-out but the one for opening the connection.
+A model call may take as long as it takes: only opening a connection has a timeout.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import orjson
@@ -19,7 +19,7 @@ from polar_proxy.types import Json
 
 CONNECT_SECONDS = 10.0
 KEEPALIVE_SECONDS = 3.0
-"""Less than the five seconds after which uvicorn, and so vLLM, closes an idle connection under our hands."""
+"""Less than the five seconds after which uvicorn, and therefore vLLM, closes an idle connection."""
 RETRY_WITHIN_SECONDS = 1.0
 FINISH_SECONDS = 1.0
 
@@ -27,20 +27,20 @@ _CONTEXT_LENGTH = re.compile(r"maximum context length|longer than the maximum mo
 
 
 class OpenAIClient:
-    """Connections to one server. Everything it raises is an `EngineError` or a `RequestError`."""
+    """Connections to one server. Every error it raises is an `EngineError` or a `RequestError`."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`url` is the server's root, with or without `/v1`; `api_key` goes out as a bearer token."""
+        """`url` is the server's root, with or without `/v1`; `api_key` is sent as a bearer token."""
         if not url.startswith(("http://", "https://")):
             raise RequestError(f"The engine's URL must begin with http:// or https://, got {url!r}.")
         self.url = url.rstrip("/").removesuffix("/v1")
+        self.name = f"The engine at {self.url}"
+        """How error messages call the server."""
         headers = {"content-type": "application/json", "accept": "*/*", "user-agent": "polar-proxy"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
         try:
-            self._client = HttpClient(
-                self.url, headers, connect_seconds=CONNECT_SECONDS, keep_seconds=KEEPALIVE_SECONDS
-            )
+            self._http = HttpClient(self.url, headers, connect_seconds=CONNECT_SECONDS, keep_seconds=KEEPALIVE_SECONDS)
         except ValueError as error:
             raise RequestError(f"The engine's URL or its key cannot be used: {error}.") from error
         self._open = False
@@ -50,18 +50,18 @@ class OpenAIClient:
 
     async def close(self) -> None:
         self._open = False
-        self._client.close()
+        self._http.close()
 
     @property
     def connections(self) -> int:
-        """How many are open."""
-        return self._client.connections
+        """Number of open connections."""
+        return self._http.connections
 
     async def send(self, method: str, path: str, body: Json | None = None) -> HttpResponse:
-        """The response as soon as its headers are there, whatever its status. The caller closes it.
+        """Send a request and return the response once its headers are there, whatever its status. The caller closes it.
 
-        A server may close an idle connection at the moment we write to it; such a request never reached a handler
-        and is sent once more, on a fresh connection.
+        A server may close an idle connection at the moment we write to it. Such a request never reached a handler, and
+        is sent once more on a fresh connection.
         """
         if not self._open:
             raise EngineError("The engine is not open: use it as `async with engine:`.", status=500)
@@ -69,47 +69,49 @@ class OpenAIClient:
         started = time.monotonic()
         for last in (False, True):
             try:
-                return await self._client.request(method, path, raw)
+                return await self._http.request(method, path, raw)
             except NoResponseError as error:
                 if last or time.monotonic() - started > RETRY_WITHIN_SECONDS:
-                    raise self.lost(error) from error
-            except OSError as error:  # TimeoutError is one
-                raise EngineError(f"The engine at {self.url} cannot be reached: {_reason(error)}.") from error
+                    raise self._broken(error) from error
+            except OSError as error:  # includes TimeoutError
+                raise EngineError(f"{self.name} cannot be reached: {_describe(error)}.") from error
         raise AssertionError("unreachable")
 
     async def post(self, path: str, body: Json) -> HttpResponse:
-        """As `send`, but anything except 200 raises."""
+        """Send a POST request; raise for any status except 200."""
         response = await self.send("POST", path, body)
         if response.status != 200:
             raise await self.failure(response)
         return response
 
     async def json(self, method: str, path: str, body: Json | None = None) -> Any:
-        """The decoded answer of a route that answers in one piece."""
+        """Send a request and return its decoded JSON answer; raise for any status except 200."""
         response = await self.send(method, path, body)
         if response.status != 200:
             raise await self.failure(response)
         return parse_json(await self.read(response), self.url)
 
+    async def chunks(self, response: HttpResponse, *, stream: bool) -> AsyncGenerator[list[Json], None]:
+        """Yield the chunks of an answer as they arrive; an answer that is not streamed is one chunk."""
+        if not stream:
+            yield [parse_json(await self.read(response), self.url)]
+            return
+        decoder = SseDecoder(self.url)
+        while not decoder.done and (data := await self._read_some(response)):
+            yield decoder.feed(data)
+
     async def read(self, response: HttpResponse) -> bytes:
-        """The whole body. A caller that is cancelled drops the connection, so that the server stops its work."""
+        """Return the whole body. Cancelling the caller drops the connection, so that the server stops its work."""
         try:
             raw = await response.read()
         except OSError as error:
-            raise self.lost(error) from error
+            raise self._broken(error) from error
         finally:
             response.close()
         return raw
 
-    async def read_some(self, response: HttpResponse) -> bytes:
-        """What has arrived of a streamed body; empty at its end."""
-        try:
-            return await response.read_some()
-        except OSError as error:
-            raise self.lost(error) from error
-
     async def finish(self, response: HttpResponse) -> None:
-        """Takes the end of a body whose content is complete, so that its connection can be used again."""
+        """Read the end of a body whose content is complete, so that its connection can be used again."""
         if response.complete:
             return
         try:
@@ -119,25 +121,32 @@ class OpenAIClient:
             response.close()  # the answer is complete; only the connection is lost
 
     async def failure(self, response: HttpResponse) -> PolarError:
-        """The typed error for an answer other than 200; the response is used up."""
+        """Return the typed error for a response other than 200, whose body it reads."""
         raw = await self.read(response)
         try:
             body = orjson.loads(raw)
         except orjson.JSONDecodeError:
             body = raw.decode(errors="replace")[:300]
-        error = api_error(body, response.status, f"The engine at {self.url}")
+        error = api_error(body, response.status, self.name)
         error.retry_after = response.headers.get("retry-after")
         return error
 
-    def lost(self, error: BaseException) -> EngineError:
-        return EngineError(f"The connection to the engine at {self.url} broke off: {_reason(error)}.")
+    async def _read_some(self, response: HttpResponse) -> bytes:
+        try:
+            return await response.read_some()
+        except OSError as error:
+            raise self._broken(error) from error
+
+    def _broken(self, error: BaseException) -> EngineError:
+        return EngineError(f"The connection to the engine at {self.url} broke off: {_describe(error)}.")
 
 
-def _reason(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return (str(error) or type(error).__name__).rstrip(".")
 
 
 def parse_json(raw: bytes, url: str) -> Any:
+    """Decode JSON that the engine at `url` sent. Raises EngineError."""
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -145,50 +154,50 @@ def parse_json(raw: bytes, url: str) -> Any:
         raise EngineError(f"The engine at {url} sent malformed JSON ({error}): {start!r}.") from error
 
 
-def api_error(body: Any, status: int, who: str) -> PolarError:
-    """The typed error for an OpenAI error body.
+def api_error(body: Any, status: int, name: str) -> PolarError:
+    """Return the typed error for an OpenAI error body; `name` is how its text calls the server.
 
-    A 400, 404, 413 or 422 is the request's own fault and keeps status, `param` and `code`. A refused key or an
-    unknown route is a fault of the set-up, which the agent can do nothing about: 502. Overload (429, 503) is told to
-    the agent as it is, so that it waits and tries again.
+    A 400, 404, 413 or 422 is the request's own fault and keeps status, `param` and `code`. A refused key or an unknown
+    route is a fault of the set-up, which the agent cannot mend: 502. Overload (429, 503) is passed to the agent as it
+    is, so that it waits and tries again.
     """
     error = body.get("error", body) if isinstance(body, Mapping) else {}
     if isinstance(error, Mapping):
         text = str(error.get("message") or error.get("detail") or "")
         param, code = error.get("param"), error.get("code")
-    else:  # some servers answer {"error": "text"}
+    else:  # some servers send {"error": "text"}
         text, param, code = str(error), None, None
     text = text or (body if isinstance(body, str) else "") or f"HTTP {status}"
     if status in (401, 403):
-        return EngineError(f"{who} refused the key it was given ({status}): {text} Set the engine's API key.")
+        return EngineError(f"{name} refused the API key it was given ({status}): {text} Set the engine's API key.")
     if status == 404 and param is None and "model" not in text.lower():
-        return EngineError(f"{who} does not have this route (404 {text}). Is it an OpenAI-compatible server?")
+        return EngineError(f"{name} does not have this route (404 {text}). Is it an OpenAI-compatible server?")
     if status in (429, 503):
-        return EngineError(f"{who} is overloaded ({status}): {text}", status=status)
+        return EngineError(f"{name} is overloaded ({status}): {text}", status=status)
     if 400 <= status < 500:
-        # vLLM repeats the status in `code`; agents know a conversation that is too long by OpenAI's own code.
-        name = code if isinstance(code, str) else None
+        # vLLM repeats the status in `code`; agents recognise a conversation that is too long by OpenAI's own code.
+        error_code = code if isinstance(code, str) else None
         if _CONTEXT_LENGTH.search(text):
-            name = "context_length_exceeded"
-        return RequestError(text, status=status, param=param if isinstance(param, str) else None, code=name)
-    return EngineError(f"{who} failed ({status}): {text}")
+            error_code = "context_length_exceeded"
+        return RequestError(text, status=status, param=param if isinstance(param, str) else None, code=error_code)
+    return EngineError(f"{name} failed ({status}): {text}")
 
 
 class SseDecoder:
-    """Turns the bytes of an event stream into decoded JSON, as many events at a time as one read of the socket holds.
+    """Decode the bytes of an event stream into JSON, as many events at a time as one read of the socket holds.
 
-    One pass of `bytes.split` and one call of the JSON parser per read: a stream of one event per token would
-    otherwise cost more than everything else that is done with the token.
+    One `bytes.split` and one call of the JSON parser per read: with one event per token, decoding each event by itself
+    would cost more than everything else that is done with the token.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._rest = b""
         self.done = False
-        """`data: [DONE]` was seen."""
+        """`data: [DONE]` has arrived."""
 
     def feed(self, data: bytes) -> list[Json]:
-        """The events which `data` completes. Raises EngineError for malformed JSON."""
+        """Return the events that `data` completes. Raises EngineError for malformed JSON."""
         data = self._rest + data
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
@@ -207,13 +216,13 @@ class SseDecoder:
             events: list[Json] = orjson.loads(b"[" + b",".join(payloads) + b"]")
         except orjson.JSONDecodeError:
             for payload in payloads:
-                parse_json(payload, self._url)  # says which one
+                parse_json(payload, self._url)  # raises for the malformed one
             raise
         return events
 
 
 def _payload(event: bytes) -> bytes:
-    """The data of one event; empty for a comment or another field."""
+    """Return the data of one event; empty for a comment or another field."""
     if event.startswith(b"data: ") and b"\n" not in event:
         return event[6:]
     lines = [line for line in event.split(b"\n") if line.startswith(b"data:")]

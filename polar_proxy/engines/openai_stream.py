@@ -1,13 +1,13 @@
-"""vLLM's answers, streamed or in one piece, as `SampleEvent`s. Pure data.
+"""Answers of an OpenAI-compatible server, streamed or in one piece, as `SampleEvent`s. Pure data.
 
-Invariant: of each choice, all `token_ids` that the server sent come out, once and in order, each with the
-log-probability that the server reported for it. What the server does not say is said to be unknown, never made up:
+Invariant: all `token_ids` that the server sent for a choice come out once and in order, each with the log-probability
+that the server reported for it. Missing values are marked as unknown and never made up:
 
-* log-probability `nan`: no evidence for this token. vLLM says -9999.0 for a token whose log-probability it does not
+* log-probability `nan`: no evidence for this token. vLLM sends -9999.0 for a token whose log-probability it does not
   have or has clamped, and a chunk whose ids and log-probabilities differ in number cannot be aligned.
 * token id -1: a log-probability came without its id.
 
-Such a call is answered as any other (the agent is not to blame) and must not be trained on.
+Such a call is answered like any other (the agent is not to blame) and must not be trained on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from polar_proxy.errors import EngineError
 from polar_proxy.types import Json, SampleEvent, Sampling, ToolDelta, TopLogprob
 
 MISSING_BELOW = -9000.0
-"""vLLM floors at -9999.0; no float32 softmax over real logits comes near."""
+"""vLLM floors log-probabilities at -9999.0; no float32 softmax over real logits comes near."""
 UNKNOWN_ID = -1
 
 
 class _PendingEvent:
-    """What has come for one choice and has not gone out yet."""
+    """The part of one choice that has arrived and was not emitted yet."""
 
     __slots__ = (
         "finish",
@@ -57,15 +57,15 @@ class _PendingEvent:
 
 
 class ChunkDecoder:
-    """Collects the chunks of one answer (or the one object of a non-streamed answer) into events.
+    """Turn the chunks of one answer (or the one object of a whole answer) into events.
 
-    `feed` merges all chunks that came with one read of the socket into one event per choice: a fast engine and a busy
-    gateway thus meet in larger steps, an idle gateway passes on each token as it comes.
+    `feed` merges all chunks that came with one read of the socket into one event per choice: a busy gateway thus
+    handles larger steps, and an idle one passes on each token as it comes.
     """
 
-    def __init__(self, sampling: Sampling, who: str, *, expect_ids: bool = True) -> None:
-        """`who` names the server in errors. `expect_ids` is off for servers that are known to send none."""
-        self._who = who
+    def __init__(self, sampling: Sampling, name: str, *, expect_ids: bool = True) -> None:
+        """`name` is how error messages call the server. `expect_ids=False` is for servers that send no token ids."""
+        self._name = name
         self._expect_ids = expect_ids
         self._texts = sampling.logprobs or bool(sampling.top_logprobs)
         self._tops = bool(sampling.top_logprobs)
@@ -74,9 +74,26 @@ class ChunkDecoder:
         self._started = False
         self._held: dict[int, _PendingEvent] = {}
         self._cached: int | None = None
+        self._usage: tuple[int, int] | None = None
 
     def feed(self, chunks: Iterable[Json]) -> list[SampleEvent]:
-        """The events which these chunks complete. Raises EngineError or RequestError for an error chunk."""
+        """Return the events that these chunks complete. Raises EngineError or RequestError for an error chunk."""
+        try:
+            return self._feed(chunks)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"{self._name} sent an answer of an unknown shape: {error!r}.") from error
+
+    def end(self) -> list[SampleEvent]:
+        """Return the last event of each choice. Raises EngineError if the answer is not complete."""
+        if self._open:
+            raise EngineError(f"{self._name} broke off in the middle of its answer.")
+        out: list[SampleEvent] = []
+        for index in sorted(self._held):
+            self._emit(index, self._held[index], out, last=True)
+        self._held = {}
+        return out
+
+    def _feed(self, chunks: Iterable[Json]) -> list[SampleEvent]:
         out: list[SampleEvent] = []
         held = self._held
         plain = not self._texts
@@ -84,8 +101,8 @@ class ChunkDecoder:
             choices = chunk.get("choices")
             if self._prompt is None and not self._started:
                 self._find_prompt(chunk, choices or ())
-            if (usage := chunk.get("usage")) and (details := usage.get("prompt_tokens_details")):
-                self._cached = details.get("cached_tokens")
+            if usage := chunk.get("usage"):
+                self._add_usage(usage)
             if not choices:
                 if "error" in chunk:
                     raise self._error(chunk)
@@ -96,17 +113,17 @@ class ChunkDecoder:
                 if pending is None:
                     pending = held[index] = _PendingEvent()
                 if delta := choice.get("delta") or choice.get("message"):
-                    pending = self._delta(index, pending, delta, out)
+                    pending = self._add_delta(index, pending, delta, out)
                 elif text := choice.get("text"):
                     pending.text += text
                 ids = choice.get("token_ids")
                 logprobs = choice.get("logprobs")
                 if plain and ids and logprobs and len(ids) == len(entries := logprobs.get("content") or []) == 1:
-                    # Most chunks of most streams: one token. The same as below, at a third of the time.
+                    # Most chunks carry one token. The same as `_add_evidence`, in a third of the time.
                     pending.ids.append(ids[0])
                     pending.logprobs.append(_real(entries[0]["logprob"]))
                 elif ids or logprobs:
-                    self._evidence(pending, ids or (), logprobs)
+                    self._add_evidence(pending, ids or (), logprobs)
                 if finish := choice.get("finish_reason"):
                     pending.finish = finish
                     stop = choice.get("stop_reason")  # a stop string, or the id of a stop token
@@ -114,19 +131,9 @@ class ChunkDecoder:
                     if spans := choice.get("weight_versions"):
                         pending.versions = version_runs(spans)
                     self._open.discard(index)
-        # The very last event waits for the end of the answer, because the usage chunk stands behind it.
+        # The last event waits for the end of the answer, because the usage chunk comes after it.
         for index in [index for index, pending in held.items() if self._open or pending.finish is None]:
             self._emit(index, held.pop(index), out)
-        return out
-
-    def end(self) -> list[SampleEvent]:
-        """The last event of each choice. Raises EngineError when the answer is not complete."""
-        if self._open:
-            raise EngineError(f"{self._who} broke off in the middle of its answer.")
-        out: list[SampleEvent] = []
-        for index in sorted(self._held):
-            self._emit(index, self._held[index], out, last=True)
-        self._held = {}
         return out
 
     def _error(self, chunk: Json) -> Exception:
@@ -134,18 +141,25 @@ class ChunkDecoder:
         code = error.get("code") if isinstance(error, dict) else None
         # A request is at fault only if it was refused before anything was generated.
         status = code if isinstance(code, int) and not (self._started and code < 500) else 500
-        return api_error(chunk, status, self._who)
+        return api_error(chunk, status, self._name)
+
+    def _add_usage(self, usage: Json) -> None:
+        if details := usage.get("prompt_tokens_details"):
+            self._cached = details.get("cached_tokens")
+        counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        if isinstance(counts[0], int) and isinstance(counts[1], int):
+            self._usage = counts[0], counts[1]
 
     def _find_prompt(self, chunk: Json, choices: Sequence[Json]) -> None:
-        """Chat answers tell the prompt's ids at the top, completions in each choice."""
+        """Chat answers carry the prompt's ids at the top level, completions in each choice."""
         found = chunk.get("prompt_token_ids") or next((c["prompt_token_ids"] for c in choices if _has_prompt(c)), None)
         if found is not None:
             self._prompt = found
 
-    def _delta(self, index: int, pending: _PendingEvent, delta: Json, out: list[SampleEvent]) -> _PendingEvent:
-        """Adds text. An event is read as reasoning, then text, then tool calls; another order opens a new event."""
+    def _add_delta(self, index: int, pending: _PendingEvent, delta: Json, out: list[SampleEvent]) -> _PendingEvent:
+        """Add a delta. An event is read as reasoning, text, tool calls; another order starts a new event."""
         if len(delta) == 1 and pending.stage == 1 and (text := delta.get("content")):
-            pending.text += text  # most chunks of most streams
+            pending.text += text  # the most frequent case
             return pending
         if reasoning := delta.get("reasoning") or delta.get("reasoning_content"):
             pending = self._stage(0, index, pending, out)
@@ -174,8 +188,8 @@ class ChunkDecoder:
         pending.stage = stage
         return pending
 
-    def _evidence(self, pending: _PendingEvent, ids: Sequence[int], logprobs: Json | None) -> None:
-        """Adds the ids of one chunk with their log-probabilities."""
+    def _add_evidence(self, pending: _PendingEvent, ids: Sequence[int], logprobs: Json | None) -> None:
+        """Add the ids of one chunk with their log-probabilities."""
         values: list[Any] = []
         texts: list[str] = []
         tops: Sequence[Any] = ()
@@ -231,15 +245,17 @@ class ChunkDecoder:
                 self._cached if last else None,
                 pending.stop,
                 versions=pending.versions,
+                # Where there are no ids to count, an agent learns from this how full its context is.
+                usage=self._usage if last and not self._expect_ids else None,
             )
         )
 
 
 def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:
-    """(first position, policy version) of each run of an answer's tokens, from vLLM's `weight_versions`.
+    """Return (first position, policy version) of each run of an answer's tokens, from vLLM's `weight_versions`.
 
-    They are `{"version", "start", "end"}` over the answer's tokens and come with its end only (weight-version docs of
-    vLLM 0.33). Spans that do not tile the answer from its first token on tell nothing.
+    vLLM sends spans `{"version", "start", "end"}` over the answer's tokens with its end. Spans that do not tile the
+    answer from its first token on are ignored.
     """
     out: list[tuple[int, str]] = []
     end = 0
@@ -255,7 +271,7 @@ def version_runs(spans: Sequence[Json]) -> tuple[tuple[int, str], ...]:
 def _all_real(values: list[Any]) -> bool:
     try:
         return min(values, default=0.0) > MISSING_BELOW
-    except TypeError:  # a null among them
+    except TypeError:  # one of them is null
         return False
 
 
@@ -268,7 +284,7 @@ def _has_prompt(choice: Json) -> bool:
 
 
 def _text(entry: Json) -> str:
-    """The text of a sampled token, also where its name is its id."""
+    """Return the text of a sampled token, also if the server names it by its id."""
     token: str = entry["token"]
     if token.startswith("token_id:") and (raw := entry.get("bytes")) is not None:
         return bytes(raw).decode(errors="replace")
@@ -276,7 +292,7 @@ def _text(entry: Json) -> str:
 
 
 def _top(row: Iterable[tuple[str, float]]) -> tuple[TopLogprob, ...]:
-    """The alternatives of one token; their texts are looked up by the engine."""
+    """Return the alternatives of one token; the engine looks up their texts."""
     return tuple(
         TopLogprob(int(name[9:]) if name.startswith("token_id:") else UNKNOWN_ID, name, logprob)
         for name, logprob in row

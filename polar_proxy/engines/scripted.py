@@ -1,9 +1,9 @@
-"""`scripted`: an engine without a model, which answers what a script says, token by token, with ids of its own.
+"""`scripted`: an engine without a model. It answers what a script says, token by token, with real ids.
 
-For checks of everything around the model: `polar conformance`, wiring an agent, demonstrations. Its tokens are bytes
-(id = byte + 3; 0 is padding, 1 begins a turn, 2 ends it), so that any id can be checked by hand, and the
-log-probability of an id is a number that tells which id it belongs to. Reasoning stands between `<think>` tags and tool
-calls between `<tool_call>` tags, as the models do it that this imitates.
+Used to check everything around the model: `polar conformance`, wiring an agent, tests. Its tokens are bytes (id = byte
++ 3; 0 is padding, 1 begins a turn, 2 ends it), so any id can be checked by hand, and the log-probability of an id tells
+which id it belongs to. Reasoning is sampled between `<think>` tags and tool calls between `<tool_call>` tags, as by the
+models that it imitates.
 """
 
 from __future__ import annotations
@@ -14,22 +14,11 @@ import json
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from polar_proxy.engines.base import Engine
-from polar_proxy.errors import PolarError
-from polar_proxy.types import (
-    ChatRequest,
-    EngineInfo,
-    EngineRequest,
-    Message,
-    SampleEvent,
-    TokenIds,
-    ToolCall,
-    ToolDelta,
-)
+from polar_proxy.engines.base import Engine, ExactPrompt
+from polar_proxy.errors import EngineError
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Message, SampleEvent, ToolCall, ToolDelta
 
 PAD, START, END = 0, 1, 2
-_PIECE = 12
-"""Tokens of one event."""
 
 INFO = EngineInfo(
     engine="scripted",
@@ -45,61 +34,94 @@ INFO = EngineInfo(
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the script wants to be answered."""
+    """One scripted answer."""
 
     text: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     wait: float = 0.0
-    """Seconds before the first token."""
+    """Seconds before the first event."""
     pace: float = 0.0
-    """Seconds before each further event."""
+    """Seconds before each event."""
     prompt_tokens: int = 0
-    """How long the prompt shall be at least, by padding in front: a client then believes that its context is full."""
-    error: PolarError | None = None
+    """Least length of the prompt, reached by padding in front: a client then believes that its context is full."""
+    error: Exception | None = None
     """Raised instead of an answer, after `wait`."""
 
+    @classmethod
+    def of(cls, answer: ScriptedAnswer) -> Reply:
+        """Return the reply that a script's shorter forms stand for."""
+        if isinstance(answer, Reply):
+            return answer
+        if isinstance(answer, str):
+            return cls(answer)
+        if isinstance(answer, Exception):
+            return cls(error=answer)
+        return cls(calls=(answer,) if isinstance(answer, ToolCall) else tuple(answer))
 
-Script = Callable[[EngineRequest], Reply]
+
+ScriptedAnswer = Reply | str | ToolCall | Sequence[ToolCall] | Exception
+Script = Callable[[EngineRequest], ScriptedAnswer]
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a text."""
+    """Return the token ids of a text."""
     return [byte + 3 for byte in text.encode(errors="replace")]
 
 
 def decode(ids: Sequence[int]) -> str:
-    """Text of token ids; padding and turn marks are nothing."""
+    """Return the text of token ids; padding and turn marks have none."""
     return bytes(token - 3 for token in ids if token > END).decode(errors="replace")
 
 
 def logprob(token: int) -> float:
-    """The log-probability of a token."""
+    """Return the log-probability that the engine reports for a token."""
     return -(token + 1) / 1000
 
 
-def spoken(message: Message) -> str:
-    """A message as the model would have said it."""
+def message_text(message: Message) -> str:
+    """Return a message as the model samples or reads it."""
     content = message.content or ""
     content = content if isinstance(content, str) else json.dumps(content)
-    return _thought(message.reasoning or "") + content + "".join(map(_call_text, message.tool_calls))
+    reasoning = f"<think>{message.reasoning}</think>" if message.reasoning else ""
+    return reasoning + content + "".join(map(call_text, message.tool_calls))
 
 
-def _thought(reasoning: str) -> str:
-    return f"<think>{reasoning}</think>" if reasoning else ""
-
-
-def _call_text(call: ToolCall) -> str:
+def call_text(call: ToolCall) -> str:
+    """Return a tool call as the model samples it."""
     head = json.dumps({"name": call.name})[:-1]
     return f'<tool_call>{head}, "arguments": {call.arguments}}}</tool_call>'
 
 
 class ScriptedEngine(Engine):
-    """`script(request)` gives each answer; without one every answer is a short text."""
+    """Answer with `script(request)`, called once per choice; without a script every answer is "hello".
 
-    def __init__(self, script: Script | None = None, *, info: EngineInfo = INFO) -> None:
-        self.script: Script = script or (lambda request: Reply("This is the scripted engine of Polar."))
+    `pace` is the number of seconds before each event of a reply that sets none. `fail_after` makes the engine fail
+    after so many tokens of an answer.
+    """
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        info: EngineInfo = INFO,
+        pace: float = 0.0,
+        fail_after: int | None = None,
+        tokens_per_event: int = 12,
+    ) -> None:
+        self.script: Script = script or (lambda request: "hello")
         self._info = info
+        self._pace = pace
+        self._fail_after = fail_after
+        self._tokens_per_event = tokens_per_event
+        self.requests: list[EngineRequest] = []
+        """All requests to sample, in the order of their arrival."""
+        self.finished = 0
+        """Calls that were sampled to their end."""
+        self.aborted = 0
+        """Calls that failed or whose reader left."""
+        self.sampled = 0
+        """Tokens sampled in all."""
 
     @property
     def info(self) -> EngineInfo:
@@ -110,29 +132,66 @@ class ScriptedEngine(Engine):
         for tool in request.tools:
             ids += encode(json.dumps(tool))
         for message in request.messages:
-            ids += [START, *encode(f"{message.role}:{spoken(message)}"), END]
+            ids += [START, *encode(f"{message.role}:{message_text(message)}"), END]
         return [*ids, START, *encode("assistant:")] if generation else ids
 
     async def sample(
-        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
-        reply = self.script(request)
-        await asyncio.sleep(reply.wait)
-        if reply.error is not None:
-            raise reply.error
+        self.requests.append(request)
+        complete = False
+        try:
+            prompt_ids: Sequence[int] | None = await self._prompt_ids(request, prompt)
+            for index in range(request.sampling.n):
+                reply = Reply.of(self.script(request))
+                await asyncio.sleep(reply.wait)
+                if reply.error is not None:
+                    raise reply.error
+                async for event in self._events(reply, index, request):
+                    if prompt_ids is not None:
+                        padding = [PAD] * (reply.prompt_tokens - len(prompt_ids))
+                        event, prompt_ids = replace(event, prompt_ids=(*padding, *prompt_ids)), None
+                    yield event
+            complete = True
+        finally:
+            self.finished += complete
+            self.aborted += not complete
+
+    async def _prompt_ids(self, request: EngineRequest, prompt: ExactPrompt | None) -> list[int]:
         if prompt is not None:
-            ids = prompt.tolist()
-        elif isinstance(request, ChatRequest):
-            ids = await self.render(request)
-        else:
-            ids = encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
-        start: Sequence[int] | None = [PAD] * (reply.prompt_tokens - len(ids)) + ids
-        for index in range(request.sampling.n):
-            for event in _events(reply, index, request):
-                yield event if start is None else replace(event, prompt_ids=start)
-                start = None
-                if reply.pace:
-                    await asyncio.sleep(reply.pace)
+            return [int(token) for token in prompt.token_ids]
+        if isinstance(request, ChatRequest):
+            return await self.render(request)
+        return encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+
+    async def _events(self, reply: Reply, index: int, request: EngineRequest) -> AsyncGenerator[SampleEvent, None]:
+        """Yield one choice in pieces, cut at `max_tokens`. A tool call that is cut is not reported."""
+        left = request.sampling.max_tokens
+        made = 0
+        for event, ids in _pieces(reply, self._tokens_per_event):
+            if pace := reply.pace or self._pace:
+                await asyncio.sleep(pace)
+            if left is not None and len(ids) > left:
+                ids = ids[:left]
+                event = SampleEvent(text=decode(ids) if event.text else "", finish_reason="length")
+            fails = self._fail_after is not None and made + len(ids) > self._fail_after
+            if fails:
+                ids = ids[: (self._fail_after or 0) - made]
+                event = SampleEvent(text=decode(ids) if event.text else "")
+            made += len(ids)
+            self.sampled += len(ids)
+            yield replace(
+                event,
+                index=index,
+                token_ids=tuple(ids),
+                logprobs=tuple(logprob(token) for token in ids),
+                tokens=tuple(decode([token]) for token in ids) if request.sampling.logprobs else (),
+            )
+            if fails:
+                raise EngineError("The scripted engine broke.")
+            if event.finish_reason is not None:
+                return
+            left = None if left is None else left - len(ids)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return [logprob(token) for token in token_ids[1:]]
@@ -144,51 +203,30 @@ class ScriptedEngine(Engine):
         return None
 
 
-def _events(reply: Reply, index: int, request: EngineRequest) -> Iterator[SampleEvent]:
-    """The answer in pieces. Cut at `max_tokens`; a tool call that is cut is not told, for it never was one."""
-    left = request.sampling.max_tokens
-    show = request.sampling.logprobs
-    for event, ids in _pieces(reply, index):
-        if left is not None and len(ids) > left:
-            yield _event(SampleEvent(index=index, finish_reason="length"), ids[:left], show)
-            return
-        left = None if left is None else left - len(ids)
-        yield _event(event, ids, show)
-
-
-def _event(event: SampleEvent, ids: Sequence[int], show: bool) -> SampleEvent:
-    return replace(
-        event,
-        token_ids=tuple(ids),
-        logprobs=tuple(logprob(token) for token in ids),
-        tokens=tuple(decode([token]) for token in ids) if show else (),
-    )
-
-
-def _pieces(reply: Reply, index: int) -> Iterator[tuple[SampleEvent, list[int]]]:
-    """Events with the ids that they were sampled as."""
+def _pieces(reply: Reply, size: int) -> Iterator[tuple[SampleEvent, list[int]]]:
+    """Yield events of an answer with the ids that they are sampled as."""
     if reply.reasoning:
-        yield SampleEvent(index=index), encode("<think>")
-        for text, ids in _cut(reply.reasoning):
-            yield SampleEvent(index=index, reasoning=text), ids
-        yield SampleEvent(index=index), encode("</think>")
-    for text, ids in _cut(reply.text):
-        yield SampleEvent(index=index, text=text), ids
+        yield SampleEvent(), encode("<think>")
+        for text, ids in _split(reply.reasoning, size):
+            yield SampleEvent(reasoning=text), ids
+        yield SampleEvent(), encode("</think>")
+    for text, ids in _split(reply.text, size):
+        yield SampleEvent(text=text), ids
     for number, call in enumerate(reply.calls):
-        whole = encode(_call_text(call))
+        whole = encode(call_text(call))
         tail = len(encode("}</tool_call>"))
         head = len(whole) - tail - len(encode(call.arguments))
-        yield SampleEvent(index=index, tool_calls=(ToolDelta(number, call.id, call.name),)), whole[:head]
-        for text, ids in _cut(call.arguments):
-            yield SampleEvent(index=index, tool_calls=(ToolDelta(number, arguments=text),)), ids
-        yield SampleEvent(index=index), whole[-tail:]
-    yield SampleEvent(index=index, finish_reason="tool_calls" if reply.calls else "stop"), [END]
+        yield SampleEvent(tool_calls=(ToolDelta(number, call.id, call.name),)), whole[:head]
+        for text, ids in _split(call.arguments, size):
+            yield SampleEvent(tool_calls=(ToolDelta(number, arguments=text),)), ids
+        yield SampleEvent(), whole[-tail:]
+    yield SampleEvent(finish_reason="tool_calls" if reply.calls else "stop"), [END]
 
 
-def _cut(text: str) -> Iterator[tuple[str, list[int]]]:
-    """A text in pieces of a few tokens; a character that is cut comes with the piece that completes it."""
+def _split(text: str, size: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield a text in pieces of `size` tokens; a character that is cut comes with the piece that completes it."""
     ids = encode(text)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for start in range(0, len(ids), _PIECE):
-        piece = ids[start : start + _PIECE]
+    for start in range(0, len(ids), size):
+        piece = ids[start : start + size]
         yield decoder.decode(bytes(token - 3 for token in piece)), piece

@@ -21,7 +21,7 @@ import numpy as np
 from polar_proxy.bounded import Bounded
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects import recorded_request
-from polar_proxy.engines.base import Engine, is_constrained
+from polar_proxy.engines.base import CannotContinueError, Engine, ExactPrompt, is_constrained
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.sessions import Base, Lineage
 from polar_proxy.sessions import continuation as rules
@@ -41,9 +41,9 @@ _REASONING = 80
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """How a call's prompt is made. `prompt` int32 [n] goes to the engine as it is; None: the engine renders."""
+    """How a call's prompt is made. The engine samples from `prompt` as it is; None: the engine renders."""
 
-    prompt: TokenIds | None = None
+    prompt: ExactPrompt | None = None
     reason: PromptReason | None = None
     past_reasoning: PastReasoning | None = None
     """Which policy the prompt was made under; None where it plays no part."""
@@ -172,10 +172,12 @@ class PromptBuilder:
         prompt = np.concatenate([found.ids, np.array([*ends, *suffix.ids], dtype=np.int32)])
         if prompt.size >= self._engine.info.context_length:
             return PromptPlan(reason="context_full")
-        if (why := await self._engine.cannot_continue(request, prompt)) is not None:
-            log.info("a call is not continued: %s", why)
+        try:
+            accepted = await self._engine.accept_prompt(request, prompt)
+        except CannotContinueError as error:
+            log.info("a call is not continued: %s", error)
             return PromptPlan(reason="engine_cannot")
-        return PromptPlan(prompt, past_reasoning=older)
+        return PromptPlan(accepted, past_reasoning=older)
 
     @property
     def _end_of_turn(self) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ def test_all_the_way(polar_home: Path, tmp_path: Path) -> None:
     (row,) = exported(out, "--builder", "rescored", "--all-grades")
     assert (row["builder"], row["grade"], row["certificate"]["reasons"]) == ("rescored", "approximate", ["rescored"])
     assert row["certificate"]["rescored"]["engine"] == "scripted"
-    assert [one["engine"] for one in row["certificate"]["engines"]] == ["hosted"]
+    assert [one["engine"] for one in row["certificate"]["engines"]] == ["openai"]
     mask = np.array(row["loss_mask"])
     assert decode(np.array(row["response_ids"])[mask == 1].tolist()) == "First.Second."
     assert list(check_row(row)) == []

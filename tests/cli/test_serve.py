@@ -14,7 +14,7 @@ import pytest
 
 from tests.cli.process import POLAR, environment, polar, polar_json
 
-ENGINE = "tests.fakes.scripted_engine:ScriptedEngine"
+ENGINE = "polar_proxy.engines.scripted:ScriptedEngine"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "say [bold]hi[/]"}]}
 
 

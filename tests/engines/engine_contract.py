@@ -87,7 +87,10 @@ def gather(events: Sequence[SampleEvent]) -> Result:
 async def run(
     engine: Engine, request: EngineRequest, *, prompt: Sequence[int] | None = None, stream: bool = True
 ) -> Result:
-    exact = None if prompt is None else np.array(prompt, dtype=np.int32)
+    exact = None
+    if prompt is not None:
+        assert isinstance(request, ChatRequest)
+        exact = await engine.accept_prompt(request, np.array(prompt, dtype=np.int32))
     return gather([event async for event in engine.sample(request, stream=stream, prompt=exact)])
 
 

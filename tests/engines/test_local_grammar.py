@@ -41,7 +41,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 def short(engine: LocalEngine, **bias: float) -> Sampling:
     """A thought has no end that a random model would find: a bias towards its end tag helps."""
-    ids = engine._now.vocabulary.ids
+    ids = engine.loaded.vocabulary.ids
     biases = {"</think>": 20.0, **bias}
     return replace(SHORT, logit_bias={str(ids[text]): value for text, value in biases.items()})
 
@@ -131,12 +131,12 @@ async def test_a_grammar_that_fails_costs_only_its_own_call(
 ) -> None:
     class Broken:
         def compute_logit_bias(self) -> bytes:
-            return bytes(engine._now.runner.vocab_size)
+            return bytes(engine.loaded.runner.vocab_size)
 
         def get_error(self) -> str:
             return "too deep"
 
-    monkeypatch.setattr(engine._now.grammars, "for_request", lambda *_: lambda: grammar.GrammarMask(Broken()))
+    monkeypatch.setattr(engine.loaded.grammars, "for_request", lambda *_: lambda: grammar.GrammarMask(Broken()))
     with pytest.raises(EngineError, match="too deep"):
         await run(engine, chat())
     monkeypatch.undo()

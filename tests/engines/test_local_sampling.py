@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_proxy.engines.local.sampling import SamplingParams, SequenceSampler, draw, truncate
+from polar_proxy.engines.local.sampling import SamplingParams, SequenceSampler, sample_tokens, truncate
 
 INF = float("-inf")
 P = SamplingParams
@@ -55,7 +55,7 @@ def test_rows_of_a_batch_are_truncated_each_its_own_way() -> None:
 
 
 def test_logprob_is_that_of_the_processed_distribution() -> None:
-    drawn = draw(torch.tensor([LOGITS]), [sampler(P(temperature=0.5, top_k=2, top_logprobs=4))])
+    drawn = sample_tokens(torch.tensor([LOGITS]), [sampler(P(temperature=0.5, top_k=2, top_logprobs=4))])
     weights = {1: 0.4**2, 3: 0.3**2}
     expected = {token: math.log(weight / sum(weights.values())) for token, weight in weights.items()}
     assert drawn.logprobs[0] == pytest.approx(expected[drawn.ids[0]], abs=1e-6)
@@ -63,14 +63,14 @@ def test_logprob_is_that_of_the_processed_distribution() -> None:
 
 
 def test_greedy_reports_temperature_one() -> None:
-    drawn = draw(torch.tensor([LOGITS]), [sampler(P(temperature=0.0, top_p=0.1))])
+    drawn = sample_tokens(torch.tensor([LOGITS]), [sampler(P(temperature=0.0, top_p=0.1))])
     assert drawn.ids == [1]
     assert drawn.logprobs[0] == pytest.approx(math.log(0.4), abs=1e-6)
 
 
 def test_frequencies_follow_the_probabilities() -> None:
     row, n = sampler(P()), 4000
-    counts = Counter(draw(torch.tensor([LOGITS]), [row]).ids[0] for _ in range(n))
+    counts = Counter(sample_tokens(torch.tensor([LOGITS]), [row]).ids[0] for _ in range(n))
     for token, probability in enumerate((0.1, 0.4, 0.2, 0.3)):
         assert counts[token] / n == pytest.approx(probability, abs=4 * math.sqrt(0.25 / n))
 
@@ -78,22 +78,22 @@ def test_frequencies_follow_the_probabilities() -> None:
 def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
     logits = torch.randn(50, 1, 100, generator=torch.Generator().manual_seed(3))
     alone = sampler(P(temperature=0.8), 11, 100)
-    one = [draw(step.clone(), [alone]).ids[0] for step in logits]
+    one = [sample_tokens(step.clone(), [alone]).ids[0] for step in logits]
     rows = [sampler(P(), 1, 100), sampler(P(temperature=0.8), 11, 100), sampler(P(temperature=0.0), 2, 100)]
-    two = [draw(step.expand(3, -1).clone(), rows).ids[1] for step in logits]
+    two = [sample_tokens(step.expand(3, -1).clone(), rows).ids[1] for step in logits]
     assert one == two
 
 
 def test_penalties_count_what_was_sampled() -> None:
     row = sampler(P(temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5))
-    tokens = [draw(torch.tensor([[2.0, 1.2, 0.1, -9.0]]), [row]).ids[0] for _ in range(4)]
+    tokens = [sample_tokens(torch.tensor([[2.0, 1.2, 0.1, -9.0]]), [row]).ids[0] for _ in range(4)]
     # 2.0 wins; then 0.5 < 1.2; then 0.5 > -0.3 and 0.1; then 0.1 beats 0.0.
     assert tokens == [0, 1, 0, 2]
 
 
 def test_logit_bias() -> None:
     bias = (torch.tensor([3]), torch.tensor([50.0]))
-    assert draw(torch.tensor([LOGITS]), [sampler(P(logit_bias=bias))]).ids == [3]
+    assert sample_tokens(torch.tensor([LOGITS]), [sampler(P(logit_bias=bias))]).ids == [3]
 
 
 @given(
@@ -108,6 +108,6 @@ def test_a_sampled_token_is_possible(
     logits: list[float], temperature: float, top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
     params = P(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    drawn = draw(torch.tensor([logits]), [SequenceSampler(params, seed, len(logits))])
+    drawn = sample_tokens(torch.tensor([logits]), [SequenceSampler(params, seed, len(logits))])
     assert drawn.logprobs[0] > -200
     assert drawn.logprobs[0] <= 1e-6

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from polar_proxy.engines.local.template import ChatTemplate, flat_text, template_message
-from polar_proxy.engines.local.tokenizer import TextStream, Vocabulary
+from polar_proxy.engines.local.tokenizer import ChatTemplate, TextStream, Vocabulary, flat_text, template_message
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Message, ToolCall
 

@@ -1,4 +1,4 @@
-"""`hosted`: what goes out is what any OpenAI-compatible API takes; what comes back is told and recorded as text."""
+"""`openai`: requests fit any OpenAI-compatible API; answers are passed on and recorded as text."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ async def gathered(engine: OpenAIEngine, request: EngineRequest, *, stream: bool
     return answer
 
 
-def hosted(api: HostedApi, path: str = "/v1") -> OpenAIEngine:
+def connected(api: HostedApi, path: str = "/v1") -> OpenAIEngine:
     return OpenAIEngine(api.url + path, model="fake")
 
 
 @streams
 async def test_text_reasoning_and_calls_without_ids(stream: bool) -> None:
-    async with HostedApi() as api, hosted(api) as engine:
+    async with HostedApi() as api, connected(api) as engine:
         api.script(CALLING)
         answer = await gathered(engine, chat(sampling=Sampling(), tools=(WEATHER,)), stream=stream)
         state = answer.choices[0]
@@ -71,7 +71,7 @@ async def test_only_documented_fields_go_out() -> None:
     )
     form: Json = {"type": "json_object"}
     more: dict[str, Any] = {"tools": (WEATHER,), "tool_choice": "auto", "parallel_tool_calls": False}
-    async with HostedApi() as api, hosted(api) as engine:  # it refuses what it does not know
+    async with HostedApi() as api, connected(api) as engine:  # it refuses what it does not know
         answer = await gathered(engine, chat(sampling=everything, response_format=form, **more))
         assert sorted(answer.choices) == [0, 1]
         body = api.bodies[-1]
@@ -94,7 +94,7 @@ def _turns() -> tuple[Message, ...]:
 
 @pytest.mark.parametrize("wants", [False, True])
 async def test_earlier_reasoning_goes_to_those_who_want_it(wants: bool) -> None:
-    async with HostedApi(wants_reasoning=wants) as api, hosted(api) as engine:
+    async with HostedApi(wants_reasoning=wants) as api, connected(api) as engine:
         request = replace(chat(), messages=_turns())
         for _ in range(2):
             await gathered(engine, request)
@@ -104,7 +104,7 @@ async def test_earlier_reasoning_goes_to_those_who_want_it(wants: bool) -> None:
 
 
 async def test_the_newer_name_of_the_limit_is_learnt() -> None:
-    async with HostedApi(newer_limit=True) as api, hosted(api) as engine:
+    async with HostedApi(newer_limit=True) as api, connected(api) as engine:
         for _ in range(2):
             await gathered(engine, chat())
         assert ["max_tokens" in body for body in api.bodies] == [True, False, False]
@@ -114,7 +114,7 @@ async def test_the_newer_name_of_the_limit_is_learnt() -> None:
 @streams
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_overload_is_passed_on_with_its_header(serve: Serve, store: Store, status: int, stream: bool) -> None:
-    async with HostedApi(retry_after="17") as api, serve(hosted(api)) as gateway:
+    async with HostedApi(retry_after="17") as api, serve(connected(api)) as gateway:
         api.script(Fault(status, "slow down"))
         async with httpx.AsyncClient(
             base_url=gateway.url + "/v1", headers={"authorization": "Bearer k"}, timeout=120
@@ -131,7 +131,7 @@ async def test_overload_is_passed_on_with_its_header(serve: Serve, store: Store,
 
 @streams
 async def test_recorded_as_text_and_never_trained(serve: Serve, store: Store, stream: bool) -> None:
-    async with HostedApi() as api, serve(hosted(api)) as gateway:
+    async with HostedApi() as api, serve(connected(api)) as gateway:
         api.script(CALLING)
         async with httpx.AsyncClient(
             base_url=gateway.url + "/v1", headers={"authorization": "Bearer k"}, timeout=120
@@ -148,7 +148,7 @@ async def test_recorded_as_text_and_never_trained(serve: Serve, store: Store, st
             assert usage["prompt_tokens"] > usage["prompt_tokens_details"]["cached_tokens"] > 0
             assert usage["completion_tokens"] == len(CALLING.tokens())
         assert call.engine is not None
-        assert (call.engine.engine, call.engine.model) == ("hosted", "fake")
+        assert (call.engine.engine, call.engine.model) == ("openai", "fake")
         assert per_call([call]).excluded == {call.call_id: "no_tokens"}
 
 
@@ -175,10 +175,10 @@ async def test_what_an_api_tells_of_itself() -> None:
     async with HostedApi(lists_models=False) as api:
         with pytest.raises(EngineError, match="--model"):
             await OpenAIEngine(api.url).__aenter__()
-        async with hosted(api) as engine:
+        async with connected(api) as engine:
             assert engine.info.context_length == CONTEXT_LENGTH
             assert {"token_ids", "logprobs", "score", "continue"}.isdisjoint(engine.info.capabilities)
-    async with HostedApi(context_length=777) as api, hosted(api) as engine:
+    async with HostedApi(context_length=777) as api, connected(api) as engine:
         assert engine.info.context_length == 777
     async with HostedApi(api_key="right") as api:
         with pytest.raises(EngineError, match="key"):
@@ -188,7 +188,7 @@ async def test_what_an_api_tells_of_itself() -> None:
 
 
 async def test_what_it_cannot_do_it_says() -> None:
-    async with HostedApi() as api, hosted(api) as engine:
+    async with HostedApi() as api, connected(api) as engine:
         for doing in (engine.render(chat()), engine.score([1, 2]), gathered(engine, TextRequest("m", (1, 2)))):
             with pytest.raises(RequestError, match="token"):
                 await doing
@@ -203,6 +203,6 @@ async def test_what_it_cannot_do_it_says() -> None:
 
 
 def test_by_settings() -> None:
-    assert isinstance(make_engine(EngineSettings(kind="hosted", url="https://api.example.com/v1")), OpenAIEngine)
+    assert isinstance(make_engine(EngineSettings(kind="openai", url="https://api.example.com/v1")), OpenAIEngine)
     with pytest.raises(UsageError, match="--engine-url"):
-        make_engine(EngineSettings(kind="hosted"))
+        make_engine(EngineSettings(kind="openai"))

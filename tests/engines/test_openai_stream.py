@@ -235,16 +235,15 @@ def test_malformed_json_says_what_came() -> None:
 )
 def test_a_form_of_answer_does_not_forbid_tool_calls(changes: dict[str, Any], enforced: bool) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
-    body = chat_body("m", ChatRequest("m", (Message("user", "hi"),), response_format=form, **changes), stream=True)
+    body = chat_body(ChatRequest("m", (Message("user", "hi"),), response_format=form, **changes), stream=True)
     assert body.get("response_format") == (form if enforced else None)
     assert ("tools" in body) == ("tools" in changes)
 
 
 def test_a_chat_body_asks_for_the_evidence() -> None:
     request = ChatRequest("ignored", (Message("user", "hi"),), Sampling(n=2, stop=("x",), top_logprobs=3))
-    body = chat_body("m", request, stream=True)
+    body = chat_body(request, stream=True)
     assert orjson.loads(orjson.dumps(body)) == {
-        "model": "m",
         "messages": [{"role": "user", "content": "hi"}],
         "n": 2,
         "stop": ["x"],
@@ -260,12 +259,12 @@ def test_a_chat_body_asks_for_the_evidence() -> None:
 def test_arguments_that_are_no_json_go_back_as_a_json_string() -> None:
     """vLLM parses them, and a template prints a string as it is."""
     calls = tuple(ToolCall("c", "f", arguments) for arguments in ('{"a": 1}', '{"a": ', ""))
-    body = chat_body("m", ChatRequest("m", (Message("assistant", None, tool_calls=calls),)), stream=False)
+    body = chat_body(ChatRequest("m", (Message("assistant", None, tool_calls=calls),)), stream=False)
     sent = [call["function"]["arguments"] for call in body["messages"][0]["tool_calls"]]
     assert sent[0] == '{"a": 1}'
     assert [json.loads(arguments) for arguments in sent] == [{"a": 1}, '{"a": ', ""]
 
 
 def test_a_text_body_asks_for_the_evidence() -> None:
-    body = text_body("m", TextRequest("", (1, 2), Sampling(temperature=0.0)), stream=False)
-    assert body == {"model": "m", "prompt": [1, 2], "temperature": 0.0, "logprobs": 0, "return_token_ids": True}
+    body = text_body(TextRequest("", (1, 2), Sampling(temperature=0.0)), stream=False)
+    assert body == {"prompt": [1, 2], "temperature": 0.0, "logprobs": 0, "return_token_ids": True}

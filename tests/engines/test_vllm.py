@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from polar_proxy.engines import openai_client
-from polar_proxy.engines.vllm.engine import VllmEngine
+from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.engines.vllm.probe import logprob_mode
 from polar_proxy.errors import EngineError, PolarError, RequestError
 from polar_proxy.types import SampleEvent, Sampling
@@ -110,11 +110,11 @@ async def test_the_mode_is_measured(processed: bool) -> None:
         ({"a": -0.1, "b": -4.1}, {"a": -0.3, "b": -2.3}, "processed"),
         ({"a": -0.1, "b": -4.1, "c": -9999.0}, {"a": -0.3, "b": -2.3, "c": -9999.0}, "processed"),
         ({"a": -0.1, "b": -4.1, "d": -6.0}, {"b": -4.09, "a": -0.11, "e": -5.0}, "raw"),
-        ({"a": -0.7, "b": -0.7}, {"a": -0.7, "b": -0.7}, "one and the same probability"),
+        ({"a": -0.7, "b": -0.7}, {"a": -0.7, "b": -0.7}, "the same probability"),
         ({"a": -0.1, "b": -4.1}, {"a": -0.3, "b": -3.3}, "neither in raw nor in processed"),
         ({"a": 12.0, "b": 3.0}, {"a": 12.0, "b": 3.0}, "logits"),
         ({"a": -0.1, "b": -0.2}, {"a": -0.1, "b": -0.2}, "logits"),
-        ({"a": -0.1}, {"b": -0.1}, "one and the same"),
+        ({"a": -0.1}, {"b": -0.1}, "the same probability"),
     ],
 )
 def test_the_gap_tells_the_mode(one: dict[str, float], two: dict[str, float], expected: str) -> None:
@@ -143,7 +143,7 @@ async def test_nothing_listens() -> None:
 async def test_the_key_goes_out_and_a_wrong_one_is_the_set_ups_fault() -> None:
     async with FakeVllm(api_key="k") as fake:
         assert (await entered(fake, api_key="k")).info.model == "fake"
-        with pytest.raises(EngineError, match="refused the key") as caught:
+        with pytest.raises(EngineError, match="refused the API key") as caught:
             await entered(fake, api_key="wrong")
         assert caught.value.status == 502
         assert "wrong" not in str(caught.value)
@@ -297,11 +297,11 @@ async def test_connections_are_used_again(monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("KEEPALIVE_SECONDS", "FINISH_SECONDS"):
         monkeypatch.setattr(openai_client, name, 3600.0)
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
-        opened = engine._http.connections
+        opened = engine.client.connections
         for stream in (True, False, True):
             await run(engine, chat())
             _ = [event async for event in engine.sample(chat(), stream=stream)]
-        assert engine._http.connections == opened
+        assert engine.client.connections == opened
         assert 1 <= opened <= 8  # what the probe asked at once
 
 

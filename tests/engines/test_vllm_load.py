@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polar_proxy.engines.base import EngineLoad
-from polar_proxy.engines.vllm.engine import VllmEngine
-from polar_proxy.engines.vllm.load import read_load
+from polar_proxy.engines.vllm import VllmEngine
+from polar_proxy.engines.vllm.client import parse_load
 from tests.fakes.vllm_server import FakeVllm
 
 TWO = """\
@@ -26,7 +26,7 @@ vllm:kv_cache_usage_perc_other 7.0
 
 
 def test_of_replicas_the_mean_of_the_caches_and_all_that_wait() -> None:
-    assert read_load(TWO) == EngineLoad(0.59375, 5, 7, 2)
+    assert parse_load(TWO) == EngineLoad(0.59375, 5, 7, 2)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_of_replicas_the_mean_of_the_caches_and_all_that_wait() -> None:
     ],
 )
 def test_what_is_not_said_is_none(text: str, load: EngineLoad | None) -> None:
-    assert read_load(text) == load
+    assert parse_load(text) == load
 
 
 async def test_asked_of_a_server() -> None:

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import polar_proxy
-from polar_proxy.engines.vllm.engine import VllmEngine
+from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Message, Sampling, TextRequest, ToolCall
 from tests.engines.continuation_contract import ContinuationContract

@@ -5,12 +5,12 @@ from __future__ import annotations
 import orjson
 
 from examples.tiny_policy.expert import LostError, next_action
+from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, EngineRequest, ToolCall, new_id
-from tests.fakes.scripted_engine import Reply, ScriptedEngine
 
 
-def play(request: EngineRequest) -> Reply:
+def play(request: EngineRequest) -> ScriptedAnswer:
     assert isinstance(request, ChatRequest)
     try:
         action = next_action([message.to_openai() for message in request.messages])
@@ -22,5 +22,5 @@ def play(request: EngineRequest) -> Reply:
 class PlayerEngine(ScriptedEngine):
     """`--engine tests.fakes.player:PlayerEngine`."""
 
-    def __init__(self, delay: float = 0.0) -> None:
-        super().__init__(play, delay=delay)
+    def __init__(self, pace: float = 0.0) -> None:
+        super().__init__(play, pace=pace)

@@ -7,9 +7,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from polar_proxy.engines.base import Engine
+from polar_proxy.engines.base import Engine, ExactPrompt
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent, TokenIds
+from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, SampleEvent
 
 VOCABULARY = 32
 INFO = EngineInfo(
@@ -69,7 +69,7 @@ class TableEngine(Engine):
         raise NotImplementedError
 
     async def sample(
-        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
         raise NotImplementedError
         yield  # makes it a generator

@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 
 from polar_proxy.dialects.openai_responses.items import seal
+from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, Json, ToolCall
-from tests.fakes.scripted_engine import Reply, ScriptedEngine
 
 _SCHEMA: Json = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 _ARGUMENTS = '{"command": "ls"}'
@@ -330,7 +330,7 @@ class AnyAnswer(ScriptedEngine):
         self._rng = rng
         super().__init__(self._say)
 
-    def _say(self, request: EngineRequest) -> Reply:
+    def _say(self, request: EngineRequest) -> ScriptedAnswer:
         if not isinstance(request, ChatRequest) or self._rng.random() < 0.5:
             return "ab"
         names = [tool["function"]["name"] for tool in request.tools] or ["bash"]

@@ -14,11 +14,12 @@ from anthropic import AsyncAnthropic
 from anthropic.types import Message
 
 from polar_proxy.dialects.anthropic.signature import unseal
+from polar_proxy.engines.base import ExactPrompt
+from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine, encode
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, TokenIds, ToolCall, ToolDelta
+from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, ToolCall, ToolDelta
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import Reply, ScriptedEngine, encode
 
 USER: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"name": "bash", "description": "Runs it.", "input_schema": {"type": "object"}}]
@@ -37,7 +38,7 @@ class EventsEngine(ScriptedEngine):
         self._events = script
 
     async def sample(
-        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
         assert isinstance(request, ChatRequest)
         self.requests.append(request)
@@ -103,7 +104,7 @@ async def test_answer(serve: Serve, store: Store, stream: bool) -> None:
 
 
 async def test_the_events_of_a_stream(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected(serve, ScriptedEngine(tokens_per_event=1)) as client:
         stream = await client.messages.create(model="m", messages=USER, max_tokens=9, stream=True)
         events = [event async for event in stream]
     kinds = [event.type for event in events]
@@ -143,7 +144,7 @@ async def test_the_bytes_of_a_stream(serve: Serve) -> None:
 async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream: bool) -> None:
     """Inputs come through value for value, go back with the tools' results, and the call is a continuation."""
 
-    def script(request: EngineRequest) -> Reply:
+    def script(request: EngineRequest) -> ScriptedAnswer:
         return "done" if len(engine.requests) > 1 else CALLS
 
     engine = ScriptedEngine(script)
@@ -382,7 +383,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(serve: Serve) -> Non
             async with client.messages.stream(model="m", messages=USER, max_tokens=50) as events:
                 heard.extend([text async for text in events.text_stream])
 
-        with pytest.raises(anthropic.APIStatusError, match="the scripted engine broke") as caught:
+        with pytest.raises(anthropic.APIStatusError, match="The scripted engine broke") as caught:
             await listen()
     assert caught.value.type == "api_error"
 
@@ -399,7 +400,7 @@ async def test_the_path_may_hold_the_key(serve: Serve, store: Store) -> None:
 
 async def test_a_slow_engine(serve: Serve) -> None:
     """Heartbeats in front of the first event and inside the stream disturb no client."""
-    engine = ScriptedEngine(delay=0.1)
+    engine = ScriptedEngine(pace=0.1, tokens_per_event=1)
     async with connected(serve, engine, heartbeat_seconds=0.02, headers_after_seconds=0.01) as client:
         answer = await ask(client, True)
     assert [block.text for block in answer.content if block.type == "text"] == ["hello"]

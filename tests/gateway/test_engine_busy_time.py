@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import httpx
 
+from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway.metrics import BusyClock
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import ScriptedEngine
 
 
 def test_time_with_any_call_counts_once() -> None:

@@ -13,11 +13,12 @@ import pytest
 from google import genai
 from google.genai import errors, types
 
+from polar_proxy.engines.base import ExactPrompt
+from polar_proxy.engines.scripted import END, INFO, ScriptedAnswer, ScriptedEngine, encode, logprob
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, TokenIds, ToolCall
+from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, ToolCall
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import END, Reply, ScriptedEngine, encode, logprob
 
 BASH = types.Tool(
     function_declarations=[
@@ -42,7 +43,7 @@ class Thinking(ScriptedEngine):
     """Thinks `why` before each answer."""
 
     async def sample(
-        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
         yield SampleEvent(reasoning="wh")
         yield SampleEvent(reasoning="y", token_ids=(100,), logprobs=(-0.5,), tokens=("",))
@@ -89,7 +90,7 @@ async def test_answer(serve: Serve, store: Store) -> None:
 
 
 async def test_stream(serve: Serve) -> None:
-    async with connected(serve, ScriptedEngine()) as client:
+    async with connected(serve, ScriptedEngine(tokens_per_event=1)) as client:
         stream = await client.models.generate_content_stream(model="m", contents="hi")
         chunks = [chunk async for chunk in stream]
     assert [chunk.text for chunk in chunks] == [*"hello", ""]
@@ -116,7 +117,7 @@ async def test_sync_client_in_threads(serve: Serve, store: Store) -> None:
 async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream: bool, ids: bool) -> None:
     """Calls come whole, go back with their results (with ids or without), and the next call is a continuation."""
 
-    def script(request: EngineRequest) -> Reply:
+    def script(request: EngineRequest) -> ScriptedAnswer:
         return "done" if len(engine.requests) > 1 else CALLS
 
     engine = ScriptedEngine(script)
@@ -169,7 +170,7 @@ async def test_automatic_function_calling(serve: Serve, store: Store) -> None:
         heard.append(command)
         return "ok " + command
 
-    def script(request: EngineRequest) -> Reply:
+    def script(request: EngineRequest) -> ScriptedAnswer:
         turn = len(engine.requests)
         return "done" if turn > 2 else ToolCall(f"call_{turn}", "bash", json.dumps({"command": f"ls {turn}"}))
 
@@ -223,7 +224,7 @@ async def test_thinking_in_a_chat(serve: Serve, store: Store, stream: bool, show
 
 async def test_arguments_that_are_no_object_come_back_as_the_call(serve: Serve, store: Store) -> None:
     """The agent reads them as text; the history it sends back is the one that was answered."""
-    replies: list[Reply] = [ToolCall("call_1", "bash", "[1]"), "done"]
+    replies: list[ScriptedAnswer] = [ToolCall("call_1", "bash", "[1]"), "done"]
     engine = ScriptedEngine(lambda request: replies[len(engine.requests) - 1])
     async with connected(serve, engine) as client:
         chat = client.chats.create(model="m", config=config(tools=[BASH]))
@@ -326,7 +327,7 @@ async def test_models(serve: Serve) -> None:
     async with connected(serve, ScriptedEngine()) as client:
         assert [model.name async for model in await client.models.list()] == ["models/scripted-model"]
         model = await client.models.get(model="any/name")
-    assert model.input_token_limit == 1_000_000
+    assert model.input_token_limit == INFO.context_length
     assert "countTokens" in model.supported_actions
 
 
@@ -377,7 +378,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(serve: Serve) -> Non
             heard.append(chunk.text)
 
     async with connected(serve, ScriptedEngine(fail_after=2)) as client:
-        with pytest.raises(errors.ServerError, match="the scripted engine broke"):
+        with pytest.raises(errors.ServerError, match="The scripted engine broke"):
             await listen(client)
     assert "".join(heard) == "he"
 
@@ -401,7 +402,9 @@ async def test_no_bytes_but_the_answers_while_the_engine_is_slow(serve: Serve, a
     """Headers at once, then silence: Gemini CLI takes a comment for a broken event."""
     body = {"contents": [{"parts": [{"text": "hi"}]}]}
     async with (
-        serve(ScriptedEngine(delay=0.05), headers_after_seconds=0.01, heartbeat_seconds=0.01) as gateway,
+        serve(
+            ScriptedEngine(pace=0.05, tokens_per_event=1), headers_after_seconds=0.01, heartbeat_seconds=0.01
+        ) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=120) as http,
     ):
         answer = await http.post(f"/v1beta/models/m:streamGenerateContent?alt={alt}", json=body)

@@ -11,12 +11,13 @@ import httpx
 import numpy as np
 import pytest
 
+from polar_proxy.engines.base import ExactPrompt
+from polar_proxy.engines.scripted import END, ScriptedEngine, encode, logprob
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import hash_key
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, EngineRequest, SampleEvent, TokenIds, ToolCall
+from polar_proxy.types import CallRecord, EngineRequest, SampleEvent, ToolCall
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import END, ScriptedEngine, encode, logprob
 from tests.until import until
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -112,7 +113,7 @@ async def test_a_failing_store_costs_the_agent_nothing(serve: Serve, store: Stor
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_client_gone_aborts_and_is_recorded(serve: Serve, store: Store, stream: bool) -> None:
-    engine = ScriptedEngine(lambda request: "x" * 10_000, delay=0.01)
+    engine = ScriptedEngine(lambda request: "x" * 10_000, pace=0.01, tokens_per_event=1)
     async with serve(engine) as gateway:
         body = json.dumps({**CHAT, "stream": stream}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
@@ -134,7 +135,7 @@ async def test_client_gone_aborts_and_is_recorded(serve: Serve, store: Store, st
 
 
 async def test_stopping_the_gateway_records_what_was_in_flight(serve: Serve, store: Store) -> None:
-    engine = ScriptedEngine(lambda request: "x" * 10_000, delay=0.01)
+    engine = ScriptedEngine(lambda request: "x" * 10_000, pace=0.01, tokens_per_event=1)
     async with serve(engine) as gateway:
         gateway._config.timeout_graceful_shutdown = 0
         task = asyncio.create_task(client(gateway.url).post("/chat/completions", json=CHAT))
@@ -182,7 +183,7 @@ async def test_slow_first_token_gets_headers_and_heartbeats(serve: Serve) -> Non
 
     class Prefilling(ScriptedEngine):
         async def sample(
-            self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+            self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
         ) -> AsyncGenerator[SampleEvent, None]:
             await heard_enough.wait()
             async for event in super().sample(request, stream=stream, prompt=prompt):

@@ -12,11 +12,11 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from polar_proxy.engines.scripted import END, ScriptedAnswer, ScriptedEngine, encode, logprob
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import EngineRequest, ToolCall
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import END, Reply, ScriptedEngine, encode, logprob
 
 USER: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
@@ -79,7 +79,7 @@ async def test_sync_client_in_threads(serve: Serve, store: Store) -> None:
 async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream: bool) -> None:
     """Arguments come through letter for letter, go back with the tools' results, and the call is a continuation."""
 
-    def script(request: EngineRequest) -> Reply:
+    def script(request: EngineRequest) -> ScriptedAnswer:
         return "done" if len(engine.requests) > 1 else CALLS
 
     engine = ScriptedEngine(script)
@@ -237,6 +237,6 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(serve: Serve) -> Non
             heard.append(chunk.choices[0].delta.content or "")
 
     async with connected(serve, ScriptedEngine(fail_after=2)) as client:
-        with pytest.raises(openai.APIError, match="the scripted engine broke"):
+        with pytest.raises(openai.APIError, match="The scripted engine broke"):
             await listen(client)
     assert "".join(heard) == "he"

@@ -17,11 +17,12 @@ from pydantic import BaseModel
 
 from polar_proxy.dialects import PreviousCall
 from polar_proxy.dialects.openai_responses import OpenAIResponses
+from polar_proxy.engines.base import ExactPrompt
+from polar_proxy.engines.scripted import END, ScriptedAnswer, ScriptedEngine, encode, logprob
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, TokenIds, ToolCall
+from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, ToolCall
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import END, Reply, ScriptedEngine, encode, logprob
 
 TOOLS: Any = [
     {"type": "function", "name": "bash", "parameters": {"type": "object"}, "strict": False},
@@ -48,7 +49,7 @@ class ThinkingEngine(ScriptedEngine):
     """Says what the script says behind the reasoning "hm"."""
 
     async def sample(
-        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncIterator[SampleEvent]:  # type: ignore[override]
         first = True
         async for event in super().sample(request, stream=stream, prompt=prompt):
@@ -103,7 +104,7 @@ async def test_stream_events(serve: Serve) -> None:
 async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream: bool) -> None:
     """Calls of every kind come as items of their kind, go back with their results, and the call is a continuation."""
 
-    def script(request: EngineRequest) -> Reply:
+    def script(request: EngineRequest) -> ScriptedAnswer:
         return "done" if len(engine.requests) > 1 else CALLS
 
     engine = ThinkingEngine(script)
@@ -139,7 +140,7 @@ async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream
 @both
 async def test_the_server_remembers(serve: Serve, store: Store, stream: bool) -> None:
     """Only the new items are sent; the model sees all and the call holds all. Instructions are not inherited."""
-    replies: list[Reply] = [CALLS, "second", "third"]
+    replies: list[ScriptedAnswer] = [CALLS, "second", "third"]
     engine = ThinkingEngine(lambda request: replies[len(engine.requests) - 1])
     async with connected(serve, engine) as client:
         one = await ask(client, stream, input="one", instructions="first rule", tools=TOOLS)
@@ -297,4 +298,4 @@ async def test_an_error_in_the_middle_of_a_stream_is_told(serve: Serve) -> None:
     last = events[-1]
     assert last.type == "response.failed"
     assert last.response.error is not None
-    assert (last.response.error.code, last.response.error.message) == ("server_error", "the scripted engine broke")
+    assert (last.response.error.code, last.response.error.message) == ("server_error", "The scripted engine broke.")

@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
+from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import EngineError
 from polar_proxy.gateway import Gateway
 from polar_proxy.gateway.retries import ResponseBuffer
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import ScriptedEngine
 from tests.until import until
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -29,7 +29,7 @@ def client(url: str) -> httpx.AsyncClient:
 
 
 def slow() -> ScriptedEngine:
-    return ScriptedEngine(lambda request: "x" * 20, delay=0.05)
+    return ScriptedEngine(lambda request: "x" * 20, pace=0.05, tokens_per_event=1)
 
 
 async def recorded(store: Store) -> list[CallRecord]:
@@ -77,7 +77,9 @@ async def test_a_retry_takes_over_from_a_lost_client(serve: Serve, store: Store,
 
 
 async def test_nobody_comes_within_the_grace(serve: Serve, store: Store) -> None:
-    engine = ScriptedEngine(lambda request: "x" * (10_000 if len(engine.requests) == 1 else 3), delay=0.01)
+    engine = ScriptedEngine(
+        lambda request: "x" * (10_000 if len(engine.requests) == 1 else 3), pace=0.01, tokens_per_event=1
+    )
     async with serve(engine, retry_grace_seconds=0.1, **KEPT) as gateway, client(gateway.url) as http:
         await lost_request(gateway, CHAT, engine)
         (first,) = await settled(store, 1)
@@ -90,7 +92,7 @@ async def test_nobody_comes_within_the_grace(serve: Serve, store: Store) -> None
 
 @pytest.mark.parametrize("ended", ["before the client goes", "after the client went"])
 async def test_the_end_of_a_session_ends_the_grace(serve: Serve, store: Store, ended: str) -> None:
-    engine = ScriptedEngine(lambda request: "x" * 10_000, delay=0.01)
+    engine = ScriptedEngine(lambda request: "x" * 10_000, pace=0.01, tokens_per_event=1)
     async with serve(engine, retry_grace_seconds=600) as gateway, client(gateway.url) as http:
         if ended == "after the client went":
             await lost_request(gateway, CHAT, engine)
@@ -108,7 +110,7 @@ async def test_the_end_of_a_session_ends_the_grace(serve: Serve, store: Store, e
 
 
 async def test_an_answer_that_is_complete_but_not_heard_is_client_gone(serve: Serve, store: Store) -> None:
-    engine = ScriptedEngine(lambda request: "xxxx", delay=0.1)
+    engine = ScriptedEngine(lambda request: "xxxx", pace=0.1, tokens_per_event=1)
     async with serve(engine, retry_grace_seconds=600) as gateway:
         await lost_request(gateway, CHAT, engine)
         await until(lambda: engine.finished)

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway import hash_key, new_key
 from polar_proxy.gateway.server import is_loopback
 from polar_proxy.rollouts import JobSpec, submit
@@ -16,7 +17,6 @@ from polar_proxy.store import SessionRow, Store
 from polar_proxy.tasks import get_source
 from polar_proxy.types import Sampling, TextRequest
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import ScriptedEngine
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

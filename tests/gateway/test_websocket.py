@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from polar_proxy.engines.scripted import ScriptedEngine
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import ScriptedEngine
 
 UPGRADE = (
     "GET {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: Upgrade\r\nupgrade: websocket\r\n"

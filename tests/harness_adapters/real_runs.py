@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from harness_adapters import HarnessAdapter, Installation, LaunchContext, LaunchPlan
+from polar_proxy.engines.scripted import ScriptedAnswer
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, ToolCall
-from tests.fakes.scripted_engine import Reply
 
 INSTRUCTION = 'Say `hello`; it\'s "broken".'
 KEY = "sk-of-the-test"
@@ -105,7 +105,7 @@ def answer_count(request: EngineRequest) -> int:
     return sum(message.role == "assistant" for message in request.messages)
 
 
-def play(*replies: Reply) -> Callable[[EngineRequest], Reply]:
+def play(*replies: ScriptedAnswer) -> Callable[[EngineRequest], ScriptedAnswer]:
     """Return a script of replies in order; the last one repeats. A retry gets the same reply."""
     return lambda request: replies[min(answer_count(request), len(replies) - 1)]
 

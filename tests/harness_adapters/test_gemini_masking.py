@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from harness_adapters import get_adapter
+from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.store import Store
 from polar_proxy.types import EngineRequest
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import Reply, ScriptedEngine
 from tests.harness_adapters import real_runs
 from tests.harness_adapters.test_npm_real import AGENT_TOOLS
 
@@ -26,7 +26,7 @@ async def test_masked_outputs_get_the_edge_compacts(
     adapter = get_adapter("gemini-cli")
     installed = await asyncio.to_thread(real_runs.install, adapter, tmp_path_factory)
 
-    def script(request: EngineRequest) -> Reply:
+    def script(request: EngineRequest) -> ScriptedAnswer:
         turn = real_runs.answer_count(request)
         if turn == TURNS - 1:
             return "All done."

@@ -11,10 +11,10 @@ import pytest
 
 from harness_adapters import HarnessAdapter, Installation, McpServer, Skill, get_adapter
 from harness_adapters.base import WireApi
+from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, ToolCall
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import Reply, ScriptedEngine
 from tests.harness_adapters import real_runs
 
 # Several starts of large programs on a busy machine.
@@ -83,11 +83,11 @@ def ready(
     return adapter, installed[name]
 
 
-def script(shell: AgentTools, *replies: Reply) -> Any:
+def script(shell: AgentTools, *replies: ScriptedAnswer) -> Any:
     """Return a script with `replies` for the conversation. A request that does not offer the shell is a side call."""
     play = real_runs.play(*replies)
 
-    def answer(request: EngineRequest) -> Reply:
+    def answer(request: EngineRequest) -> ScriptedAnswer:
         assert isinstance(request, ChatRequest)
         return play(request) if offers(request, shell.tool) else "A side answer."
 

@@ -9,9 +9,9 @@ import pytest
 
 from harness_adapters import HarnessError, Installation
 from harness_adapters.openhands import OpenHands
+from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.store import Store
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import ScriptedEngine
 from tests.harness_adapters import launch_plans, real_runs
 
 ADAPTER = OpenHands()

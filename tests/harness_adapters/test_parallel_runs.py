@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from harness_adapters import LaunchContext, get_adapter
+from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, EngineRequest
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import Reply, ScriptedEngine
 from tests.harness_adapters import real_runs
 from tests.harness_adapters.test_npm_real import AGENT_TOOLS
 
@@ -27,7 +27,7 @@ COMMANDS = {name: AGENT_TOOLS[name].call for name in ("qwen-code", "pi")}
 def script(name: str) -> ScriptedEngine:
     """Answer all runs alike. Only the instruction of a run names its fruit."""
 
-    def answer(request: EngineRequest) -> Reply:
+    def answer(request: EngineRequest) -> ScriptedAnswer:
         turn = real_runs.answer_count(request)
         return COMMANDS[name](f"echo turn {turn}") if turn < TURNS - 1 else "All done."
 

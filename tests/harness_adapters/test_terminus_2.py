@@ -10,9 +10,9 @@ import pytest
 
 from harness_adapters import HarnessError, Installation, get_adapter
 from harness_adapters.terminus_2 import Terminus2, Terminus2RolloutDetails
+from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.store import Store
 from tests.conftest import Serve
-from tests.fakes.scripted_engine import ScriptedEngine
 from tests.harness_adapters import launch_plans, real_runs
 
 ADAPTER = Terminus2()

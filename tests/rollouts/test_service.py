@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from polar_proxy.config import AdmissionSettings, Settings
+from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, attempt, local_gateway
 from polar_proxy.rollouts.worker import WorkerLimits
@@ -24,7 +25,6 @@ from polar_proxy.tasks import get_source
 from sandboxes import ExecResult, Sandbox, SandboxEnded, SandboxError, SandboxSpec, default_state_dir, open_sandbox
 from sandboxes.base import SandboxKind
 from tests.fakes.player import PlayerEngine, play
-from tests.fakes.scripted_engine import ScriptedEngine
 
 LIMITS = ServiceLimits(
     WorkerLimits(in_flight=8, running=4, pause_seconds=0.01, poll_seconds=0.05),

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from polar_proxy.engines.base import Engine
+from polar_proxy.engines.scripted import END, INFO, ScriptedEngine, decode, logprob
+from polar_proxy.engines.scripted import encode as tokens
 from polar_proxy.errors import RequestError, UsageError
 from polar_proxy.store import Store
 from polar_proxy.store.rescores import RESCORED_BUILDER, Rescore, apply_rescores
@@ -24,16 +26,13 @@ from polar_proxy.traces.rescoring import (
     require_scoring_engine,
 )
 from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json
-from tests.fakes.scripted_engine import END, INFO, ScriptedEngine, decode, logprob
-from tests.fakes.scripted_engine import encode as tokens
 from tests.traces.calls import call
 
-HOSTED = EngineInfo("hosted", "api.example.com", "big", 128_000, None, "raw", frozenset({"tools"}))
-SCORER = replace(INFO, capabilities=INFO.capabilities | {"score"})
+HOSTED = EngineInfo("openai", "api.example.com", "big", 128_000, None, "raw", frozenset({"tools"}))
 
 
 def engine(**changes: Any) -> ScriptedEngine:
-    return ScriptedEngine(info=replace(SCORER, **changes))
+    return ScriptedEngine(info=replace(INFO, **changes))
 
 
 def answered(
@@ -137,7 +136,7 @@ async def test_certificates_name_both_engines(store: Store) -> None:
         "model": "scripted-model",
         "weight_version": None,
     }
-    assert [one["engine"] for one in whole["engines"]] == ["hosted"]
+    assert [one["engine"] for one in whole["engines"]] == ["openai"]
 
 
 async def test_once_more_replaces_what_was_made(store: Store) -> None:
@@ -179,14 +178,22 @@ CALL: Json = {"id": "c", "type": "function", "function": {"name": "bash", "argum
 )
 async def test_what_is_not_clean_is_left_out(reason: str, record: CallRecord) -> None:
     with pytest.raises(UnusableAnswerError, match=f"^{reason}$"):
-        await encode_answers(record, engine())
+        await encode_answers(record, ReasoningDropped())
+
+
+class ReasoningDropped(ScriptedEngine):
+    """Its chat template drops the reasoning of earlier answers."""
+
+    async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
+        messages = tuple(replace(message, reasoning=None) for message in request.messages)
+        return await super().render(replace(request, messages=messages), generation=generation)
 
 
 class Moody(ScriptedEngine):
     """Renders a conversation that has been answered otherwise than before."""
 
     def __init__(self, mood: str) -> None:
-        super().__init__(info=SCORER)
+        super().__init__()
         self._mood = mood
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
@@ -223,7 +230,7 @@ async def test_calls_and_several_answers() -> None:
 
 def test_engines_that_cannot() -> None:
     with pytest.raises(UsageError, match="log-prob"):
-        require_scoring_engine(ScriptedEngine())
+        require_scoring_engine(engine(capabilities=INFO.capabilities - {"score"}))
     with pytest.raises(UsageError, match="end-of-turn"):
         require_scoring_engine(engine(eos_token_ids=()))
 
@@ -235,7 +242,7 @@ async def test_rescores_come_back_as_they_were_put(store: Store) -> None:
         Rescore(
             name,
             0,
-            SCORER,
+            INFO,
             "3",
             rng.integers(0, 300, size).astype(np.int32),
             rng.integers(0, 300, 7).astype(np.int32),
@@ -245,7 +252,7 @@ async def test_rescores_come_back_as_they_were_put(store: Store) -> None:
     ]
     await store.rescores.put(session_id, rows)
     for kept, one in zip(await store.rescores.of_session(session_id), rows, strict=True):
-        assert (kept.call_id, kept.choice, kept.engine, kept.weight_version) == (one.call_id, 0, SCORER, "3")
+        assert (kept.call_id, kept.choice, kept.engine, kept.weight_version) == (one.call_id, 0, INFO, "3")
         for name in ("prompt_ids", "token_ids", "logprobs"):
             assert np.array_equal(getattr(kept, name), getattr(one, name))
     await store.rescores.put(session_id, [])

@@ -11,7 +11,7 @@ import time
 import torch
 
 from polar_proxy.engines.factory import POLAR_TINY
-from polar_proxy.engines.vllm.engine import VllmEngine
+from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.model import Learner, load_model

@@ -19,7 +19,7 @@ from torch import Tensor
 from polar_proxy.cli.attached import train_grpo
 from polar_proxy.cli.common import load_settings
 from polar_proxy.engines.factory import POLAR_TINY
-from polar_proxy.engines.vllm.engine import VllmEngine
+from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.store import open_store
 from polar_proxy.training import metrics
 from polar_proxy.training.config import GrpoConfig

@@ -1,7 +1,7 @@
-"""vLLM whose answers are given texts: everything but the choice of the tokens is the real server's.
+"""A vLLM engine that samples given texts; everything except the choice of tokens is the real server's.
 
-Template, tokenizer, parsers, prompts and log-probabilities are vLLM's own. Which tokens are sampled is said with each
-request to a plugin in the server (`vllm_plugin/polar_forced_tokens.py`), for conversations and for exact prompts alike.
+Template, tokenizer, parsers, prompts and log-probabilities are vLLM's own. Each request carries the tokens to sample,
+for a plugin in the server (`vllm_plugin/polar_forced_tokens.py`), for conversations and for exact prompts alike.
 """
 
 from __future__ import annotations
@@ -11,43 +11,52 @@ import copy
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from polar_proxy.conformance.fidelity.answers import pieces, spoken
+from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.http_client import HttpResponse
-from polar_proxy.engines.openai_client import OpenAIClient
 from polar_proxy.engines.scripted import Reply, Script
-from polar_proxy.engines.vllm.engine import VllmEngine
+from polar_proxy.engines.vllm import VllmEngine
+from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient
 from polar_proxy.errors import EngineError
-from polar_proxy.types import EngineRequest, Json, SampleEvent, TokenIds
+from polar_proxy.types import EngineRequest, Json, SampleEvent
 
 PLUGIN = Path(__file__).resolve().parent.parent / "vllm_plugin"
-"""To be put on the server's PYTHONPATH, with `--logits-processors` and `LOGITS_PROCESSOR`."""
+"""Folder for the server's PYTHONPATH, used with `--logits-processors` and `LOGITS_PROCESSOR`."""
 LOGITS_PROCESSOR = "polar_forced_tokens:ForcedTokens"
 CUT_EVERY = 40
-"""Characters between two places where the tokens of an answer are not the tokenizer's own, on average."""
+"""Average number of characters between two places where an answer's tokens are not the tokenizer's own."""
 
 
-class _ForcingClient(OpenAIClient):
-    """Adds fields to the bodies of some routes."""
+class _ForcingClient(VllmClient):
+    """Adds a chat template and the tokens to sample to the bodies of requests."""
 
-    template: str | None = None
-    forced: tuple[int, ...] = ()
+    def __init__(self, url: str, *, model: str | None, template: str | None) -> None:
+        super().__init__(url, model=model)
+        self._template = template
+        self._forced_ids: tuple[int, ...] = ()
+
+    def forcing(self, ids: tuple[int, ...]) -> _ForcingClient:
+        """Return this client, with the same connections, for one request that samples `ids`."""
+        client = copy.copy(self)
+        client._forced_ids = ids
+        return client
 
     async def send(self, method: str, path: str, body: Json | None = None) -> HttpResponse:
         if body is not None:
-            if self.template is not None and "messages" in body:
-                body = {**body, "chat_template": self.template}
-            if self.forced and path in ("/v1/chat/completions", "/v1/completions"):
-                body = {**body, "vllm_xargs": {"forced_ids": list(self.forced)}}
+            if self._template is not None and "messages" in body:
+                body = {**body, "chat_template": self._template}
+            if self._forced_ids and path in (CHAT, COMPLETIONS):
+                body = {**body, "vllm_xargs": {"forced_ids": list(self._forced_ids)}}
         return await super().send(method, path, body)
 
 
 class ForcedVllmEngine(VllmEngine):
-    """`script(request)` gives each answer, and vLLM is made to sample it.
+    """A vLLM server that samples the answers of `script(request)`.
 
-    Raises EngineError on entering when the server has no such plugin. `template` replaces the model's chat template
-    (the server needs `--trust-request-chat-template`). `cut_every` is that of `awkward.pieces`.
+    Entering raises EngineError if the server lacks the plugin. `template` replaces the model's chat template (which
+    needs `--trust-request-chat-template` of the server). `cut_every` is the argument of `answers.pieces`.
     """
 
     def __init__(
@@ -60,72 +69,54 @@ class ForcedVllmEngine(VllmEngine):
         cut_every: int = CUT_EVERY,
     ) -> None:
         super().__init__(url, model=model)
-        self.script: Script = script or (lambda request: Reply("This is vLLM, and it says what it is told to."))
+        self.script: Script = script or (lambda request: Reply("This is vLLM with a scripted answer."))
         self._cut_every = cut_every
-        self._forcing = _ForcingClient(url, None)
-        self._forcing.template = template
-        self._http = self._forcing
-        self._pieces: dict[str, list[int]] = {}
+        self.client = self._forcing_client = _ForcingClient(url, model=model, template=template)
+        self._piece_ids: dict[str, list[int]] = {}
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
         try:
-            await self._prove()
+            await self._verify_plugin()
         except BaseException:
             await self.__aexit__(None, None, None)
             raise
         return self
 
     async def sample(
-        self, request: EngineRequest, *, stream: bool = True, prompt: TokenIds | None = None
+        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
-        reply = self.script(request)
+        reply = Reply.of(self.script(request))
         await asyncio.sleep(reply.wait)
         if reply.error is not None:
             raise reply.error
-        ids = await self.tokens(spoken(reply))
-        async with aclosing(self._as_told(ids).really(request, stream=stream, prompt=prompt)) as events:
+        forced = copy.copy(self)
+        forced.client = self._forcing_client.forcing(await self.tokens(spoken(reply)))
+        async with aclosing(VllmEngine.sample(forced, request, stream=stream, prompt=prompt)) as events:
             async for event in events:
                 yield event
 
-    def really(
-        self, request: EngineRequest, *, stream: bool, prompt: TokenIds | None
-    ) -> AsyncGenerator[SampleEvent, None]:
-        """vLLM's own sampling."""
-        return super().sample(request, stream=stream, prompt=prompt)
-
     async def tokens(self, text: str) -> tuple[int, ...]:
-        """The ids that an answer is sampled as, its end of turn included. Raises EngineError where they do not read as
-        the text."""
+        """Return the ids that an answer is sampled as, with its end of turn.
+
+        Raises EngineError if they do not decode to the text.
+        """
         ids: list[int] = []
         for piece in pieces(text, every=self._cut_every):
-            if piece not in self._pieces:
-                self._pieces[piece] = await self._encoded(piece)
-            ids += self._pieces[piece]
-        if (read := await self.decode(ids)) != text:
-            raise EngineError(f"The tokenizer cannot be cut: {text!r} reads as {read!r}.")
+            if piece not in self._piece_ids:
+                self._piece_ids[piece] = await self.client.encode(piece)
+            ids += self._piece_ids[piece]
+        if (decoded := await self.decode(ids)) != text:
+            raise EngineError(f"The tokenizer cannot be cut: {text!r} decodes as {decoded!r}.")
         return (*ids, self.info.eos_token_ids[0])
 
-    def _as_told(self, ids: tuple[int, ...]) -> ForcedVllmEngine:
-        """This engine for one request."""
-        one = copy.copy(self)
-        one._forcing = copy.copy(self._forcing)
-        one._forcing.forced = ids
-        one._http = one._forcing
-        return one
-
-    async def _encoded(self, text: str) -> list[int]:
-        body = {"model": self.info.model, "prompt": text, "add_special_tokens": False}
-        answer: Any = await self._http.json("POST", "/tokenize", body)
-        return list(answer["tokens"])
-
-    async def _prove(self) -> None:
-        """Two tokens that no model would say."""
+    async def _verify_plugin(self) -> None:
+        """Force tokens that no model would sample by itself."""
         ids = (await self.tokens("~}~"))[:-1]
-        body = {"model": self.info.model, "prompt": "a", "max_tokens": len(ids), "return_token_ids": True}
-        answer = await self._as_told(ids)._http.json("POST", "/v1/completions", body)
+        body = {"prompt": "a", "max_tokens": len(ids), "return_token_ids": True}
+        answer = await self._forcing_client.forcing(ids).json("POST", COMPLETIONS, body)
         if tuple(answer["choices"][0]["token_ids"]) != ids:
             raise EngineError(
-                f"{self._who} does not sample what it is told to: start it with PYTHONPATH={PLUGIN} and "
+                f"{self.client.name} does not sample the tokens it is given: start it with PYTHONPATH={PLUGIN} and "
                 f"--logits-processors {LOGITS_PROCESSOR}."
             )

@@ -1,4 +1,7 @@
-"""The in-process engine (needs the `local` extra: torch, transformers)."""
+"""The in-process engine: Transformers and PyTorch, for small models such as the bundled demo policy.
+
+Needs the extra `local` (torch, transformers).
+"""
 
 from polar_proxy.engines.local.engine import LocalEngine
 

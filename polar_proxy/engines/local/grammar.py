@@ -1,10 +1,8 @@
-"""Answers that must have a form: response_format, and tool_choice that demands a call. Needs the package llguidance.
+"""Answers with an enforced form: `response_format`, and a `tool_choice` that demands a call. Needs llguidance.
 
-A `response_format` holds only where no tools are offered, see `enforced_format`.
-
-A required tool call is sampled in the model's own Hermes form, so that it parses and renders back like any other. The
-log-probabilities are those of the distribution with the forbidden tokens taken out: such tokens are not free samples of
-the policy.
+A `response_format` is enforced only while the model may not call tools, see `base.enforced_format`. A required tool
+call is sampled in the model's own Hermes form, so that it parses and renders back like any other. Log-probabilities are
+those of the distribution without the forbidden tokens: such tokens are no free samples of the policy.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as json.dumps prints it, which is what templates show to the model."""
+"""JSON in the form of json.dumps, which is the form that templates show to the model."""
 
 
 def available() -> bool:
@@ -31,7 +29,7 @@ def available() -> bool:
 
 
 class GrammarMask:
-    """One choice's place in the grammar. `error` is set when the matcher gave up."""
+    """State of one choice in its grammar. `error` is set when the matcher cannot continue."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
@@ -50,22 +48,23 @@ class GrammarMask:
         logits.masked_fill_(torch.from_numpy(~mask).to(logits.device), float("-inf"))
 
     def accept(self, token_id: int) -> None:
+        """Advance by the token that was sampled."""
         if self.error is None and not self._matcher.consume_token(token_id):
             self.error = self._matcher.get_error() or "the grammar does not allow the sampled token"
 
 
 class GrammarCompiler:
-    """Makes masks for one tokenizer; reading its vocabulary takes a moment and happens at first use."""
+    """Compile grammars for one tokenizer. Its vocabulary is loaded at first use, which takes a moment."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._eos_ids = sorted(eos_ids)
+        self._end_ids = sorted(end_ids)
         self._tokens = {token.content for token in tokenizer.added_tokens_decoder.values()}
         self._ll_tokenizer: Any = None
 
     def for_request(self, request: ChatRequest, reasoning: Reasoning) -> Callable[[], GrammarMask] | None:
-        """A maker of masks, one for each choice, or None where the answer is free. Raises RequestError."""
+        """Return a factory of masks, one mask per choice; None if the answer is free. Raises RequestError."""
         body = self._body(request)
         if body is None:
             return None
@@ -77,7 +76,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher, hf
 
         if self._ll_tokenizer is None:
-            self._ll_tokenizer = hf.from_tokenizer(self._tokenizer, self._vocab_size, self._eos_ids)
+            self._ll_tokenizer = hf.from_tokenizer(self._tokenizer, self._vocab_size, self._end_ids)
         tokenizer = self._ll_tokenizer
         grammar = LLMatcher.grammar_from_lark(self._prefix(reasoning) + body)
         problem = LLMatcher.validate_grammar(grammar, tokenizer)
@@ -86,13 +85,13 @@ class GrammarCompiler:
         return lambda: GrammarMask(LLMatcher(tokenizer, grammar, log_level=0))
 
     def _body(self, request: ChatRequest) -> str | None:
-        """The rule `body`, in llguidance's Lark."""
+        """Return the rule `body` in llguidance's Lark."""
         if (tools := demanded_tools(request)) is not None:
-            rules = " | ".join(f"tool_{place}" for place in range(len(tools)))
+            names = " | ".join(f"tool_{place}" for place in range(len(tools)))
             more = "" if request.parallel_tool_calls is False or len(tools) < len(request.tools) else ' ("\\n" call)*'
             lines = [
                 f"body: call{more}",
-                f'call: {self._tag(CALL)} "\\n" ({rules}) "\\n" {self._tag(END_CALL)}',
+                f'call: {self._tag(CALL)} "\\n" ({names}) "\\n" {self._tag(END_CALL)}',
                 *(f"tool_{place}: %json {_schema(call_schema(tool))}" for place, tool in enumerate(tools)),
             ]
             return "\n".join(lines)
@@ -100,10 +99,10 @@ class GrammarCompiler:
         return None if schema is None else f"body: %json {_schema(schema)}"
 
     def _prefix(self, reasoning: Reasoning) -> str:
-        """The rule `start`: reasoning stays free."""
+        """Return the rule `start`, which leaves the reasoning free."""
         if reasoning == "off":
             return "start: body\n"
-        # A tag that is one token has no text inside a regular expression; one that is not must end it.
+        # A tag that is one token has no text inside a regular expression; a tag of several tokens must end it.
         if END_THINK in self._tokens:
             thought = f"thought: /(.|\\n)*/ {END_THINK}\ngap: /\\n*/\n"
         else:
@@ -113,7 +112,7 @@ class GrammarCompiler:
         return f"start: ({self._tag(THINK)} thought gap)? body\n{thought}"
 
     def _tag(self, text: str) -> str:
-        """Tokens are named bare in the grammar, the rest is quoted text."""
+        """Return a tag as the grammar names it: a single token bare, other text quoted."""
         return text if text in self._tokens else json.dumps(text)
 
 
@@ -122,23 +121,23 @@ def _schema(schema: Json) -> str:
 
 
 def demanded_tools(request: ChatRequest) -> list[Json] | None:
-    """The functions of which one must be called; None when a call is the model's choice. Raises RequestError."""
+    """Return the functions of which one must be called; None if calling is the model's choice. Raises RequestError."""
     choice = request.tool_choice
     if choice in (None, "auto", "none"):
         return None
     functions: list[Json] = [tool.get("function", tool) for tool in request.tools]
     if choice == "required":
-        wanted = functions
+        demanded = functions
     else:
         name = choice.get("function", choice).get("name") if isinstance(choice, dict) else choice
-        wanted = [function for function in functions if function.get("name") == name]
-    if not wanted:
+        demanded = [function for function in functions if function.get("name") == name]
+    if not demanded:
         raise RequestError(f"tool_choice {choice!r} names none of the tools.", param="tool_choice")
-    return wanted
+    return demanded
 
 
 def call_schema(function: Json) -> Json:
-    """JSON schema of a call of this function, name first, as the templates show it."""
+    """Return the JSON schema of a call of this function, with the name first, as templates show it."""
     parameters = function.get("parameters") or {"type": "object"}
     # References inside the parameters are relative to the root of the document.
     definitions = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
@@ -152,7 +151,7 @@ def call_schema(function: Json) -> Json:
 
 
 def answer_schema(response_format: Json | None) -> Json | None:
-    """The JSON schema an answer must follow; None for plain text. Raises RequestError."""
+    """Return the JSON schema that an answer must follow; None for plain text. Raises RequestError."""
     kind = "text" if response_format is None else response_format.get("type", "text")
     if response_format is None or kind == "text":
         return None

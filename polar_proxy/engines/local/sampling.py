@@ -1,42 +1,57 @@
-"""From logits to tokens: the whole batch in one go, in fp32, with the log-probabilities of what was sampled from.
+"""From logits to tokens: the whole batch at once, in fp32, with the log-probabilities of what was sampled from.
 
 The distribution of a row is the softmax of: logits + logit_bias - penalties, grammar mask, / temperature, min_p,
 top_k, top_p (the order of vLLM). The log-probability reported is that distribution's ("processed"). At temperature 0
-the most likely token is taken and top_k, top_p and min_p have no meaning; the log-probability is then that of
-temperature 1.
+the most likely token is taken, top_k, top_p and min_p have no effect, and the log-probability is that of temperature 1.
 
-Randomness: one uniform number per token from the choice's own generator, turned into a token by the inverse of the
-cumulative distribution (float64). So a seed gives the same tokens whatever else is in the batch, up to the rounding
-of logits.
+Each token takes one uniform number from its choice's own generator and inverts the cumulative distribution (float64).
+So a seed gives the same tokens whatever else is in the batch, up to the rounding of logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
+from polar_proxy.engines.local.grammar import GrammarMask
+from polar_proxy.errors import RequestError
+from polar_proxy.types import Sampling
+
 GREEDY_BELOW = 1e-5
-_BLOCK = 64
+MAX_TOP_LOGPROBS = 50
+_UNIFORM_BLOCK = 64
+"""Uniform numbers are drawn in blocks, because one call of torch costs as much as 64 numbers."""
 
 
-class TokenMask(Protocol):
-    """A grammar: which tokens may come next. `error` says why it can go no further."""
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """The model's own generation config, used for what a request leaves out (as vLLM does)."""
 
-    error: str | None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    """None: as many as the context has room for."""
 
-    def apply(self, logits: torch.Tensor) -> None:
-        """Set logits [V] of forbidden tokens to -inf, in place."""
-
-    def accept(self, token_id: int) -> None:
-        """Move on by the token that was sampled."""
+    @classmethod
+    def of(cls, model: Any) -> SamplingDefaults:
+        given = model.generation_config.to_diff_dict()
+        return cls(
+            temperature=_or(given.get("temperature"), 1.0),
+            top_p=_or(given.get("top_p"), 1.0),
+            top_k=_or(given.get("top_k"), 0),
+            min_p=_or(given.get("min_p"), 0.0),
+            max_tokens=given.get("max_new_tokens"),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling settings with every default resolved. `logit_bias` int64 [k] and float32 [k]."""
+    """Sampling settings of one request with every default resolved. `logit_bias`: int64 [k] ids and float32 [k]."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -56,12 +71,54 @@ class SamplingParams:
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
+def resolve(sampling: Sampling, defaults: SamplingDefaults, vocab_size: int, room: int) -> tuple[SamplingParams, int]:
+    """Return the settings, and max_tokens cut to the `room` left in the context. Raises RequestError."""
+    temperature = _or(sampling.temperature, defaults.temperature)
+    top_p = _or(sampling.top_p, defaults.top_p)
+    top_k = _or(sampling.top_k, defaults.top_k)
+    min_p = _or(sampling.min_p, defaults.min_p)
+    _check(sampling.n >= 1, "n", "must be at least 1")
+    _check(0.0 <= temperature < 1e4, "temperature", "must be 0 or more")
+    _check(0.0 < top_p <= 1.0, "top_p", "must be above 0 and at most 1")
+    _check(top_k >= -1, "top_k", "must be 0 or -1 (off), or more")
+    _check(0.0 <= min_p <= 1.0, "min_p", "must be between 0 and 1")
+    _check(0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS, "top_logprobs", f"must be 0..{MAX_TOP_LOGPROBS}")
+    _check(sampling.max_tokens is None or sampling.max_tokens >= 1, "max_tokens", "must be at least 1")
+    params = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=max(top_k, 0),
+        min_p=min_p,
+        presence_penalty=sampling.presence_penalty or 0.0,
+        frequency_penalty=sampling.frequency_penalty or 0.0,
+        logit_bias=_bias(sampling.logit_bias, vocab_size) if sampling.logit_bias else None,
+        top_logprobs=sampling.top_logprobs,
+    )
+    return params, min(_or(_or(sampling.max_tokens, defaults.max_tokens), room), room)
+
+
+def _bias(bias: Mapping[str, float], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    try:
+        ids = [int(token) for token in bias]
+    except ValueError as error:
+        raise RequestError("logit_bias: keys must be token ids.", param="logit_bias") from error
+    _check(all(0 <= token < vocab_size for token in ids), "logit_bias", f"has ids outside 0..{vocab_size - 1}")
+    return torch.tensor(ids, dtype=torch.int64), torch.tensor(list(bias.values()), dtype=torch.float32)
+
+
+def _check(valid: bool, name: str, rule: str) -> None:
+    if not valid:
+        raise RequestError(f"{name} {rule}.", param=name)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
 class SequenceSampler:
-    """Sampling state of one choice: its settings, its generator, its counts, its grammar."""
+    """Sampling state of one choice: its settings, random generator, token counts and grammar."""
 
-    __slots__ = ("_counts", "_generator", "_uniforms", "grammar", "inverse_temperature", "params", "touches_logits")
-
-    def __init__(self, params: SamplingParams, seed: int, vocab_size: int, grammar: TokenMask | None = None) -> None:
+    def __init__(self, params: SamplingParams, seed: int, vocab_size: int, grammar: GrammarMask | None = None) -> None:
         self.params = params
         self.grammar = grammar
         self.inverse_temperature = 1.0 if params.greedy else 1.0 / params.temperature
@@ -69,17 +126,17 @@ class SequenceSampler:
         self._uniforms: list[float] = []
         penalised = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         self._counts = torch.zeros(vocab_size) if penalised else None
-        self.touches_logits = penalised or params.logit_bias is not None or grammar is not None
+        self.adjusts_logits = penalised or params.logit_bias is not None or grammar is not None
 
     def uniform(self) -> float:
-        """The next number in [0, 1); drawn in blocks, because one call of torch costs as much as 64 numbers."""
+        """Return the next random number in [0, 1)."""
         if not self._uniforms:
-            self._uniforms = torch.rand(_BLOCK, generator=self._generator, dtype=torch.float64).tolist()
+            self._uniforms = torch.rand(_UNIFORM_BLOCK, generator=self._generator, dtype=torch.float64).tolist()
             self._uniforms.reverse()
         return self._uniforms.pop()
 
     def adjust(self, logits: torch.Tensor) -> None:
-        """Bias, penalties over the tokens sampled so far, grammar; on logits [V] in place."""
+        """Apply bias, penalties for the tokens sampled so far, and the grammar to logits [V], in place."""
         params = self.params
         if params.logit_bias is not None:
             logits[params.logit_bias[0]] += params.logit_bias[1]
@@ -89,6 +146,7 @@ class SequenceSampler:
             self.grammar.apply(logits)
 
     def accept(self, token_id: int) -> None:
+        """Count the token that was sampled, and advance the grammar by it."""
         if self._counts is not None:
             self._counts[token_id] += 1
         if self.grammar is not None:
@@ -97,17 +155,17 @@ class SequenceSampler:
 
 @dataclass(frozen=True, slots=True)
 class SampledBatch:
-    """One token for each row. `top[i]` is empty unless row i asked: (token id, log-probability), best first."""
+    """One token for each row. `top[i]` is empty unless row i asked for it: (token id, log-probability), best first."""
 
     ids: list[int]
     logprobs: list[float]
     top: list[list[tuple[int, float]]]
 
 
-def draw(logits: torch.Tensor, rows: Sequence[SequenceSampler]) -> SampledBatch:
+def sample_tokens(logits: torch.Tensor, rows: Sequence[SequenceSampler]) -> SampledBatch:
     """Sample one token for each row of `logits` [B, V] float32, which may be changed in place."""
     for position, row in enumerate(rows):
-        if row.touches_logits:
+        if row.adjusts_logits:
             row.adjust(logits[position])
     if any(row.inverse_temperature != 1.0 for row in rows):
         scale = torch.tensor([row.inverse_temperature for row in rows], device=logits.device)
@@ -117,14 +175,14 @@ def draw(logits: torch.Tensor, rows: Sequence[SequenceSampler]) -> SampledBatch:
     logprobs = torch.log_softmax(logits, dim=-1)
     ids = _pick(logprobs, rows)
     chosen = logprobs.gather(1, ids[:, None])[:, 0]
-    drawn = SampledBatch(ids.tolist(), chosen.tolist(), _top(logprobs, rows))
-    for row, token_id in zip(rows, drawn.ids, strict=True):
+    sampled = SampledBatch(ids.tolist(), chosen.tolist(), _top(logprobs, rows))
+    for row, token_id in zip(rows, sampled.ids, strict=True):
         row.accept(token_id)
-    return drawn
+    return sampled
 
 
 def _pick(logprobs: torch.Tensor, rows: Sequence[SequenceSampler]) -> torch.Tensor:
-    """Token ids int64 [B]."""
+    """Return one token id per row, int64 [B]."""
     greedy = [row.params.greedy for row in rows]
     best = logprobs.argmax(dim=-1) if any(greedy) else None
     if best is not None and all(greedy):
@@ -154,7 +212,7 @@ def _top(logprobs: torch.Tensor, rows: Sequence[SequenceSampler]) -> list[list[t
 
 
 def truncate(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """min_p, then top_k, then top_p on what is left: tokens outside become -inf. logits [B, V] -> [B, V].
+    """Apply min_p, then top_k, then top_p to what is left: forbidden tokens become -inf. logits [B, V] -> [B, V].
 
     top_p keeps the smallest set of most likely tokens whose probability reaches it, at least one token.
     """

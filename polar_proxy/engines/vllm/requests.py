@@ -1,4 +1,4 @@
-"""Polar's requests as vLLM's JSON. Pure data."""
+"""Polar's requests as the JSON bodies of vLLM's routes, without the model's name. Pure data."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ _SAMPLING = (
 )
 
 
-def chat_body(model: str, request: ChatRequest, *, stream: bool) -> Json:
-    """The body for `/v1/chat/completions`. Its `response_format` is `enforced_format`: vLLM's grammar would hold the
-    whole answer to it and forbid the calls of offered tools."""
-    body = _body(model, request.sampling, stream)
+def chat_body(request: ChatRequest, *, stream: bool) -> Json:
+    """Return the body for `/v1/chat/completions`.
+
+    Its `response_format` is `enforced_format`: vLLM's grammar would constrain the whole answer and forbid tool calls.
+    """
+    body = _body(request.sampling, stream)
     body["messages"] = [_message(message) for message in request.messages]
     body["logprobs"] = True
     if request.sampling.top_logprobs:
@@ -47,11 +49,12 @@ def chat_body(model: str, request: ChatRequest, *, stream: bool) -> Json:
 
 
 def _message(message: Message) -> Json:
-    """vLLM refuses a conversation in which the arguments of a call are no JSON, though a model wrote them. As a JSON
-    string they pass, and templates write a string as it is.
+    """Return a message in the form that vLLM accepts.
 
-    Reasoning goes by both of its names: the chat route takes `reasoning_content` for `reasoning`, `/tokenize` of the
-    same server (0.32) drops it; older servers know it only by the long name.
+    vLLM refuses a conversation in which the arguments of a call are not JSON, though a model wrote them. As a JSON
+    string they pass, and templates print a string as it is. Reasoning is sent by both of its names: the chat route
+    accepts `reasoning_content` for `reasoning`, while `/tokenize` of the same server (0.32) drops it; older servers
+    know only the long name.
     """
     out = message.to_openai()
     if message.reasoning is not None:
@@ -71,40 +74,40 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def text_body(model: str, request: TextRequest, *, stream: bool) -> Json:
-    """The body for `/v1/completions`; `logprobs` counts the alternatives there, the sampled token always comes."""
-    body = _body(model, request.sampling, stream)
+def text_body(request: TextRequest, *, stream: bool) -> Json:
+    """Return the body for `/v1/completions` of a raw prompt."""
+    body = _body(request.sampling, stream)
     body["prompt"] = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
-    body["logprobs"] = request.sampling.top_logprobs
+    body["logprobs"] = request.sampling.top_logprobs  # counts the alternatives; the sampled token is always included
     return body
 
 
 def exact_body(
-    model: str, request: ChatRequest | TextRequest, prompt: TokenIds, room: int, *, stream: bool, special: bool
+    request: ChatRequest, prompt: TokenIds, context_length: int, *, stream: bool, show_special: bool
 ) -> Json:
-    """The body for `/v1/completions` that samples the answer from exactly these prompt ids.
+    """Return the body for `/v1/completions` that samples the answer to a chat from exactly these prompt ids.
 
-    Unasked, completions end behind 16 tokens and chats where the context does: `room` is how many tokens that is.
-    `special`: the answer's special tokens are shown in its text, but for the one at which it ends.
+    Without `max_tokens` a completion ends after 16 tokens, a chat at the end of the context: the body sets the limit of
+    the chat. `show_special` keeps special tokens in the answer's text, except for the one at which it ends.
     """
+    room = context_length - prompt.size
     if room < 1:
         raise RequestError(
-            f"This model's maximum context length is {prompt.size + room} tokens and the prompt has {prompt.size}.",
+            f"This model's maximum context length is {context_length} tokens and the prompt has {prompt.size}.",
             code="context_length_exceeded",
         )
     wanted = request.sampling.max_tokens
     sampling = replace(request.sampling, max_tokens=room if wanted is None else min(wanted, room))
-    body = text_body(model, TextRequest(request.model, (), sampling), stream=stream)
+    body = text_body(TextRequest(request.model, (), sampling), stream=stream)
     body["prompt"] = prompt.tolist()
-    if special:
+    if show_special:
         body["skip_special_tokens"] = False
     return body
 
 
-def render_body(model: str, request: ChatRequest, *, generation: bool = True) -> Json:
-    """The body for `/tokenize` that renders this conversation; `generation`: with what opens the answer."""
+def render_body(request: ChatRequest, *, generation: bool = True) -> Json:
+    """Return the body for `/tokenize` that renders a conversation; `generation` includes what opens the answer."""
     body: Json = {
-        "model": model,
         "messages": [_message(message) for message in request.messages],
         "add_generation_prompt": generation,
     }
@@ -115,16 +118,15 @@ def render_body(model: str, request: ChatRequest, *, generation: bool = True) ->
     return body
 
 
-def prompt_body(model: str, request: ChatRequest) -> Json:
-    """The body for a chat of one token, made for the prompt ids that come with its answer."""
+def prompt_body(request: ChatRequest) -> Json:
+    """Return the body of a chat that samples one token, whose answer carries the prompt's ids."""
     plain = replace(request, sampling=Sampling(max_tokens=1), response_format=None)
-    return chat_body(model, plain, stream=False)
+    return chat_body(plain, stream=False)
 
 
-def score_body(model: str, token_ids: Sequence[int]) -> Json:
-    """The body for `/v1/completions` that scores a prompt; vLLM generates at least one token."""
+def score_body(token_ids: Sequence[int]) -> Json:
+    """Return the body for `/v1/completions` that scores a prompt. vLLM generates at least one token."""
     return {
-        "model": model,
         "prompt": list(token_ids),
         "max_tokens": 1,
         "prompt_logprobs": 0,
@@ -132,22 +134,22 @@ def score_body(model: str, token_ids: Sequence[int]) -> Json:
     }
 
 
-def scores(token_ids: Sequence[int], answer: Json, who: str) -> list[float]:
-    """The log-probabilities of `token_ids[1:]` out of the answer to `score_body`."""
+def scores(token_ids: Sequence[int], answer: Json, name: str) -> list[float]:
+    """Return the log-probabilities of `token_ids[1:]` from the answer to `score_body`; `name` is for error texts."""
     rows = answer["choices"][0].get("prompt_logprobs") if answer.get("choices") else None
     if not rows or len(rows) != len(token_ids):
-        raise EngineError(f"{who} returned no log-probabilities for the {len(token_ids)} tokens of a prompt.")
+        raise EngineError(f"{name} returned no log-probabilities for the {len(token_ids)} tokens of a prompt.")
     out: list[float] = []
     for token, row in zip(token_ids[1:], rows[1:], strict=True):
         entry = (row or {}).get(str(token))
         if entry is None:
-            raise EngineError(f"{who} returned no log-probability for token {token} of a prompt.")
+            raise EngineError(f"{name} returned no log-probability for token {token} of a prompt.")
         out.append(entry["logprob"] if entry["logprob"] > MISSING_BELOW else nan)
     return out
 
 
-def _body(model: str, sampling: Sampling, stream: bool) -> Json:
-    body: Json = {"model": model, "return_token_ids": True}
+def _body(sampling: Sampling, stream: bool) -> Json:
+    body: Json = {"return_token_ids": True}
     for name in _SAMPLING:
         value = getattr(sampling, name)
         if value is not None:

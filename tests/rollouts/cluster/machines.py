@@ -15,11 +15,11 @@ from typing import Any
 
 import orjson
 
+from polar_proxy.engines.scripted import ScriptedAnswer, ScriptedEngine
 from polar_proxy.errors import RequestError
 from polar_proxy.types import EngineRequest
 from sandboxes.supervisor.shim import descendants
 from tests.fakes.player import play
-from tests.fakes.scripted_engine import Reply, ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[3]
 POLAR = str(Path(sys.executable).with_name("polar"))
@@ -29,7 +29,7 @@ POLAR = str(Path(sys.executable).with_name("polar"))
 SMALL = ("--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", str(80 << 20))
 
 
-def talk(request: EngineRequest) -> Reply:
+def talk(request: EngineRequest) -> ScriptedAnswer:
     """As the expert, who has something to say about everything else, too."""
     reply = play(request)
     return "I have no opinion." if isinstance(reply, RequestError) else reply
@@ -39,7 +39,7 @@ class SlowPlayer(ScriptedEngine):
     """`--engine tests.rollouts.cluster.machines:SlowPlayer`: a call takes about a second."""
 
     def __init__(self) -> None:
-        super().__init__(talk, delay=0.01)
+        super().__init__(talk, pace=0.01, tokens_per_event=1)
 
 
 def environment(home: Path, scratch: Path) -> dict[str, str]:
