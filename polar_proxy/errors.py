@@ -20,6 +20,10 @@ class UsageError(PolarError):
     exit_code = 2
 
 
+class BadTaskError(UsageError):
+    """A task cannot be used; the text says why, and the caller adds which task it is."""
+
+
 class StoreError(PolarError):
     """The database cannot be used: newer schema, not a Polar database, locked, full."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from polar_proxy.rewards import CommandEvaluator
 from polar_proxy.tasks import Task
-from polar_proxy.tasks.evaluation import CommandEvaluator
 
 
 def tasks() -> Iterator[Task]:

@@ -1,20 +1,20 @@
-"""Judges for the examples: functions that the `python` evaluator calls."""
+"""Functions for the `python` evaluator of the examples."""
 
 from __future__ import annotations
 
 from polar_proxy.rewards import EvaluationInput, Score, Workspace
 
 
-async def shortness(attempt: EvaluationInput, workspace: Workspace, path: str, limit: int) -> float:
-    """1 for an empty file, 0 for one of `limit` characters or more."""
+async def shortness(work: EvaluationInput, workspace: Workspace, path: str, limit: int) -> float:
+    """Return 1 for an empty file, 0 for one of `limit` characters or more."""
     text = (await workspace.read(f"{workspace.workdir}/{path}")).decode()
     return max(0.0, 1 - len(text) / limit)
 
 
-def brevity(attempt: EvaluationInput, limit: int = 200) -> Score:
-    """Rewards each call: 1 for an answer of up to `limit` tokens, 0 for a longer one. The run gets their mean."""
+def brevity(work: EvaluationInput, limit: int = 200) -> Score:
+    """Reward each call with 1 for an answer of up to `limit` tokens, else with 0; the rollout with their mean."""
     calls = {
         call.call_id: 1.0 if sum(len(choice.token_ids) for choice in call.choices) <= limit else 0.0
-        for call in attempt.calls
+        for call in work.calls
     }
     return Score(sum(calls.values()) / len(calls) if calls else None, {"calls": len(calls)}, calls=calls)

@@ -17,8 +17,7 @@ from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.store import RolloutRow, display_url
-from polar_proxy.tasks import Task
-from polar_proxy.tasks.chosen import load_tasks
+from polar_proxy.tasks import Task, load_tasks
 from polar_proxy.types import Json
 
 

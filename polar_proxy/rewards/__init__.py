@@ -1,14 +1,50 @@
-"""Evaluators: how a rollout is scored."""
+"""Evaluators: how a rollout is scored. Each evaluator is one file that holds its options and its code."""
 
-from polar_proxy.rewards.base import EvaluationInput, EvaluatorError, SandboxFactory, Score, Workspace
+from collections.abc import Mapping
+
+from polar_proxy.rewards.base import (
+    EvaluatedTask,
+    EvaluationInput,
+    Evaluator,
+    EvaluatorError,
+    SandboxFactory,
+    Score,
+    Workspace,
+    check_relative_path,
+)
+from polar_proxy.rewards.command import CommandEvaluator
 from polar_proxy.rewards.evaluate import combine_scores, evaluate, reward_source, scoring_seconds
+from polar_proxy.rewards.harbor import HarborEvaluator
+from polar_proxy.rewards.hidden_tests import HiddenTestsEvaluator
+from polar_proxy.rewards.python import PythonEvaluator
+from polar_proxy.rewards.swebench import SwebenchEvaluator
+
+AnyEvaluator = HiddenTestsEvaluator | SwebenchEvaluator | HarborEvaluator | CommandEvaluator | PythonEvaluator
+"""The evaluators that a task may name by their `kind`."""
+EVALUATORS: Mapping[str, type[AnyEvaluator]] = {
+    "tests": HiddenTestsEvaluator,
+    "swebench": SwebenchEvaluator,
+    "harbor": HarborEvaluator,
+    "command": CommandEvaluator,
+    "python": PythonEvaluator,
+}
 
 __all__ = [
+    "EVALUATORS",
+    "AnyEvaluator",
+    "CommandEvaluator",
+    "EvaluatedTask",
     "EvaluationInput",
+    "Evaluator",
     "EvaluatorError",
+    "HarborEvaluator",
+    "HiddenTestsEvaluator",
+    "PythonEvaluator",
     "SandboxFactory",
     "Score",
+    "SwebenchEvaluator",
     "Workspace",
+    "check_relative_path",
     "combine_scores",
     "evaluate",
     "reward_source",

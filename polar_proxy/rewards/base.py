@@ -1,27 +1,29 @@
-"""What evaluators get and give.
+"""The interface of an evaluator: what it is given, what it returns.
 
-* An evaluator works in a workspace that no agent has touched; of the agent's it gets the patch, and nothing else.
-* What decides (hidden tests, scripts, reward files) is put in, or made, after the patch, so that no patch replaces it.
-* ``None`` is no reward and means that the task could not be judged. It is never used for work that is merely bad, and
-  never counted as 0.
+* An evaluator works in a workspace that no agent has touched. The agent's patch is all that reaches it from the run.
+* Hidden tests, scripts and reward files are written after the patch, so no patch can replace them.
+* A reward of ``None`` means that the task could not be judged. It never stands for bad work, which is 0, and is never
+  counted as 0.
 
-What no evaluator here can rule out: tests import the agent's code, so that code runs in the tests' own process, with
-their rights, inside the evaluation sandbox. It can print what a test runner prints. It reaches nothing outside.
+One attack remains possible: tests import the agent's code, which then runs inside the test process of the evaluation
+sandbox and can print what a test runner prints. It reaches nothing outside that sandbox.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+import posixpath
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
-from polar_proxy.errors import PolarError
-from polar_proxy.tasks import Task
+from polar_proxy.errors import BadTaskError, PolarError
 from polar_proxy.types import CallRecord, Json
 
 APPLY_SECONDS = 60.0
-# Nothing of a configuration that came with the workspace decides how a patch is read.
+# The command line overrides any git configuration in the workspace that would change how a patch is read.
 _APPLY = ("git", "-c", "core.autocrlf=false", "-c", "safe.directory=*", "apply", "--whitespace=nowarn", "-")
 
 
@@ -30,6 +32,8 @@ class EvaluatorError(PolarError):
 
 
 class CommandResult(Protocol):
+    """The part of a sandbox's command result that evaluators read."""
+
     @property
     def exit_code(self) -> int: ...
     @property
@@ -41,7 +45,7 @@ class CommandResult(Protocol):
 
 
 class Workspace(Protocol):
-    """What an evaluator needs of a sandbox."""
+    """The part of a sandbox that evaluators use."""
 
     home: str
     workdir: str
@@ -61,38 +65,82 @@ class Workspace(Protocol):
 
 
 SandboxFactory = Callable[[], AbstractAsyncContextManager[Workspace]]
-"""Opens a new sandbox in which the task's own state has been laid out, as the agent found it."""
+"""Opens a new sandbox that holds the task's own files, as the agent found them."""
+
+
+class EvaluatedTask(Protocol):
+    """The part of `polar_proxy.tasks.Task` that evaluators read."""
+
+    @property
+    def hidden_files(self) -> Mapping[str, str]: ...
+    @property
+    def test_command(self) -> tuple[str, ...]: ...
+    @property
+    def fail_to_pass(self) -> tuple[str, ...]: ...
+    @property
+    def pass_to_pass(self) -> tuple[str, ...]: ...
+    @property
+    def timeout_seconds(self) -> float: ...
+    @property
+    def base_commit(self) -> str | None: ...
+    @property
+    def evaluators(self) -> Sequence[Evaluator]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationInput:
-    """What is judged."""
+    """What is judged: a task and the agent's work on it."""
 
-    task: Task
+    task: EvaluatedTask
     patch: bytes
-    """The agent's work: a git diff against the task's own state, which may be empty."""
+    """The agent's work as a git diff against the task's own files; may be empty."""
     exit_code: int | None = None
-    """The agent program's own; None if the clock ended it."""
+    """Exit status of the agent program; None if its time ran out."""
     calls: Sequence[CallRecord] = ()
-    """What was recorded of the run; only filled for tasks with a `python` evaluator."""
+    """The recorded calls of the run; filled only for tasks with a `python` evaluator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward with what it was judged by; `log` is the output for people."""
+    """A reward with the reasons for it. `log` is output for people."""
 
     reward: float | None
-    """Most evaluators give 0 to 1; ``None``: could not be judged, with the reason in `detail`."""
+    """Usually 0 to 1. ``None``: the task could not be judged; `detail` says why."""
     detail: Json = field(default_factory=dict)
     log: bytes = b""
     calls: Mapping[str, float | None] = field(default_factory=dict)
     """Rewards of single calls, by call id."""
 
 
-async def apply_patch(patch: bytes, workspace: Workspace) -> str | None:
-    """Apply a git diff in the root of the workspace, as a whole or not at all; the reason why not, or None.
+class Evaluator(ABC):
+    """One way to judge a rollout. A subclass is a frozen dataclass: its fields are the options a task file may set."""
 
-    `git apply` refuses paths that leave the workspace, lead through a link, or lie in .git.
+    kind: str
+    weight: float
+
+    @abstractmethod
+    async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
+        """Judge the work. Raises EvaluatorError."""
+
+    @abstractmethod
+    def check(self, task: EvaluatedTask) -> None:
+        """Raise `BadTaskError` for a task that this evaluator could not judge, or would judge wrongly."""
+
+    @property
+    def runs(self) -> int:
+        """How many commands it runs, each with the task's time limit."""
+        return 1
+
+    @property
+    def protected_files(self) -> Iterable[str]:
+        """Paths in the workspace that decide the reward, beside the task's hidden files."""
+        return ()
+
+
+async def apply_patch(patch: bytes, workspace: Workspace) -> str | None:
+    """Apply a git diff in the root of the workspace, completely or not at all; return git's error, or None.
+
+    `git apply` refuses paths that leave the workspace, follow a link, or lie in .git.
     """
     if not patch.strip():
         return None
@@ -102,6 +150,29 @@ async def apply_patch(patch: bytes, workspace: Workspace) -> str | None:
     return result.stderr.decode(errors="replace").strip()[-2000:] or "git apply was too slow"
 
 
-def patch_does_not_apply(why: str) -> Score:
-    """The score of a patch that does not apply: bad work, so 0."""
-    return Score(0.0, {"patch_applied": False, "solved": False}, why.encode())
+def patch_does_not_apply(error: str) -> Score:
+    """Return the score of a patch that does not apply: 0, because it is the agent's fault."""
+    return Score(0.0, {"patch_applied": False, "solved": False}, error.encode())
+
+
+def check_relative_path(field_name: str, path: str) -> None:
+    """Raise `BadTaskError` for a path that leaves the workspace or lies in its .git folder."""
+    parts = path.split("/")
+    if posixpath.isabs(path) or ".." in parts or posixpath.normpath(path) == "." or "\0" in path:
+        raise BadTaskError(f"{field_name}: {path!r} is not a path below the workspace")
+    if ".git" in parts:
+        raise BadTaskError(f"{field_name}: {path!r} is inside the repository's own folder")
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Import the function called ``module:function``. Raises `BadTaskError`."""
+    module, separator, function = name.partition(":")
+    if not separator:
+        raise BadTaskError(f"{name!r} must be module:function")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise BadTaskError(f"cannot load {name}: {error}") from error
+    if not callable(found):
+        raise BadTaskError(f"{name} is not a function")
+    return found  # type: ignore[no-any-return]

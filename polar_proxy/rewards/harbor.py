@@ -1,19 +1,27 @@
 """The `harbor` evaluator: the task's own ``tests/test.sh`` and the reward file that it writes.
 
-https://www.harborframework.com/docs/tasks: tests appear as /tests, the script writes ``/logs/verifier/reward.json`` (a
-number, or an object of numbers; it comes first) or ``reward.txt`` (a number). What is other here: the script runs in a
-fresh sandbox with the agent's changes below the workspace, not in the agent's own container.
+https://www.harborframework.com/docs/tasks: tests appear as /tests, and the script writes
+``/logs/verifier/reward.json`` (a number, or an object of numbers; read first) or ``reward.txt`` (a number). One
+difference: the script runs in a fresh sandbox to which the agent's changes below the workspace were applied, not in
+the agent's own container.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
+from polar_proxy.errors import BadTaskError
 from polar_proxy.rewards.base import (
+    EvaluatedTask,
     EvaluationInput,
+    Evaluator,
     EvaluatorError,
     SandboxFactory,
     Score,
@@ -21,52 +29,69 @@ from polar_proxy.rewards.base import (
     apply_patch,
     patch_does_not_apply,
 )
-from polar_proxy.tasks.evaluation import HarborEvaluator
-from polar_proxy.tasks.harbor import LOGS, TESTS, folder_digest, folder_files
 from polar_proxy.types import Json
 
+LOGS = "/logs"
+TESTS = "/tests"
 VERIFIER = f"{LOGS}/verifier"
-_LIMIT = 1 << 20
+_REWARD_FILE_LIMIT = 1 << 20
 
 
-async def harbor(evaluation: HarborEvaluator, attempt: EvaluationInput, fresh: SandboxFactory) -> Score:
-    """Run test.sh on the patched workspace. No reward where it writes none, or runs out of its time."""
-    folder = Path(evaluation.tests)
-    if folder_digest(folder) != evaluation.digest:
-        raise EvaluatorError(f"{folder} has changed since its task was read; run the task again")
-    files = folder_files(folder)
-    async with fresh() as workspace:
-        if (why := await apply_patch(attempt.patch, workspace)) is not None:
-            return patch_does_not_apply(why)
-        await workspace.write_tree({name: data for name, (data, _) in files.items()}, root=TESTS)
-        programs = [f"{TESTS}/{name}" for name, (_, program) in files.items() if program]
-        await workspace.exec(("chmod", "+x", f"{TESTS}/test.sh", *programs), timeout=60)
-        await workspace.exec(("mkdir", "-p", VERIFIER), timeout=60)
-        command = ("sh", "-c", f"exec {TESTS}/test.sh 2>&1")
-        result = await workspace.exec(command, env=evaluation.env, timeout=attempt.task.timeout_seconds)
-        # What the agent's programs left running must not write the reward after the script did.
-        await workspace.kill_all()
-        rewards, why_none = await _rewards(workspace)
-    log = result.stdout + result.stderr
-    detail: Json = {"patch_applied": True, "exit_code": result.exit_code, "timed_out": result.timed_out}
-    if result.timed_out:
-        why_none = f"tests/test.sh did not end within {attempt.task.timeout_seconds:g} s"
-    elif result.exit_code >= 128:
-        why_none = f"tests/test.sh was ended by signal {result.exit_code - 128}, so its reward file is not believed"
-    if why_none is None:
-        value, why_none = _chosen(rewards, evaluation.reward_key)
-    else:
-        value = None
-    if why_none is not None:
-        return Score(None, {**detail, "no_reward": why_none}, log)
-    return Score(value, {**detail, "solved": value is not None and value >= 1, "rewards": rewards}, log)
+@dataclass(frozen=True)
+class HarborEvaluator(Evaluator):
+    """Runs ``tests/test.sh`` on the patched workspace and reads the reward that it writes."""
+
+    tests: str
+    """Folder on this machine; it appears as /tests."""
+    digest: str
+    """`folder_digest` of it when the task was read: tests that changed since then are not run."""
+    kind: Literal["harbor"] = "harbor"
+    weight: float = 1.0
+    env: Mapping[str, str] = field(default_factory=dict)
+    reward_key: str = "reward"
+    """Which number of reward.json is the reward; all of them are recorded."""
+
+    def check(self, task: EvaluatedTask) -> None:
+        if not Path(self.tests).is_dir():
+            raise BadTaskError(f"{self.tests}: there is no such folder")
+
+    async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
+        """There is no reward if the script writes none or runs out of time."""
+        folder = Path(self.tests)
+        if folder_digest(folder) != self.digest:
+            raise EvaluatorError(f"{folder} has changed since its task was read; run the task again")
+        files = folder_files(folder)
+        async with sandboxes() as workspace:
+            if (error := await apply_patch(work.patch, workspace)) is not None:
+                return patch_does_not_apply(error)
+            await workspace.write_tree({name: data for name, (data, _) in files.items()}, root=TESTS)
+            programs = [f"{TESTS}/{name}" for name, (_, executable) in files.items() if executable]
+            await workspace.exec(("chmod", "+x", f"{TESTS}/test.sh", *programs), timeout=60)
+            await workspace.exec(("mkdir", "-p", VERIFIER), timeout=60)
+            command = ("sh", "-c", f"exec {TESTS}/test.sh 2>&1")
+            result = await workspace.exec(command, env=self.env, timeout=work.task.timeout_seconds)
+            # Programs that the agent left running must not overwrite the reward after the script ended.
+            await workspace.kill_all()
+            rewards, reason = await _read_rewards(workspace)
+        log = result.stdout + result.stderr
+        detail: Json = {"patch_applied": True, "exit_code": result.exit_code, "timed_out": result.timed_out}
+        if result.timed_out:
+            reason = f"tests/test.sh did not end within {work.task.timeout_seconds:g} s"
+        elif result.exit_code >= 128:
+            reason = f"tests/test.sh was killed by signal {result.exit_code - 128}, so its reward file is not trusted"
+        value: float | None = None
+        if reason is None:
+            value, reason = _select_reward(rewards, self.reward_key)
+        if reason is not None:
+            return Score(None, {**detail, "no_reward": reason}, log)
+        return Score(value, {**detail, "solved": value is not None and value >= 1, "rewards": rewards}, log)
 
 
-async def _rewards(workspace: Workspace) -> tuple[Json, str | None]:
-    """The numbers of the reward file by name, or the reason why there are none."""
+async def _read_rewards(workspace: Workspace) -> tuple[Json, str | None]:
+    """Return the numbers of the reward file by name, or the reason why there are none."""
     for name in ("reward.json", "reward.txt"):
         try:
-            text = (await workspace.read(posixpath.join(VERIFIER, name), _LIMIT)).decode()
+            text = (await workspace.read(posixpath.join(VERIFIER, name), _REWARD_FILE_LIMIT)).decode()
         except FileNotFoundError:
             continue
         except (OSError, UnicodeDecodeError) as error:
@@ -79,20 +104,42 @@ async def _rewards(workspace: Workspace) -> tuple[Json, str | None]:
 
 
 def parse_reward(name: str, text: str) -> Json:
-    """The numbers in a reward file; a bare number is called ``reward``. Raises ValueError."""
+    """Parse a reward file into numbers by name; a bare number is called ``reward``. Raises ValueError."""
     if not text.strip():
         raise ValueError("is empty")
     value = json.loads(text) if name.endswith(".json") else float(text)
     values = value if isinstance(value, dict) else {"reward": value}
     for key, number in values.items():
         if not isinstance(number, int | float) or not math.isfinite(number):
-            raise ValueError(f"{key} is {number!r}, which is no finite number")
+            raise ValueError(f"{key} is {number!r}, which is not a finite number")
     return {str(key): float(number) for key, number in values.items()}
 
 
-def _chosen(rewards: Json, key: str) -> tuple[float | None, str | None]:
+def _select_reward(rewards: Json, key: str) -> tuple[float | None, str | None]:
     if key in rewards:
         return float(rewards[key]), None
     if len(rewards) == 1:
         return float(next(iter(rewards.values()))), None
-    return None, f"reward.json names {', '.join(sorted(rewards)) or 'nothing'}, and none is called {key}"
+    return None, f"reward.json has {', '.join(sorted(rewards)) or 'no numbers'}, but no {key}"
+
+
+def folder_files(folder: Path) -> dict[str, tuple[bytes, bool]]:
+    """Return the content of every file below, and whether it is executable, by relative path.
+
+    Raises `BadTaskError` for links."""
+    found: dict[str, tuple[bytes, bool]] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            raise BadTaskError(f"{folder.name}/{name}: is a link; a task may hold only files and folders")
+        if path.is_file() and "__pycache__" not in path.parts:
+            found[name] = (path.read_bytes(), bool(path.stat().st_mode & 0o100))
+    return found
+
+
+def folder_digest(folder: Path) -> str:
+    """Return the SHA-256 over the names, modes and contents of `folder_files`."""
+    digest = hashlib.sha256()
+    for name, (data, executable) in folder_files(folder).items():
+        digest.update(f"{len(name.encode())}:{name}:{int(executable)}:{len(data)}:".encode() + data)
+    return digest.hexdigest()

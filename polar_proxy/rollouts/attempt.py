@@ -22,7 +22,7 @@ from typing import Protocol
 
 from harness_adapters.base import HarnessError, InstallError, LaunchContext, LaunchPlan
 from polar_proxy.engines.base import Engine
-from polar_proxy.errors import EngineError, PolarError, StoreError
+from polar_proxy.errors import BadTaskError, EngineError, PolarError, StoreError
 from polar_proxy.gateway import Gateway, hash_key, new_key
 from polar_proxy.rewards import EvaluationInput, SandboxFactory, Score, evaluate, reward_source, scoring_seconds
 from polar_proxy.rollout_spec import RolloutSpec
@@ -39,8 +39,7 @@ from polar_proxy.rollouts.worker import InfrastructureError, StageLimits
 from polar_proxy.rollouts.workspace import TaskNotPossibleError, prepare_workspace, read_patch
 from polar_proxy.store import RolloutStatus, Store
 from polar_proxy.store.stages import Claim, ClaimLostError
-from polar_proxy.tasks import BadTaskError, Task
-from polar_proxy.tasks.spec import task_from_json
+from polar_proxy.tasks import Task, task_from_json
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.types import CallRecord
 from sandboxes import Mount, Sandbox, SandboxError, choose

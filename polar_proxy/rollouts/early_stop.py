@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from polar_proxy.tasks import BadTaskError
+from polar_proxy.errors import BadTaskError
 from sandboxes import SandboxError
 
 log = logging.getLogger(__name__)

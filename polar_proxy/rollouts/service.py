@@ -32,8 +32,7 @@ from polar_proxy.rollouts.worker import Worker, WorkerLimits
 from polar_proxy.store import Store
 from polar_proxy.store.groups import KEEP
 from polar_proxy.store.jobs import JobRow, NewGroup, NewRollout
-from polar_proxy.tasks import Task
-from polar_proxy.tasks.spec import task_to_json
+from polar_proxy.tasks import Task, task_to_json
 from polar_proxy.types import EngineInfo, Json
 from sandboxes import open_sandbox
 

@@ -19,11 +19,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polar_proxy.rewards.harbor import folder_digest, folder_files
 from polar_proxy.rollouts.git import WorkspaceError
 from polar_proxy.rollouts.pool import SandboxOpener
 from polar_proxy.rollouts.workspace import TaskNotPossibleError, unsupported_reason, uses_image, write_task_files
 from polar_proxy.tasks import Environment, Repository, Task
-from polar_proxy.tasks.harbor import folder_digest, folder_files
 from sandboxes import Mount, ResourceLimits, Sandbox, SandboxSpec, default_state_dir, docker_engine, open_sandbox
 from sandboxes.base import SandboxKind
 

@@ -1,24 +1,29 @@
-"""Task sources: what agents are asked to do."""
+"""Tasks, and the sources that they come from."""
 
-from polar_proxy.tasks.sources import get_source, list_sources
-from polar_proxy.tasks.spec import task_from_json, task_to_json
-from polar_proxy.tasks.task import BadTaskError, Environment, Repository, Task, TaskSource, UnknownTaskFamilyError
-from polar_proxy.tasks.task_list import RejectedTask, TaskList
-from polar_proxy.tasks.unittest_output import Verdict, parse_unittest
+from polar_proxy.tasks.sources import get_source, list_sources, load_tasks, tasks_from_rows
+from polar_proxy.tasks.task import (
+    Environment,
+    Repository,
+    Task,
+    TaskSource,
+    UnknownTaskFamilyError,
+    task_from_json,
+    task_to_json,
+)
+from polar_proxy.tasks.task_list import RefusedTask, TaskList
 
 __all__ = [
-    "BadTaskError",
     "Environment",
-    "RejectedTask",
+    "RefusedTask",
     "Repository",
     "Task",
     "TaskList",
     "TaskSource",
     "UnknownTaskFamilyError",
-    "Verdict",
     "get_source",
     "list_sources",
-    "parse_unittest",
+    "load_tasks",
     "task_from_json",
     "task_to_json",
+    "tasks_from_rows",
 ]

@@ -1,42 +1,42 @@
 """Harbor task folders: task.toml, instruction.md, environment/, tests/, and optionally solution/.
 
-Format: https://www.harborframework.com/docs/tasks. What of it changes a task's meaning and cannot be done here is
-refused by name (several steps, docker compose, a verifier image of its own, Windows, GPUs, MCP servers, health checks);
-the rest of the file is kept as metadata.
+Format: https://www.harborframework.com/docs/tasks. Features that change a task's meaning and are not supported here
+(several steps, docker compose, a separate verifier image, Windows, GPUs, MCP servers, health checks) are refused by
+name; the rest of the file is kept as metadata.
 
-**Without docker.** A Dockerfile needs docker. A task whose Dockerfile installs only what every sandbox has may say so::
+**Without docker.** A Dockerfile needs docker, but a task whose Dockerfile installs only what every sandbox has may
+declare::
 
     [metadata.polar]
     without_image = true
 
-Then FROM and RUN lines are taken on the author's word, WORKDIR is the workspace, COPY lines put text files into it, and
-ENV is obeyed; any other line is refused. Such a task runs in bubblewrap as well, and in docker from its real image.
+Polar then ignores FROM and RUN lines, takes WORKDIR as the workspace, copies the text files of COPY lines into it and
+sets the variables of ENV lines; any other line is refused. Such a task also runs in bubblewrap, and in docker from its
+real image.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from polar_proxy.errors import UsageError
+from polar_proxy.errors import BadTaskError, UsageError
+from polar_proxy.rewards import HarborEvaluator
+from polar_proxy.rewards.harbor import LOGS, TESTS, folder_digest
 from polar_proxy.tasks.dockerfile import read_dockerfile
-from polar_proxy.tasks.evaluation import HarborEvaluator
-from polar_proxy.tasks.task import BadTaskError, Environment, Task
+from polar_proxy.tasks.task import Environment, Task
 from polar_proxy.tasks.task_list import TaskCandidate, TaskList, make_task_list
 
-LOGS = "/logs"
-TESTS = "/tests"
-_SECONDS = 600.0
+_DEFAULT_SECONDS = 600.0
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[KMGT])i?B?", re.IGNORECASE)
 _MEGABYTES = {"K": 1 / 1024, "M": 1.0, "G": 1024.0, "T": 1024.0 * 1024}
 _UNSUPPORTED_FILES = {
     "environment/docker-compose.yaml": "docker compose",
     "environment/docker-compose.yml": "docker compose",
-    "trajectory.json": "a conversation to go on with",
-    "tests/Dockerfile": "an image of its own for the verifier",
+    "trajectory.json": "continuing a conversation",
+    "tests/Dockerfile": "a separate image for the verifier",
     "tests/test.bat": "Windows",
 }
 _UNSUPPORTED_KEYS = {
@@ -45,10 +45,10 @@ _UNSUPPORTED_KEYS = {
     ("environment", "mcp_servers"): "MCP servers",
     ("environment", "gpus"): "GPUs",
     ("environment", "tpu"): "TPUs",
-    ("verifier", "environment"): "an environment of its own for the verifier",
-    ("verifier", "collect"): "commands that collect evidence before the verifier",
-    ("agent", "user"): "a user of its own for the agent",
-    ("verifier", "user"): "a user of its own for the verifier",
+    ("verifier", "environment"): "a separate environment for the verifier",
+    ("verifier", "collect"): "collecting evidence before the verifier",
+    ("agent", "user"): "a separate user for the agent",
+    ("verifier", "user"): "a separate user for the verifier",
 }
 
 
@@ -57,22 +57,22 @@ def is_task_folder(path: Path) -> bool:
 
 
 def read_folder(path: Path) -> TaskList:
-    """The task in this folder, or those in the folders directly below it. Raises `UsageError` where there is none."""
+    """Read the task in this folder, or those in the folders directly below it. Raises `UsageError` if there is none."""
     if is_task_folder(path):
-        return make_task_list(path.name, [_entry(path)])
+        return make_task_list(path.name, [_candidate(path)])
     folders = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
     found = [child for child in folders if is_task_folder(child) or (child / "instruction.md").is_file()]
     if not found:
-        raise UsageError(f"{path} holds no task: no task.toml in it or in a folder below it")
-    return make_task_list(path.name, [_entry(child) for child in found])
+        raise UsageError(f"{path} has no task: there is no task.toml in it or in a folder directly below it.")
+    return make_task_list(path.name, [_candidate(child) for child in found])
 
 
-def _entry(folder: Path) -> TaskCandidate:
+def _candidate(folder: Path) -> TaskCandidate:
     return TaskCandidate(folder.name, None, lambda position: harbor_task(folder.absolute(), position))
 
 
 def harbor_task(folder: Path, position: int) -> Task:
-    """The task of one folder. Raises `BadTaskError`."""
+    """Read the task of one folder. Raises `BadTaskError`."""
     config = _config(folder)
     for name, what in _UNSUPPORTED_FILES.items():
         if (folder / name).exists():
@@ -86,7 +86,7 @@ def harbor_task(folder: Path, position: int) -> Task:
         raise BadTaskError("task.toml: verifier.environment_mode: separate is not supported")
     tests = folder / "tests"
     if not (tests / "test.sh").is_file():
-        raise BadTaskError("tests/test.sh: there is none")
+        raise BadTaskError("tests/test.sh: there is no such file")
     environment, files = _environment(folder, config)
     return Task(
         task_id=str(_at(config, "task", "name") or folder.name),
@@ -102,26 +102,6 @@ def harbor_task(folder: Path, position: int) -> Task:
     )
 
 
-def folder_files(folder: Path) -> dict[str, tuple[bytes, bool]]:
-    """Relative path -> content and whether it is a program, of every file below. Raises `BadTaskError` for links."""
-    found: dict[str, tuple[bytes, bool]] = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_symlink():
-            raise BadTaskError(f"{folder.name}/{name}: is a link; a task holds files and folders only")
-        if path.is_file() and "__pycache__" not in path.parts:
-            found[name] = (path.read_bytes(), bool(path.stat().st_mode & 0o100))
-    return found
-
-
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over names, modes and contents of what `folder_files` finds."""
-    digest = hashlib.sha256()
-    for name, (data, program) in folder_files(folder).items():
-        digest.update(f"{len(name.encode())}:{name}:{int(program)}:{len(data)}:".encode() + data)
-    return digest.hexdigest()
-
-
 def _environment(folder: Path, config: dict[str, Any]) -> tuple[Environment, dict[str, str]]:
     context = folder / "environment"
     image = _at(config, "environment", "docker_image")
@@ -131,16 +111,16 @@ def _environment(folder: Path, config: dict[str, Any]) -> tuple[Environment, dic
     env = _variables(config, "environment")
     built = (context / "Dockerfile").is_file()
     if not image and not built:
-        raise BadTaskError("environment/Dockerfile: there is none, and task.toml has no environment.docker_image")
+        raise BadTaskError("environment/Dockerfile: is missing, and task.toml has no environment.docker_image")
     without_image = _at(config, "metadata", "polar", "without_image") is True
     files: dict[str, str] = {}
-    programs: tuple[str, ...] = ()
+    executable: tuple[str, ...] = ()
     if without_image:
         if not built:
-            raise BadTaskError("metadata.polar.without_image: there is no Dockerfile that says what to do without it")
-        layout = read_dockerfile(context, workdir)
-        workdir, files, programs = layout.workdir, layout.files, layout.programs
-        env = {**layout.env, **env}
+            raise BadTaskError("metadata.polar.without_image: it needs a Dockerfile, and there is none")
+        workspace = read_dockerfile(context, workdir)
+        workdir, files, executable = workspace.workdir, workspace.files, workspace.executable
+        env = {**workspace.env, **env}
     return (
         Environment(
             image=str(image) if image else None,
@@ -149,7 +129,7 @@ def _environment(folder: Path, config: dict[str, Any]) -> tuple[Environment, dic
             workdir=workdir,
             folders=(TESTS, LOGS),
             snapshot=True,
-            executable=programs,
+            executable=executable,
             env=env,
             memory_mb=int(memory) if memory else None,
             cpus=float(cpus) if cpus else None,
@@ -169,7 +149,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise BadTaskError(f"{path.name}: there is none") from None
+        raise BadTaskError(f"{path.name}: there is no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadTaskError(f"{path.name}: cannot be read: {error}") from None
 
@@ -191,7 +171,7 @@ def _table(config: dict[str, Any], name: str) -> dict[str, Any]:
 def _seconds(config: dict[str, Any], section: str) -> float:
     value = _at(config, section, "timeout_sec")
     if value is None:
-        return _SECONDS
+        return _DEFAULT_SECONDS
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadTaskError(f"task.toml: {section}.timeout_sec: must be a number")
     return float(value)
@@ -203,7 +183,7 @@ def _variables(config: dict[str, Any], section: str) -> dict[str, str]:
         if not isinstance(value, str):
             raise BadTaskError(f"task.toml: {section}.env.{name}: must be text")
         if "${" in value:
-            raise BadTaskError(f"task.toml: {section}.env.{name}: takes a variable of the host, which is not handed in")
+            raise BadTaskError(f"task.toml: {section}.env.{name}: variables of the host are not passed on")
     return dict(variables)
 
 
@@ -212,12 +192,12 @@ def _megabytes(size: object) -> int | None:
         return None
     found = _SIZE.fullmatch(str(size))
     if found is None:
-        raise BadTaskError(f"task.toml: environment.memory: {size!r} is no size such as 2G")
+        raise BadTaskError(f"task.toml: environment.memory: {size!r} is not a size such as 2G")
     return max(1, int(float(found["number"]) * _MEGABYTES[found["unit"].upper()]))
 
 
 def _plain(value: Any) -> Any:
-    """TOML values as JSON ones: dates become text."""
+    """Convert TOML values to JSON values: dates become text."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):

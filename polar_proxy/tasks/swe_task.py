@@ -1,12 +1,11 @@
 """The built-in family `swe-task`: a small repository, one wrong return line, and a bug report about it.
 
-Every name is made of random syllables and every number is drawn, so an instance can only be solved by
-reading: the function's name comes from the report, its file and its parameter names from the repository, the
-formula from the report again. The rest (ordinary Python, `unittest`, standard library) is the same
-everywhere.
+All names are made of random syllables and all numbers are random, so an instance can only be solved by reading: the
+report gives the function's name and the formula, the repository gives the file and the parameter names. Everything
+else (ordinary Python, `unittest`, the standard library) is the same in every instance.
 
-Seeds: 0 to 99,999 are for users and for evaluation; 1,000,000 and above are for training data. Keep to that,
-and no policy is ever measured on an instance it was trained on.
+Seeds 0 to 99,999 are for users and for evaluation; seeds from 1,000,000 are for training data. With this split, no
+policy is evaluated on an instance that it was trained on.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ EVAL_SEEDS = range(100_000)
 TRAIN_SEEDS = range(1_000_000, 1_000_000_000)
 
 SYLLABLES = tuple(consonant + vowel for consonant in "bdfgklmnprstvz" for vowel in "aeiou")
-"""All that names are made of."""
+"""The syllables of all generated names."""
 
-# Words the syllables can spell that mean something to Python or to the repository's own layout.
+# Words made of these syllables that are Python modules or folders of the generated repository.
 _RESERVED = frozenset({"base", "decimal", "locale", "site", "time", "timeit", "token", "tokenize", "wave"})
 
 _REPORTS = (
@@ -44,7 +43,7 @@ class Formula:
     swapped: bool
 
     def text(self, first: str, second: str) -> str:
-        """The formula as Python, given the names of the first and the second parameter."""
+        """Return the formula as Python source, given the names of the first and the second parameter."""
         left, right = (second, first) if self.swapped else (first, second)
         return f"{left} {self.op1} {right} {self.op2} {self.value}"
 
@@ -56,7 +55,7 @@ class Formula:
 
 @dataclass(frozen=True)
 class GeneratedFunction:
-    """One function of the repository."""
+    """One function of the generated repository."""
 
     name: str
     first: str
@@ -85,7 +84,7 @@ def _formula(rng: random.Random) -> Formula:
 
 
 def _broken(rng: random.Random, right: Formula) -> Formula:
-    """A formula that differs from `right` in one or two places and gives other numbers nearly everywhere."""
+    """Return a formula that differs from `right` in one or two places, and in nearly all results."""
     wrong = replace(right, value=rng.randrange(11, 100)) if rng.random() < 0.6 else right
     if wrong == right or rng.random() < 0.4:
         wrong = replace(wrong, op1=rng.choice([op for op in "+-*%" if op != right.op1]))
@@ -93,7 +92,7 @@ def _broken(rng: random.Random, right: Formula) -> Formula:
 
 
 def _cases(rng: random.Random, right: Formula, wrong: Formula, count: int) -> list[tuple[int, int]]:
-    """Argument pairs (first, second) at which the two formulas disagree."""
+    """Return argument pairs (first, second) for which the two formulas differ."""
     cases: list[tuple[int, int]] = []
     while len(cases) < count:
         pair = (rng.randrange(2, 60), rng.randrange(2, 60))
@@ -103,7 +102,7 @@ def _cases(rng: random.Random, right: Formula, wrong: Formula, count: int) -> li
 
 
 def _test_module(package: str, module: str, tests: list[tuple[str, list[tuple[int, int, int]]]]) -> str:
-    """Source of a unittest module; `tests` holds (function name, [(first, second, expected), ...])."""
+    """Return the source of a unittest module; `tests` holds (function name, [(first, second, expected), ...])."""
     lines = ["import unittest", "", f"from {package} import {module}", "", ""]
     lines.append("class Test(unittest.TestCase):")
     for name, rows in tests:
@@ -140,7 +139,7 @@ class GeneratedInstance:
         for index, function in enumerate(functions):
             formula = self.right if index == self.target else function.formula
             cases = self.cases if index == self.target else self.other_cases
-            # The repository's own tests show one case each; the hidden ones try them all.
+            # The repository's own tests have one case per function, the hidden tests have all cases.
             rows = [(a, b, formula(a, b)) for a, b in (cases[:1] if visible else cases)]
             tests.append((function.name, rows))
         return _test_module(self.package, self.module, tests)
@@ -149,7 +148,7 @@ class GeneratedInstance:
 def _build(seed: int) -> GeneratedInstance:
     if seed < 0:
         raise ValueError(f"seed must be 0 or more, got {seed}")
-    # The number rises when instances change.
+    # Increase the number when the generator changes its instances.
     rng = random.Random(f"swe-task/4/{seed}")
     names = _names(rng)
     package, _ = next(names)
@@ -173,12 +172,12 @@ def _build(seed: int) -> GeneratedInstance:
 
 
 class SweTaskSource:
-    """Task source of the family `swe-task`."""
+    """The task source `swe-task`."""
 
     name = "swe-task"
 
     def task(self, seed: int) -> Task:
-        """Return instance `seed`: see the module's text for which seeds are for what."""
+        """Return instance `seed`; the module docstring says which seeds are for evaluation and for training."""
         instance = _build(seed)
         functions = instance.modules[instance.module]
         test_path = f"tests/test_{instance.module}.py"
@@ -213,6 +212,6 @@ class SweTaskSource:
         )
 
     def solution(self, seed: int) -> dict[str, str]:
-        """Return path -> text of the files that a correct fix changes (for tests and as an upper bound)."""
+        """Return the files that a correct fix changes, text by path; for tests and as an upper bound."""
         instance = _build(seed)
         return {instance.path: instance.module_source(instance.module, solved=True)}

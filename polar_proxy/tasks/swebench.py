@@ -1,41 +1,40 @@
-"""Rows shaped like SWE-bench's: SWE-bench, SWE-Gym, SWE-rebench (1 and 2), R2E-Gym, and rows over a repository at hand.
+"""Rows in the form of SWE-bench's: SWE-bench, SWE-Gym, SWE-rebench (1 and 2), R2E-Gym, and rows with a repository.
 
 The data sets agree on `repo`, `base_commit`, `problem_statement`, `test_patch`, `FAIL_TO_PASS` and `PASS_TO_PASS`, and
-differ in where they say which image holds the repository and how its tests are run:
+differ in the fields that name the image of the repository and how its tests are run:
 
 | data set | image | tests |
 |---|---|---|
 | SWE-bench 5 | `image` | `eval_script`, `log_parser`, `eval_type` |
-| before 5, SWE-Gym | none: give `image` in the file's defaults | `test_command`, or the table below by `repo` |
-| SWE-rebench | `docker_image` | `install_config`: `test_cmd` (text, test files behind it), `log_parser` |
-| SWE-rebench V2 | `image_name` | `install_config`: `test_cmd` (list, as it is), `log_parser`; workspace /NAME-OF-REPO |
+| before 5, SWE-Gym | none: set `image` in the file's defaults | `test_command`, or the table below by `repo` |
+| SWE-rebench | `docker_image` | `install_config`: `test_cmd` (text; the test files are appended), `log_parser` |
+| SWE-rebench V2 | `image_name` | `install_config`: `test_cmd` (list), `log_parser`; workspace /NAME-OF-REPO |
 | R2E-Gym | `docker_image` | the image's `run_tests.sh`, compared with `expected_output_json` |
 
-Fields of our own, in a row or in the file's defaults: `repository` (path or URL of a git repository or bundle: needs no
-image), `test_command`, `parser`, `workdir`, `timeout_seconds`, `instruction`, `without_image`.
+Polar's own fields, in a row or in the file's defaults: `repository` (path or URL of a git repository or bundle, instead
+of an image), `test_command`, `parser`, `workdir`, `timeout_seconds`, `instruction`, `without_image`.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
-from polar_proxy.tasks.evaluation import SwebenchEvaluator
-from polar_proxy.tasks.log_parsers import named_tests
-from polar_proxy.tasks.task import BadTaskError, Environment, Repository, Task
+from polar_proxy.errors import BadTaskError
+from polar_proxy.rewards import SwebenchEvaluator
+from polar_proxy.rewards.swebench import patched_files
+from polar_proxy.tasks.task import Environment, Repository, Task
 from polar_proxy.tasks.task_list import Row, resolve_path
 
 TIMEOUT_SECONDS = 1800.0
-"""The benchmark's own limit of one evaluation."""
-_DIFF = re.compile(r"^diff --git (?:\"?a/)(?P<old>.*?)\"? (?:\"?b/)(?P<new>.*?)\"?$", re.MULTILINE)
-_DATA = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
-# The images of SWE-bench and SWE-Gym hold their Python in an environment of that name.
+"""The benchmark's own time limit of one evaluation."""
+_DATA_SUFFIXES = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
+# The images of SWE-bench and SWE-Gym have their Python in a conda environment of this name.
 _CONDA = "if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate testbed; fi\n"
 _PYTEST = "pytest -rA {test_files}"
-# How the benchmark ran the tests of its own twelve repositories, before its rows said so themselves.
+# How SWE-bench runs the tests of its twelve repositories; rows before version 5 do not say it. (command, log parser)
 COMMANDS: dict[str, tuple[str, str]] = {
     "astropy/astropy": (_PYTEST, "pytest_v2"),
     "django/django": (
@@ -69,23 +68,22 @@ R2E_HIDDEN = (
         )
     ),
 )
-"""Where the images of R2E-Gym keep tests and answers."""
+"""Where the images of R2E-Gym keep tests and answers; hidden from the agent."""
 
 
 def is_swebench_row(row: Row) -> bool:
-    """Whether a row has this shape."""
     return "problem_statement" in row and ("base_commit" in row or "commit_hash" in row)
 
 
 def swebench_task(row: Row, position: int, folder: Path) -> Task:
-    """A task from a row; `repository` is relative to `folder`. Raises `BadTaskError`."""
+    """Make a task from a row; `repository` is relative to `folder`. Raises `BadTaskError`."""
     r2e = "expected_output_json" in row
     task_id = _text(row, "instance_id", required=not r2e)
     repo = _text(row, "repo", required=False) or _text(row, "repo_name", required=r2e)
     if r2e and not task_id:
         task_id = f"{repo}-{_text(row, 'commit_hash')[:12]}"
     statement = _text(row, "problem_statement")
-    evaluation = _r2e(row) if r2e else _evaluation(row, repo)
+    evaluator = _r2e_evaluator(row) if r2e else _evaluator(row, repo)
     return Task(
         task_id=task_id,
         family="swebench",
@@ -96,14 +94,8 @@ def swebench_task(row: Row, position: int, folder: Path) -> Task:
         timeout_seconds=_number(row, "timeout_seconds", TIMEOUT_SECONDS),
         metadata={name: row[name] for name in ("repo", "base_commit", "version", "language") if row.get(name)},
         environment=_environment(row, repo, folder, r2e, task_id),
-        evaluators=(evaluation,),
+        evaluators=(evaluator,),
     )
-
-
-def patched_files(patch: str) -> tuple[str, ...]:
-    """Paths that a git diff touches, old names and new ones, in order."""
-    paths = (path for found in _DIFF.finditer(patch) for path in (found["old"], found["new"]))
-    return tuple(dict.fromkeys(paths))
 
 
 def _environment(row: Row, repo: str, folder: Path, r2e: bool, task_id: str) -> Environment:
@@ -111,7 +103,7 @@ def _environment(row: Row, repo: str, folder: Path, r2e: bool, task_id: str) -> 
     repository = _text(row, "repository", required=False)
     if image is None and not repository:
         raise BadTaskError(
-            "has neither image nor repository: give each row one, or the file a first line "
+            "has neither image nor repository: add one to each row, or begin the file with the line "
             '{"defaults": {"image": "registry/name.{instance_id}:latest"}}'
         )
     if image is not None:
@@ -130,14 +122,14 @@ def _environment(row: Row, repo: str, folder: Path, r2e: bool, task_id: str) -> 
         image=image,
         without_image=bool(row.get("without_image")) and bool(repository),
         repository=Repository(resolve_path(repository, folder), commit) if repository else None,
-        # The row names R2E-Gym's fix; its image stands at the commit before.
+        # R2E-Gym's rows name the commit of the fix; their images hold the commit before it.
         base_commit=None if r2e or repository else commit,
         workdir=workdir or None,
         hide=R2E_HIDDEN if r2e else (),
     )
 
 
-def _evaluation(row: Row, repo: str) -> SwebenchEvaluator:
+def _evaluator(row: Row, repo: str) -> SwebenchEvaluator:
     test_patch = _text(row, "test_patch", required=not row.get("eval_script"))
     config = row.get("install_config") or {}
     if not isinstance(config, dict):
@@ -145,24 +137,26 @@ def _evaluation(row: Row, repo: str) -> SwebenchEvaluator:
     given = row.get("test_command")
     known_command, known_parser = COMMANDS.get(repo, ("", ""))
     if given is None and (listed := config.get("test_cmd")):
-        # Version 1 puts the test files behind its command, version 2 writes them out.
+        # Version 1 appends the test files to its command, version 2 includes them.
         given = listed if isinstance(listed, list) else f"{listed} {{test_files}}"
     given = given or known_command
     command = "\n".join(str(line) for line in given) if isinstance(given, list) else str(given)
     if not command and not row.get("eval_script"):
-        raise BadTaskError(f"no test_command, eval_script or install_config.test_cmd, and {repo!r} is not known here")
+        raise BadTaskError(
+            f"no test_command, eval_script or install_config.test_cmd, and no known command for {repo!r}"
+        )
     parser = row.get("parser") or row.get("log_parser") or config.get("log_parser") or known_parser or "pytest"
     image = not row.get("repository")
     return SwebenchEvaluator(
         test_patch=test_patch,
-        command=(_CONDA if image else "") + _filled(command, test_patch) if command else "",
+        command=(_CONDA if image else "") + _fill_in_tests(command, test_patch) if command else "",
         eval_script=_text(row, "eval_script", required=False) or None,
         parser=str(parser),
         fail_only=row.get("eval_type") == "fail_only",
     )
 
 
-def _r2e(row: Row) -> SwebenchEvaluator:
+def _r2e_evaluator(row: Row) -> SwebenchEvaluator:
     expected = row["expected_output_json"]
     try:
         table = json.loads(expected) if isinstance(expected, str) else expected
@@ -170,14 +164,14 @@ def _r2e(row: Row) -> SwebenchEvaluator:
     except (json.JSONDecodeError, AttributeError):
         raise BadTaskError("expected_output_json: must be an object of test and verdict") from None
     if not verdicts:
-        raise BadTaskError("expected_output_json: names no test; any result would be right")
-    # The image keeps the tests outside of the repository and its script looks for them inside.
+        raise BadTaskError("expected_output_json: must name at least one test; else any result passes")
+    # The image keeps the tests outside the repository, but its script looks for them inside.
     command = "[ -e r2e_tests ] || ln -s /r2e_tests r2e_tests\nbash run_tests.sh"
     return SwebenchEvaluator(command=command, parser="r2e", expected=verdicts)
 
 
-def _filled(command: str, test_patch: str) -> str:
-    files = [path for path in patched_files(test_patch) if not path.endswith(_DATA)]
+def _fill_in_tests(command: str, test_patch: str) -> str:
+    files = [path for path in patched_files(test_patch) if not path.endswith(_DATA_SUFFIXES)]
     modules = [path.removeprefix("tests/").removesuffix(".py").replace("/", ".") for path in files]
     return command.replace("{test_files}", shlex.join(files)).replace("{test_modules}", shlex.join(modules))
 
@@ -207,3 +201,19 @@ def _tests(row: Row, name: str) -> tuple[str, ...]:
         return named_tests(row[name])
     except BadTaskError as error:
         raise BadTaskError(f"{name}: {error}") from None
+
+
+def named_tests(value: object) -> tuple[str, ...]:
+    """Read FAIL_TO_PASS and its like: a list in some data sets, the JSON text of a list in others.
+
+    Raises `BadTaskError`.
+    """
+    if isinstance(value, str):
+        text = value
+        try:
+            value = json.loads(text) if text.strip() else []
+        except json.JSONDecodeError:
+            raise BadTaskError(f"is text, but not a JSON list: {text[:60]!r}") from None
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise BadTaskError("must be a list of test names")
+    return tuple(value)

@@ -1,63 +1,62 @@
-"""What a task is.
+"""What a task is, and the checks that every task must pass.
 
-A task is pure data: it names no harness and no engine, and no sandbox beyond what it needs of one. The promise of a
-source is that the same seed gives the same task, byte for byte, on every machine and Python version.
+A task is data: it names no harness and no engine, and of the sandbox only what it needs. A task source promises that
+the same seed gives the same task, byte for byte, on every machine and Python version.
 """
 
 from __future__ import annotations
 
+import math
+import posixpath
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from polar_proxy.errors import UsageError
-from polar_proxy.tasks.evaluation import Evaluator, HiddenTestsEvaluator
+from pydantic import TypeAdapter, ValidationError
 
-
-class UnknownTaskFamilyError(LookupError):
-    """No source has this name; the message lists those that exist."""
-
-
-class BadTaskError(UsageError):
-    """One task of a source cannot be used; the text says why, its caller knows which task."""
+from polar_proxy.errors import BadTaskError
+from polar_proxy.rewards import AnyEvaluator, HiddenTestsEvaluator, check_relative_path
+from polar_proxy.types import Json
 
 
 @dataclass(frozen=True)
 class Repository:
-    """A git repository of this machine, or one that it can fetch."""
+    """A git repository on this machine, or one that it can fetch."""
 
     source: str
-    """Path of a repository or of a bundle, or a URL that git understands."""
+    """Path of a repository or of a bundle, or a URL for git."""
     commit: str
-    """The commit that the agent begins at; its ancestors are all that the agent can see."""
+    """The commit at which the agent starts. The agent sees this commit and its ancestors, and no other."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a task needs of the place in which the agent works. The default is an empty sandbox of any kind."""
+    """What a task needs of its sandbox. The default is an empty sandbox of any kind."""
 
     image: str | None = None
-    """Image of a docker sandbox; it holds the workspace at `workdir`."""
+    """Docker image that holds the workspace at `workdir`."""
     build: str | None = None
-    """Folder of this machine with a Dockerfile, of which the image is made (once for each content)."""
+    """Folder on this machine with a Dockerfile from which the image is built, once for each content."""
     without_image: bool = False
-    """The task can do without `image` and `build`: then `files` are the workspace, in any sandbox that has its own
-    file system."""
+    """The task also runs without `image` and `build`, in any sandbox that has its own file system. The workspace then
+    consists of `files`."""
     repository: Repository | None = None
-    """The workspace is this repository, with the history up to its commit and nothing later."""
+    """The workspace is this repository, with its history up to the commit and nothing later."""
     base_commit: str | None = None
-    """Commit in the image's own repository at which history ends; None: where its HEAD stands."""
+    """Commit at which the history of the image's own repository ends; None: its HEAD."""
     workdir: str | None = None
-    """Absolute path of the workspace; None: the sandbox's own."""
+    """Absolute path of the workspace; None: the sandbox's default."""
     folders: tuple[str, ...] = ()
-    """Empty writable folders beside it, absolute."""
+    """Absolute paths of further empty, writable folders."""
     hide: tuple[str, ...] = ()
-    """What of the image the agent must not see, absolute: removed before it starts."""
+    """Absolute paths in the image that are removed before the agent starts, because it must not see them."""
     snapshot: bool = False
-    """The workspace is handed over as it is and not as a git repository. What changed is told from a snapshot kept
-    apart, files that git would ignore included; a repository that it holds is neither cleaned nor compared."""
+    """The agent gets the workspace unchanged and not as a git repository. Its changes are found by comparison with a
+    snapshot outside the workspace, which includes files that git would ignore. A repository inside the workspace is
+    neither cleaned nor compared."""
     executable: tuple[str, ...] = ()
-    """Which of the task's `files` are programs (mode 755)."""
+    """Which of the task's `files` are executable (mode 755)."""
     env: Mapping[str, str] = field(default_factory=dict)
     memory_mb: int | None = None
     cpus: float | None = None
@@ -69,35 +68,41 @@ class Environment:
 
 @dataclass(frozen=True)
 class Task:
-    """One thing an agent is asked to do, with the means to judge the result."""
+    """One thing an agent is asked to do, and how the result is judged."""
 
     task_id: str
     """Unique and stable, for example ``swe-task-42``."""
     family: str
-    """Name of the source that made it."""
+    """Name of the source that it comes from."""
     seed: int
-    """The seed that reproduces it within its family; in a file or folder of tasks its position, from 0."""
+    """The seed that reproduces it within its family; in a file or folder of tasks, its position from 0."""
     instruction: str
-    """What the agent is told, in plain language."""
+    """The prompt for the agent."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Workspace at the start, relative POSIX path to text; the rollout commits it to git."""
+    """The workspace at the start: text by relative POSIX path. The rollout commits it to git."""
     hidden_files: Mapping[str, str] = field(default_factory=dict)
-    """Written over the patched workspace in the fresh evaluation sandbox; the agent never sees them."""
+    """Written over the patched workspace in a fresh evaluation sandbox. The agent never sees them."""
     test_command: tuple[str, ...] = ()
-    """Run in the root of the evaluated workspace; a log parser reads its output."""
+    """Runs in the root of the evaluated workspace; a log parser reads its output."""
     fail_to_pass: tuple[str, ...] = ()
     """Test ids that fail before the fix and must pass after it."""
     pass_to_pass: tuple[str, ...] = ()
     """Test ids that pass before the fix and must still pass."""
     timeout_seconds: float = 60.0
-    """Limit of each evaluator's command, wall clock."""
+    """Wall-clock limit of each evaluator's command."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Facts about the instance for people and reports; JSON values only, and never shown to the agent."""
+    """JSON values for people and reports, never shown to the agent. Polar reads `stop_when` and `train_timed_out`."""
     environment: Environment = field(default_factory=Environment)
-    evaluators: tuple[Evaluator, ...] = field(default_factory=lambda: (HiddenTestsEvaluator(),))
-    """How the result is judged; of several the reward is the mean by weight."""
+    evaluators: tuple[AnyEvaluator, ...] = field(default_factory=lambda: (HiddenTestsEvaluator(),))
+    """How the result is judged. The reward of several evaluators is their weighted mean."""
     agent_seconds: float | None = None
-    """The task's own limit of the agent's time, wall clock; the run's own limit holds as well."""
+    """The task's wall-clock limit for the agent; the run's own limit applies as well."""
+
+    @property
+    def base_commit(self) -> str | None:
+        """The commit at which the agent starts; None: the HEAD of the image's repository, or there is no history."""
+        repository = self.environment.repository
+        return repository.commit if repository else self.environment.base_commit
 
 
 @runtime_checkable
@@ -107,5 +112,64 @@ class TaskSource(Protocol):
     name: str
 
     def task(self, seed: int) -> Task:
-        """Return the task of `seed` (0 or more). The same seed gives an equal task, always."""
+        """Return the task of `seed` (0 or more). The same seed always gives an equal task."""
         ...
+
+
+class UnknownTaskFamilyError(LookupError):
+    """No source has this name; the message lists those that exist."""
+
+
+def task_to_json(task: Task) -> Json:
+    """Return the whole task as JSON values."""
+    return asdict(task)
+
+
+def task_from_json(value: Json) -> Task:
+    """Read what `task_to_json` wrote. Raises `BadTaskError` for a task that this version cannot read."""
+    try:
+        return TypeAdapter(Task).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise BadTaskError(f"{'.'.join(str(part) for part in first['loc'])}: {first['msg'].lower()}") from None
+
+
+def check_task(task: Task) -> None:
+    """Raise `BadTaskError`, naming the field, for a task that would fail later or be judged wrongly."""
+    if not task.task_id or any(letter.isspace() for letter in task.task_id):
+        raise BadTaskError("task_id: must be text without spaces")
+    if not task.instruction.strip():
+        raise BadTaskError("instruction: is empty")
+    _check_positive("timeout_seconds", task.timeout_seconds)
+    if task.agent_seconds is not None:
+        _check_positive("agent_seconds", task.agent_seconds)
+    for name in task.files:
+        check_relative_path("files", name)
+    for name in task.hidden_files:
+        check_relative_path("hidden_files", name)
+    if not task.evaluators:
+        raise BadTaskError("evaluators: is empty")
+    for evaluator in task.evaluators:
+        _check_positive(f"{evaluator.kind}: weight", evaluator.weight)
+        evaluator.check(task)
+    _check_environment(task.environment, task)
+
+
+def _check_positive(field_name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise BadTaskError(f"{field_name}: must be above 0, not {value}")
+
+
+def _check_environment(environment: Environment, task: Task) -> None:
+    paths = (*environment.folders, *environment.hide, *([environment.workdir] if environment.workdir else []))
+    for path in paths:
+        if not posixpath.isabs(path) or posixpath.normpath(path) == "/":
+            raise BadTaskError(f"environment: {path!r} must be absolute and not /")
+    if environment.repository is not None:
+        source = environment.repository.source
+        if "://" not in source and not Path(source).exists():
+            raise BadTaskError(f"environment.repository: {source} does not exist")
+        if task.files:
+            raise BadTaskError("files: the repository is the workspace already; give files or repository, not both")
+    if environment.build is not None and not (Path(environment.build) / "Dockerfile").is_file():
+        raise BadTaskError(f"environment.build: {environment.build} has no Dockerfile")

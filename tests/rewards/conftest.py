@@ -1,4 +1,4 @@
-"""Agents that are one command, in a real sandbox, judged by a task's own evaluators."""
+"""Runs a shell script as the agent in a real sandbox and scores it with the task's evaluators."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from sandboxes import Mount, available, images, open_sandbox
 from sandboxes.base import SandboxKind
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
-Try = Callable[..., Awaitable[Score]]
-USABLE = {item.kind: item for item in available()}
+ScriptRunner = Callable[..., Awaitable[Score]]
+AVAILABLE = {item.kind: item for item in available()}
 
 
 def needs(kind: SandboxKind) -> Any:
-    """The kind as a parameter that skips, saying what to install, where there is no such sandbox."""
-    item = USABLE[kind]
+    """Return the kind as a test parameter that is skipped if there is no such sandbox, with the reason."""
+    item = AVAILABLE[kind]
     skip = pytest.mark.skipif(not item.ok, reason=f"{kind}: {item.why_not}. {item.how_to_get}")
     return pytest.param(kind, marks=[skip, pytest.mark.full] if kind == "docker" else [skip])
 
 
 def with_local_image(folder: Path, copy: Path) -> Path:
-    """A copy of a Harbor folder whose Dockerfile begins with the default image of sandboxes: no registry is asked."""
+    """Copy a Harbor folder and base its Dockerfile on the default image of sandboxes, so that no registry is needed."""
     shutil.copytree(folder, copy)
     dockerfile = copy / "environment" / "Dockerfile"
     dockerfile.write_text(dockerfile.read_text().replace("python:3.12-slim", images.tag()))
@@ -39,26 +39,26 @@ def with_local_image(folder: Path, copy: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sandboxes are registered, and bundles kept, below the temporary directory."""
+    """Keep the register of sandboxes and the bundles below the temporary directory."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", None)
 
 
 @pytest.fixture
-def attempt() -> Try:
-    """`await attempt(task, "shell script of the agent", kind)`: its score. `mount`: what the script may read."""
+def run_script() -> ScriptRunner:
+    """Return a function that runs a script on a task and returns its score; the script may read the folder `mount`."""
 
     async def run(task: Task, script: str, kind: SandboxKind = "process", *, mount: Path | None = None) -> Score:
-        environments = TaskSandboxes(kind)
+        task_sandboxes = TaskSandboxes(kind)
         mounts = (Mount(mount, str(mount)),) if mount else ()
-        spec = await environments.spec(task, memory_mb=1024, labels={}, mounts=mounts)
+        spec = await task_sandboxes.spec(task, memory_mb=1024, labels={}, mounts=mounts)
         async with await open_sandbox(kind, spec) as sandbox:
-            base = await prepare_workspace(task, sandbox, await environments.bundle(task))
+            base = await prepare_workspace(task, sandbox, await task_sandboxes.bundle(task))
             done = await sandbox.exec(("sh", "-c", script), timeout=60)
             assert done.exit_code == 0, done.stderr
             await sandbox.kill_all()
             patch, _ = await read_patch(sandbox, base, snapshot=task.environment.snapshot)
-        return await evaluate(EvaluationInput(task, patch, 0), lambda: environments.fresh(task, {}))
+        return await evaluate(EvaluationInput(task, patch, 0), lambda: task_sandboxes.fresh(task, {}))
 
     return run

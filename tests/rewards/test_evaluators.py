@@ -1,4 +1,4 @@
-"""`tests`, `command` and `python`, several together, and the difference between no reward and 0."""
+"""The evaluators `tests`, `command` and `python`, their combination, and the difference between no reward and 0."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from polar_proxy.rewards import (
+    CommandEvaluator,
     EvaluationInput,
     EvaluatorError,
+    HiddenTestsEvaluator,
+    PythonEvaluator,
     Score,
     Workspace,
     combine_scores,
@@ -17,11 +20,9 @@ from polar_proxy.rewards import (
     reward_source,
     scoring_seconds,
 )
-from polar_proxy.rewards.python import python
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.tasks import Task, get_source
-from polar_proxy.tasks.evaluation import CommandEvaluator, HiddenTestsEvaluator, PythonEvaluator
-from tests.rewards.conftest import EXAMPLES, Try, needs
+from tests.rewards.conftest import EXAMPLES, ScriptRunner, needs
 
 SOURCE = get_source(str(EXAMPLES / "jsonl" / "tasks.jsonl"))
 GREET, SORTED, SHORT = (SOURCE.task(number) for number in range(3))
@@ -29,28 +30,28 @@ FIX = "printf 'import sys\\nprint(f\"Hello, {sys.argv[1]}!\")\\n' >greet.py"
 
 
 @pytest.mark.parametrize("kind", [needs("process"), needs("bubblewrap")])
-async def test_named_tests(attempt: Try, kind: str) -> None:
-    assert (await attempt(GREET, FIX, kind)).reward == 1.0
-    idle = await attempt(GREET, "true", kind)
+async def test_scores_by_named_tests(run_script: ScriptRunner, kind: str) -> None:
+    assert (await run_script(GREET, FIX, kind)).reward == 1.0
+    idle = await run_script(GREET, "true", kind)
     assert (idle.reward, idle.detail["missed"]) == (0.0, ["test_greet.TestGreet.test_name"])
-    # A hidden test is written over what the agent put in its place.
-    assert (await attempt(GREET, f"echo 'x = 1' >test_greet.py; {FIX}", kind)).reward == 1.0
+    # Hidden tests overwrite files that the agent puts in their place.
+    assert (await run_script(GREET, f"echo 'x = 1' >test_greet.py; {FIX}", kind)).reward == 1.0
 
 
-async def test_a_task_whose_tests_are_green_before_the_fix_gives_no_reward(attempt: Try) -> None:
+async def test_gives_no_reward_if_the_tests_pass_before_the_fix(run_script: ScriptRunner) -> None:
     fixed = replace(GREET, files={"greet.py": 'import sys\nprint(f"Hello, {sys.argv[1]}!")\n'})
-    score = await attempt(fixed, "true")
+    score = await run_script(fixed, "true")
     assert score.reward is None
     assert score.detail["already_green"] == ["test_greet.TestGreet.test_name"]
     unchecked = replace(fixed, evaluators=(HiddenTestsEvaluator(),))
-    assert (await attempt(unchecked, "true")).reward == 1.0
+    assert (await run_script(unchecked, "true")).reward == 1.0
 
 
-async def test_a_command_by_its_exit_status(attempt: Try) -> None:
-    assert (await attempt(SORTED, "sort words.txt >sorted.txt")).reward == 1.0
-    assert (await attempt(SORTED, "cp words.txt sorted.txt")).reward == 0.0
+async def test_scores_by_exit_status(run_script: ScriptRunner) -> None:
+    assert (await run_script(SORTED, "sort words.txt >sorted.txt")).reward == 1.0
+    assert (await run_script(SORTED, "cp words.txt sorted.txt")).reward == 0.0
     slow = replace(SORTED, timeout_seconds=0.3, evaluators=(CommandEvaluator(("sleep", "30")),))
-    assert (await attempt(slow, "true")).reward == 0.0
+    assert (await run_script(slow, "true")).reward == 0.0
 
 
 @pytest.mark.parametrize(
@@ -63,99 +64,99 @@ async def test_a_command_by_its_exit_status(attempt: Try) -> None:
         ("echo inf", None),
     ],
 )
-async def test_a_command_by_its_last_line(attempt: Try, script: str, reward: float | None) -> None:
+async def test_scores_by_last_line(run_script: ScriptRunner, script: str, reward: float | None) -> None:
     own = replace(
         SORTED, evaluators=(CommandEvaluator(("sh", "judge.sh"), files={"judge.sh": script}, reward="last_line"),)
     )
-    score = await attempt(own, "echo 'echo 1' >judge.sh")
+    score = await run_script(own, "echo 'echo 1' >judge.sh")
     assert score.reward == reward
     assert ("no_reward" in score.detail) == (reward is None)
     assert (
-        await attempt(replace(own, evaluators=(CommandEvaluator(("false",), reward="last_line"),)), "true")
+        await run_script(replace(own, evaluators=(CommandEvaluator(("false",), reward="last_line"),)), "true")
     ).reward is None
 
 
-async def test_several_by_weight(attempt: Try) -> None:
-    score = await attempt(SHORT, "echo 'print(42)' >answer.py")
+async def test_several_evaluators_give_their_weighted_mean(run_script: ScriptRunner) -> None:
+    score = await run_script(SHORT, "echo 'print(42)' >answer.py")
     assert score.reward == pytest.approx((3 * 1.0 + 1 * 0.9) / 4)
     assert [part["kind"] for part in score.detail["parts"]] == ["command", "python"]
     assert reward_source(SHORT) == "command+python"
-    wrong = await attempt(SHORT, "echo 'print(41)' >answer.py")
+    wrong = await run_script(SHORT, "echo 'print(41)' >answer.py")
     assert wrong.reward == pytest.approx(0.9 / 4)
 
 
-async def test_a_part_without_a_reward_leaves_the_whole_without_one(attempt: Try) -> None:
+async def test_one_missing_reward_leaves_no_reward(run_script: ScriptRunner) -> None:
     silent = CommandEvaluator(("true",), reward="last_line")
-    score = await attempt(replace(SORTED, evaluators=(*SORTED.evaluators, silent)), "sort words.txt >sorted.txt")
+    score = await run_script(replace(SORTED, evaluators=(*SORTED.evaluators, silent)), "sort words.txt >sorted.txt")
     assert score.reward is None
     assert [part["reward"] for part in score.detail["parts"]] == [1.0, None]
 
 
 @pytest.mark.parametrize("number", [0, 1])
-async def test_a_patch_that_does_not_apply_is_bad_work(number: int) -> None:
+async def test_a_patch_that_does_not_apply_scores_0(number: int) -> None:
     task = SOURCE.task(number)
-    environments = TaskSandboxes("process")
+    task_sandboxes = TaskSandboxes("process")
     for patch in (
         b"no patch at all",
         b"--- a/../x\n+++ b/../x\n@@ -0,0 +1 @@\n+x\n",
         b"diff --git a/.git/config b/.git/config\nnew file mode 100644\n"
         b"--- /dev/null\n+++ b/.git/config\n@@ -0,0 +1 @@\n+x\n",
     ):
-        score = await evaluate(EvaluationInput(task, patch, 0), lambda: environments.fresh(task, {}))
+        score = await evaluate(EvaluationInput(task, patch, 0), lambda: task_sandboxes.fresh(task, {}))
         assert (score.reward, score.detail["patch_applied"]) == (0.0, False)
 
 
-# ---------------------------------------------------------------- python
+def patch_length(work: EvaluationInput, factor: float = 1.0) -> float:
+    return factor * len(work.patch)
 
 
-def whole(attempt: EvaluationInput, factor: float = 1.0) -> float:
-    return factor * len(attempt.patch)
-
-
-def nothing(attempt: EvaluationInput) -> None:
+def no_reward(work: EvaluationInput) -> None:
     return None
 
 
-def by_call(attempt: EvaluationInput) -> Score:
-    return Score(None, {"why": "calls only"}, calls={call.call_id: 0.5 for call in attempt.calls})
+def by_call(work: EvaluationInput) -> Score:
+    return Score(None, {"why": "calls only"}, calls={call.call_id: 0.5 for call in work.calls})
 
 
-def stranger(attempt: EvaluationInput) -> Score:
+def unknown_call(work: EvaluationInput) -> Score:
     return Score(1.0, calls={"call-of-another-run": 1.0})
 
 
-def broken(attempt: EvaluationInput) -> float:
+def broken(work: EvaluationInput) -> float:
     raise ValueError("a bug")
 
 
-def infinite(attempt: EvaluationInput) -> float:
+def infinite(work: EvaluationInput) -> float:
     return float("inf")
 
 
-async def reads(attempt: EvaluationInput, workspace: Workspace) -> float:
+async def counts_lines(work: EvaluationInput, workspace: Workspace) -> float:
     return float((await workspace.read(f"{workspace.workdir}/words.txt")).count(b"\n"))
 
 
-def judged_by(name: str, **options: object) -> Task:
+def task_with_function(name: str, **options: object) -> Task:
     return replace(SORTED, evaluators=(PythonEvaluator(f"{__name__}:{name}", options=options),))
 
 
-async def test_python_functions(attempt: Try) -> None:
-    assert (await attempt(judged_by("whole"), "true")).reward == 0.0
-    assert (await attempt(judged_by("whole", factor=0.5), "echo x >y")).reward > 10
-    assert (await attempt(judged_by("nothing"), "true")).reward is None
-    assert (await attempt(judged_by("reads"), "echo z >>words.txt")).reward == 4.0
-    for name, words in (("broken", "ValueError: a bug"), ("infinite", "finite"), ("stranger", "no call of this")):
+async def test_scores_by_python_function(run_script: ScriptRunner) -> None:
+    assert (await run_script(task_with_function("patch_length"), "true")).reward == 0.0
+    assert (await run_script(task_with_function("patch_length", factor=0.5), "echo x >y")).reward > 10
+    assert (await run_script(task_with_function("no_reward"), "true")).reward is None
+    assert (await run_script(task_with_function("counts_lines"), "echo z >>words.txt")).reward == 4.0
+    for name, words in (
+        ("broken", "ValueError: a bug"),
+        ("infinite", "finite"),
+        ("unknown_call", "no call of this"),
+    ):
         with pytest.raises(EvaluatorError, match=words):
-            await attempt(judged_by(name), "true")
+            await run_script(task_with_function(name), "true")
 
 
-async def test_single_calls_are_rewarded() -> None:
+async def test_rewards_single_calls() -> None:
     calls = [SimpleNamespace(call_id=name) for name in ("call-1", "call-2")]
-    task = judged_by("by_call")
-    evaluation = task.evaluators[0]
-    assert isinstance(evaluation, PythonEvaluator)
-    score = await python(evaluation, EvaluationInput(task, b"", 0, calls), lambda: pytest.fail("no sandbox is needed"))  # type: ignore[arg-type]
+    task = task_with_function("by_call")
+    work = EvaluationInput(task, b"", 0, calls)  # type: ignore[arg-type]
+    score = await task.evaluators[0].score(work, lambda: pytest.fail("no sandbox is needed"))
     assert (score.reward, score.calls) == (None, {"call-1": 0.5, "call-2": 0.5})
     both = combine_scores(
         (PythonEvaluator("a:b", weight=1), PythonEvaluator("a:b", weight=3)),
@@ -165,7 +166,7 @@ async def test_single_calls_are_rewarded() -> None:
     assert both.calls == {"call-1": 0.25, "call-2": None}
 
 
-def test_the_budget_counts_every_run_of_the_tests() -> None:
+def test_scoring_seconds_count_every_run() -> None:
     assert scoring_seconds(SORTED) == 30
     assert scoring_seconds(SHORT) == 60
     assert scoring_seconds(GREET) == 60  # before and after

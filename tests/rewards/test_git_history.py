@@ -48,11 +48,11 @@ def nothing_later(seen: dict[str, str], log: list[str]) -> None:
 @pytest.mark.parametrize("kind", [needs("process"), needs("bubblewrap")])
 async def test_a_repository_at_hand_ends_at_its_base_commit(kind: str) -> None:
     task = get_source(str(ROWS / "rows.jsonl")).task(0)
-    environments = TaskSandboxes(kind)  # type: ignore[arg-type]
-    spec = await environments.spec(task, memory_mb=512, labels={})
-    bundle = await environments.bundle(task)
-    assert bundle == await environments.bundle(task)
-    async with await open_sandbox(environments.kind, spec) as sandbox:
+    task_sandboxes = TaskSandboxes(kind)  # type: ignore[arg-type]
+    spec = await task_sandboxes.spec(task, memory_mb=512, labels={})
+    bundle = await task_sandboxes.bundle(task)
+    assert bundle == await task_sandboxes.bundle(task)
+    async with await open_sandbox(task_sandboxes.kind, spec) as sandbox:
         base = await prepare_workspace(task, sandbox, bundle)
         assert task.environment.repository is not None
         assert base == task.environment.repository.commit
@@ -70,20 +70,20 @@ async def test_a_folder_is_a_repository_as_well_and_stays_as_it_is(tmp_path: Pat
     run(tmp_path, "clone", "-q", str(ROWS / "tally.bundle"), str(source))
     before = run(source, "for-each-ref")
     task = Task("x", "x", 0, "x", environment=Environment(repository=Repository(str(source), "v1.0~1")))
-    environments = TaskSandboxes("process")
+    task_sandboxes = TaskSandboxes("process")
     async with await open_sandbox("process") as sandbox:
-        base = await prepare_workspace(task, sandbox, await environments.bundle(task))
+        base = await prepare_workspace(task, sandbox, await task_sandboxes.bundle(task))
         assert base == run(source, "rev-parse", "v1.0~1")
         nothing_later(await told(sandbox), ["Shares of the whole", "most_common: most frequent first", "Count items"])
     assert run(source, "for-each-ref") == before
     # A URL is fetched from; here it is one of this machine.
     remote = Task("x", "x", 0, "x", environment=Environment(repository=Repository(source.as_uri(), base)))
     async with await open_sandbox("process") as sandbox:
-        assert await prepare_workspace(remote, sandbox, await environments.bundle(remote)) == base
+        assert await prepare_workspace(remote, sandbox, await task_sandboxes.bundle(remote)) == base
         assert len((await told(sandbox))["log"].splitlines()) == 3
     missing = Task("x", "x", 0, "x", environment=Environment(repository=Repository(str(source), "0" * 40)))
     with pytest.raises(WorkspaceError, match="cannot be read"):
-        await environments.bundle(missing)
+        await task_sandboxes.bundle(missing)
 
 
 @pytest.mark.parametrize("detached", [False, True])

@@ -30,7 +30,7 @@ def polar(*arguments: str, code: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", [needs("bubblewrap")])
 @pytest.mark.parametrize(("agent", "reward"), [(SOLVE, 1.0), ("shell:true", 0.0)])
-async def test_a_harbor_folder(polar_home: Path, kind: str, agent: str, reward: float) -> None:
+async def test_runs_a_harbor_folder(polar_home: Path, kind: str, agent: str, reward: float) -> None:
     (row,) = polar(str(HARBOR), "--sandbox", kind, "--harness", agent)["rollouts"]
     assert (row["task_id"], row["status"], row["reward"]) == ("polar/running-mean", "done", reward)
     async with open_store(f"sqlite:///{polar_home}/polar.db", create=False) as store:
@@ -40,12 +40,12 @@ async def test_a_harbor_folder(polar_home: Path, kind: str, agent: str, reward: 
 
 @pytest.mark.parametrize("kind", [needs("process"), needs("bubblewrap")])
 @pytest.mark.parametrize(("agent", "reward"), [(APPLY, 1.0), ("shell:true", 0.0)])
-def test_a_swebench_row(polar_home: Path, kind: str, agent: str, reward: float) -> None:
+def test_runs_a_swebench_row(polar_home: Path, kind: str, agent: str, reward: float) -> None:
     (row,) = polar(str(ROWS / "rows.jsonl"), "--seed", "0", "--sandbox", kind, "--harness", agent)["rollouts"]
     assert (row["task_id"], row["status"], row["reward"]) == ("example__tally-1", "done", reward)
 
 
-async def test_a_file_with_bad_tasks_runs_the_good_ones(polar_home: Path, tmp_path: Path) -> None:
+async def test_runs_the_good_tasks_of_a_file_with_bad_ones(polar_home: Path, tmp_path: Path) -> None:
     file = tmp_path / "mixed.jsonl"
     good = (EXAMPLES / "jsonl" / "tasks.jsonl").read_text().splitlines()
     file.write_text("\n".join([good[0], good[1], "{", '{"task_id": "no-words", "instruction": " "}', good[2]]))
@@ -60,7 +60,7 @@ async def test_a_file_with_bad_tasks_runs_the_good_ones(polar_home: Path, tmp_pa
     assert "mixed.jsonl:4 (no-words): instruction: is empty" in " ".join(refused.split())
 
 
-async def test_a_rollout_without_a_reward_keeps_null(polar_home: Path, tmp_path: Path) -> None:
+async def test_stores_null_for_a_missing_reward(polar_home: Path, tmp_path: Path) -> None:
     task = {
         "task_id": "t",
         "instruction": "Do.",
@@ -75,8 +75,8 @@ async def test_a_rollout_without_a_reward_keeps_null(polar_home: Path, tmp_path:
         assert "printed nothing" in stored.detail["no_reward"]
 
 
-async def test_calls_are_rewarded_one_by_one(polar_home: Path, tmp_path: Path) -> None:
-    """An instance of the family as a row, with a judge of single calls beside its tests."""
+async def test_stores_rewards_of_single_calls(polar_home: Path, tmp_path: Path) -> None:
+    """Runs a `swe-task` instance as a row, with its tests and a function that rewards single calls."""
     row = task_to_json(get_source("swe-task").task(0))
     del row["seed"]
     judge = {"kind": "python", "weight": 1, "function": "examples.tasks.judges:brevity", "options": {"limit": 10_000}}

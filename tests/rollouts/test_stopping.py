@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.errors import UsageError
+from polar_proxy.errors import BadTaskError, UsageError
 from polar_proxy.rollouts.early_stop import EarlyStopCheck, early_stop_check, stop_early
 from polar_proxy.rollouts.stopping import GROUP_POLICIES, NAMES, get_group_policy
-from polar_proxy.tasks import BadTaskError
 from sandboxes import SandboxError
 
 

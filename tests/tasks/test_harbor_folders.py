@@ -1,4 +1,4 @@
-"""Harbor folders: what is read, what is refused, and what a Dockerfile says without docker."""
+"""Reading Harbor folders, refusing unsupported ones, and reading Dockerfiles without docker."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from polar_proxy.errors import BadTaskError
+from polar_proxy.rewards import HarborEvaluator
 from polar_proxy.tasks import TaskList, get_source
 from polar_proxy.tasks.dockerfile import read_dockerfile
-from polar_proxy.tasks.evaluation import HarborEvaluator
-from polar_proxy.tasks.task import BadTaskError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tasks" / "harbor" / "running-mean"
 
@@ -27,7 +27,7 @@ def read(folder: Path) -> TaskList:
     return found
 
 
-def test_the_example() -> None:
+def test_reads_the_example() -> None:
     task = read(EXAMPLE).task(0)
     assert (task.task_id, task.family, task.agent_seconds, task.timeout_seconds) == (
         "polar/running-mean",
@@ -40,13 +40,13 @@ def test_the_example() -> None:
     environment = task.environment
     assert (environment.workdir, environment.folders, environment.memory_mb) == ("/app", ("/tests", "/logs"), 1024)
     assert not environment.needs_image
-    # Neither tests nor solution are anywhere that the agent gets to see.
-    (evaluation,) = task.evaluators
-    assert isinstance(evaluation, HarborEvaluator)
+    # The agent sees neither tests nor solution.
+    (evaluator,) = task.evaluators
+    assert isinstance(evaluator, HarborEvaluator)
     assert not any("judge" in text or "solve" in text for text in (*task.files, *task.files.values()))
 
 
-def test_without_the_declaration_the_dockerfile_needs_docker(folder: Path) -> None:
+def test_a_dockerfile_needs_docker_unless_the_task_declares_otherwise(folder: Path) -> None:
     text = (folder / "task.toml").read_text()
     (folder / "task.toml").write_text(text.replace("without_image = true", ""))
     task = read(folder).task(0)
@@ -62,16 +62,16 @@ def test_without_the_declaration_the_dockerfile_needs_docker(folder: Path) -> No
         ("task.toml", '[[steps]]\nname = "a"', "steps: several steps is not supported"),
         ("task.toml", "[environment]\ngpus = 1", "environment.gpus: GPUs is not supported"),
         ("task.toml", '[environment]\nos = "windows"', "only linux"),
-        ("task.toml", '[environment]\nmemory = "much"', "is no size"),
+        ("task.toml", '[environment]\nmemory = "much"', "is not a size"),
         ("task.toml", '[verifier]\nenvironment_mode = "separate"', "separate is not supported"),
-        ("task.toml", '[verifier.env]\nKEY = "${KEY}"', "takes a variable of the host"),
+        ("task.toml", '[verifier.env]\nKEY = "${KEY}"', "variables of the host are not passed on"),
         ("task.toml", '[agent]\ntimeout_sec = "long"', "must be a number"),
         ("instruction.md", "", "instruction: is empty"),
         ("environment/docker-compose.yaml", "services:", "docker compose is not supported"),
-        ("trajectory.json", "{}", "a conversation to go on with is not supported"),
+        ("trajectory.json", "{}", "continuing a conversation is not supported"),
     ],
 )
-def test_bad_folders_are_refused_and_the_others_run(folder: Path, file: str, text: str, words: str) -> None:
+def test_refuses_bad_folders_and_reads_the_others(folder: Path, file: str, text: str, words: str) -> None:
     other = folder.parent / "two"
     shutil.copytree(folder, other)
     (other / "task.toml").write_text('[task]\nname = "polar/two"\n')
@@ -83,24 +83,21 @@ def test_bad_folders_are_refused_and_the_others_run(folder: Path, file: str, tex
     assert [found.task(seed).task_id for seed in found.seeds] == ["polar/two"]
 
 
-def test_what_is_missing_is_named(folder: Path) -> None:
+def test_names_missing_files(folder: Path) -> None:
     for name in ("tests/test.sh", "environment/Dockerfile", "instruction.md"):
         (folder / name).rename(folder / "away")
         assert Path(name).name in read(folder).refused[0].reason
         (folder / "away").rename(folder / name)
     (folder / "task.toml").unlink()
-    assert read(folder.parent).refused[0].reason == "task.toml: there is none"
+    assert read(folder.parent).refused[0].reason == "task.toml: there is no such file"
 
 
-def test_links_are_refused(folder: Path) -> None:
+def test_refuses_links(folder: Path) -> None:
     (folder / "tests" / "link").symlink_to("/etc/passwd")
     assert "is a link" in read(folder).refused[0].reason
 
 
-# ---------------------------------------------------------------- Dockerfiles
-
-
-def layout(tmp_path: Path, text: str) -> object:
+def workspace_of(tmp_path: Path, text: str) -> object:
     (tmp_path / "src" / "deep").mkdir(parents=True, exist_ok=True)
     (tmp_path / "src" / "deep" / "a.py").write_text("a")
     (tmp_path / "run.sh").write_text("r")
@@ -108,7 +105,7 @@ def layout(tmp_path: Path, text: str) -> object:
     (tmp_path / "image.png").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "Dockerfile").write_text(text)
     found = read_dockerfile(tmp_path)
-    return found.workdir, found.files, found.programs, found.env
+    return found.workdir, found.files, found.executable, found.env
 
 
 @pytest.mark.parametrize(
@@ -125,8 +122,8 @@ def layout(tmp_path: Path, text: str) -> object:
          ("/a", {}, (), {"A": "1", "B": "2 3", "C": "4"})),
     ],
 )  # fmt: skip
-def test_what_a_dockerfile_puts_into_the_workspace(tmp_path: Path, text: str, expected: object) -> None:
-    assert layout(tmp_path, text) == expected
+def test_reads_the_workspace_of_a_dockerfile(tmp_path: Path, text: str, expected: object) -> None:
+    assert workspace_of(tmp_path, text) == expected
 
 
 @pytest.mark.parametrize(
@@ -138,14 +135,14 @@ def test_what_a_dockerfile_puts_into_the_workspace(tmp_path: Path, text: str, ex
         ("FROM x AS y\nFROM z\nWORKDIR /a\n", "Dockerfile:2: a second FROM"),
         ("FROM x\nWORKDIR /a\nCOPY --from=y src .\n", "Dockerfile:3: COPY --from=y src . needs"),
         ("FROM x\nWORKDIR /a\nCOPY src/*.py .\n", "needs the image"),
-        ("FROM x\nWORKDIR /a\nCOPY src /etc\n", "Dockerfile:3: COPY to /etc/deep/a.py, outside of /a"),
-        ("FROM x\nWORKDIR /a\nCOPY ../x .\n", "there is none in environment/"),
-        ("FROM x\nWORKDIR /a\nCOPY image.png .\n", "is no text"),
+        ("FROM x\nWORKDIR /a\nCOPY src /etc\n", "Dockerfile:3: COPY to /etc/deep/a.py, outside /a"),
+        ("FROM x\nWORKDIR /a\nCOPY ../x .\n", "there is no such file in environment/"),
+        ("FROM x\nWORKDIR /a\nCOPY image.png .\n", "is not text"),
         ("FROM x\nWORKDIR /a\nENV P=$PATH:/x\n", "ENV P=$PATH:/x needs"),
         ("FROM x\nWORKDIR /a\nRUN <<EOF\nx\nEOF\n", "a here-document needs"),
     ],
 )
-def test_what_needs_the_image_is_refused_by_line(tmp_path: Path, text: str, words: str) -> None:
+def test_refuses_instructions_that_need_the_image(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(BadTaskError) as error:
-        layout(tmp_path, text)
+        workspace_of(tmp_path, text)
     assert words in str(error.value)

@@ -1,4 +1,4 @@
-"""The family `swe-task`: one promise, one test."""
+"""The task family `swe-task`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.tasks import (
-    Task,
-    TaskSource,
-    UnknownTaskFamilyError,
-    get_source,
-    list_sources,
-    parse_unittest,
-)
+from polar_proxy.rewards.log_parsers import parse_unittest
+from polar_proxy.tasks import Task, TaskSource, UnknownTaskFamilyError, get_source, list_sources
 from polar_proxy.tasks.swe_task import EVAL_SEEDS, TRAIN_SEEDS, SweTaskSource
 
 SEEDS = [0, 1, 2, 17, 99_999, 1_000_000, 123_456_789]
@@ -56,7 +50,7 @@ def test_the_hidden_tests_fail_before_the_fix_and_pass_after_it(seed: int, tmp_p
     assert set(after.values()) == {"passed"}
 
 
-def test_one_seed_gives_one_task_in_every_process() -> None:
+def test_a_seed_gives_the_same_task_in_every_process() -> None:
     code = "from polar_proxy.tasks import get_source; print(repr(get_source('swe-task').task(7)))"
     runs = {
         subprocess.run(
@@ -71,7 +65,7 @@ def test_one_seed_gives_one_task_in_every_process() -> None:
     assert runs == {repr(SweTaskSource().task(7)) + "\n"}
 
 
-def test_instances_are_distinct_and_share_no_function_name_lexicon() -> None:
+def test_instances_are_distinct() -> None:
     source = SweTaskSource()
     tasks = [source.task(seed) for seed in range(300)]
     assert len({task.instruction for task in tasks}) == 300
@@ -79,7 +73,7 @@ def test_instances_are_distinct_and_share_no_function_name_lexicon() -> None:
     assert len({task.metadata["path"] for task in tasks}) == 300
 
 
-def test_the_report_never_gives_the_place_away() -> None:
+def test_the_report_does_not_name_the_file() -> None:
     source = SweTaskSource()
     for seed in range(100):
         task = source.task(seed)
@@ -105,18 +99,18 @@ def test_seeds_for_training_and_for_evaluation_are_disjoint() -> None:
     assert SweTaskSource().task(TRAIN_SEEDS[0]).metadata["split"] == "train"
 
 
-def test_a_negative_seed_is_refused() -> None:
+def test_refuses_a_negative_seed() -> None:
     with pytest.raises(ValueError, match="seed must be 0 or more"):
         SweTaskSource().task(-1)
 
 
-def test_sources_are_found_by_name_and_by_class() -> None:
+def test_finds_sources_by_name_and_by_class() -> None:
     assert list_sources() == ("swe-task",)
     assert isinstance(get_source("swe-task"), TaskSource)
     assert isinstance(get_source("polar_proxy.tasks.swe_task:SweTaskSource"), SweTaskSource)
-    with pytest.raises(UnknownTaskFamilyError, match="built in: swe-task"):
+    with pytest.raises(UnknownTaskFamilyError, match="give swe-task"):
         get_source("nothing")
     with pytest.raises(UnknownTaskFamilyError, match="cannot load"):
         get_source("polar_proxy.tasks.swe_task:Nothing")
-    with pytest.raises(TypeError, match="is no task source"):
+    with pytest.raises(TypeError, match="is not a task source"):
         get_source("collections:OrderedDict")

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from examples.tasks.swebench.make import make
+from polar_proxy.errors import BadTaskError
+from polar_proxy.rewards import SwebenchEvaluator
 from polar_proxy.tasks import Environment, Task, TaskList, get_source
-from polar_proxy.tasks.evaluation import SwebenchEvaluator
+from polar_proxy.tasks.swebench import named_tests
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 PATCH = (
@@ -102,14 +104,14 @@ def test_r2e_gym(tmp_path: Path) -> None:
         ({"base_commit": ""}, "base_commit: is missing"),
         ({"problem_statement": ""}, "problem_statement: is missing"),
         ({"test_patch": None}, "test_patch: is missing"),
-        ({"FAIL_TO_PASS": "t1, t2"}, "FAIL_TO_PASS: is text that is no JSON list"),
+        ({"FAIL_TO_PASS": "t1, t2"}, "FAIL_TO_PASS: is text, but not a JSON list"),
         ({"PASS_TO_PASS": [1]}, "PASS_TO_PASS: must be a list of test names"),
-        ({"FAIL_TO_PASS": [], "PASS_TO_PASS": []}, "any result would be right"),
-        ({"test_command": None}, "'org/name' is not known here"),
+        ({"FAIL_TO_PASS": [], "PASS_TO_PASS": []}, "any result passes"),
+        ({"test_command": None}, "no known command for 'org/name'"),
         ({"log_parser": "parse_log_cobol"}, "no log parser 'parse_log_cobol'"),
     ],
 )
-def test_bad_rows(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_refuses_bad_rows(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     good = {**BASE, "image": "x", "test_command": "pytest"}
     found = read(tmp_path, good, {**good, "instance_id": "other", **change})
     (refusal,) = found.refused
@@ -118,8 +120,16 @@ def test_bad_rows(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     assert found.seeds == (0,)
 
 
-def test_the_example_is_what_its_script_makes(tmp_path: Path) -> None:
-    """Commits and all; the bundle's bytes may differ between versions of git."""
+def test_the_example_equals_the_output_of_its_script(tmp_path: Path) -> None:
+    """Compares rows and patches, which name the commits; the bundle's bytes may differ between versions of git."""
     make(tmp_path)
     for name in ("rows.jsonl", "example__tally-1.gold.patch", "example__tally-2.gold.patch"):
         assert (tmp_path / name).read_text() == (EXAMPLES / "swebench" / name).read_text()
+
+
+def test_reads_test_names_from_a_list_or_its_json() -> None:
+    assert named_tests('["a", "b"]') == named_tests(["a", "b"]) == ("a", "b")
+    assert named_tests("") == ()
+    for wrong in ("a", None, [1], {"a": 1}):
+        with pytest.raises(BadTaskError):
+            named_tests(wrong)

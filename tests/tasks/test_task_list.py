@@ -1,4 +1,4 @@
-"""Tasks from files and functions: what is read, and what is refused by name and line."""
+"""Reading tasks from files and functions, and refusing bad ones by name and line."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.errors import UsageError
-from polar_proxy.tasks import (
-    BadTaskError,
-    Task,
-    TaskList,
-    UnknownTaskFamilyError,
-    get_source,
-    task_from_json,
-    task_to_json,
-)
-from polar_proxy.tasks.evaluation import CommandEvaluator, HiddenTestsEvaluator, PythonEvaluator
+from polar_proxy.errors import BadTaskError, UsageError
+from polar_proxy.rewards import CommandEvaluator, HiddenTestsEvaluator, PythonEvaluator
+from polar_proxy.tasks import Task, TaskList, UnknownTaskFamilyError, get_source, task_from_json, task_to_json
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "tasks"
 GOOD: dict[str, Any] = {"task_id": "t", "instruction": "Do it.", "evaluator": {"kind": "command", "argv": ["true"]}}
@@ -37,7 +29,7 @@ def refusals(tmp_path: Path, *rows: object) -> list[str]:
     return [str(refusal) for refusal in source(file).refused]
 
 
-def test_the_examples_are_all_good() -> None:
+def test_reads_every_example() -> None:
     for name in ("jsonl/tasks.jsonl", "swebench/rows.jsonl", "harbor", "harbor/running-mean"):
         found = source(EXAMPLES / name)
         assert found.refused == ()
@@ -57,68 +49,71 @@ def test_the_examples_are_all_good() -> None:
         ({"instruction": "  "}, "instruction: is empty"),
         ({"instruction": None}, "instruction: input should be a valid string"),
         ({"task_id": "a b"}, "task_id: must be text without spaces"),
-        ({"instructions": "x"}, "instructions: no such field"),
-        ({"seed": 3}, "seed: is the row's position"),
+        ({"instructions": "x"}, "instructions: there is no such field"),
+        ({"seed": 3}, "seed: cannot be set"),
         ({"timeout_seconds": 0}, "timeout_seconds: must be above 0"),
-        ({"files": {"../x": ""}}, "'../x' is no path below the workspace"),
-        ({"files": {"/x": ""}}, "'/x' is no path below the workspace"),
+        ({"files": {"../x": ""}}, "'../x' is not a path below the workspace"),
+        ({"files": {"/x": ""}}, "'/x' is not a path below the workspace"),
         ({"hidden_files": {".git/config": ""}}, "inside the repository's own folder"),
         ({"files": {"a": 1}}, "files.a: input should be a valid string"),
         ({"evaluator": {"kind": "magic"}}, "evaluators[0]: kind must be one of command, harbor, python"),
         ({"evaluator": {"kind": "command", "argv": []}}, "argv is empty"),
         ({"evaluator": {"kind": "command", "argv": ["x"], "weight": -1}}, "weight: must be above 0"),
-        ({"evaluator": {"kind": "command", "argv": ["x"], "rewrd": 1}}, "evaluators[0].rewrd: no such field"),
+        ({"evaluator": {"kind": "command", "argv": ["x"], "rewrd": 1}}, "evaluators[0].rewrd: there is no such field"),
         ({"evaluator": {"kind": "python", "function": "no.such:thing"}}, "cannot load no.such:thing"),
         ({"evaluator": {"kind": "tests"}}, "test_command: the evaluator tests needs it"),
-        ({"evaluator": {"kind": "tests"}, "test_command": ["x"]}, "any result would be right"),
+        ({"evaluator": {"kind": "tests"}, "test_command": ["x"]}, "any result passes"),
         ({"evaluator": {"kind": "tests", "parser": "nunit"}, **TESTS}, "no log parser 'nunit'"),
         ({"evaluators": []}, "not both"),
         ({"environment": {"repository": {"source": "gone", "commit": "x"}}}, "gone does not exist"),
-        ({"environment": {"repository": {"source": ".", "commit": "x"}}, "files": {"a": ""}}, "give one of them"),
+        (
+            {"environment": {"repository": {"source": ".", "commit": "x"}}, "files": {"a": ""}},
+            "files or repository, not both",
+        ),
         ({"environment": {"workdir": "app"}}, "'app' must be absolute"),
-        ({"environment": {"build": "."}}, "holds no Dockerfile"),
+        ({"environment": {"build": "."}}, "has no Dockerfile"),
     ],
 )
-def test_a_bad_row_is_refused_by_name_line_and_field(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_refuses_a_bad_row_by_name_line_and_field(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     (refusal,) = refusals(tmp_path, GOOD, {**GOOD, "task_id": "u", **change})
     name = change.get("task_id", "u")
     assert refusal.startswith(f"f.jsonl:2 ({name}): ")
     assert words in refusal
 
 
-def test_what_is_no_row_at_all_is_refused_by_line(tmp_path: Path) -> None:
+def test_refuses_lines_that_are_not_rows(tmp_path: Path) -> None:
     found = refusals(tmp_path, "{", "", "[1]", GOOD, GOOD)
     assert found == [
-        "f.jsonl:1: is no JSON: Expecting property name enclosed in double quotes at column 2",
-        "f.jsonl:3: is no JSON object",
+        "f.jsonl:1: is not JSON: Expecting property name enclosed in double quotes at column 2",
+        "f.jsonl:3: is not a JSON object",
         "f.jsonl:5 (t): task_id 't' is also that of f.jsonl:4",
     ]
 
 
-def test_seeds_are_positions_and_do_not_move_when_a_row_is_put_right(tmp_path: Path) -> None:
+def test_refused_rows_keep_their_position(tmp_path: Path) -> None:
     file = tmp_path / "f.json"
     file.write_text(json.dumps([GOOD, 5, {**GOOD, "task_id": "u"}]))
     found = source(file)
     assert found.seeds == (0, 2)
     assert found.task(2).task_id == "u"
-    with pytest.raises(UsageError, match=r"refused: f.json\[1\]"):
+    with pytest.raises(UsageError, match=r"cannot be used: f.json\[1\]"):
         found.task(1)
     with pytest.raises(UsageError, match="there is no number 3"):
         found.task(3)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_reports_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{")
     (tmp_path / "y.csv").write_text("")
     (tmp_path / "empty").mkdir()
-    for name, words in (("x.json", "is no JSON"), ("y.csv", "must end in"), ("empty", "holds no task")):
+    for name, words in (("x.json", "is not JSON"), ("y.csv", "must end in"), ("empty", "has no task")):
         with pytest.raises(UsageError, match=words):
             get_source(str(tmp_path / name))
     with pytest.raises(UnknownTaskFamilyError, match="no task file or folder"):
         get_source("./nothing.jsonl")
 
 
-def test_a_task_survives_the_store() -> None:
+def test_tasks_round_trip_through_json() -> None:
     for name in (
         "swe-task",
         *(str(EXAMPLES / name) for name in ("jsonl/tasks.jsonl", "swebench/rows.jsonl", "harbor")),
@@ -128,10 +123,7 @@ def test_a_task_survives_the_store() -> None:
             task = found.task(seed)
             assert task_from_json(json.loads(json.dumps(task_to_json(task)))) == task
     with pytest.raises(BadTaskError, match="evaluators"):
-        task_from_json({**task_to_json(task), "evaluators": [{"kind": "of a later version"}]})
-
-
-# ---------------------------------------------------------------- Python
+        task_from_json({**task_to_json(task), "evaluators": [{"kind": "from a later version"}]})
 
 
 def tasks() -> list[object]:
@@ -147,11 +139,11 @@ def no_tasks() -> int:
     return 5
 
 
-def test_a_function_that_returns_tasks_or_rows() -> None:
+def test_reads_tasks_and_rows_from_a_function() -> None:
     found = source(f"{__name__}:tasks")
     assert [found.task(seed).task_id for seed in found.seeds] == ["a", "b"]
     assert found.task(0).seed == 0
     assert [refusal.where.rpartition(":")[2] for refusal in found.refused] == ["tasks[2]", "tasks[3]"]
     assert source("examples.tasks.arithmetic:tasks").seeds == (0, 1, 2)
-    with pytest.raises(TypeError, match="is no task source"):
+    with pytest.raises(TypeError, match="is not a task source"):
         get_source(f"{__name__}:no_tasks")

@@ -18,6 +18,7 @@ from polar_proxy.rewards import EvaluationInput, Score
 from polar_proxy.rollouts.attempt import score_attempt
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.worker import InfrastructureError
+from polar_proxy.tasks import Task
 from sandboxes.base import SandboxKind, uncancellable
 
 
@@ -32,9 +33,11 @@ class ScoringFailure:
 def _score(attempt: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score | ScoringFailure:
     """The task's body. Cancelled by Ray (an interrupt, which ends `asyncio.run` in order) it closes its sandbox."""
 
+    task = attempt.task
+    assert isinstance(task, Task)
+
     async def score() -> Score:
-        environments = TaskSandboxes(kind)
-        return await score_attempt(attempt, lambda: environments.fresh(attempt.task, labels))
+        return await score_attempt(attempt, lambda: TaskSandboxes(kind).fresh(task, labels))
 
     try:
         return asyncio.run(score())

@@ -11,11 +11,10 @@ from typing import Any
 
 import ray
 
-from polar_proxy.rewards import EvaluationInput, Score
+from polar_proxy.rewards import CommandEvaluator, EvaluationInput, Score
 from polar_proxy.rollouts.cluster.scoring import RayScorer
 from polar_proxy.rollouts.worker import InfrastructureError
 from polar_proxy.tasks import Environment, Repository, Task
-from polar_proxy.tasks.evaluation import CommandEvaluator
 from sandboxes import default_state_dir
 
 PATCH = b"""diff --git a/done.txt b/done.txt

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from polar_proxy.config import AdmissionSettings, Settings
-from polar_proxy.rewards import EvaluationInput, Score
+from polar_proxy.rewards import CommandEvaluator, EvaluationInput, Score
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway
 from polar_proxy.rollouts.attempt import score_attempt
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.worker import InfrastructureError, WorkerLimits
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
-from polar_proxy.tasks.evaluation import CommandEvaluator
 from sandboxes.base import SandboxKind
 from tests.fakes.player import PlayerEngine
 

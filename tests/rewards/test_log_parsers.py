@@ -1,4 +1,4 @@
-"""Test runners' output, real where the runner is here, else in the form that its documentation shows."""
+"""Log parsers, on real output of the runners that are installed and on documented output of the others."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.tasks.log_parsers import PARSERS, get_parser, named_tests
-from polar_proxy.tasks.task import BadTaskError
+from polar_proxy.errors import BadTaskError
+from polar_proxy.rewards.log_parsers import PARSERS, get_parser, parse_unittest
 
 PYTEST = """
 import pytest
@@ -84,7 +84,7 @@ def test_django(tmp_path: Path) -> None:
     assert verdicts[f"test_d ({where.format('test_d')})"] == "skipped"
 
 
-def test_others() -> None:
+def test_parses_sympy_go_cargo_and_tap() -> None:
     assert get_parser("sympy")("test_a ok\ntest_b F\ntest_c E\ntest_d f\n") == {
         "test_a": "passed",
         "test_b": "failed",
@@ -100,22 +100,72 @@ def test_others() -> None:
     assert all(parse("") == {} for parse in PARSERS.values())
 
 
-def own(log: str) -> dict[str, str]:
+def custom_parser(log: str) -> dict[str, str]:
     return {line: "passed" if line != "odd" else "perhaps" for line in log.split()}
 
 
-def test_a_parser_of_ones_own_must_give_verdicts() -> None:
-    parse = get_parser(f"{__name__}:own")
+def test_a_custom_parser_must_return_known_verdicts() -> None:
+    parse = get_parser(f"{__name__}:custom_parser")
     assert parse("a b") == {"a": "passed", "b": "passed"}
-    with pytest.raises(BadTaskError, match="gave perhaps"):
+    with pytest.raises(BadTaskError, match=r"returned \['perhaps'\]"):
         parse("odd")
     with pytest.raises(BadTaskError, match="cannot load"):
         get_parser("no.such:parser")
 
 
-def test_names_as_a_list_or_as_its_text() -> None:
-    assert named_tests('["a", "b"]') == named_tests(["a", "b"]) == ("a", "b")
-    assert named_tests("") == ()
-    for wrong in ("a", None, [1], {"a": 1}):
-        with pytest.raises(BadTaskError):
-            named_tests(wrong)
+UNITTEST_MODULE = """
+import os
+import unittest
+
+class T(unittest.TestCase):
+    def test_good(self):
+        pass
+    def test_bad(self):
+        self.assertEqual(1, 2)
+    def test_error(self):
+        raise RuntimeError("test_good (t.T.test_good) ... ok")
+    def test_prints(self):
+        print("noise", flush=True)
+    def test_skipped(self):
+        self.skipTest("no reason")
+    @unittest.expectedFailure
+    def test_surprise(self):
+        pass
+    def test_z_dies(self):
+        if os.environ.get("DIE"):
+            os._exit(3)
+"""
+
+
+def run_unittest(tmp_path: Path, **env: str) -> str:
+    (tmp_path / "t.py").write_text(UNITTEST_MODULE)
+    argv = [sys.executable, "-m", "unittest", "-v", "t"]
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return done.stdout
+
+
+def test_parses_each_unittest_verdict(tmp_path: Path) -> None:
+    assert parse_unittest(run_unittest(tmp_path)) == {
+        "t.T.test_good": "passed",
+        "t.T.test_bad": "failed",
+        "t.T.test_error": "error",
+        "t.T.test_prints": "passed",
+        "t.T.test_skipped": "skipped",
+        "t.T.test_surprise": "failed",
+        "t.T.test_z_dies": "passed",
+    }
+
+
+def test_a_unittest_without_a_verdict_is_an_error(tmp_path: Path) -> None:
+    assert parse_unittest(run_unittest(tmp_path, DIE="1"))["t.T.test_z_dies"] == "error"
+
+
+def test_completes_the_unittest_ids_of_python_3_10() -> None:
+    assert parse_unittest("test_a (tests.x.T) ... ok\n") == {"tests.x.T.test_a": "passed"}
+
+
+def test_output_without_unittests_has_no_verdicts() -> None:
+    assert parse_unittest("") == {}
+    assert parse_unittest("ModuleNotFoundError: No module named 'x'\n") == {}

@@ -1,25 +1,24 @@
-"""Reading what test runners print: a log in, test id -> verdict out.
+"""Parsers of test runners' output: a log in, a verdict by test id out.
 
-The names are those by which the SWE-bench family of data sets calls its parsers (`log_parser`, with or without
-``parse_log_``); test ids come out spelt as in their FAIL_TO_PASS lists. Each parser was written from the runner's
-output and the data sets' documented ids. A runner that is not here takes a parser of your own, ``module:function``.
+Parsers have the names that the SWE-bench family of data sets uses (`log_parser`, with or without ``parse_log_``), and
+spell test ids as in those data sets' FAIL_TO_PASS lists. Each was written from the runner's output and the data sets'
+documented ids. For any other runner give your own parser as ``module:function``.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import get_args
+from typing import Literal, get_args
 
-from polar_proxy.tasks.functions import load_function
-from polar_proxy.tasks.task import BadTaskError
-from polar_proxy.tasks.unittest_output import Verdict, parse_unittest
+from polar_proxy.errors import BadTaskError
+from polar_proxy.rewards.base import load_function
 
-Parser = Callable[[str], Mapping[str, Verdict]]
+Verdict = Literal["passed", "failed", "error", "skipped", "xfailed"]
+LogParser = Callable[[str], Mapping[str, Verdict]]
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-# -rA's summary lines, and with -v the lines of the run itself, which end in the word and a percentage.
+# The summary lines of -rA; with -v also the lines of the run itself, which end in the word and a percentage.
 _WORDS: Mapping[str, Verdict] = {
     "PASSED": "passed",
     "FAILED": "failed",
@@ -43,6 +42,13 @@ _CARGO = re.compile(r"^test (?P<test>\S+)(?: - should panic)? \.\.\. (?P<word>ok
 _TAP = re.compile(r"^\s*(?P<word>ok|not ok) \d+(?: -)? (?P<test>.*?)(?P<directive> # (?:SKIP|TODO).*)?$", re.IGNORECASE)
 
 
+_UNITTEST_START = re.compile(r"^(?P<method>\w+) \((?P<where>[\w.]+)\)(?P<rest>.*)$")
+_UNITTEST_VERDICT = re.compile(
+    r"(?:^|\.\.\. )(?:(?P<ok>ok|unexpected success)|(?P<fail>FAIL)|(?P<error>ERROR)"
+    r"|(?P<skip>skipped .*|expected failure))$"
+)
+
+
 def _lines(log: str) -> Iterable[str]:
     return (_ANSI.sub("", line).rstrip() for line in log.splitlines())
 
@@ -61,17 +67,17 @@ def _pytest(log: str, name: Callable[[str], str]) -> dict[str, Verdict]:
 
 
 def parse_pytest(log: str) -> dict[str, Verdict]:
-    """``pytest -rA``: the first word behind the verdict, so that ids with spaces are cut, as the data sets cut them."""
+    """``pytest -rA``: ids end at their first space, as in the data sets."""
     return _pytest(log, lambda rest: rest.split()[0])
 
 
 def parse_pytest_v2(log: str) -> dict[str, Verdict]:
-    """``pytest -rA`` with whole ids, spaces included."""
+    """``pytest -rA`` with complete ids, spaces included."""
     return _pytest(log, lambda rest: rest.split(" - ")[0].strip())
 
 
 def parse_pytest_options(log: str) -> dict[str, Verdict]:
-    """``pytest -rA``, where a parameter that is an absolute path keeps its last part only: machines differ."""
+    """``pytest -rA``; a parameter that is an absolute path keeps only its last part, because machines differ."""
 
     def name(rest: str) -> str:
         test = rest.split()[0]
@@ -85,10 +91,40 @@ def parse_pytest_options(log: str) -> dict[str, Verdict]:
     return _pytest(log, name)
 
 
-def parse_django(log: str) -> dict[str, Verdict]:
-    """Django's test runner, which is unittest's: ids as printed, ``test_x (app.tests.TestCase)`` or a docstring's line.
+def parse_unittest(output: str) -> dict[str, Verdict]:
+    """``python -m unittest -v``: ids as in ``tests.test_x.TestX.test_y``, whichever way the Python version prints them.
 
-    The verdict may follow on a later line, behind what the test itself printed.
+    Python 3.10 prints ``test_y (tests.test_x.TestX)``; later versions print the whole id in the brackets. A verdict
+    may follow on a later line, after what the test itself printed. A test without a verdict, because the process died
+    in it, counts as ``error``.
+    """
+    verdicts: dict[str, Verdict] = {}
+    current: str | None = None
+    for line in output.splitlines():
+        # After the first rule come tracebacks, whose headings repeat the names.
+        if line.startswith("=" * 70):
+            break
+        if start := _UNITTEST_START.match(line):
+            method, where = start["method"], start["where"]
+            current = where if where.rpartition(".")[2] == method else f"{where}.{method}"
+            verdicts[current] = "error"
+            line = start["rest"]
+        if current is None or not (match := _UNITTEST_VERDICT.search(line)):
+            continue
+        if match["ok"]:
+            verdicts[current] = "passed" if match["ok"] == "ok" else "failed"
+        elif match["fail"]:
+            verdicts[current] = "failed"
+        elif match["skip"]:
+            verdicts[current] = "skipped"
+        current = None
+    return verdicts
+
+
+def parse_django(log: str) -> dict[str, Verdict]:
+    """Django's test runner: ids as printed, ``test_x (app.tests.TestCase)`` or the first line of a docstring.
+
+    The verdict may follow on a later line, after what the test itself printed.
     """
     verdicts: dict[str, Verdict] = {}
     waiting: str | None = None
@@ -114,7 +150,7 @@ def _unittest_word(word: str) -> Verdict:
 
 
 def parse_sympy(log: str) -> dict[str, Verdict]:
-    """``bin/test -C --verbose``: bare function names; failures also as ``file.py:function`` from their headings."""
+    """SymPy's ``bin/test -C --verbose``: function names; failures also as ``file.py:function`` from their headings."""
     words: dict[str, Verdict] = {"ok": "passed", "F": "failed", "E": "error", "f": "xfailed", "s": "skipped"}
     verdicts: dict[str, Verdict] = {}
     for line in _lines(log):
@@ -141,7 +177,7 @@ def parse_cargo(log: str) -> dict[str, Verdict]:
 
 
 def parse_tap(log: str) -> dict[str, Verdict]:
-    """Test Anything Protocol: the description is the id. https://testanything.org/tap-version-14-specification.html"""
+    """Test Anything Protocol; the description is the id. https://testanything.org/tap-version-14-specification.html"""
     verdicts: dict[str, Verdict] = {}
     for match in (_TAP.match(line) for line in _lines(log)):
         if match and match["test"]:
@@ -151,7 +187,7 @@ def parse_tap(log: str) -> dict[str, Verdict]:
 
 
 def parse_r2e(log: str) -> dict[str, Verdict]:
-    """R2E-Gym: pytest's short summary alone, ids without their file and joined by dots (``TestX.test_y``)."""
+    """R2E-Gym: only pytest's short summary; ids without the file, joined by dots (``TestX.test_y``)."""
     summary = log.rpartition("short test summary info")[2]
     verdicts: dict[str, Verdict] = {}
     for line in _lines(summary):
@@ -160,7 +196,7 @@ def parse_r2e(log: str) -> dict[str, Verdict]:
     return verdicts
 
 
-PARSERS: Mapping[str, Parser] = {
+PARSERS: Mapping[str, LogParser] = {
     "cargo": parse_cargo,
     "django": parse_django,
     "gotest": parse_gotest,
@@ -172,7 +208,7 @@ PARSERS: Mapping[str, Parser] = {
     "tap": parse_tap,
     "unittest": parse_unittest,
 }
-# The benchmark has a parser for each repository; most are one of those above by another name.
+# The benchmark has one parser per repository; most of them are one of the above under another name.
 _ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("astroid", "flask", "marshmallow", "pvlib", "pyvista", "sqlfluff", "xarray"), "pytest"),
     **dict.fromkeys(("matplotlib", "seaborn"), "pytest"),
@@ -181,41 +217,25 @@ _ALIASES: Mapping[str, str] = {
 }
 
 
-def get_parser(name: str) -> Parser:
-    """The parser called `name`, or one of your own given as ``module:function``. Raises `BadTaskError`."""
+def get_parser(name: str) -> LogParser:
+    """Return the parser called `name`, or the user's function ``module:function``. Raises `BadTaskError`."""
     if ":" in name:
-        return _checked(name, load_function(name))
+        return _validated(name, load_function(name))
     bare = name.removeprefix("parse_log_")
     try:
         return PARSERS[_ALIASES.get(bare, bare)]
     except KeyError:
         known = ", ".join(sorted(PARSERS))
-        raise BadTaskError(f"no log parser {name!r}; there are {known}; or give module:function") from None
+        raise BadTaskError(f"there is no log parser {name!r}; choose one of {known}, or give module:function") from None
 
 
-def _checked(name: str, parse: Parser) -> Parser:
+def _validated(name: str, parse: LogParser) -> LogParser:
     allowed = set(get_args(Verdict))
 
     def parsed(log: str) -> Mapping[str, Verdict]:
         verdicts = parse(log)
         if wrong := {str(verdict) for verdict in verdicts.values()} - allowed:
-            raise BadTaskError(f"the log parser {name} gave {', '.join(sorted(wrong))}; verdicts are {sorted(allowed)}")
+            raise BadTaskError(f"the log parser {name} returned {sorted(wrong)}; verdicts are {sorted(allowed)}")
         return verdicts
 
     return parsed
-
-
-def named_tests(value: object) -> tuple[str, ...]:
-    """FAIL_TO_PASS and its like, which some data sets hold as a list and others as the JSON text of one.
-
-    Raises `BadTaskError`.
-    """
-    if isinstance(value, str):
-        text = value
-        try:
-            value = json.loads(text) if text.strip() else []
-        except json.JSONDecodeError:
-            raise BadTaskError(f"is text that is no JSON list: {text[:60]!r}") from None
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise BadTaskError("must be a list of test names")
-    return tuple(value)
