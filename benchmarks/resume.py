@@ -150,7 +150,7 @@ async def account(run: Run) -> dict[str, int]:
 def last(run: Run) -> checkpoint.Checkpoint:
     folder = checkpoint.latest(run.run)
     assert folder is not None
-    return checkpoint.load(folder, restore_random=False)
+    return checkpoint.load(folder, restore_rng=False)
 
 
 def apart(one: checkpoint.Checkpoint, other: checkpoint.Checkpoint) -> float:

@@ -1,13 +1,13 @@
-"""What a training step computes, and how long it takes, with the sequences of per_call, of merged, and as a tree.
+"""Cost of a training step on sequences of the builder per_call, on those of merged, and on merged ones packed as trees.
 
     polar run swe-task --instances 3 --samples 16 --harness mini-swe-agent --db groups.db
-    python benchmarks/tree_packing.py --db groups.db --json     # each group that was finished there
-    python benchmarks/tree_packing.py --made-up 16              # a group of long conversations, made up
+    python benchmarks/tree_packing.py --db groups.db --json     # each finished group of the database
+    python benchmarks/tree_packing.py --made-up 16              # a made-up group of long conversations
 
-The three train the same sampled tokens to the same loss, so their gradients must be one: `gradient_gap` is the largest
-difference from per_call's, as a share of the largest gradient. `seconds` is the median of a step's wall time (forward,
-backward, update), `cpu_seconds` of its processor time. Each way runs in a process of its own; `peak_mb` is what the
-steps added to its resident memory at most. `--count` counts tokens and pairs only, and takes no time.
+All three train the same sampled tokens with the same loss, so their gradients must agree: `gradient_gap` is the largest
+difference from that of per_call, as a share of the largest gradient. `seconds` is the median wall time of a step
+(forward, backward, update), `cpu_seconds` its processor time. Each layout runs in a process of its own; `peak_mb` is
+the resident memory that its steps added. `--count` only counts tokens and pairs, and measures nothing.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.store import open_store
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence, make_batch
 from polar_proxy.training.config import BuilderName, make_config
+from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.training.model import Learner, load_model
-from polar_proxy.training.packing import Pack, pack_flat, pack_trees, tree_cost
-from polar_proxy.training.reading import StoreGroupReader
-from polar_proxy.training.tree import Ids
+from polar_proxy.training.packing import Pack, pack_trees
+from polar_proxy.training.tree import Ids, PrefixTree
 
-WAYS = ("per_call", "merged", "tree")
+LAYOUTS = ("per_call", "merged", "tree")
 CONFIG = make_config(
     {
-        # A loss whose gradient no clip takes away: every trained token is compared.
+        # A loss without a clip, so that every trained token has a gradient to compare.
         "loss": "cispo",
         "keep_zero_variance_groups": True,
-        # The step is made whole, and leaves the weights where they are.
+        # The whole step is computed, but the weights hardly move.
         "learning_rate": 1e-30,
         "max_grad_norm": 1e30,
     }
 )
 
 
-class Flat(Learner):
-    """A learner that shares nothing: what is computed without trees."""
+class FlatLearner(Learner):
+    """A learner without prefix sharing."""
 
-    def _packs(self, sequences: Sequence[Ids]) -> list[Pack]:
+    def _pack(self, sequences: Sequence[Ids]) -> list[Pack]:
         return pack_flat(sequences, self._config.max_tokens_per_microbatch)
 
 
 @dataclass(frozen=True)
-class Work:
-    """One way of one group."""
+class Measurement:
+    """A layout of one group, to be measured."""
 
-    way: str
+    layout: str
     sequences: tuple[TrainingSequence, ...]
     model: Path
     budget: int
@@ -73,90 +73,103 @@ class Work:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--db", help="database with finished groups")
-    parser.add_argument("--made-up", type=int, metavar="ROLLOUTS", help="instead: a made-up group of so many rollouts")
-    parser.add_argument("--turns", type=int, default=10, help="made up: calls of a rollout")
-    parser.add_argument("--system", type=int, default=2000, help="made up: tokens of system prompt, tools and task")
-    parser.add_argument("--answer", type=int, default=35, help="made up: tokens sampled a call")
-    parser.add_argument("--observation", type=int, default=65, help="made up: tokens that come between two calls")
+    parser.add_argument(
+        "--made-up", type=int, metavar="ROLLOUTS", help="instead of --db: make up a group of N rollouts"
+    )
+    parser.add_argument("--turns", type=int, default=10, help="made-up group: calls of a rollout")
+    parser.add_argument(
+        "--system", type=int, default=2000, help="made-up group: tokens of system prompt, tools and task"
+    )
+    parser.add_argument("--answer", type=int, default=35, help="made-up group: sampled tokens per call")
+    parser.add_argument("--observation", type=int, default=65, help="made-up group: tokens between two calls")
     parser.add_argument("--model", type=Path, default=POLAR_TINY)
-    parser.add_argument("--budget", type=int, default=CONFIG.max_tokens_per_microbatch, help="tokens of a forward pass")
+    parser.add_argument(
+        "--budget", type=int, default=CONFIG.max_tokens_per_microbatch, help="tokens of one forward pass"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--repeat", type=int, default=3, help="steps measured, behind one that warms up")
-    parser.add_argument("--count", action="store_true", help="count only, measure nothing")
+    parser.add_argument("--repeat", type=int, default=3, help="measured steps, after one for warming up")
+    parser.add_argument("--count", action="store_true", help="only count, measure nothing")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    if (given.db is None) == (given.made_up is None):
+    arguments = parser.parse_args()
+    if (arguments.db is None) == (arguments.made_up is None):
         parser.error("give --db or --made-up")
-    groups = asyncio.run(recorded(given.db)) if given.db else [("made-up", made_up(given))]
-    told = {
+    groups = asyncio.run(recorded_groups(arguments.db)) if arguments.db else [("made-up", made_up_group(arguments))]
+    report = {
         "setting": {
-            "model": given.model.name,
-            "threads": given.threads,
-            "max_tokens_per_microbatch": given.budget,
+            "model": arguments.model.name,
+            "threads": arguments.threads,
+            "max_tokens_per_microbatch": arguments.budget,
             "torch": torch.__version__,
         },
         "groups": [
-            {"group": name, "rollouts": rollouts_of(ways), **compared(ways, given)} for name, ways in groups if ways
+            {
+                "group": name,
+                "rollouts": len({sequence.rollout for sequence in layouts["tree"]}),
+                **compare(layouts, arguments),
+            }
+            for name, layouts in groups
+            if layouts
         ],
     }
-    if not told["groups"]:
-        raise SystemExit(f"{given.db} has no finished group with a sampled token")
-    if given.json:
-        print(json.dumps(told, indent=2))
+    if not report["groups"]:
+        raise SystemExit(f"{arguments.db} has no finished group with a sampled token")
+    if arguments.json:
+        print(json.dumps(report, indent=2))
     else:
-        table(told["groups"])
+        print("| group | layout | sequences | tokens | pairs | step, s | processor, s | peak, MB | gradient gap |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for row in table_rows(report["groups"]):
+            print(row)
 
 
-def compared(ways: dict[str, tuple[TrainingSequence, ...]], given: argparse.Namespace) -> dict[str, Any]:
-    """Counts and measurements of each way, and how many times more than the tree the others take."""
-    rows = {way: counted(way, sequences, given.budget) for way, sequences in ways.items()}
-    if not given.count:
-        wanted: dict[str, torch.Tensor] | None = None
-        for way, sequences in ways.items():
-            work = Work(way, sequences, given.model, given.budget, given.threads, given.repeat)
-            measurements, gradients = apart(work)
-            wanted = gradients if wanted is None else wanted
-            rows[way] |= measurements | {"gradient_gap": gap(wanted, gradients)}
-            print(f"{way}: {rows[way]}", file=sys.stderr, flush=True)
+def compare(layouts: dict[str, tuple[TrainingSequence, ...]], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return counts and measurements of each layout, and their ratios to the tree's."""
+    rows = {layout: count(layout, sequences, arguments.budget) for layout, sequences in layouts.items()}
+    if not arguments.count:
+        reference: dict[str, torch.Tensor] | None = None
+        for layout, sequences in layouts.items():
+            work = Measurement(
+                layout, sequences, arguments.model, arguments.budget, arguments.threads, arguments.repeat
+            )
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                measurements, gradients = pool.submit(measure, work).result()
+            reference = gradients if reference is None else reference
+            rows[layout] |= measurements | {"gradient_gap": gradient_gap(reference, gradients)}
+            print(f"{layout}: {rows[layout]}", file=sys.stderr, flush=True)
     names = ("sequences", "tokens", "pairs", "seconds", "cpu_seconds")
-    times = {
-        way: {name: round(rows[way][name] / rows["tree"][name], 2) for name in names if name in rows[way]}
-        for way in ("per_call", "merged")
+    ratios = {
+        layout: {name: round(rows[layout][name] / rows["tree"][name], 2) for name in names if name in rows[layout]}
+        for layout in ("per_call", "merged")
     }
-    return {"ways": rows, "times_the_tree": times}
+    return {"layouts": rows, "times_the_tree": ratios}
 
 
-def counted(way: str, sequences: Sequence[TrainingSequence], budget: int) -> dict[str, Any]:
+def count(layout: str, sequences: Sequence[TrainingSequence], budget: int) -> dict[str, Any]:
     ids = [sequence.token_ids for sequence in sequences]
-    packs = pack_trees(ids, budget) if way == "tree" else pack_flat(ids, budget)
-    costs = [tree_cost(pack.tree) for pack in packs]
+    packs = pack_trees(ids, budget) if layout == "tree" else pack_flat(ids, budget)
     return {
         "sequences": len(sequences),
-        "tokens": sum(cost.tokens for cost in costs),
-        "pairs": sum(cost.pairs for cost in costs),
+        "tokens": sum(len(pack.tree) for pack in packs),
+        # Attention compares a node at depth d with d + 1 nodes.
+        "pairs": sum(int((pack.tree.positions + 1).sum()) for pack in packs),
         "trained_tokens": sum(int(sequence.trained.sum()) for sequence in sequences),
-        "passes": len(packs),
+        "microbatches": len(packs),
     }
 
 
-def apart(work: Work) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measured, work).result()
-
-
-def measured(work: Work) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Median times and peak memory of steps, and the gradient."""
+def measure(work: Measurement) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Return median times and peak memory of steps, and the gradient."""
     torch.set_num_threads(work.threads)
-    config = CONFIG.model_copy(update={"max_tokens_per_microbatch": work.budget, "max_sequence": work.budget})
-    learner = (Learner if work.way == "tree" else Flat)(load_model(work.model), config)
+    config = CONFIG.model_copy(update={"max_tokens_per_microbatch": work.budget, "max_sequence_length": work.budget})
+    learner = (Learner if work.layout == "tree" else FlatLearner)(load_model(work.model), config)
     batch = TrainingBatch(work.sequences, ("group",), (), 0, 0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     wall, cpu = [], []
     for _ in range(work.repeat + 1):
-        began, busy = time.perf_counter(), time.process_time()
+        started, cpu_started = time.perf_counter(), time.process_time()
         learner.update(batch, 0)
-        wall.append(time.perf_counter() - began)
-        cpu.append(time.process_time() - busy)
+        wall.append(time.perf_counter() - started)
+        cpu.append(time.process_time() - cpu_started)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     gradients = {name: one.grad.clone() for name, one in learner.model.named_parameters() if one.grad is not None}
     return {
@@ -166,97 +179,105 @@ def measured(work: Work) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     }, gradients
 
 
-def gap(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
-    """Raises SystemExit where there is nothing to compare: no gradient, or other parameters."""
-    largest = max(float(one.abs().max()) for one in wanted.values())
-    if wanted.keys() != found.keys() or not largest > 0:
-        raise SystemExit("the ways have no common gradient")
-    return max(float((found[name] - one).abs().max()) for name, one in wanted.items()) / largest
+def gradient_gap(reference: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> float:
+    """Raises SystemExit if the two cannot be compared: no gradient, or other parameters."""
+    largest = max(float(tensor.abs().max()) for tensor in reference.values())
+    if reference.keys() != gradients.keys() or not largest > 0:
+        raise SystemExit("the layouts have no common gradient")
+    return max(float((gradients[name] - tensor).abs().max()) for name, tensor in reference.items()) / largest
+
+
+def pack_flat(sequences: Sequence[Ids], max_tokens: int) -> list[Pack]:
+    """Return packs without prefix sharing: first fit, longest first."""
+    packs: list[list[int]] = []
+    free: list[int] = []
+    for index in sorted(range(len(sequences)), key=lambda index: -len(sequences[index])):
+        length = len(sequences[index])
+        target = next((pack for pack, left in enumerate(free) if length <= left), len(packs))
+        if target == len(packs):
+            packs.append([])
+            free.append(max_tokens)
+        packs[target].append(index)
+        free[target] -= length
+    return [Pack(unshared_tree([sequences[index] for index in members]), tuple(members)) for members in packs]
+
+
+def unshared_tree(sequences: Sequence[Ids]) -> PrefixTree:
+    """Return a tree that holds the sequences one after the other and shares nothing."""
+    lengths = [len(sequence) for sequence in sequences]
+    ends = np.cumsum(lengths)
+    return PrefixTree(
+        token_ids=np.concatenate(sequences).astype(np.int64),
+        positions=np.concatenate([np.arange(length) for length in lengths]),
+        ends=np.repeat(ends, lengths),
+        paths=tuple(np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)),
+    )
 
 
 # Groups
 
 
-async def recorded(db: str) -> list[tuple[str, dict[str, tuple[TrainingSequence, ...]]]]:
-    """Every group of the database: its name and the sequences of each way; none where nothing can be trained."""
-    found = []
+async def recorded_groups(db: str) -> list[tuple[str, dict[str, tuple[TrainingSequence, ...]]]]:
+    """Return name and layouts of every finished group of the database; no layouts if nothing can be trained."""
+    groups = []
     async with open_store(db) as store:
         reader = StoreGroupReader(store)
         rows = await store.rollouts.find()
         unfinished = {row.group_id for row in rows if row.status not in ("done", "failed", "timed_out")}
         for group_id in dict.fromkeys(row.group_id for row in rows if row.group_id not in unfinished):
-            ways = {}
+            layouts = {}
             builders: tuple[BuilderName, ...] = ("per_call", "merged", "tree")
             for builder in builders:
                 group = await reader.read_group(group_id, builder, None)
                 batch = make_batch([group], CONFIG)
-                if batch.left_out:
-                    print(f"{group_id}, {builder}: left out: {batch.left_out_json()}", file=sys.stderr)
-                ways[builder] = tuple(replace(one, advantage=advantage(one.rollout)) for one in batch.sequences)
-            if len({sum(int(one.trained.sum()) for one in ways[way]) for way in WAYS}) != 1:
+                if batch.skipped:
+                    print(f"{group_id}, {builder}: skipped: {batch.skipped_json()}", file=sys.stderr)
+                layouts[builder] = tuple(replace(one, advantage=advantage(one.rollout)) for one in batch.sequences)
+            if len({sum(int(one.trained.sum()) for one in layouts[layout]) for layout in LAYOUTS}) != 1:
                 raise SystemExit(f"{group_id}: the builders do not train the same tokens")
-            found.append((f"{group.task_id} {group_id}", ways if ways["tree"] else {}))
-    return found
+            groups.append((f"{group.task_id} {group_id}", layouts if layouts["tree"] else {}))
+    return groups
 
 
-def made_up(given: argparse.Namespace) -> dict[str, tuple[TrainingSequence, ...]]:
-    """Conversations of random ids behind one prompt, each turn an answer and an observation; no two answers alike."""
+def made_up_group(arguments: argparse.Namespace) -> dict[str, tuple[TrainingSequence, ...]]:
+    """Return conversations of random ids after one prompt; each turn is an answer and an observation."""
     random = np.random.default_rng(0)
-    vocabulary = int(json.loads((given.model / "config.json").read_text())["vocab_size"])
-
-    def some(count: int) -> Ids:
-        return random.integers(0, vocabulary, count)
-
-    prompt = some(given.system)
+    vocab_size = int(json.loads((arguments.model / "config.json").read_text())["vocab_size"])
+    prompt = random.integers(0, vocab_size, arguments.system)
     per_call, merged = [], []
-    for rollout in range(given.made_up):
+    for rollout in range(arguments.made_up):
         ids, trained = prompt, np.zeros(len(prompt), dtype=bool)
-        for turn in range(given.turns):
+        for turn in range(arguments.turns):
             if turn:
-                ids = np.concatenate([ids, some(given.observation)])
-                trained = np.concatenate([trained, np.zeros(given.observation, dtype=bool)])
-            own = np.concatenate([np.zeros(len(ids), dtype=bool), np.ones(given.answer, dtype=bool)])
-            ids = np.concatenate([ids, some(given.answer)])
+                ids = np.concatenate([ids, random.integers(0, vocab_size, arguments.observation)])
+                trained = np.concatenate([trained, np.zeros(arguments.observation, dtype=bool)])
+            own = np.concatenate([np.zeros(len(ids), dtype=bool), np.ones(arguments.answer, dtype=bool)])
+            ids = np.concatenate([ids, random.integers(0, vocab_size, arguments.answer)])
             trained = np.concatenate([trained, own[len(trained) :]])
-            per_call.append(sequence(rollout, turn, ids, own))
-        merged.append(sequence(rollout, 0, ids, trained))
+            per_call.append(make_sequence(rollout, turn, ids, own))
+        merged.append(make_sequence(rollout, 0, ids, trained))
     return {"per_call": tuple(per_call), "merged": tuple(merged), "tree": tuple(merged)}
 
 
-def sequence(rollout: int, turn: int, ids: Ids, trained: Any) -> TrainingSequence:
-    recorded_at = np.where(trained, -7.0, np.nan)
-    return TrainingSequence(
-        f"{rollout}/{turn}", "group", rollout, ids, trained, recorded_at, advantage(rollout), ~trained
-    )
+def make_sequence(rollout: int, turn: int, ids: Ids, trained: Any) -> TrainingSequence:
+    old_logprobs = np.where(trained, -7.0, np.nan)
+    name = f"{rollout}/{turn}"
+    return TrainingSequence(name, "group", rollout, ids, trained, old_logprobs, advantage(rollout), ~trained)
 
 
 def advantage(rollout: int) -> float:
-    """Of a rollout: fixed and never 0, so that groups whose rewards are all alike have a gradient to compare."""
+    """A fixed advantage that is never 0, so that groups of equal rewards have a gradient to compare as well."""
     return float(np.random.default_rng(rollout).choice([-1.0, 1.0]) * (1.0 + rollout / 16))
 
 
-def rollouts_of(ways: dict[str, tuple[TrainingSequence, ...]]) -> int:
-    return len({one.rollout for one in ways["tree"]})
-
-
-# Output
-
-
-def table(groups: Sequence[dict[str, Any]]) -> None:
-    print("| group | way | sequences | tokens | pairs | step, s | processor, s | peak, MB | gradient gap |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for line in lines(groups):
-        print(line)
-
-
-def lines(groups: Sequence[dict[str, Any]]) -> Iterator[str]:
+def table_rows(groups: Sequence[dict[str, Any]]) -> Iterator[str]:
     for group in groups:
-        for way, row in group["ways"].items():
+        for layout, row in group["layouts"].items():
             times = [f"{row[name]:.2f}" if name in row else "-" for name in ("seconds", "cpu_seconds")]
             memory = f"{row['peak_mb']:.0f}" if "peak_mb" in row else "-"
-            difference = f"{row['gradient_gap']:.1e}" if "gradient_gap" in row else "-"
+            gap = f"{row['gradient_gap']:.1e}" if "gradient_gap" in row else "-"
             counts = f"{row['sequences']} | {row['tokens']:,} | {row['pairs'] / 1e6:.1f} M"
-            yield f"| {group['group'].split()[0]} | {way} | {counts} | {' | '.join(times)} | {memory} | {difference} |"
+            yield f"| {group['group'].split()[0]} | {layout} | {counts} | {' | '.join(times)} | {memory} | {gap} |"
 
 
 if __name__ == "__main__":

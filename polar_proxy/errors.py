@@ -60,3 +60,7 @@ class ApiError(PolarError):
         self.status = status
         self.code = code
         self.detail = detail
+
+
+class TrainingError(PolarError):
+    """Training cannot continue. The message says what happened, what it means and what to do."""

@@ -39,7 +39,7 @@ async def run(folder: Path, model: Path, seed: int, steps: int) -> None:
                 store, engine, "bandit", config.groups, config.samples, seed=SEEDS_APART * seed, worker=worker
             )
             await trainer(
-                folder, model, store, engine, config, rollouts=bandit, at=lambda point: print(point, file=points)
+                folder, model, store, engine, config, rollouts=bandit, on_point=lambda point: print(point, file=points)
             ).train()
 
 

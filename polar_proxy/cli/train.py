@@ -1,4 +1,4 @@
-"""`polar train`: the attached trainer, and how its runs stand."""
+"""`polar train`: train a policy, and report on training runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from polar_proxy.cli.common import DbOption, JsonOption
 from polar_proxy.cli.connect import UrlOption
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
-from polar_proxy.types import Json
 
 if TYPE_CHECKING:
     from polar_proxy.training.config import GrpoConfig
 
-app = typer.Typer(no_args_is_help=True, help="Train a policy on rollouts of Polar's own.")
+app = typer.Typer(no_args_is_help=True, help="Train a policy on rollouts that Polar runs.")
 
 
 @app.command("grpo")
@@ -29,48 +28,55 @@ def grpo(
         Path | None, typer.Option(help="TOML file with [grpo], and [engine], [run], [gateway] as in polar.toml.")
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="Name or folder of the run; an existing one is taken up. Default: a new one.")
+        str | None, typer.Option(help="Name or folder of the run; an existing run is resumed. Default: a new run.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Task family, file or folder, as `polar run` takes it.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task family, file or folder, as for `polar run`.")] = None,
     engine: Annotated[str | None, typer.Option(help="local or vllm.")] = None,
-    engine_url: Annotated[str | None, typer.Option(help="Where vLLM listens.")] = None,
+    engine_url: Annotated[str | None, typer.Option(help="Address of vLLM.")] = None,
     model: Annotated[str | None, typer.Option(help="local: a folder; vllm: the served name.")] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="Folder of the weights to begin with (vllm; local: its own).")
-    ] = None,
-    harness: Annotated[str | None, typer.Option(help="The agent.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Folder of the initial weights (needed for vllm).")] = None,
+    harness: Annotated[str | None, typer.Option(help="Harness of the agent.")] = None,
     sandbox: Annotated[str | None, typer.Option(help="auto, docker, bubblewrap or process.")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds the agent may take.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Number of rollouts at a time.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Time limit of the agent in seconds.")] = None,
     feed: Annotated[
-        str | None, typer.Option(help="Take groups from this server's feed; rollouts run there, steps here.")
+        str | None,
+        typer.Option(help="Lease groups from the feed of this server; rollouts run there, steps here."),
     ] = None,
-    ask: Annotated[bool | None, typer.Option("--ask", help="With --feed: submit the rounds' jobs there, too.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1)] = None,
+    submit_jobs: Annotated[
+        bool | None, typer.Option("--submit-jobs", help="With --feed: also submit the rollout jobs to the server.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps.")] = None,
     groups: Annotated[int | None, typer.Option(min=1, help="Groups per step.")] = None,
     samples: Annotated[int | None, typer.Option(min=2, help="Rollouts per group.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     loss: Annotated[str | None, typer.Option(help="By name (docs/algorithms.md).")] = None,
     advantage: Annotated[str | None, typer.Option(help="By name (docs/algorithms.md).")] = None,
-    ahead: Annotated[int | None, typer.Option(min=0, help="Steps that rollouts may run ahead; 0: synchronous.")] = None,
-    eval_every: Annotated[int | None, typer.Option(min=0, help="Evaluate every so many steps; 0: never.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Order of instances.")] = None,
+    max_async_steps: Annotated[
+        int | None, typer.Option(min=0, help="Steps that rollouts may run ahead of training; 0: synchronous.")
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(min=0, help="Evaluate on held-out instances every N steps; 0: never.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the order of instances.")] = None,
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", help="NAME=VALUE: any setting of [grpo], such as kl=0.01 or lora.rank=16. Repeatable."),
+        typer.Option("--set", help="NAME=VALUE: any setting of [grpo], such as lora.rank=16. Repeatable."),
     ] = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train by GRPO: rollouts, groups from the feed, steps, new weights into the engine.
+    """Train a policy with GRPO.
 
-    Every setting may stand in the file; flags win. A run that was killed goes on when the command is given again.
+    Flags override the settings of the file. Run the command again to resume a run that was killed.
     """
     from polar_proxy.training.config import make_config, read_assignments, read_toml
 
     own, tables = read_toml(config) if config is not None else ({}, {})
     if unknown := tables.keys() - {"engine", "run", "gateway"}:
-        raise UsageError(f"{config} has tables that are none: {', '.join(sorted(unknown))}.")
+        raise UsageError(
+            f"{config} has unknown tables: {', '.join(sorted(unknown))}. Known are grpo, engine, run and gateway."
+        )
     sections: dict[str, dict[str, Any]] = {
         "engine": {"kind": engine, "url": engine_url, "model": model},
         "run": {"harness": harness, "sandbox": sandbox, "concurrency": concurrency, "timeout": timeout},
@@ -80,8 +86,8 @@ def grpo(
         db, **{name: {**tables.get(name, {}), **_given(flags)} for name, flags in sections.items()}
     )
     flags = {"task": task, "weights": weights, "steps": steps, "groups": groups, "samples": samples}
-    more = {"learning_rate": lr, "loss": loss, "advantage": advantage, "ahead": ahead, "eval_every": eval_every}
-    more |= {"feed": feed, "ask": ask}
+    more = {"learning_rate": lr, "loss": loss, "advantage": advantage, "eval_every": eval_every}
+    more |= {"feed": feed, "submit_jobs": submit_jobs, "max_async_steps": max_async_steps}
     chosen = make_config(own, flags, more, {"seed": seed}, read_assignments(setting or ()))
     folder = _folder(settings, run or time.strftime("grpo-%Y%m%d-%H%M%S"))
     common.err.print(f"run: {folder}", highlight=False, soft_wrap=True)
@@ -95,9 +101,9 @@ def status(
     png: Annotated[Path | None, typer.Option(help="Draw the curves into this file (needs matplotlib).")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """How a run stands: steps, rewards, held-out rewards, what was left out, where the time went.
+    """Show the steps, rewards, held-out rewards, skipped rollouts and time of a run.
 
-    --json has `series`: every curve as lists, one value a step.
+    With --json, `series` holds every curve as lists with one value per step.
     """
     folder = _folder(common.load_settings(), run)
     if png is not None:
@@ -107,7 +113,7 @@ def status(
 
 @app.command("list")
 def listed(url: UrlOption = None, db: DbOption = None, as_json: JsonOption = False) -> None:
-    """Training runs that the database, or a server, was told of: newest first."""
+    """List the training runs of the database or a server, newest first."""
     found = connect.call(connect.load_settings(url, db), lambda client: client.training_runs())
     if as_json:
         common.print_json(found.model_dump())
@@ -121,34 +127,41 @@ def listed(url: UrlOption = None, db: DbOption = None, as_json: JsonOption = Fal
 
 @app.command("adapter")
 def adapter(
-    folder: Annotated[Path, typer.Argument(help="Where to write it.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
     model: Annotated[str | None, typer.Option(help="Folder of the base model; default: the bundled policy.")] = None,
-    rank: Annotated[int, typer.Option(min=1, help="As in `lora = {rank = ...}`.")] = 16,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter, as in `lora = {rank = ...}`.")] = 16,
 ) -> None:
-    """Write a LoRA adapter that changes nothing, for a vLLM whose adapter a run will reload."""
+    """Write an initial LoRA adapter (equal to the base model) for vLLM to serve and a run to reload."""
     from polar_proxy.engines.factory import POLAR_TINY
     from polar_proxy.training import lora
     from polar_proxy.training.config import LoraSettings
     from polar_proxy.training.model import load_model
 
     settings = LoraSettings(rank=rank)
-    made = lora.wrap(load_model(Path(model).expanduser() if model else POLAR_TINY), settings, seed=0)
-    lora.save_adapter(lora.adapter(made), settings, folder)
+    policy = lora.wrap(load_model(Path(model).expanduser() if model else POLAR_TINY), settings, seed=0)
+    lora.save_adapter(lora.adapter(policy), settings, folder)
     common.err.print(
         f"{folder}: vllm serve ... --enable-lora --lora-modules NAME={folder}", highlight=False, soft_wrap=True
     )
 
 
 async def _train(settings: Settings, config: GrpoConfig, folder: Path) -> None:
-    from polar_proxy.cli.attached import train_grpo
-    from polar_proxy.cli.fed import train_fed
+    from polar_proxy.training.remote import train_remotely
+    from polar_proxy.training.run import train_locally
 
-    train = train_grpo if config.feed is None else train_fed
-    await train(settings, config, folder, lambda line: common.err.print(escape(line), highlight=False, soft_wrap=True))
+    def report(line: str) -> None:
+        common.err.print(escape(line), highlight=False, soft_wrap=True)
+
+    if config.feed is not None:
+        key = connect.key_for(settings.model_copy(update={"url": config.feed}))
+        await train_remotely(settings, config, folder, key, report)
+        return
+    async with common.writer(settings) as store:
+        await train_locally(settings, config, folder, store, report)
 
 
 def _folder(settings: Settings, run: str) -> Path:
-    """A name is a folder in the Polar home; anything with a slash is a path."""
+    """Return the folder of a run: in the Polar home for a name, else the given path (anything with a slash)."""
     return Path(run).expanduser() if "/" in run else settings.home / "runs" / run
 
 
@@ -156,40 +169,10 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def summary(folder: Path) -> Json:
-    """A run as `--json` prints it. Raises UsageError where there is none."""
-    from polar_proxy.training import checkpoint, curves, metrics
-
-    lines = list(metrics.read_lines(folder))
-    if not lines:
-        raise UsageError(f"There is no run in {folder}.")
-    steps = [line for line in lines if line["kind"] == "step"]
-    last = checkpoint.latest(folder)
-    left_out: dict[str, int] = {}
-    for step in steps:
-        for reason, left in step["left_out"].items():
-            left_out[reason] = left_out.get(reason, 0) + left["rollouts"]
-    return {
-        "run": str(folder),
-        "steps": len(steps),
-        "updates": sum(step["updated"] for step in steps),
-        "rewards": [step["reward"] for step in steps],
-        "heldout": [{"step": line["step"], "reward": line["reward"]} for line in lines if line["kind"] == "eval"],
-        "rollouts": sum(step["rollouts"] for step in steps),
-        "trained_tokens": sum(step["trained_tokens"] for step in steps),
-        "left_out": left_out,
-        "dropped_stale": sum(step["dropped_stale"] for step in steps),
-        "mismatch_max": max((step["mismatch_max"] for step in steps if step["updated"]), default=None),
-        **metrics.time_by_phase(lines),
-        "checkpoint": None if last is None else str(last),
-        "series": curves.series(lines),
-    }
-
-
 def _draw(folder: Path, png: Path) -> None:
-    from polar_proxy.training import curves
+    from polar_proxy.training import curves, metrics
 
-    picture = curves.draw(summary(folder)["series"], folder.name)
+    picture = curves.draw(metrics.run_summary(folder)["series"], folder.name)
     try:
         png.write_bytes(picture)
     except OSError as error:
@@ -199,9 +182,9 @@ def _draw(folder: Path, png: Path) -> None:
 def _show(folder: Path, *, as_json: bool) -> None:
     from polar_proxy.training import metrics
 
-    told = summary(folder)
+    summary = metrics.run_summary(folder)
     if as_json:
-        common.print_json(told)
+        common.print_json(summary)
         return
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for name in ("step", "reward", "+-", "solved", "entropy", "kl", "clipped", "mismatch", "trained", "s"):
@@ -212,18 +195,18 @@ def _show(folder: Path, *, as_json: bool) -> None:
         values = [_number(line.get(name)) for name in names]
         table.add_row(str(line["step"]), *values, str(line["trained_tokens"]), f"{seconds:.1f}")
     common.out.print(table)
-    for held in told["heldout"]:
-        common.out.print(f"held out, after {held['step']} steps: {_number(held['reward'])}", highlight=False)
-    spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in told["seconds"].items())
-    common.out.print(f"time: {spent}", highlight=False, soft_wrap=True)
-    mean = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in told["seconds_per_step"].items())
-    share = told["engine_busy_share"]
+    for line in summary["heldout"]:
+        common.out.print(f"held-out reward after {line['step']} steps: {_number(line['reward'])}", highlight=False)
+    totals = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in summary["seconds"].items())
+    common.out.print(f"time: {totals}", highlight=False, soft_wrap=True)
+    means = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in summary["seconds_per_step"].items())
+    share = summary["engine_busy_share"]
     busy = "" if share is None else f"; engine busy {share:.0%} of the time"
-    common.out.print(f"a step: {mean}{busy}", highlight=False, soft_wrap=True)
-    if told["left_out"]:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in told["left_out"].items())
-        common.out.print(f"rollouts left out: {reasons}", highlight=False)
-    common.out.print(f"checkpoint: {told['checkpoint']}", highlight=False, soft_wrap=True)
+    common.out.print(f"per step: {means}{busy}", highlight=False, soft_wrap=True)
+    if summary["skipped"]:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in summary["skipped"].items())
+        common.out.print(f"rollouts skipped: {reasons}", highlight=False)
+    common.out.print(f"checkpoint: {summary['checkpoint']}", highlight=False, soft_wrap=True)
 
 
 def _number(value: float | None) -> str:

@@ -1,7 +1,12 @@
-"""Algorithms of GRPO-style training: small pure functions, each with its formula and its source.
+"""GRPO training on the traces that Polar records. `grpo.py` is the loop, one step from top to bottom.
 
-`advantages` and `selection` work on the rewards of groups (numpy). `losses`, `corrections` and `auxiliary` work on
-per-token tensors (torch), `normalise` says what each token weighs. `tree` and `packing` lay sequences that share
-prefixes out so that each prefix is computed once (numpy); `attention` and `branches` hand them to a model (torch).
-`algorithms` names them. docs/algorithms.md is the table of all.
+run.py, remote.py   put a run together: with rollouts of this process, or of a server
+feed.py             leases of finished groups, and reading them
+batch.py            groups -> advantages (advantages.py) -> training sequences
+packing.py          sequences -> prefix trees (tree.py) -> microbatches
+model.py            forward, loss (losses.py, loss_terms.py), backward, optimiser; attention.py, lora.py, fsdp.py
+checkpoint.py       weights, optimiser and state on disk
+weight_sync.py      new weights into the engine, and the proof that they arrived; vllm_sync.py
+metrics.py          one line per event; curves.py
+selection.py        curriculum and replay, not used by the loop yet
 """

@@ -1,72 +1,121 @@
-"""A tree as a model wants it: inputs, the mask for SDPA or FlexAttention, log-probabilities of its targets.
+"""Attention over a prefix tree without an n x n mask: one causal call per tree segment, over the nodes it can see.
 
-Works with Transformers decoders that take `position_ids` and a ready-made 4-D mask (or `BlockMask`), and that look
-back only by attention: a sliding window or a recurrent layer would see packed neighbours instead of ancestors.
+A dense mask makes SDPA compare all n * n pairs and hide most of them. Here each segment (a branch up to the node at
+which the next one begins) is compared with its own past only. The result is the same up to rounding, on every device
+and in every dtype that SDPA supports.
+
+It serves Transformers decoders that take `position_ids` and look back only by attention: a sliding window or a
+recurrent layer would see neighbours in the packed tree instead of ancestors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from polar_proxy.training.tree import PrefixTree, Targets, visible
+from polar_proxy.training.tree import PrefixTree
 
-
-def boolean_mask(tree: PrefixTree, device: torch.device | str = "cpu") -> Tensor:
-    """bool [1, 1, n, n], True where a query may look: for `scaled_dot_product_attention`."""
-    return torch.from_numpy(visible(tree)).to(device)[None, None]
-
-
-def additive_mask(tree: PrefixTree, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
-    """The same as numbers [1, 1, n, n], 0 or the dtype's lowest: for eager attention, which adds it to the scores."""
-    hidden = ~boolean_mask(tree, device)
-    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
+ATTENTION_NAME = "polar_tree"
+"""The name under which Transformers finds it (`attn_implementation`, `set_attn_implementation`)."""
 
 
-def mask_mod(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The mask as FlexAttention's function of (batch, head, query, key). `ends` is `PrefixTree.ends` on the device."""
+@dataclass(frozen=True, slots=True)
+class TreeSegment:
+    """Nodes [start, stop), each the parent of the next. `visible` int64: their ancestors, then the nodes themselves."""
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < ends[key])
+    start: int
+    stop: int
+    visible: Tensor
 
-    return sees
+
+def split_into_segments(tree: PrefixTree, device: torch.device | str = "cpu") -> list[TreeSegment]:
+    """Return the segments of a tree in the order of its nodes: one for each leaf."""
+    n = len(tree)
+    starts = np.flatnonzero(np.diff(tree.positions, prepend=-1) != 1) if n else np.zeros(0, dtype=np.int64)
+    starts = np.union1d(starts, [0][:n])
+    path = np.zeros(0, dtype=np.int64)
+    segments: list[TreeSegment] = []
+    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), n], strict=True):
+        path = np.concatenate([path[: tree.positions[start]], np.arange(start, stop)])
+        segments.append(TreeSegment(start, stop, torch.from_numpy(path).to(device)))
+    return segments
 
 
-def block_mask(tree: PrefixTree, device: torch.device | str) -> Any:
-    """FlexAttention's `BlockMask` of the tree: blocks between branches are never computed. Memory O((n / 128)^2).
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[TreeSegment],
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return the attention output [b, heads, n, d] of query [b, heads, n, d], key and value [b, kv heads, n, d].
 
-    Raises RuntimeError where this PyTorch has no FlexAttention.
+    `heads` is a multiple of `kv heads`; `scale` defaults to 1 / sqrt(d).
     """
-    try:
-        from torch.nn.attention.flex_attention import create_block_mask
-    except ImportError as error:
-        raise RuntimeError("FlexAttention needs PyTorch 2.5 or newer; use `boolean_mask` with SDPA") from error
-    ends = torch.from_numpy(tree.ends).to(device)
-    return create_block_mask(mask_mod(ends), None, None, len(tree), len(tree), device=device)
+    grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for segment in segments:
+        length = segment.stop - segment.start
+        past = len(segment.visible) - length
+        mask = None
+        if past:
+            mask = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)
+        outputs.append(
+            scaled_dot_product_attention(
+                query[:, :, segment.start : segment.stop],
+                key.index_select(2, segment.visible),
+                value.index_select(2, segment.visible),
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=dropout,
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(outputs, dim=2)
 
 
-def model_inputs(tree: PrefixTree, mask: Any, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """`input_ids` and `position_ids` int64 [1, n] and the given mask, by the names of Transformers."""
-    return {
-        "input_ids": torch.from_numpy(tree.token_ids).to(device)[None],
-        "position_ids": torch.from_numpy(tree.positions).to(device)[None],
-        "attention_mask": mask,
-        "use_cache": False,
-    }
+def register_tree_attention() -> str:
+    """Register it with Transformers and return its name. The model then needs `tree_segments` in every call."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _transformers_attention)
+    return ATTENTION_NAME
 
 
-def target_logprobs(logits: Tensor, wanted: Targets, *, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at each target [m], float32 at least, with gradient.
-
-    `logits` [r, V] stand at `wanted.rows` (what a Transformers model returns for `logits_to_keep=rows`). Each row is
-    normalised once, however many targets it has.
-    """
-    if logits.shape[0] != len(wanted.rows):
-        raise ValueError(f"{logits.shape[0]} rows of logits for {len(wanted.rows)} rows of targets")
-    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    row_of = torch.from_numpy(wanted.row_of).to(logits.device)
-    token_ids = torch.from_numpy(wanted.token_ids).to(logits.device)
-    return scores[row_of, token_ids] - torch.logsumexp(scores, dim=-1)[row_of]
+def _transformers_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tree_segments: Sequence[TreeSegment] | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention interface: takes [b, heads, n, d], returns [b, n, heads, d]."""
+    if tree_segments is None or attention_mask is not None:
+        raise ValueError(
+            f"attention {ATTENTION_NAME!r} needs `tree_segments` and takes no mask: it is only for training on packed "
+            "trees"
+        )
+    if sliding_window is not None or softcap is not None:
+        raise ValueError(f"attention {ATTENTION_NAME!r} has no sliding window and no soft cap; this model needs one")
+    if tree_segments[-1].stop != query.shape[2]:
+        raise ValueError(
+            f"the segments are of a tree of {tree_segments[-1].stop} nodes, the model was given {query.shape[2]}"
+        )
+    output = tree_attention(query, key, value, tree_segments, scale=scaling, dropout=dropout)
+    return output.transpose(1, 2).contiguous(), None

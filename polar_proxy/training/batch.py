@@ -1,36 +1,35 @@
-"""From finished groups to the sequences of one step: pure. Where groups come from: `reading`.
+"""From finished groups to the training sequences of one step. Pure functions on values.
 
 Promises:
 
-* A rollout counts once in its group's baseline, whatever its traces are; its traces all have its advantage.
-* Only traces graded exact or continued are trained, only those of rollouts with everything recorded, and each sampled
-  token once.
-* A rollout that is masked (out of time) or incomplete is not trained, and its reward stays in the baseline.
-* What was left out is counted by reason: sampled tokens that are trained and those that are left out add up to all.
+* A rollout counts once in its group's baseline, however many traces it has; all its traces get its advantage.
+* Only traces with a trainable grade are trained, only those of completely recorded rollouts, and each sampled token
+  once.
+* A rollout that is masked (timed out) or incomplete is not trained; its reward stays in the baseline.
+* Everything skipped is counted by reason: trained and skipped sampled tokens add up to all sampled tokens.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from polar_proxy.errors import TrainingError
 from polar_proxy.sequences import trace_path
 from polar_proxy.traces.grades import TRAINABLE
-from polar_proxy.training import advantages
-from polar_proxy.training.algorithms import ADVANTAGES
+from polar_proxy.training.advantages import ADVANTAGES, Floats, focal_weight, variance_weight
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.tree import BoolArray, IntArray
 from polar_proxy.types import Json, Trace
 
 
 class RolloutOutcome(Protocol):
-    """What became of a rollout, as far as training asks: a row of the store, or the API's answer."""
+    """The fields of a finished rollout that training reads: a row of the store, or the API's answer."""
 
     @property
     def rollout_id(self) -> str: ...
@@ -50,7 +49,7 @@ class RolloutOutcome(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupRollout:
-    """A rollout of a group and all its traces."""
+    """A rollout of a group, with all its traces."""
 
     rollout: RolloutOutcome
     traces: tuple[Trace, ...]
@@ -58,13 +57,13 @@ class GroupRollout:
 
 @dataclass(frozen=True, slots=True)
 class TrainingGroup:
-    """The rollouts of one task that are compared."""
+    """Rollouts of one task, which are compared with each other."""
 
     group_id: str
     task_id: str
     members: tuple[GroupRollout, ...]
     staleness: int | None = None
-    """Policy versions behind, as the lease said."""
+    """Number of policy versions it is behind, from its lease."""
 
     @property
     def rewards(self) -> list[float | None]:
@@ -73,48 +72,48 @@ class TrainingGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """A whole sequence of n tokens, from its root."""
+    """A trace with its whole prefix: n tokens from the root to the last sampled one."""
 
     trace_id: str
     group_id: str
     rollout: int
-    """Number of its rollout within the batch."""
+    """Index of its rollout within the batch."""
     token_ids: IntArray
     """[n]"""
     trained: BoolArray
-    """bool [n]: sampled, and this sequence's to train."""
-    recorded: npt.NDArray[np.float64]
-    """[n], nats, as recorded at sampling; NaN off `trained`."""
+    """[n]: sampled, and trained with this sequence."""
+    old_logprobs: npt.NDArray[np.float64]
+    """[n], nats, as recorded at sampling; NaN where `trained` is False."""
     advantage: float
     observed: BoolArray
-    """bool [n]: stands behind something sampled and was not: what the environment answered, with its template around
-    it; this sequence's own."""
+    """[n]: follows a sampled token and was not sampled (tool output and the template around it); only those of this
+    trace, not of its prefix."""
 
 
 @dataclass(slots=True)
 class SkippedCounts:
-    """What was left out for one reason."""
+    """What was not trained, for one reason."""
 
     rollouts: int = 0
     traces: int = 0
     tokens: int = 0
-    """Sampled ones."""
+    """Sampled tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """What one step trains on."""
+    """The training data of one step, with what was skipped."""
 
     sequences: tuple[TrainingSequence, ...]
     group_ids: tuple[str, ...]
     rewards: tuple[float, ...]
-    """Of all rollouts of all groups that have one."""
+    """Rewards of all rollouts of all groups that have one."""
     rollouts: int
-    """All of them, trained or not."""
+    """All rollouts, trained or not."""
     sampled_tokens: int
     """In all traces, trained or not."""
     staleness: tuple[int, ...] = ()
-    left_out: Mapping[str, SkippedCounts] = field(default_factory=dict)
+    skipped: Mapping[str, SkippedCounts] = field(default_factory=dict)
     """By reason."""
 
     @property
@@ -126,7 +125,7 @@ class TrainingBatch:
         return len({sequence.rollout for sequence in self.sequences})
 
     def minibatches(self, count: int, seed: str) -> list[list[TrainingSequence]]:
-        """Parts of whole groups, dealt in an order drawn by `seed`; fewer where there are fewer groups."""
+        """Split into `count` parts of whole groups, shuffled by `seed`; fewer parts when there are fewer groups."""
         groups: dict[str, list[TrainingSequence]] = {}
         for sequence in self.sequences:
             groups.setdefault(sequence.group_id, []).append(sequence)
@@ -134,76 +133,73 @@ class TrainingBatch:
         if count > 1:
             random.Random(seed).shuffle(names)
         parts = min(count, len(names))
-        return [[one for name in names[at::parts] for one in groups[name]] for at in range(parts)]
+        return [[sequence for name in names[part::parts] for sequence in groups[name]] for part in range(parts)]
 
-    def left_out_json(self) -> Json:
-        return {
-            reason: {"rollouts": left.rollouts, "traces": left.traces, "tokens": left.tokens}
-            for reason, left in sorted(self.left_out.items())
-        }
+    def skipped_json(self) -> Json:
+        return {reason: asdict(counts) for reason, counts in sorted(self.skipped.items())}
 
 
 def make_batch(groups: Sequence[TrainingGroup], config: GrpoConfig) -> TrainingBatch:
-    """The sequences of these groups with their advantages. Raises TrainingError for a token that would be trained
-    twice: the builder broke its promise."""
+    """Compute advantages and collect the sequences to train.
+
+    Raises TrainingError for a token that would be trained twice, which means that the traces are wrong.
+    """
     sequences: list[TrainingSequence] = []
-    left_out: dict[str, SkippedCounts] = {}
-    number = 0
+    skipped: dict[str, SkippedCounts] = {}
     rewards = [group.rewards for group in groups]
     if config.shuffle_rewards:
-        rewards = _dealt_anew(rewards, f"{config.seed}/{' '.join(group.group_id for group in groups)}")
-    for group, known in zip(groups, rewards, strict=True):
-        values = group_advantages(known, config)
-        flat = _flat(values)
-        for member, advantage in zip(group.members, values.tolist(), strict=True):
-            reason = _masked(member, advantage)
-            if reason is None and flat and not config.keep_zero_variance_groups:
-                reason = "no_spread"
+        rewards = _shuffle_rewards(rewards, f"{config.seed}/{' '.join(group.group_id for group in groups)}")
+    rollout_index = 0
+    for group, group_rewards in zip(groups, rewards, strict=True):
+        advantages = group_advantages(group_rewards, config)
+        no_signal = not _any_signal(advantages) and not config.keep_zero_variance_groups
+        for member, advantage in zip(group.members, advantages.tolist(), strict=True):
+            reason = _skip_rollout(member, advantage) or ("no_spread" if no_signal else None)
             if reason is not None:
-                _leave_out(left_out, reason, member.traces, rollouts=1)
+                _count_skipped(skipped, reason, member.traces, rollouts=1)
             else:
-                sequences += _sequences(group.group_id, member, number, advantage, config, left_out)
-            number += 1
+                sequences += _make_sequences(group.group_id, member, rollout_index, advantage, config, skipped)
+            rollout_index += 1
     members = [member for group in groups for member in group.members]
     return TrainingBatch(
         sequences=tuple(sequences),
         group_ids=tuple(group.group_id for group in groups),
-        rewards=tuple(float(one.rollout.reward) for one in members if one.rollout.reward is not None),
+        rewards=tuple(float(member.rollout.reward) for member in members if member.rollout.reward is not None),
         rollouts=len(members),
         sampled_tokens=sum(int(trace.loss_mask.sum()) for member in members for trace in member.traces),
         staleness=tuple(group.staleness for group in groups if group.staleness is not None),
-        left_out=left_out,
+        skipped=skipped,
     )
 
 
-def has_signal(group: TrainingGroup, config: GrpoConfig) -> bool:
-    """Whether anything of a group is worth training: some advantage is not 0."""
-    return not _flat(group_advantages(group.rewards, config))
-
-
-def _flat(values: advantages.Floats) -> bool:
-    return not np.any(np.nan_to_num(values) != 0.0)
-
-
-def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> advantages.Floats:
-    """float64 [n]: by the chosen function, times the chosen weight of the group; NaN where there is no reward."""
-    values = ADVANTAGES[config.advantage](rewards)
+def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> Floats:
+    """Return advantages times the weight of the group, float64 [n]; NaN for rollouts that are not to be trained."""
+    advantages = ADVANTAGES[config.advantage](rewards)
     if config.group_weight == "focal":
-        return values * advantages.focal_weight(rewards)
-    return values * advantages.variance_weight(rewards) if config.group_weight == "variance" else values
+        return advantages * focal_weight(rewards)
+    return advantages * variance_weight(rewards) if config.group_weight == "variance" else advantages
 
 
-def _dealt_anew(rewards: Sequence[Sequence[float | None]], seed: str) -> list[list[float | None]]:
-    """The same rewards at other rollouts, of any group: within its group a reward would still tell which task the
-    policy can do. Who has none keeps none."""
+def has_signal(group: TrainingGroup, config: GrpoConfig) -> bool:
+    """Whether the group has an advantage that is not 0."""
+    return _any_signal(group_advantages(group.rewards, config))
+
+
+def _any_signal(advantages: Floats) -> bool:
+    return bool(np.any(np.nan_to_num(advantages) != 0.0))
+
+
+def _shuffle_rewards(rewards: Sequence[Sequence[float | None]], seed: str) -> list[list[float | None]]:
+    """Shuffle rewards over all rollouts of all groups: within its group, a reward would still tell which tasks the
+    policy can solve. Rollouts without a reward stay without one."""
     known = [reward for group in rewards for reward in group if reward is not None]
     random.Random(seed).shuffle(known)
-    dealt = iter(known)
-    return [[None if reward is None else next(dealt) for reward in group] for group in rewards]
+    shuffled = iter(known)
+    return [[None if reward is None else next(shuffled) for reward in group] for group in rewards]
 
 
-def _masked(member: GroupRollout, advantage: float) -> str | None:
-    """Why nothing of a rollout is trained; None where it is."""
+def _skip_rollout(member: GroupRollout, advantage: float) -> str | None:
+    """Return why nothing of a rollout is trained, or None."""
     row = member.rollout
     if row.incomplete:
         return "incomplete"
@@ -211,66 +207,67 @@ def _masked(member: GroupRollout, advantage: float) -> str | None:
         return "masked"
     if row.status == "cancelled" or (row.status == "failed" and row.reward is None):
         return row.status
-    if row.reward is None:  # an agent that failed and was scored is trained: that is what it did
+    if row.reward is None:  # a failed agent that was scored is trained: failing is what the policy did
         return "no_reward"
     if np.isnan(advantage):
         return "no_advantage"
     return None if member.traces else "no_traces"
 
 
-def _sequences(
+def _make_sequences(
     group_id: str,
     member: GroupRollout,
-    number: int,
+    rollout_index: int,
     advantage: float,
     config: GrpoConfig,
-    left_out: dict[str, SkippedCounts],
+    skipped: dict[str, SkippedCounts],
 ) -> list[TrainingSequence]:
-    found: list[TrainingSequence] = []
+    sequences: list[TrainingSequence] = []
     seen: set[tuple[str, int, int]] = set()
     by_id = {trace.trace_id: trace for trace in member.traces}
     for trace in member.traces:
-        if (reason := _refused(trace, config)) is not None:
-            _leave_out(left_out, reason, (trace,))
+        if (reason := _skip_trace(trace, config)) is not None:
+            _count_skipped(skipped, reason, (trace,))
             continue
         for span in trace.spans:
             for position in range(span.start, span.end) if span.kind == "sampled" else ():
                 if (sample := (span.call_id, span.choice, position)) in seen:
-                    raise TrainingError(f"token {position} of the call {span.call_id} stands in two traces as sampled")
+                    raise TrainingError(f"token {position} of call {span.call_id} is marked as sampled in two traces")
                 seen.add(sample)
         whole = trace_path(trace, by_id)
         trained = whole.loss_mask.astype(bool)
         observed = ~trained & (np.cumsum(trained) > 0)
-        trained[: whole.own] = observed[: whole.own] = False  # those belong to the traces before
-        found.append(
+        trained[: whole.own] = observed[: whole.own] = False  # the prefix is trained with the trace it belongs to
+        sequences.append(
             TrainingSequence(
                 trace_id=trace.trace_id,
                 group_id=group_id,
-                rollout=number,
+                rollout=rollout_index,
                 token_ids=whole.token_ids.astype(np.int64),
                 trained=trained,
-                recorded=np.where(trained, whole.logprobs.astype(np.float64), np.nan),
+                old_logprobs=np.where(trained, whole.logprobs.astype(np.float64), np.nan),
                 advantage=advantage,
                 observed=observed,
             )
         )
-    return found
+    return sequences
 
 
-def _refused(trace: Trace, config: GrpoConfig) -> str | None:
+def _skip_trace(trace: Trace, config: GrpoConfig) -> str | None:
+    """Return why a trace is not trained, or None."""
     if trace.grade not in TRAINABLE:
         return f"grade_{trace.grade}"
     if not trace.loss_mask.any():
         return "nothing_sampled"
-    if trace.branch_at + len(trace.token_ids) > config.max_sequence:
+    if trace.branch_at + len(trace.token_ids) > config.max_sequence_length:
         return "too_long"
     if not np.isfinite(trace.logprobs[trace.loss_mask == 1]).all():
         return "no_logprobs"
     return None
 
 
-def _leave_out(left_out: dict[str, SkippedCounts], reason: str, traces: Sequence[Trace], rollouts: int = 0) -> None:
-    left = left_out.setdefault(reason, SkippedCounts())
-    left.rollouts += rollouts
-    left.traces += len(traces)
-    left.tokens += sum(int(trace.loss_mask.sum()) for trace in traces)
+def _count_skipped(skipped: dict[str, SkippedCounts], reason: str, traces: Sequence[Trace], rollouts: int = 0) -> None:
+    counts = skipped.setdefault(reason, SkippedCounts())
+    counts.rollouts += rollouts
+    counts.traces += len(traces)
+    counts.tokens += sum(int(trace.loss_mask.sum()) for trace in traces)

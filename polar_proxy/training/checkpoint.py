@@ -1,8 +1,9 @@
-"""Checkpoints: folders that are whole or not there, each also a model that an engine can serve.
+"""Checkpoints: folders that are complete or absent. Each one is also a model that an engine can serve.
 
     RUN/checkpoints/step-000012/   model.safetensors + the model's own small files, optimiser.pt, state.json
 
-Written under another name, forced to disk, then renamed: a kill at any moment leaves the last one whole.
+A checkpoint is written under another name, synced to disk and then renamed, so a kill at any moment leaves the last one
+complete.
 """
 
 from __future__ import annotations
@@ -21,30 +22,30 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from polar_proxy.training.failures import TrainingError
+from polar_proxy.errors import TrainingError
 from polar_proxy.types import Json
 
 FORMAT = 1
-_MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
+MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What a resumed run must know beside weights and optimiser."""
+    """What a resumed run needs besides weights and optimiser."""
 
     step: int
-    """Steps done; the next one has this number."""
+    """Steps done."""
     updates: int
-    """Of them, those that changed the weights."""
+    """Steps that changed the weights."""
     version: str
     """Policy version of these weights."""
     trained: tuple[str, ...]
-    """Groups that these weights have learned from (or that had nothing to teach) and whose leases may still be open:
-    to be acknowledged, never to be trained again."""
+    """Groups that these weights have learned from (or that had no signal) and whose leases may still be open. They are
+    acknowledged when they are offered again, and never trained again."""
     rounds: int = 0
-    """Rounds of rollouts asked for so far."""
+    """Rounds of rollouts started."""
     minutes: float = 0.0
-    """Of training until here, over all restarts."""
+    """Time spent training, over all restarts."""
     format: int = FORMAT
     rng: Json = field(default_factory=dict)
 
@@ -66,14 +67,14 @@ def save(
     model: Path,
     keep: int,
 ) -> Path:
-    """Write a checkpoint and remove all but the newest `keep`. `model`: the folder whose small files go with it."""
+    """Write a checkpoint and remove all but the newest `keep`. The small files of the folder `model` are copied."""
     parent = run / "checkpoints"
     parent.mkdir(parents=True, exist_ok=True)
     final, draft = parent / f"step-{state.step:06d}", parent / f".draft-{state.step:06d}"
-    for old in parent.glob(".draft-*"):  # of a killed run
+    for old in parent.glob(".draft-*"):  # left by a killed process
         shutil.rmtree(old)
     draft.mkdir()
-    for pattern in _MODEL_FILES:
+    for pattern in MODEL_FILES:
         for file in sorted(model.glob(pattern)):
             if file.name not in ("state.json", "model.safetensors.index.json"):
                 shutil.copyfile(file, draft / file.name)
@@ -81,34 +82,36 @@ def save(
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
     torch.save(dict(optimiser), draft / "optimiser.pt")
     torch.save(torch.get_rng_state(), draft / "torch_rng.pt")
-    (draft / "state.json").write_bytes(orjson.dumps(asdict(state) | {"rng": _random_states()}))
+    (draft / "state.json").write_bytes(orjson.dumps(asdict(state) | {"rng": _rng_states()}))
     for file in draft.iterdir():
-        _to_disk(file)
-    _to_disk(draft)
+        _fsync(file)
+    _fsync(draft)
     if final.exists():
         shutil.rmtree(final)
     os.rename(draft, final)
-    _to_disk(parent)
+    _fsync(parent)
     for old in _folders(run)[:-keep]:
         shutil.rmtree(old)
     return final
 
 
 def latest(run: Path) -> Path | None:
-    """The newest whole checkpoint of a run."""
+    """Return the folder of the newest checkpoint of a run."""
     folders = _folders(run)
     return folders[-1] if folders else None
 
 
-def load(folder: Path, *, restore_random: bool = True) -> Checkpoint:
-    """Read a checkpoint, and put the random generators where they were. Raises TrainingError for a newer format."""
+def load(folder: Path, *, restore_rng: bool = True) -> Checkpoint:
+    """Read a checkpoint and restore the random number generators. Raises TrainingError for a newer format."""
     raw = orjson.loads((folder / "state.json").read_bytes())
     if raw["format"] > FORMAT:
-        raise TrainingError(f"{folder} was written by a newer Polar (format {raw['format']}, this one reads {FORMAT})")
+        raise TrainingError(
+            f"{folder} was written by a newer Polar (checkpoint format {raw['format']}; this one reads {FORMAT})"
+        )
     state = TrainerState(**{**raw, "trained": tuple(raw["trained"])})
-    if restore_random:
+    if restore_rng:
         torch.set_rng_state(torch.load(folder / "torch_rng.pt", weights_only=True))
-        _restore_random(state.rng)
+        _restore_rng(state.rng)
     return Checkpoint(
         folder,
         state,
@@ -118,37 +121,37 @@ def load(folder: Path, *, restore_random: bool = True) -> Checkpoint:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Replace a small file as a whole."""
+    """Replace a small file atomically."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_bytes(data)
-    _to_disk(draft)
+    _fsync(draft)
     os.replace(draft, path)
-    _to_disk(path.parent)
+    _fsync(path.parent)
 
 
 def _folders(run: Path) -> list[Path]:
     return sorted((run / "checkpoints").glob("step-*"))
 
 
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        os.fsync(descriptor)
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 
-def _random_states() -> Json:
+def _rng_states() -> Json:
     version, numbers, gauss = random.getstate()
-    name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": [version, list(numbers), gauss],
-        "numpy": [name, [int(key) for key in keys], place, has_gauss, cached],
+        "numpy": [name, [int(key) for key in keys], position, has_gauss, cached],
     }
 
 
-def _restore_random(states: Json) -> None:
+def _restore_rng(states: Json) -> None:
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
-    name, keys, place, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
+    name, keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))

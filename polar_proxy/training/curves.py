@@ -1,6 +1,6 @@
-"""The curves of a run: its metrics as series, for the dashboard and scripts, and as a picture.
+"""The curves of a run: its metrics as series for the web page and for scripts, and as a picture.
 
-`series` is pure. `draw` needs matplotlib (`pip install 'polar-proxy[curves]'`) and no display.
+`draw` needs matplotlib (`pip install 'polar-proxy[curves]'`) and no display.
 """
 
 from __future__ import annotations
@@ -47,57 +47,57 @@ STEP_SERIES = (
     "step_seconds",
     "engine_busy_seconds",
 )
-"""What a step's line is asked for (docs/training.md, "What is measured")."""
-_EVAL = ("reward", "reward_interval", "solved_share", "scored", "seconds")
-_SYNC = ("largest", "mean", "moved", "seconds")
+"""The values of a step that become curves (docs/training.md explains them)."""
+EVAL_SERIES = ("reward", "reward_interval", "solved_share", "scored", "seconds")
+SYNC_SERIES = ("largest", "mean", "moved", "seconds")
 
 
 def series(lines: Iterable[Json]) -> Json:
-    """{"step": {"step": [...], name: [...]}, "eval": {...}, "sync": {...}}: lists of one length within each kind.
+    """Return {"step": {"step": [...], name: [...]}, "eval": {...}, "sync": {...}} for the lines of metrics.jsonl.
 
-    `lines`: of metrics.jsonl. What a line does not have is null: a step without spread has no loss.
+    All lists of a kind have the same length. Missing values are null: a step without a signal has no loss.
     """
-    kept: dict[str, list[Json]] = {"step": [], "eval": [], "sync": []}
+    by_kind: dict[str, list[Json]] = {"step": [], "eval": [], "sync": []}
     for line in lines:
-        if line["kind"] in kept:
-            kept[line["kind"]].append(line)
+        if line["kind"] in by_kind:
+            by_kind[line["kind"]].append(line)
     return {
-        kind: {name: [line.get(name) for line in kept[kind]] for name in ("step", *names)}
-        for kind, names in (("step", STEP_SERIES), ("eval", _EVAL), ("sync", _SYNC))
+        kind: {name: [line.get(name) for line in by_kind[kind]] for name in ("step", *names)}
+        for kind, names in (("step", STEP_SERIES), ("eval", EVAL_SERIES), ("sync", SYNC_SERIES))
     }
 
 
-def draw(told: Json, title: str) -> bytes:
-    """A PNG of six panels. Raises UsageError where matplotlib is missing or there is no step yet."""
+def draw(curves: Json, title: str) -> bytes:
+    """Return a PNG of six panels. Raises UsageError if matplotlib is missing or there is no step yet."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("Curves need matplotlib: pip install 'polar-proxy[curves]'") from error
-    step, held, sync = told["step"], told["eval"], told["sync"]
+    step, heldout, sync = curves["step"], curves["eval"], curves["sync"]
     if not step["step"]:
         raise UsageError("There is no step to draw yet.")
     figure = Figure(figsize=(13, 7), layout="constrained")
     figure.suptitle(title)
     panels = figure.subplots(2, 3).ravel()
-    _line(panels[0], step, "reward", label="training")
-    _band(panels[0], step)
-    _line(panels[0], held, "reward", label="held out", marker="o")
-    _line(panels[1], step, "entropy")
-    _line(panels[2], step, "approx_kl", label="KL to the sampling policy")
-    _line(panels[2], step, "mismatch_mean", label="mismatch, mean")
-    _line(panels[2], step, "mismatch_max", label="mismatch, largest")
+    _plot(panels[0], step, "reward", label="training")
+    _fill_interval(panels[0], step)
+    _plot(panels[0], heldout, "reward", label="held out", marker="o")
+    _plot(panels[1], step, "entropy")
+    _plot(panels[2], step, "approx_kl", label="KL to the sampling policy")
+    _plot(panels[2], step, "mismatch_mean", label="mismatch, mean")
+    _plot(panels[2], step, "mismatch_max", label="mismatch, largest")
     panels[2].set_yscale("symlog", linthresh=1e-6)
-    _line(panels[3], step, "clipped_share", label="clipped")
-    _line(panels[3], step, "dropped_share", label="dropped")
-    _line(panels[4], step, "length_mean", label="sampled per sequence, mean")
-    _line(panels[4], step, "length_max", label="largest")
+    _plot(panels[3], step, "clipped_share", label="clipped")
+    _plot(panels[3], step, "dropped_share", label="dropped")
+    _plot(panels[4], step, "length_mean", label="sampled per sequence, mean")
+    _plot(panels[4], step, "length_max", label="largest")
     waiting, training = ([value or 0.0 for value in step[f"{name}_seconds"]] for name in ("waiting", "training"))
-    syncing = dict(zip(sync["step"], sync["seconds"], strict=True))
+    sync_seconds = dict(zip(sync["step"], sync["seconds"], strict=True))
     panels[5].stackplot(
         step["step"],
         waiting,
         training,
-        [syncing.get(at) or 0.0 for at in step["step"]],
+        [sync_seconds.get(number) or 0.0 for number in step["step"]],
         labels=("waiting for rollouts", "training", "sync"),
     )
     names = ("reward", "entropy, nats", "nats", "share of tokens", "tokens", "seconds per step")
@@ -107,19 +107,19 @@ def draw(told: Json, title: str) -> bytes:
         panel.grid(alpha=0.3)
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize=8)
-    made = io.BytesIO()
-    figure.savefig(made, format="png", dpi=110)
-    return made.getvalue()
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=110)
+    return png.getvalue()
 
 
-def _line(panel: Any, told: Json, name: str, **look: Any) -> None:
-    """Only what is there: a gap is not 0."""
-    points = [(at, value) for at, value in zip(told["step"], told[name], strict=True) if value is not None]
+def _plot(panel: Any, curves: Json, name: str, **style: Any) -> None:
+    """Plot the known values; a missing one is not 0."""
+    points = [(step, value) for step, value in zip(curves["step"], curves[name], strict=True) if value is not None]
     if points:
-        panel.plot(*zip(*points, strict=True), **look)
+        panel.plot(*zip(*points, strict=True), **style)
 
 
-def _band(panel: Any, step: Json) -> None:
+def _fill_interval(panel: Any, step: Json) -> None:
     rows = zip(step["step"], step["reward"], step["reward_interval"], strict=True)
     known = [(at, mean - half, mean + half) for at, mean, half in rows if mean is not None and half is not None]
     if known:

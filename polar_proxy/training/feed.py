@@ -1,11 +1,11 @@
-"""The leases that a trainer has open: kept alive while it works, written down for the process after a kill."""
+"""The trainer's side of the feed: the leases it holds, and reading a leased group with its traces."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,17 +13,25 @@ import orjson
 
 from polar_proxy.client import ApiError, UnreachableError
 from polar_proxy.errors import StoreError
+from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.feed import GroupLease, LeaseBatch
+from polar_proxy.traces import build
+from polar_proxy.training.batch import GroupRollout, TrainingGroup
 from polar_proxy.training.checkpoint import write_file
+from polar_proxy.training.config import BuilderName
+from polar_proxy.types import Trace
 
 log = logging.getLogger(__name__)
 
 FEED_ERRORS = (StoreError, ApiError, UnreachableError)
-"""What a feed may say instead of ending or extending a lease. The lease then runs out and its group comes again."""
+"""Errors that a feed may raise when a lease is ended or extended. The lease then expires, and its group comes again."""
+
+STORED_BUILDER = "merged"
+"""The builder whose traces are stored when a rollout ends. Those of the others are built when they are read."""
 
 
 class GroupFeed(Protocol):
-    """The trainer feed, of the store in this process or of one elsewhere."""
+    """The feed of finished groups, of a local store or of a server."""
 
     async def lease(
         self, consumer: str, limit: int, seconds: float, *, policy_version: str | None, max_staleness: int | None
@@ -33,11 +41,17 @@ class GroupFeed(Protocol):
     async def extend(self, lease_id: str, seconds: float) -> float: ...
 
 
-class OpenLeases:
-    """Open leases of one run, oldest first."""
+class GroupReader(Protocol):
+    async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> TrainingGroup:
+        """Return a finished group with the traces of its rollouts as `builder` makes them."""
+        ...
 
-    def __init__(self, feed: GroupFeed, run: Path, seconds: float, note: Callable[[str], None]) -> None:
-        self._feed, self._seconds, self._note = feed, seconds, note
+
+class OpenLeases:
+    """The open leases of one run, oldest first: extended while the process lives, recorded for the one after a kill."""
+
+    def __init__(self, feed: GroupFeed, run: Path, seconds: float, report: Callable[[str], None]) -> None:
+        self._feed, self._seconds, self._report = feed, seconds, report
         self._file = run / "leases.json"
         self._open: list[GroupLease] = []
 
@@ -45,7 +59,7 @@ class OpenLeases:
         return iter(list(self._open))
 
     async def take(self, consumer: str, limit: int, *, step: int, max_staleness: int | None) -> LeaseBatch:
-        """As `GroupFeed.lease`, staleness counted from `step`. What is taken is written down before it is returned."""
+        """Lease groups; staleness is counted from `step`. The leases are on disk before this returns."""
         offer = await self._feed.lease(
             consumer, limit, self._seconds, policy_version=str(step), max_staleness=max_staleness
         )
@@ -55,31 +69,33 @@ class OpenLeases:
         return offer
 
     async def acknowledge(self, lease: GroupLease) -> bool:
-        """The group is done with. False: the lease had run out, and the group will be offered again."""
+        """Mark the group as done. Returns False when the lease had expired, and the group will be offered again."""
         try:
             await self._feed.acknowledge(lease.lease_id)
         except FEED_ERRORS as error:
-            self._note(f"group {lease.group_id} cannot be acknowledged: {error}")
+            self._report(f"group {lease.group_id} cannot be acknowledged: {error}")
             return False
         finally:
             self._open.remove(lease)
             self._write()
         return True
 
-    async def after_a_kill(self, trained: Collection[str]) -> None:
-        """End what the process before had open: `trained` groups are acknowledged, the others offered again. A lease
-        that it took and could not write down any more runs out by itself."""
+    async def settle_previous(self, trained: Collection[str]) -> None:
+        """End the leases that the previous process held: acknowledge `trained` groups, give the others back.
+
+        A lease that it took and could not record before it was killed expires by itself.
+        """
         for row in orjson.loads(self._file.read_bytes()) if self._file.exists() else []:
             end = self._feed.acknowledge if row["group_id"] in trained else self._feed.release
             try:
                 await end(row["lease_id"])
-            except FEED_ERRORS as error:  # it has run out already
-                self._note(f"group {row['group_id']}: {error}")
+            except FEED_ERRORS as error:  # it has expired already
+                self._report(f"group {row['group_id']}: {error}")
         self._write()
 
     @contextlib.asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
-        """Extended for as long as the block runs."""
+    async def kept_alive(self) -> AsyncIterator[None]:
+        """Extend all open leases while the block runs."""
         task = asyncio.create_task(self._extend_forever(), name="polar-leases")
         try:
             yield
@@ -99,3 +115,22 @@ class OpenLeases:
     def _write(self) -> None:
         rows = [{"lease_id": lease.lease_id, "group_id": lease.group_id} for lease in self._open]
         write_file(self._file, orjson.dumps(rows))
+
+
+class StoreGroupReader:
+    """Reads groups from a local store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> TrainingGroup:
+        rows = await self._store.rollouts.find(group_id=group_id)
+        members = [GroupRollout(row, tuple(await self._traces(row, builder))) for row in rows]
+        return TrainingGroup(group_id, rows[0].task_id if rows else "", tuple(members), staleness)
+
+    async def _traces(self, row: RolloutRow, builder: BuilderName) -> Sequence[Trace]:
+        stored = await self._store.traces.find(rollout_id=row.rollout_id, builder=builder)
+        if stored or builder == STORED_BUILDER or row.session_id is None:
+            return stored
+        calls = await self._store.calls.of_session(row.session_id, text=False)
+        return (await asyncio.to_thread(build, calls, builder, rollout_id=row.rollout_id, reward=row.reward)).traces

@@ -1,17 +1,18 @@
-"""The training loop: groups from the feed, a batch, a step, a checkpoint, the acknowledgement, new weights.
+"""The training loop of GRPO: `GrpoTrainer._step` is one step from top to bottom.
 
-    ask for rollouts -> lease groups -> batch -> step -> checkpoint -> acknowledge -> sync and probe
+    start rollouts -> lease groups -> advantages and batch -> loss and optimiser -> metrics
+                   -> checkpoint -> acknowledge groups -> new weights into the engine -> probe
 
 Promises, across `kill -9` at any moment (tests/training/test_resume.py kills at every point between):
 
-* A group is acknowledged only after a checkpoint that holds what it taught is on disk. So nothing is skipped: what no
-  checkpoint holds comes back when its lease is returned or runs out.
-* A checkpoint names the groups it holds. A group that it names is acknowledged when it is offered again, and never
-  trained again.
-* A round of rollouts is asked for under its own number; asking twice is asking once.
+* A group is acknowledged only after a checkpoint of the weights that learned from it is on disk. A group that is in no
+  checkpoint is offered again when its lease is returned or expires, so none is skipped.
+* A checkpoint lists its groups. A listed group that is offered again is acknowledged and not trained again.
+* A round of rollouts is started under its own number, and starting it again has no effect.
 
-Synchronous (`ahead = 0`): the rollouts of a step begin when the weights before it are in the engine. Asynchronous:
-those of the next `ahead` steps are asked for early, and what has gone too stale when it is finished is dropped.
+Synchronous (`max_async_steps = 0`): the rollouts of a step start when the weights of the step before are in the
+engine. Asynchronous: the rollouts of the next `max_async_steps` steps start early, and groups that are too stale when
+they are finished are dropped.
 """
 
 from __future__ import annotations
@@ -29,51 +30,54 @@ from typing import Protocol
 import orjson
 
 from polar_proxy.engines.base import Engine
-from polar_proxy.errors import UsageError
+from polar_proxy.errors import TrainingError, UsageError
 from polar_proxy.store.feed import GroupLease
 from polar_proxy.training import checkpoint
 from polar_proxy.training.batch import TrainingBatch, TrainingGroup, has_signal, make_batch
 from polar_proxy.training.checkpoint import TrainerState
-from polar_proxy.training.config import GrpoConfig, differences
-from polar_proxy.training.failures import TrainingError
-from polar_proxy.training.feed import GroupFeed, OpenLeases
-from polar_proxy.training.metrics import MetricsLog, StepTimer, drop_lines_after, mean_with_interval
+from polar_proxy.training.config import GrpoConfig, changed_settings
+from polar_proxy.training.feed import GroupFeed, GroupReader, OpenLeases
+from polar_proxy.training.metrics import (
+    MetricsLog,
+    MetricsSink,
+    StepStats,
+    StepTimer,
+    drop_lines_after,
+    mean_reward,
+)
 from polar_proxy.training.model import Learner
-from polar_proxy.training.published import MetricsSink
-from polar_proxy.training.reading import GroupReader
-from polar_proxy.training.tally import StepStats
-from polar_proxy.training.weight_sync import WeightSync, probe, probe_ids
+from polar_proxy.training.weight_sync import ProbeResult, WeightSync, probe, probe_ids
 from polar_proxy.types import Json
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-EMPTY_ROUNDS = 3
-"""So many rounds in a row without one finished group, and the run stops."""
+MAX_EMPTY_ROUNDS = 3
+"""The run stops after this many rounds in a row without a finished group."""
 
 
 class RolloutSource(Protocol):
-    """What the trainer asks of whoever runs rollouts. Finished groups come through the feed, not through here."""
+    """Whoever runs rollouts for the trainer. Finished groups arrive through the feed."""
 
-    async def start(self, round_number: int) -> None:
-        """Ask for the groups of this round. Asking again for the same round, by any process, changes nothing."""
+    async def start_round(self, number: int) -> None:
+        """Start the rollouts of a round. Idempotent, also across processes."""
         ...
 
-    async def under_way(self) -> int:
-        """Groups asked for that may still come into the feed. Raises where none can come any more."""
+    async def pending_groups(self) -> int:
+        """Return how many groups may still come into the feed. Raises when none can come any more."""
         ...
 
     async def evaluate(self, step: int) -> list[float | None]:
-        """Roll out the held-out instances with the engine's weights of now, beside the feed; their rewards."""
+        """Roll out the held-out instances with the engine's current weights, outside of the feed; return rewards."""
         ...
 
 
-def _nothing(point: str) -> None:
-    """Called at each named point of the loop; a test puts a fault here."""
+def _ignore(point: str) -> None:
+    """Default for `on_point`."""
 
 
 class GrpoTrainer:
-    """One run in the folder `run`. `await trainer.train()` begins it, or takes up its last checkpoint."""
+    """One run in the folder `run`. `await trainer.train()` starts it or resumes its last checkpoint."""
 
     def __init__(
         self,
@@ -83,140 +87,161 @@ class GrpoTrainer:
         *,
         model: Path,
         engine: Engine,
-        sync: WeightSync,
+        weight_sync: WeightSync,
         feed: GroupFeed,
         reader: GroupReader,
         rollouts: RolloutSource,
-        busy: Callable[[], float] | None = None,
-        published: MetricsSink | None = None,
-        at: Callable[[str], None] = _nothing,
-        note: Callable[[str], None] = log.info,
+        engine_busy_seconds: Callable[[], float] | None = None,
+        sink: MetricsSink | None = None,
+        on_point: Callable[[str], None] = _ignore,
+        report: Callable[[str], None] = log.info,
     ) -> None:
-        """`model`: the folder that the learner was loaded from. `busy`: seconds so far in which a call was with the
-        engine. `published`: where the run's lines are told, too. `note` gets lines for people."""
+        """`model`: the folder that the learner was loaded from. `engine_busy_seconds`: total seconds in which the
+        engine had at least one call. `sink`: a second place for the metrics. `on_point` is called at each named point
+        of the loop, so that tests can inject faults. `report` takes progress lines for people."""
         self._run, self._config, self._learner, self._model = run, config, learner, model
-        self._engine, self._sync, self._reader, self._rollouts = engine, sync, reader, rollouts
-        self._at, self._note = at, note
-        self._leases = OpenLeases(feed, run, config.lease_seconds, note)
-        self._metrics = MetricsLog(run, published)
-        self._busy = busy
+        self._engine, self._weight_sync, self._reader, self._rollouts = engine, weight_sync, reader, rollouts
+        self._engine_busy_seconds, self._on_point, self._report = engine_busy_seconds, on_point, report
+        self._leases = OpenLeases(feed, run, config.lease_seconds, report)
+        self._metrics = MetricsLog(run, sink)
         self.state = TrainerState(0, 0, "0", ())
         self._unsaved: list[str] = []
         """Groups trained since the last checkpoint."""
-        self._probed: list[float] | None = None
-        self._noise: float | None = None
-        self._since = time.monotonic()
+        self._last_probe: list[float] | None = None
+        """The trainer's log-probabilities of the probe at the last weight sync."""
+        self._probe_noise: float | None = None
+        """Mean difference of engine and trainer on the probe at the first weight sync."""
+        self._last_step_ended = time.monotonic()
 
     async def train(self) -> TrainerState:
-        """Until `config.steps` are done. Raises TrainingError with the reason where it cannot go on."""
-        with self._alone():
-            lost = self._resume()
+        """Train until `config.steps` are done. Raises TrainingError when it cannot continue."""
+        config = self._config
+        with self._locked_run():
+            steps_lost = self._resume()
             with self._metrics:
-                await self._leases.after_a_kill(self.state.trained)
-                async with self._leases.kept():
-                    self._metrics.write("start", self.state.step, {"steps_lost": lost})
-                    await self._send_weights()
-                    self._window = StepTimer(self._busy)
+                await self._leases.settle_previous(self.state.trained)
+                async with self._leases.kept_alive():
+                    self._metrics.write("start", self.state.step, {"steps_lost": steps_lost})
+                    await self._sync_weights()
+                    timer = StepTimer(self._engine_busy_seconds)
                     if self.state.step == 0:
-                        await self._evaluate()
+                        await self._evaluate(timer)
                     await self._metrics.publish()
-                    while self.state.step < self._config.steps:
-                        await self._step()
+                    while self.state.step < config.steps:
+                        await self._step(timer)
         return self.state
 
-    async def _step(self) -> None:
-        config, began = self._config, time.perf_counter()
-        groups, dropped = await self._groups()
+    async def _step(self, timer: StepTimer) -> None:
+        """One training step."""
+        config, started = self._config, time.perf_counter()
+        # 1. Lease finished groups of rollouts from the feed.
+        groups, stale = await self._lease_groups()
         leased = time.perf_counter()
-        self._at("leased")
+        self._on_point("leased")
+        # 2. Compute advantages; collect the sequences to train and count what is skipped.
         batch = make_batch(groups, config)
+        # 3. Split into microbatches, compute the loss, update the weights.
         stats = await asyncio.to_thread(self._learner.update, batch, self.state.step) if batch.sequences else None
-        self._at("trained")
+        self._on_point("trained")
         self._unsaved += batch.group_ids
-        self._advance(updated=stats is not None)
-        times = {"waiting_seconds": leased - began, "training_seconds": time.perf_counter() - leased}
-        self._write(batch, stats, dropped, {"rollouts_seconds": _seconds_between(groups), **times})
+        self._count_step(updated=stats is not None)
+        # 4. Log the step. If no checkpoint follows, a resumed run drops this line.
+        seconds = {"waiting_seconds": leased - started, "training_seconds": time.perf_counter() - leased}
+        self._log_step(batch, stats, stale, {"rollouts_seconds": _rollout_seconds(groups), **seconds, **timer.lap()})
         last = self.state.step == config.steps
+        # 5. Save a checkpoint, then acknowledge the groups that it contains.
         if last or self.state.step % config.checkpoint_every == 0:
-            await self._save()
+            await self._save_checkpoint()
+            await self._acknowledge_trained()
+        # 6. Send the weights to the engine and check that they arrived.
         if last or self.state.step % config.sync_every == 0:
-            await self._send_weights()
-        self._at("synced")
+            await self._sync_weights()
+        self._on_point("synced")
+        # 7. Evaluate on held-out instances; publish the metrics.
         if last or (config.eval_every and self.state.step % config.eval_every == 0):
-            await self._evaluate()
+            await self._evaluate(timer)
         await self._metrics.publish()
 
     # Groups
 
-    async def _groups(self) -> tuple[list[TrainingGroup], int]:
-        """The next step's groups, leased: as many as a step has, or what there is once no more can come."""
-        config, found = self._config, list[TrainingGroup]()
-        dropped = empty = 0
-        bound = config.staleness_bound
-        while self.state.rounds <= self.state.step + config.ahead and self.state.rounds < config.steps:
-            await self._ask()
+    async def _lease_groups(self) -> tuple[list[TrainingGroup], int]:
+        """Return the groups of the next step and the number of groups dropped as too stale.
+
+        There are fewer than `config.groups` when no more can come: rollouts were dropped or cancelled, or (with
+        `dynamic_sampling`) too few groups have a signal.
+        """
+        config = self._config
+        while self.state.rounds <= self.state.step + config.max_async_steps and self.state.rounds < config.steps:
+            await self._start_round()
+        groups: list[TrainingGroup] = []
+        missing, stale, empty_rounds = config.groups, 0, 0
         deadline = time.monotonic() + config.wait_seconds
-        room = config.groups
-        while room:
-            # Asked before the feed is read: a group that ends in between is in the feed then.
-            under_way = await self._rollouts.under_way()
-            offer = await self._leases.take(self._run.name, room, step=self.state.step, max_staleness=bound)
-            dropped += len(offer.dropped)
+        while missing > 0:
+            # Asked before the feed is read, so that a group that finishes in between is found in the feed.
+            pending = await self._rollouts.pending_groups()
+            offer = await self._leases.take(
+                self._run.name, missing, step=self.state.step, max_staleness=config.max_staleness
+            )
+            stale += len(offer.dropped)
             for lease in offer.leases:
-                if lease.group_id in self.state.trained:  # an acknowledgement was lost, or came too late
+                if lease.group_id in self.state.trained:  # its acknowledgement was lost, or came too late
                     await self._acknowledge(lease)
-                elif lease.group_id not in self._unsaved:  # else: the next checkpoint's acknowledgement is its own
+                elif lease.group_id not in self._unsaved:  # otherwise the next checkpoint acknowledges it
                     group = await self._reader.read_group(lease.group_id, config.builder, lease.staleness)
-                    found.append(group)
-                    room -= not config.refill or has_signal(group, config)
+                    groups.append(group)
+                    missing -= not config.dynamic_sampling or has_signal(group, config)
             if offer.leases or offer.dropped:
                 deadline = time.monotonic() + config.wait_seconds
-            elif under_way == 0 and found and (not config.refill or empty == EMPTY_ROUNDS):
-                break  # groups were dropped or cancelled, or teach nothing: a smaller step rather than none
-            elif under_way == 0:
-                if (empty := empty + 1) > EMPTY_ROUNDS:
-                    raise TrainingError(
-                        f"{EMPTY_ROUNDS} rounds of rollouts in a row ended without one group to train on ({dropped} "
-                        "were too stale, or of an unknown policy version): `polar sessions` shows what became of them"
-                    )
-                await self._ask()
-            elif time.monotonic() > deadline:
+            elif pending and time.monotonic() > deadline:
                 raise TrainingError(
-                    f"no group came from the rollouts for {config.wait_seconds:g} s ({under_way} are under way): look "
-                    "at them with `polar sessions`, or raise wait_seconds"
+                    f"no group came from the rollouts for {config.wait_seconds:g} s, and {pending} are in progress: "
+                    "look at them with `polar sessions`, or raise wait_seconds"
+                )
+            elif pending:
+                await asyncio.sleep(POLL_SECONDS)
+            elif groups and (not config.dynamic_sampling or empty_rounds == MAX_EMPTY_ROUNDS):
+                break  # train a smaller step rather than none
+            elif empty_rounds == MAX_EMPTY_ROUNDS:
+                raise TrainingError(
+                    f"{MAX_EMPTY_ROUNDS} rounds of rollouts in a row ended without one group to train on ({stale} "
+                    "were too stale, or of an unknown policy version): `polar sessions` shows what became of them"
                 )
             else:
-                await asyncio.sleep(POLL_SECONDS)
-        return found, dropped
+                empty_rounds += 1
+                await self._start_round()
+        return groups, stale
 
-    async def _ask(self) -> None:
-        await self._rollouts.start(self.state.rounds)
+    async def _start_round(self) -> None:
+        await self._rollouts.start_round(self.state.rounds)
         self.state = replace(self.state, rounds=self.state.rounds + 1)
 
+    async def _acknowledge_trained(self) -> None:
+        """Acknowledge the leased groups that the last checkpoint contains."""
+        for lease in self._leases:
+            if lease.group_id in self.state.trained:
+                await self._acknowledge(lease)
+                self._on_point("acknowledged one")
+        self._on_point("acknowledged")
+
     async def _acknowledge(self, lease: GroupLease) -> None:
-        """What is acknowledged need not be known any more; what could not be is offered again, and known by its id."""
+        """Forget acknowledged groups. Unacknowledged ones are offered again, and recognised by id."""
         if await self._leases.acknowledge(lease):
-            left = tuple(group for group in self.state.trained if group != lease.group_id)
-            self.state = replace(self.state, trained=left)
+            trained = tuple(group for group in self.state.trained if group != lease.group_id)
+            self.state = replace(self.state, trained=trained)
 
     # Checkpoints
 
-    def _advance(self, *, updated: bool) -> None:
+    def _count_step(self, *, updated: bool) -> None:
         now, step = time.monotonic(), self.state.step + 1
-        self.state = replace(
-            self.state,
-            step=step,
-            version=str(step),
-            updates=self.state.updates + updated,
-            minutes=self.state.minutes + (now - self._since) / 60,
-        )
-        self._since = now
+        minutes = self.state.minutes + (now - self._last_step_ended) / 60
+        updates = self.state.updates + updated
+        self.state = replace(self.state, step=step, version=str(step), updates=updates, minutes=minutes)
+        self._last_step_ended = now
 
-    async def _save(self) -> None:
-        """Checkpoint first; then the groups that it holds may be told to be done with."""
-        began = time.perf_counter()
+    async def _save_checkpoint(self) -> None:
+        started = time.perf_counter()
         self.state = replace(self.state, trained=(*self.state.trained, *self._unsaved))
-        # Of several processes they are gathered first, and the gateway answers agents meanwhile.
+        # In threads: gathering the weights of several processes takes long, and the gateway serves agents meanwhile.
         weights = await asyncio.to_thread(self._learner.weights)
         optimiser = await asyncio.to_thread(self._learner.state)
         keep = self._config.keep_checkpoints
@@ -224,90 +249,29 @@ class GrpoTrainer:
             checkpoint.save, self._run, self.state, weights, optimiser, model=self._model, keep=keep
         )
         self._unsaved = []
-        self._metrics.write("checkpoint", self.state.step, {"seconds": time.perf_counter() - began})
-        self._at("saved")
-        for lease in self._leases:
-            if lease.group_id in self.state.trained:
-                await self._acknowledge(lease)
-                self._at("acknowledged one")
-        self._at("acknowledged")
+        self._metrics.write("checkpoint", self.state.step, {"seconds": time.perf_counter() - started})
+        self._on_point("saved")
 
     def _resume(self) -> int:
-        """Take up the last checkpoint, if there is one; returns how many steps were lost with the process."""
-        began_with, folder = self._run / "config.json", checkpoint.latest(self._run)
+        """Load the last checkpoint, if there is one. Returns the number of steps lost since then."""
+        config_file, folder = self._run / "config.json", checkpoint.latest(self._run)
         if folder is not None:
-            if wrong := differences(orjson.loads(began_with.read_bytes()), self._config):
-                told = ", ".join(f"{name} was {then!r} and is {now!r}" for name, (then, now) in wrong.items())
-                raise UsageError(f"The run {self._run} began otherwise: {told}. Give this one another name.")
-            found = checkpoint.load(folder)
-            self._learner.restore(found.weights, found.optimiser)
-            self.state = found.state
-            self._note(f"resumed from {folder.name}")
-        checkpoint.write_file(began_with, orjson.dumps(self._config.to_json(), option=orjson.OPT_INDENT_2))
+            if changed := changed_settings(orjson.loads(config_file.read_bytes()), self._config):
+                changes = ", ".join(f"{name} was {then!r} and is {now!r}" for name, (then, now) in changed.items())
+                raise UsageError(
+                    f"The run {self._run} was started with other settings: {changes}. Restore them, or start a run "
+                    "under another name."
+                )
+            loaded = checkpoint.load(folder)
+            self._learner.restore(loaded.weights, loaded.optimiser)
+            self.state = loaded.state
+            self._report(f"resumed from {folder.name}")
+        checkpoint.write_file(config_file, orjson.dumps(self._config.to_json(), option=orjson.OPT_INDENT_2))
         return drop_lines_after(self._run, self.state.step)
 
-    # Weights
-
-    async def _send_weights(self) -> None:
-        """Into the engine, and the proof. Their version is the number of steps that made them."""
-        began = time.perf_counter()
-        ids = probe_ids(self._learner.vocabulary)
-        now = await asyncio.to_thread(self._learner.logprobs, ids)
-        version = str(self.state.step)
-        await self._sync.push(await asyncio.to_thread(self._learner.weights), version)
-        found = await probe(self._engine, ids, now, self._probed, self._config.probe_tolerance, self._noise)
-        self._probed, self._noise = now, found.mean if self._noise is None else self._noise
-        told = await self._engine.weight_version()
-        if told not in (None, version):
-            raise TrainingError(
-                f"after the sync to version {version} the engine says that its weights are version {told}: another "
-                "program gives it weights, too. Its samples would be of neither policy; let only this run update it"
-            )
-        seconds = time.perf_counter() - began
-        values = {"version": version, "engine": told, "seconds": seconds}
-        self._metrics.write("sync", self.state.step, {**values, **found.to_json()})
-
-    async def _evaluate(self) -> None:
-        if not self._config.eval_every:
-            return
-        began = time.perf_counter()
-        with self._window.left_out():
-            found = await self._rollouts.evaluate(self.state.step)
-        rewards = [reward for reward in found if reward is not None]
-        values = mean_with_interval(rewards) | {"solved_share": _solved(rewards)}
-        self._metrics.write("eval", self.state.step, {**values, "seconds": time.perf_counter() - began})
-        self._note(f"held out, after {self.state.step} steps: reward {values['reward']}")
-
-    def _write(self, batch: TrainingBatch, stats: StepStats | None, dropped: int, times: Json) -> None:
-        """The line of a step. It stands before the checkpoint does; if that never comes, a resumed run drops it."""
-        lengths = [int(sequence.trained.sum()) for sequence in batch.sequences]
-        seconds = times["waiting_seconds"] + times["training_seconds"]
-        values: Json = {
-            **mean_with_interval(batch.rewards),
-            "solved_share": _solved(batch.rewards),
-            "groups": list(batch.group_ids),
-            "rollouts": batch.rollouts,
-            "trained_rollouts": batch.trained_rollouts,
-            "sampled_tokens": batch.sampled_tokens,
-            "trained_tokens": batch.trained_tokens,
-            "left_out": batch.left_out_json(),
-            "dropped_stale": dropped,
-            "staleness": max(batch.staleness, default=None),
-            "length_mean": sum(lengths) / len(lengths) if lengths else None,
-            "length_max": max(lengths, default=None),
-            "tokens_per_second": batch.sampled_tokens / seconds,
-            "rollouts_per_second": batch.rollouts / seconds,
-            "updated": stats is not None,
-            **({} if stats is None else stats.to_json()),
-            **times,
-            **self._window.close(),
-        }
-        self._metrics.write("step", self.state.step, values)
-        self._note(f"step {self.state.step}: reward {values['reward']}, {batch.trained_tokens} tokens trained")
-
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """No second trainer in the same folder. The lock goes with the process, however it ends."""
+    def _locked_run(self) -> Iterator[None]:
+        """Hold the run's lock file, which the system releases however the process ends."""
         self._run.mkdir(parents=True, exist_ok=True)
         with (self._run / "lock").open("ab") as file:
             try:
@@ -316,14 +280,73 @@ class GrpoTrainer:
                 raise UsageError(f"Another process is training in {self._run}.") from None
             yield
 
+    # Weights
 
-def _seconds_between(groups: Sequence[TrainingGroup]) -> float | None:
-    """From the begin of the first rollout of these groups to the end of the last."""
+    async def _sync_weights(self) -> None:
+        """Send the weights to the engine and prove with a probe that they arrived. Their version is the step number."""
+        started = time.perf_counter()
+        ids = probe_ids(self._learner.vocab_size)
+        logprobs = await asyncio.to_thread(self._learner.logprobs, ids)
+        version = str(self.state.step)
+        await self._weight_sync.push(await asyncio.to_thread(self._learner.weights), version)
+        result = await self._probe_engine(ids, logprobs)
+        engine_version = await self._engine.weight_version()
+        if engine_version not in (None, version):
+            raise TrainingError(
+                f"after the sync to version {version} the engine reports version {engine_version}: another program "
+                "also updates its weights, so its samples belong to neither policy. Let only this run update it"
+            )
+        seconds = time.perf_counter() - started
+        values = {"version": version, "engine": engine_version, "seconds": seconds, **result.to_json()}
+        self._metrics.write("sync", self.state.step, values)
+
+    async def _probe_engine(self, ids: Sequence[int], logprobs: list[float]) -> ProbeResult:
+        tolerance = self._config.probe_tolerance
+        result = await probe(self._engine, ids, logprobs, self._last_probe, tolerance, self._probe_noise)
+        self._last_probe = logprobs
+        self._probe_noise = result.mean if self._probe_noise is None else self._probe_noise
+        return result
+
+    # Metrics
+
+    async def _evaluate(self, timer: StepTimer) -> None:
+        if not self._config.eval_every:
+            return
+        started = time.perf_counter()
+        with timer.paused():
+            rewards = await self._rollouts.evaluate(self.state.step)
+        values = mean_reward([reward for reward in rewards if reward is not None])
+        self._metrics.write("eval", self.state.step, {**values, "seconds": time.perf_counter() - started})
+        self._report(f"held-out reward after {self.state.step} steps: {values['reward']}")
+
+    def _log_step(self, batch: TrainingBatch, stats: StepStats | None, stale: int, times: Json) -> None:
+        lengths = [int(sequence.trained.sum()) for sequence in batch.sequences]
+        seconds = times["waiting_seconds"] + times["training_seconds"]
+        values: Json = {
+            **mean_reward(batch.rewards),
+            "groups": list(batch.group_ids),
+            "rollouts": batch.rollouts,
+            "trained_rollouts": batch.trained_rollouts,
+            "sampled_tokens": batch.sampled_tokens,
+            "trained_tokens": batch.trained_tokens,
+            "skipped": batch.skipped_json(),
+            "dropped_stale": stale,
+            "staleness": max(batch.staleness, default=None),
+            "length_mean": sum(lengths) / len(lengths) if lengths else None,
+            "length_max": max(lengths, default=None),
+            "tokens_per_second": batch.sampled_tokens / seconds,
+            "rollouts_per_second": batch.rollouts / seconds,
+            "updated": stats is not None,
+            **({} if stats is None else stats.to_json()),
+            **times,
+        }
+        self._metrics.write("step", self.state.step, values)
+        self._report(f"step {self.state.step}: reward {values['reward']}, {batch.trained_tokens} tokens trained")
+
+
+def _rollout_seconds(groups: Sequence[TrainingGroup]) -> float | None:
+    """Return the time from the start of the first rollout to the end of the last one."""
     rollouts = [member.rollout for group in groups for member in group.members]
-    began = [rollout.started_at for rollout in rollouts if rollout.started_at is not None]
+    started = [rollout.started_at for rollout in rollouts if rollout.started_at is not None]
     ended = [rollout.ended_at for rollout in rollouts if rollout.ended_at is not None]
-    return max(ended) - min(began) if began and ended else None
-
-
-def _solved(rewards: Sequence[float]) -> float | None:
-    return sum(reward >= 1.0 for reward in rewards) / len(rewards) if rewards else None
+    return max(ended) - min(started) if started and ended else None

@@ -1,8 +1,9 @@
-"""What a run says of itself: one JSON line per event in RUN/metrics.jsonl, the same lines where others look for them
-(`published`), and TensorBoard where it is installed.
+"""Metrics of a run: statistics of each optimiser step, one JSON line per event in RUN/metrics.jsonl, and copies of
+those lines in the database or at a server (`MetricsSink`) and in TensorBoard where it is installed.
 
-Lines of `kind` "step" hold one step each, of "eval" an evaluation, of "sync" a weight sync, of "start" a (re)start. A
-resumed run first drops the lines of steps that its checkpoint does not hold: those steps never happened.
+A line of `kind` "step" describes one training step, "eval" an evaluation, "sync" a weight sync, "checkpoint" a
+checkpoint and "start" a start or resume. A resumed run first drops the lines of steps that its checkpoint does not
+contain, because those steps are made again.
 """
 
 from __future__ import annotations
@@ -11,33 +12,174 @@ import contextlib
 import importlib.util
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import orjson
 
-from polar_proxy.training.checkpoint import write_file
-from polar_proxy.training.published import MetricsSink
-from polar_proxy.training.student import t_quantile
+from polar_proxy.errors import UsageError
+from polar_proxy.store import Store
+from polar_proxy.training import checkpoint, curves
+from polar_proxy.training.loss_terms import ObservationStats
+from polar_proxy.training.losses import LossStats
 from polar_proxy.types import Json
 
 FILE = "metrics.jsonl"
+NORMAL_95 = 1.96
+"""97.5 % quantile of the normal distribution: half the width of a 95 % interval in standard errors."""
+
+
+# Statistics of a step
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Statistics of the last epoch of a step. The mismatch is that of the weights before the step."""
+
+    loss: float
+    tokens: int
+    """Trained tokens."""
+    computed_tokens: int
+    """Tree nodes put through the model, forward and backward, in one epoch."""
+    flat_tokens: int
+    """Token count without prefix sharing."""
+    microbatches: int
+    learning_rate: float
+    grad_norm: float
+    """Before clipping."""
+    ratio_mean: float
+    ratio_max: float
+    clipped_share: float
+    dropped_share: float
+    approx_kl: float
+    entropy: float
+    mismatch_mean: float
+    """Mean of |trainer's log-probability before the step - recorded one|, nats."""
+    mismatch_max: float
+    kl_reference: float | None
+    observation_loss: float | None
+    """Cross-entropy of the observed tokens, nats per token; None without ECHO."""
+    seconds: float
+
+    def to_json(self) -> Json:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class StepAccumulator:
+    """Sums over the microbatches that one process computes in one epoch."""
+
+    loss: float = 0.0
+    kl_sum: float = 0.0
+    """KL to the reference, summed over tokens."""
+    losses: list[LossStats] = field(default_factory=list)
+    observations: list[ObservationStats] = field(default_factory=list)
+    computed_tokens: int = 0
+    mismatches: list[tuple[float, float]] = field(default_factory=list)
+    """Sum and maximum of the mismatch in each microbatch."""
+
+
+def step_stats(
+    accumulators: Sequence[StepAccumulator],
+    *,
+    flat_tokens: int,
+    learning_rate: float,
+    grad_norm: float,
+    with_reference: bool,
+    seconds: float,
+) -> StepStats:
+    """Reduce the accumulators of all processes."""
+    losses = [stats for each in accumulators for stats in each.losses]
+    mismatches = [mismatch for each in accumulators for mismatch in each.mismatches]
+    observations = [stats for each in accumulators for stats in each.observations]
+    tokens = sum(stats.tokens for stats in losses)
+    observed = sum(stats.tokens for stats in observations)
+
+    def token_mean(name: str) -> float:
+        return sum(float(getattr(stats, name)) * stats.tokens for stats in losses) / tokens
+
+    return StepStats(
+        loss=sum(each.loss for each in accumulators),
+        tokens=tokens,
+        computed_tokens=sum(each.computed_tokens for each in accumulators),
+        flat_tokens=flat_tokens,
+        microbatches=len(losses),
+        learning_rate=learning_rate,
+        grad_norm=grad_norm,
+        ratio_mean=token_mean("ratio_mean"),
+        ratio_max=max(stats.ratio_max for stats in losses),
+        clipped_share=token_mean("clipped_share"),
+        dropped_share=token_mean("dropped_share"),
+        approx_kl=token_mean("approx_kl"),
+        entropy=token_mean("entropy"),
+        mismatch_mean=sum(total for total, _ in mismatches) / tokens,
+        mismatch_max=max(largest for _, largest in mismatches),
+        kl_reference=sum(each.kl_sum for each in accumulators) / tokens if with_reference else None,
+        observation_loss=(
+            sum(stats.cross_entropy * stats.tokens for stats in observations) / observed if observed else None
+        ),
+        seconds=seconds,
+    )
+
+
+def mean_reward(rewards: Sequence[float]) -> Json:
+    """Return the mean with half the width of its 95 % interval (normal approximation); null with too few values."""
+    n = len(rewards)
+    if n == 0:
+        return {"reward": None, "reward_interval": None, "scored": 0, "solved_share": None}
+    half_width = NORMAL_95 * float(np.std(rewards, ddof=1)) / math.sqrt(n) if n > 1 else None
+    solved = sum(reward >= 1.0 for reward in rewards) / n
+    return {"reward": float(np.mean(rewards)), "reward_interval": half_width, "scored": n, "solved_share": solved}
+
+
+# The log of a run
+
+
+class MetricsSink(Protocol):
+    """A second place for the lines of one run. Both methods return whether the lines were stored.
+
+    After a False the whole file is sent again by `replace`.
+    """
+
+    async def replace(self, lines: Sequence[Json]) -> bool:
+        """Store these as all lines of the run."""
+        ...
+
+    async def append(self, first: int, lines: Sequence[Json]) -> bool:
+        """Store lines number `first` and following. Idempotent."""
+        ...
+
+
+class StoreSink:
+    """Keeps a run's lines in the database."""
+
+    def __init__(self, store: Store, run_id: str, name: str, config: Json) -> None:
+        self._store, self._run_id, self._name, self._config = store, run_id, name, config
+
+    async def replace(self, lines: Sequence[Json]) -> bool:
+        await self._store.training.put_run(self._run_id, self._name, self._config, lines)
+        return True
+
+    async def append(self, first: int, lines: Sequence[Json]) -> bool:
+        await self._store.training.add_lines(self._run_id, first, lines)
+        return True
 
 
 class MetricsLog:
-    """The writer of one run; `with Metrics(run) as metrics`. What is written is in the file at once, and published by
-    `publish`."""
+    """Writer of one run's metrics: `with MetricsLog(run) as log`. `write` goes to the file, `publish` to the sink."""
 
-    def __init__(self, run: Path, published: MetricsSink | None = None) -> None:
+    def __init__(self, run: Path, sink: MetricsSink | None = None) -> None:
         self._run = run
-        self._published = published
-        self._known: int | None = None
-        """Lines that are published; None: whatever is, is to be replaced."""
-        self._waiting: list[Json] = []
+        self._sink = sink
+        self._published: int | None = None
+        """Lines that the sink holds. None: unknown, so the next `publish` replaces them all."""
+        self._unpublished: list[Json] = []
         self._file: Any = None
-        self._board: Any = None
+        self._tensorboard: Any = None
 
     def __enter__(self) -> MetricsLog:
         self._run.mkdir(parents=True, exist_ok=True)
@@ -45,108 +187,72 @@ class MetricsLog:
         if importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            done = max((line["step"] for line in read_lines(self._run)), default=0)
-            # TensorBoard forgets as the file does: what a killed process wrote of steps behind the checkpoint.
-            self._board = SummaryWriter(str(self._run / "tensorboard"), purge_step=done + 1)  # type: ignore[no-untyped-call, unused-ignore]
+            last = max((line["step"] for line in read_lines(self._run)), default=0)
+            # Like the file, TensorBoard drops what a killed process wrote after its last checkpoint.
+            self._tensorboard = SummaryWriter(str(self._run / "tensorboard"), purge_step=last + 1)  # type: ignore[no-untyped-call, unused-ignore]
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
     def write(self, kind: str, step: int, values: Json) -> None:
-        """`step`: how many steps are done."""
-        line = {"kind": kind, "step": step, "at": time.time(), **values}
-        written = orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
-        self._file.write(written + b"\n")
+        """Append a line. `step` is the number of steps done."""
+        line = orjson.dumps(
+            {"kind": kind, "step": step, "at": time.time(), **values}, option=orjson.OPT_SERIALIZE_NUMPY
+        )
+        self._file.write(line + b"\n")
         self._file.flush()
-        if self._published is not None:
-            self._waiting.append(orjson.loads(written))
-        if self._board is not None:
+        if self._sink is not None:
+            self._unpublished.append(orjson.loads(line))
+        if self._tensorboard is not None:
             for name, value in values.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
-            self._board.flush()
+                    self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+            self._tensorboard.flush()
 
     async def publish(self) -> None:
-        """What is written and not published yet; all of the file at first, and where that did not succeed before."""
-        if self._published is None or not self._waiting:
+        """Send new lines to the sink; the whole file at first, and after a failure."""
+        if self._sink is None or not self._unpublished:
             return
-        lines, self._waiting = self._waiting, []
-        if self._known is None:
+        lines, self._unpublished = self._unpublished, []
+        if self._published is None:
             lines = list(read_lines(self._run))
-            kept = await self._published.begin(lines)
+            stored = await self._sink.replace(lines)
         else:
-            kept = await self._published.add(self._known, lines)
-        self._known = (self._known or 0) + len(lines) if kept else None
+            stored = await self._sink.append(self._published, lines)
+        self._published = (self._published or 0) + len(lines) if stored else None
 
 
 class StepTimer:
-    """How long a step took, from the line of the step before it to its own, and for how much of that the engine had
-    work: what each costs is then told by the sums. Evaluations are left out of both."""
+    """Measures the wall time of each step, and for how much of it the engine was busy. Evaluations are left out."""
 
-    def __init__(self, busy: Callable[[], float] | None) -> None:
-        """`busy`: seconds so far in which at least one call was with the engine; None where nobody counts them."""
-        self._busy = busy
-        self._began = self._now()
+    def __init__(self, engine_busy_seconds: Callable[[], float] | None) -> None:
+        """`engine_busy_seconds`: seconds so far in which at least one call was with the engine; None if unknown."""
+        self._engine_busy_seconds = engine_busy_seconds
+        self._started = self._now()
 
     def _now(self) -> tuple[float, float]:
-        return time.monotonic(), self._busy() if self._busy else 0.0
+        return time.monotonic(), self._engine_busy_seconds() if self._engine_busy_seconds else 0.0
 
     @contextlib.contextmanager
-    def left_out(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         before = self._now()
         yield
         after = self._now()
-        self._began = (self._began[0] + after[0] - before[0], self._began[1] + after[1] - before[1])
+        self._started = (self._started[0] + after[0] - before[0], self._started[1] + after[1] - before[1])
 
-    def close(self) -> Json:
-        """Seconds of this window; the next one begins."""
-        now, began = self._now(), self._began
-        self._began = now
-        return {"step_seconds": now[0] - began[0], "engine_busy_seconds": now[1] - began[1] if self._busy else None}
-
-
-def time_by_phase(lines: Sequence[Json]) -> Json:
-    """Where the time of a run went: seconds in all and in the mean of its steps, and the engine's busy share.
-
-    `rollouts` runs from the begin of a step's first rollout to the end of its last, beside the others where rollouts
-    run ahead; `waiting` is for them. `lines`: of metrics.jsonl.
-    """
-    steps = [line for line in lines if line["kind"] == "step"]
-    spent = {
-        name: sum(step.get(f"{name}_seconds") or 0.0 for step in steps) for name in ("rollouts", "waiting", "training")
-    }
-    spent |= {kind: sum(line["seconds"] for line in lines if line["kind"] == kind) for kind in _BESIDE}
-    # Lines of an older Polar have neither.
-    known = [step for step in steps if step.get("engine_busy_seconds") is not None]
-    wall = sum(step["step_seconds"] for step in known)
-    return {
-        "seconds": {name: round(value, 3) for name, value in spent.items()},
-        "seconds_per_step": {
-            name: round(value / len(steps), 3) for name, value in spent.items() if steps and name != "eval"
-        },
-        "engine_busy_share": sum(step["engine_busy_seconds"] for step in known) / wall if wall else None,
-    }
-
-
-_BESIDE = ("sync", "checkpoint", "eval")
-
-
-def drop_lines_after(run: Path, step: int) -> int:
-    """Drop the lines of steps behind `step`; returns how many steps are forgotten so. Before `MetricsLog` is
-    entered."""
-    lines = list(read_lines(run))
-    kept = [line for line in lines if line["step"] <= step]
-    if (run / FILE).exists():
-        write_file(run / FILE, b"".join(orjson.dumps(line) + b"\n" for line in kept))
-    steps: list[int] = [line["step"] for line in lines if line["kind"] == "step"]
-    return sum(done > step for done in steps)
+    def lap(self) -> Json:
+        """Return the seconds since the last lap, and start the next one."""
+        now, started = self._now(), self._started
+        self._started = now
+        busy = now[1] - started[1] if self._engine_busy_seconds else None
+        return {"step_seconds": now[0] - started[0], "engine_busy_seconds": busy}
 
 
 def read_lines(run: Path) -> Iterator[Json]:
-    """The lines of a run; a last one that a kill cut short is left out."""
+    """Yield the lines of a run. A last line that a kill cut short is skipped."""
     path = run / FILE
     if not path.exists():
         return
@@ -157,13 +263,64 @@ def read_lines(run: Path) -> Iterator[Json]:
             continue
 
 
-def mean_with_interval(values: Sequence[float]) -> Json:
-    """Mean and half the width of its 95 % interval by Student's t; null where there are too few."""
-    n = len(values)
-    if n == 0:
-        return {"reward": None, "reward_interval": None, "scored": 0}
-    mean = float(np.mean(values))
-    half = None
-    if n > 1:
-        half = t_quantile(0.975, n - 1) * float(np.std(values, ddof=1)) / math.sqrt(n)
-    return {"reward": mean, "reward_interval": half, "scored": n}
+def drop_lines_after(run: Path, step: int) -> int:
+    """Drop the lines of later steps and return the number of those steps. Call it before `MetricsLog` is entered."""
+    lines = list(read_lines(run))
+    kept = [line for line in lines if line["step"] <= step]
+    if (run / FILE).exists():
+        checkpoint.write_file(run / FILE, b"".join(orjson.dumps(line) + b"\n" for line in kept))
+    steps: list[int] = [line["step"] for line in lines if line["kind"] == "step"]
+    return sum(done > step for done in steps)
+
+
+def time_by_phase(lines: Sequence[Json]) -> Json:
+    """Return the seconds that a run spent in each phase, in all and per step, and the engine's busy share.
+
+    `rollouts` lasts from the start of a step's first rollout to the end of its last one, and overlaps with the other
+    phases when rollouts run ahead; `waiting` is the time spent waiting for them. `lines`: those of metrics.jsonl.
+    """
+    steps = [line for line in lines if line["kind"] == "step"]
+    seconds = {
+        name: sum(step.get(f"{name}_seconds") or 0.0 for step in steps) for name in ("rollouts", "waiting", "training")
+    }
+    for kind in ("sync", "checkpoint", "eval"):
+        seconds[kind] = sum(line["seconds"] for line in lines if line["kind"] == kind)
+    measured = [step for step in steps if step.get("engine_busy_seconds") is not None]
+    wall = sum(step["step_seconds"] for step in measured)
+    return {
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "seconds_per_step": {
+            name: round(value / len(steps), 3) for name, value in seconds.items() if steps and name != "eval"
+        },
+        "engine_busy_share": sum(step["engine_busy_seconds"] for step in measured) / wall if wall else None,
+    }
+
+
+def run_summary(run: Path) -> Json:
+    """Return totals, rewards and curves of a run, as `polar train status --json` prints them.
+
+    Raises UsageError if there is no run in the folder.
+    """
+    lines = list(read_lines(run))
+    if not lines:
+        raise UsageError(f"There is no run in {run}.")
+    steps = [line for line in lines if line["kind"] == "step"]
+    last = checkpoint.latest(run)
+    skipped: Counter[str] = Counter()
+    for step in steps:
+        skipped.update({reason: counts["rollouts"] for reason, counts in step["skipped"].items()})
+    return {
+        "run": str(run),
+        "steps": len(steps),
+        "updates": sum(step["updated"] for step in steps),
+        "rewards": [step["reward"] for step in steps],
+        "heldout": [{"step": line["step"], "reward": line["reward"]} for line in lines if line["kind"] == "eval"],
+        "rollouts": sum(step["rollouts"] for step in steps),
+        "trained_tokens": sum(step["trained_tokens"] for step in steps),
+        "skipped": dict(skipped),
+        "dropped_stale": sum(step["dropped_stale"] for step in steps),
+        "mismatch_max": max((step["mismatch_max"] for step in steps if step["updated"]), default=None),
+        **time_by_phase(lines),
+        "checkpoint": None if last is None else str(last),
+        "series": curves.series(lines),
+    }

@@ -1,11 +1,12 @@
-"""One step of the optimiser: forward and backward passes over packed trees, the update, and what there is to say of it.
+"""The policy in training: forward and backward passes over packed trees, and the optimiser's update.
 
 Promises:
 
-* The loss is made of the recorded log-probabilities; the trainer's own before the step are the proximal ones, and the
-  gap between the two is reported as the mismatch of trainer and engine.
-* What a token weighs is decided once for the whole update: gradients of any number of passes add up to the same update.
-* Gradients that are not finite change nothing: TrainingError.
+* The loss uses the log-probabilities that the engine recorded. The trainer's own, before the step, are the proximal
+  ones; the gap between the two is reported as the mismatch of trainer and engine.
+* The weight of each token is decided once for the whole update: gradients of any number of microbatches add up to the
+  same update.
+* A gradient that is not finite raises TrainingError and changes nothing.
 """
 
 from __future__ import annotations
@@ -21,22 +22,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polar_proxy.training import auxiliary, lora
-from polar_proxy.training.algorithms import LOSSES
-from polar_proxy.training.attention import model_inputs, target_logprobs
+from polar_proxy.errors import TrainingError
+from polar_proxy.training import lora
+from polar_proxy.training.attention import register_tree_attention, split_into_segments
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
-from polar_proxy.training.branches import register_tree_attention, tree_segments
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.failures import TrainingError
-from polar_proxy.training.microbatch import Microbatch, make_microbatches
-from polar_proxy.training.packing import Pack, pack_trees
-from polar_proxy.training.tally import StepAccumulator, StepStats, step_stats
-from polar_proxy.training.tokens import LossInputs, LossStats
-from polar_proxy.training.tree import Ids, PrefixTree, pack_sequences
+from polar_proxy.training.loss_terms import kl_to_reference, observation_loss
+from polar_proxy.training.losses import LOSSES, LossInputs
+from polar_proxy.training.metrics import StepAccumulator, StepStats, step_stats
+from polar_proxy.training.packing import Microbatch, Pack, make_microbatches, pack_trees
+from polar_proxy.training.tree import Ids, PrefixTree, Targets, build_tree
 
 
 def load_model(path: Path | str, device: str = "cpu") -> Any:
-    """A causal language model with float32 weights that attends over packed trees, without dropout."""
+    """Load a causal language model in float32, with attention over packed trees and without dropout."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -49,127 +48,216 @@ def load_model(path: Path | str, device: str = "cpu") -> Any:
 
 
 class Learner:
-    """The policy in training, its optimiser, and its frozen reference. Not thread-safe: one call at a time."""
+    """The policy, its optimiser and its frozen reference model. Not thread-safe: one call at a time."""
 
     def __init__(self, model: Any, config: GrpoConfig, reference: Any | None = None) -> None:
-        if config.kl > 0 and reference is None:
-            raise TrainingError("a KL term needs a reference model")
+        if config.kl_coef > 0 and reference is None:
+            raise TrainingError("a KL term (kl_coef > 0) needs a reference model")
         self.model = model if config.lora is None else lora.wrap(model, config.lora, config.seed)
         self._config = config
         self._reference = reference
         self._device = torch.device(config.device)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimiser = torch.optim.AdamW(
-            trained, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+            trained, lr=config.learning_rate, betas=config.adam_betas, weight_decay=config.weight_decay
         )
 
+    def update(self, batch: TrainingBatch, step: int) -> StepStats:
+        """Train on a batch of at least one sequence. `step`, counted from 0, sets the learning rate."""
+        started = time.perf_counter()
+        config = self._config
+        minibatches = [
+            self._make_microbatches(sequences)
+            for sequences in batch.minibatches(config.num_minibatches, f"{config.seed}/{step}")
+        ]
+        if config.loss == "bapo" and any(len(minibatch) > 1 for minibatch in minibatches):
+            raise TrainingError(
+                "bapo chooses its clip bounds on a whole update, which must fit into one microbatch: raise "
+                "max_tokens_per_microbatch"
+            )
+        learning_rate = config.learning_rate_at(step)
+        for group in self.optimiser.param_groups:
+            group["lr"] = learning_rate
+        microbatches = [microbatch for minibatch in minibatches for microbatch in minibatch]
+        if config.kl_coef > 0:
+            for microbatch in microbatches:
+                microbatch.reference_logprobs = self._logprobs_without_grad(self._reference, microbatch)
+            self._join_other_processes(self._reference)
+        if len(minibatches) > 1:  # with a single one they come from its own first forward pass
+            for microbatch in microbatches:
+                microbatch.proximal_logprobs = self._logprobs_without_grad(self.model, microbatch)
+        for _ in range(config.ppo_epochs):
+            totals = StepAccumulator()
+            for minibatch in minibatches:
+                grad_norm = self._optimise(minibatch, totals, share=1 / len(minibatches), step=step)
+        totals.computed_tokens = sum(len(microbatch.tree) for microbatch in microbatches)
+        totals.mismatches = [microbatch.mismatch() for microbatch in microbatches]
+        return step_stats(
+            self._gather(totals),
+            flat_tokens=sum(len(sequence.token_ids) for sequence in batch.sequences),
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            with_reference=config.kl_coef > 0,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _optimise(self, minibatch: Sequence[Microbatch], totals: StepAccumulator, *, share: float, step: int) -> float:
+        """Accumulate the gradients of the microbatches, clip them and update the weights.
+
+        Returns the norm of the gradient before clipping. `share` is the part of the loss that is added to `totals`.
+        """
+        self.optimiser.zero_grad(set_to_none=True)
+        for microbatch in minibatch:
+            loss = self._loss(microbatch, totals)
+            (loss * self._processes).backward()  # type: ignore[no-untyped-call, unused-ignore]
+            totals.loss += float(loss.detach()) * share
+        self._join_other_processes(self.model)
+        grad_norm = self._clip_gradient()
+        if not np.isfinite(grad_norm):
+            raise TrainingError(
+                f"the gradient of step {step} is not finite, so the step was not applied. Lower the learning rate or "
+                "train in float32; the last checkpoint is good"
+            )
+        self.optimiser.step()
+        return grad_norm
+
+    def _loss(self, microbatch: Microbatch, totals: StepAccumulator) -> Tensor:
+        """Return policy loss + KL term + observation loss of a microbatch; add their statistics to `totals`."""
+        config = self._config
+        target_logprobs, target_entropy = self._logprobs_and_entropy(microbatch)
+        logprobs = target_logprobs[microbatch.sampled]
+        if microbatch.proximal_logprobs is None:
+            microbatch.proximal_logprobs = logprobs.detach()
+        mask = torch.ones(len(logprobs), dtype=torch.bool, device=self._device)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=microbatch.old_logprobs,
+            advantages=microbatch.advantages,
+            mask=mask,
+            sequences=microbatch.sequences,
+            proximal_logprobs=microbatch.proximal_logprobs,
+            weights=microbatch.weights,
+            entropy=target_entropy[microbatch.sampled],
+        )
+        loss, stats = LOSSES[config.loss](inputs, **config.loss_settings)
+        totals.losses.append(stats)
+        if microbatch.reference_logprobs is not None:
+            kl, kl_stats = kl_to_reference(
+                logprobs,
+                microbatch.reference_logprobs,
+                mask,
+                estimator=config.kl_estimator,
+                old_logprobs=microbatch.old_logprobs,
+                weights=microbatch.weights,
+            )
+            loss = loss + config.kl_coef * kl
+            totals.kl_sum += kl_stats.mean * stats.tokens
+        if config.echo_coef > 0:
+            echo, echo_stats = observation_loss(
+                target_logprobs, ~microbatch.sampled, weights=microbatch.observation_weights
+            )
+            loss = loss + config.echo_coef * echo
+            totals.observations.append(echo_stats)
+        return loss
+
+    # Forward passes
+
+    def _make_microbatches(self, sequences: Sequence[TrainingSequence]) -> list[Microbatch]:
+        return make_microbatches(
+            self._pack([sequence.token_ids for sequence in sequences]),
+            sequences,
+            aggregation=self._config.loss_aggregation,
+            length=self._config.max_rollout_tokens,
+            observations=self._config.echo_coef > 0,
+            device=self._device,
+        )
+
+    def _forward(self, model: Any, tree: PrefixTree, rows: Tensor | None = None) -> Tensor:
+        """Return logits [r, V] at these nodes of a tree (ascending); None means all nodes."""
+        autocast = (
+            torch.autocast(self._device.type, torch.bfloat16)
+            if self._config.dtype == "bfloat16"
+            else contextlib.nullcontext()
+        )
+        with autocast:
+            output = model(
+                input_ids=torch.from_numpy(tree.token_ids).to(self._device)[None],
+                position_ids=torch.from_numpy(tree.positions).to(self._device)[None],
+                attention_mask=None,
+                use_cache=False,
+                tree_segments=split_into_segments(tree, self._device),
+                logits_to_keep=0 if rows is None else rows,
+            )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _target_logits(self, model: Any, microbatch: Microbatch) -> Tensor:
+        return self._forward(model, microbatch.tree, torch.from_numpy(microbatch.targets.rows).to(self._device))
+
+    def _logprobs_and_entropy(self, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities (with gradient) and entropies (without) of all targets [m]."""
+        logits = self._target_logits(self.model, microbatch)
+        logprobs = target_logprobs(logits, microbatch.targets, temperature=self._config.temperature)
+        with torch.no_grad():
+            log_softmax = torch.log_softmax(logits.detach().float() / self._config.temperature, dim=-1)
+            row_entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
+            entropy = row_entropy[torch.from_numpy(microbatch.targets.row_of).to(self._device)]
+        return logprobs, entropy
+
+    def _logprobs_without_grad(self, model: Any, microbatch: Microbatch) -> Tensor:
+        with torch.no_grad():
+            logits = self._target_logits(model, microbatch)
+        logprobs = target_logprobs(logits, microbatch.targets, temperature=self._config.temperature)
+        return logprobs[microbatch.sampled]
+
+    # Overridden by training/fsdp.py, where several processes train one policy
+
+    _processes = 1
+    """FSDP averages gradients over processes; the loss is multiplied by their number to get the sum."""
+
+    def _pack(self, sequences: Sequence[Ids]) -> list[Pack]:
+        return pack_trees(sequences, self._config.max_tokens_per_microbatch)
+
+    def _join_other_processes(self, model: Any) -> None:
+        """Run empty passes until every process is done with its own (FSDP collectives need all of them)."""
+
+    def _gather(self, own: StepAccumulator) -> list[StepAccumulator]:
+        """Return the accumulators of all processes."""
+        return [own]
+
+    def _clip_gradient(self) -> float:
+        """Clip the gradient and return its norm before clipping."""
+        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm))
+
+    # Weights and optimiser state
+
     @property
-    def vocabulary(self) -> int:
-        """How many tokens the model knows."""
+    def vocab_size(self) -> int:
         return int(self.model.config.get_text_config().vocab_size)
 
     def weights(self) -> dict[str, Tensor]:
-        """The parameters by name, shared ones once; not copies. With LoRA: of the base model, the adapter merged in."""
+        """Return the parameters by name, tied ones once, without copying. With LoRA: the merged weights."""
         if self._config.lora is not None:
-            return lora.merged(self.model, self._config.lora)
+            return lora.merge(self.model, self._config.lora)
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
     def logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Natural log-probabilities of token_ids[1:] at temperature 1, each given all that stands before it."""
-        tree = pack_sequences([np.asarray(token_ids, dtype=np.int64)])
+        """Return log-probabilities of token_ids[1:] at temperature 1, each given all tokens before it."""
+        tree = build_tree([np.asarray(token_ids, dtype=np.int64)])
         with torch.no_grad():
-            logits = self._forward(self.model, tree, None).float()
-        found = torch.log_softmax(logits[:-1], dim=-1)
+            logits = self._forward(self.model, tree).float()
+        log_softmax = torch.log_softmax(logits[:-1], dim=-1)
         ids = torch.tensor(list(token_ids[1:]), device=self._device)
-        values: list[float] = found.gather(1, ids[:, None])[:, 0].tolist()
+        values: list[float] = log_softmax.gather(1, ids[:, None])[:, 0].tolist()
         return values
 
-    def update(self, batch: TrainingBatch, step: int) -> StepStats:
-        """Train on a batch with at least one sequence. `step` (from 0) decides the learning rate."""
-        began = time.perf_counter()
-        config = self._config
-        parts = [self._passes(part) for part in batch.minibatches(config.minibatches, f"{config.seed}/{step}")]
-        passes = [one for part in parts for one in part]
-        if config.loss == "bapo" and any(len(part) > 1 for part in parts):
-            raise TrainingError(
-                "bapo chooses its bounds on whole updates: raise max_tokens_per_microbatch until one pass holds one"
-            )
-        rate = config.rate(step)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        if config.kl > 0:
-            for one in passes:
-                one.reference = self._no_grad_logprobs(self._reference, one)
-        self._accompany(self._reference)
-        if len(parts) > 1:  # of one update they come with its own forward pass
-            for one in passes:
-                one.proximal = self._no_grad_logprobs(self.model, one)
-        for _ in range(config.epochs):
-            tally = StepAccumulator()
-            for part in parts:
-                norm = self._one_update(part, tally, 1 / len(parts), step)
-        tally.computed = sum(len(one.pack.tree) for one in passes)
-        tally.gaps = [one.mismatch() for one in passes]
-        return step_stats(
-            self._tallies(tally),
-            flat_tokens=sum(len(sequence.token_ids) for sequence in batch.sequences),
-            learning_rate=rate,
-            grad_norm=norm,
-            with_reference=config.kl > 0,
-            seconds=time.perf_counter() - began,
-        )
-
-    def _one_update(self, part: Sequence[Microbatch], tally: StepAccumulator, share: float, step: int) -> float:
-        """Forward and backward over its passes, then the optimiser. The gradient's norm before clipping; `share` of the
-        loss goes into the tally."""
-        self.optimiser.zero_grad(set_to_none=True)
-        for one in part:
-            everything, entropies = self._logprobs_and_entropy(one)
-            new, entropy = everything[one.sampled], entropies[one.sampled]
-            if one.proximal is None:
-                one.proximal = new.detach()
-            loss, stats, kl = self._loss(one, new, entropy, one.proximal)
-            if self._config.echo > 0:
-                term, seen = auxiliary.observation_loss(everything, ~one.sampled, weights=one.observed)
-                loss = loss + self._config.echo * term
-                tally.observations.append(seen)
-            (loss * self._processes).backward()  # type: ignore[no-untyped-call, unused-ignore]
-            tally.loss += float(loss.detach()) * share
-            tally.kls += kl * stats.tokens
-            tally.found.append(stats)
-        self._accompany(self.model)
-        norm = self._clip()
-        if not np.isfinite(norm):
-            raise TrainingError(
-                f"the gradient of step {step} is not finite: it changed nothing. A lower learning rate, or float32, "
-                "helps; the last checkpoint is good"
-            )
-        self.optimiser.step()
-        return norm
-
-    # What several processes do otherwise (training/parallel.py)
-
-    _processes = 1
-    """The gradient is the mean over so many."""
-
-    def _accompany(self, model: Any | None) -> None:
-        """Behind one's own passes: take part in those that other processes still make."""
-
-    def _tallies(self, own: StepAccumulator) -> list[StepAccumulator]:
-        """Of all processes."""
-        return [own]
-
-    def _clip(self) -> float:
-        """Clip the gradient; its norm before."""
-        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._config.max_grad_norm))
-
     def state(self) -> dict[str, Any]:
-        """The optimiser's, to be saved, with the adapter where one is trained."""
+        """Return the optimiser's state for a checkpoint, with the adapter when LoRA is used."""
         state: dict[str, Any] = self.optimiser.state_dict()
         return state if self._config.lora is None else state | {"adapter": lora.adapter(self.model)}
 
     def restore(self, weights: Mapping[str, Tensor], optimiser: dict[str, Any]) -> None:
-        """What a checkpoint holds. Raises TrainingError where it is another model's."""
+        """Load a checkpoint. Raises TrainingError when it belongs to another model."""
         if self._config.lora is not None:
             self._restore_adapter(weights, dict(optimiser))
             return
@@ -179,75 +267,28 @@ class Learner:
         with torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
-        self.optimiser.load_state_dict(copy.deepcopy(optimiser))  # it would go on counting in tensors of the giver's
+        self.optimiser.load_state_dict(copy.deepcopy(optimiser))  # the optimiser updates the given tensors in place
 
     def _restore_adapter(self, weights: Mapping[str, Tensor], state: dict[str, Any]) -> None:
-        """The base was loaded afresh: with the adapter it must come to what was saved, or it is another base."""
+        """Load the adapter. Base and adapter must give the saved merged weights, or the base is another one."""
         lora.load_adapter(self.model, state.pop("adapter"))
-        now = self.weights()
-        if now.keys() != weights.keys() or not all(
-            torch.allclose(one.cpu(), weights[name], rtol=1e-4, atol=1e-6) for name, one in now.items()
+        merged = self.weights()
+        if merged.keys() != weights.keys() or not all(
+            torch.allclose(tensor.cpu(), weights[name], rtol=1e-4, atol=1e-6) for name, tensor in merged.items()
         ):
-            raise TrainingError("the checkpoint's adapter was trained on other weights than those loaded now")
+            raise TrainingError("the checkpoint's adapter was trained on other base weights than those loaded now")
         self.optimiser.load_state_dict(state)
 
-    def _packs(self, sequences: Sequence[Ids]) -> list[Pack]:
-        """Which sequences go through the model together, and what of them is computed once."""
-        return pack_trees(sequences, self._config.max_tokens_per_microbatch)
 
-    def _passes(self, sequences: Sequence[TrainingSequence]) -> list[Microbatch]:
-        packs = self._packs([sequence.token_ids for sequence in sequences])
-        how, length = self._config.normalise, self._config.length
-        echo = self._config.echo > 0
-        return make_microbatches(packs, sequences, how=how, length=length, observations=echo, device=self._device)
+def target_logprobs(logits: Tensor, targets: Targets, *, temperature: float = 1.0) -> Tensor:
+    """Return log softmax(logits / temperature) at each target [m], at least float32, with gradient.
 
-    def _forward(self, model: Any, tree: PrefixTree, rows: Tensor | None) -> Tensor:
-        """Logits [r, V] at these nodes of a packed tree, ascending; None: at all."""
-        inputs = model_inputs(tree, None, self._device)
-        cast = (
-            torch.autocast(self._device.type, torch.bfloat16)
-            if self._config.dtype == "bfloat16"
-            else contextlib.nullcontext()
-        )
-        with cast:
-            out = model(
-                **inputs, tree_segments=tree_segments(tree, self._device), logits_to_keep=0 if rows is None else rows
-            )
-        logits: Tensor = out.logits[0]
-        return logits
-
-    def _target_logits(self, model: Any, one: Microbatch) -> Tensor:
-        return self._forward(model, one.pack.tree, torch.from_numpy(one.wanted.rows).to(self._device))
-
-    def _logprobs_and_entropy(self, one: Microbatch) -> tuple[Tensor, Tensor]:
-        logits = self._target_logits(self.model, one)
-        new = target_logprobs(logits, one.wanted, temperature=self._config.temperature)
-        with torch.no_grad():
-            logs = torch.log_softmax(logits.detach().float() / self._config.temperature, dim=-1)
-            entropy = -(logs.exp() * logs).sum(dim=-1)[torch.from_numpy(one.wanted.row_of).to(self._device)]
-        return new, entropy
-
-    def _no_grad_logprobs(self, model: Any, one: Microbatch) -> Tensor:
-        with torch.no_grad():
-            logits = self._target_logits(model, one)
-        return target_logprobs(logits, one.wanted, temperature=self._config.temperature)[one.sampled]
-
-    def _loss(self, one: Microbatch, new: Tensor, entropy: Tensor, proximal: Tensor) -> tuple[Tensor, LossStats, float]:
-        mask = torch.ones(len(new), dtype=torch.bool, device=self._device)
-        batch = LossInputs(
-            new=new,
-            recorded=one.recorded,
-            advantages=one.advantages,
-            mask=mask,
-            sequences=one.sequences,
-            proximal=proximal,
-            weights=one.weights,
-            entropy=entropy,
-        )
-        loss, stats = LOSSES[self._config.loss](batch, **self._config.loss_settings)
-        if one.reference is None:
-            return loss, stats, 0.0
-        term, kl = auxiliary.kl_to_reference(
-            new, one.reference, mask, kind=self._config.kl_estimator, recorded=one.recorded, weights=one.weights
-        )
-        return loss + self._config.kl * term, stats, kl.mean
+    `logits` [r, V] are those at `targets.rows`, as a Transformers model returns for `logits_to_keep=rows`. Each row is
+    normalised once, however many targets it has.
+    """
+    if logits.shape[0] != len(targets.rows):
+        raise ValueError(f"{logits.shape[0]} rows of logits for {len(targets.rows)} rows of targets")
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    row_of = torch.from_numpy(targets.row_of).to(logits.device)
+    token_ids = torch.from_numpy(targets.token_ids).to(logits.device)
+    return scores[row_of, token_ids] - torch.logsumexp(scores, dim=-1)[row_of]

@@ -1,4 +1,9 @@
-"""Which sequences are computed together, and what that costs: packs under a token budget, and the count of tokens."""
+"""From the sequences of an update to microbatches: which sequences are computed together, and what each token weighs.
+
+`pack_trees` groups sequences under a budget of tokens, so that what they share is computed once.
+`make_microbatches` turns the packs into tensors. The weights of all tokens are decided over the whole update, so the
+gradients of any number of microbatches add up to the same update.
+"""
 
 from __future__ import annotations
 
@@ -6,130 +11,158 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from polar_proxy.training.tree import Ids, PrefixTree, pack_sequences, shared_prefixes, unshared
+from polar_proxy.training.batch import TrainingSequence
+from polar_proxy.training.loss_terms import LossAggregation, token_weights
+from polar_proxy.training.tree import Ids, PrefixTree, Targets, build_tree, find_targets, sort_by_prefix
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """One forward pass: a tree, and which of the given sequences its paths are (`tree.paths[i]` is `members[i]`)."""
+    """A tree, and the indices of the sequences in it: `tree.paths[i]` belongs to sequence `members[i]`."""
 
     tree: PrefixTree
     members: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """What one way of training costs: token positions put through the model, and pairs that attention compares."""
+@dataclass(slots=True)
+class Microbatch:
+    """One forward and backward pass with m targets, s of them sampled; the others are observations (ECHO).
 
-    tokens: int
-    pairs: int
+    All tensors are on the learner's device.
+    """
 
+    tree: PrefixTree
+    targets: Targets
+    sampled: Tensor
+    """bool [m]"""
+    observation_weights: Tensor
+    """float64 [m]: the weight of each observation, 0 for sampled tokens."""
+    old_logprobs: Tensor
+    """float32 [s], nats, as the engine recorded them."""
+    advantages: Tensor
+    """float32 [s]"""
+    sequences: Tensor
+    """int64 [s]: index of the sequence within the update."""
+    weights: Tensor
+    """float64 [s]"""
+    proximal_logprobs: Tensor | None = None
+    """[s]: the trainer's own before the step, once they are computed."""
+    reference_logprobs: Tensor | None = None
+    """[s]: the reference model's, when there is one."""
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The three ways on the same samples."""
-
-    per_call: Computed
-    merged: Computed
-    tree: Computed
-
-    @property
-    def saved_over_per_call(self) -> float:
-        """How many times fewer tokens the tree computes."""
-        return self.per_call.tokens / self.tree.tokens
-
-    @property
-    def saved_over_merged(self) -> float:
-        return self.merged.tokens / self.tree.tokens
+    def mismatch(self) -> tuple[float, float]:
+        """Return sum and maximum of |trainer's log-probability before the step - recorded one|, nats."""
+        assert self.proximal_logprobs is not None
+        gap = (self.proximal_logprobs - self.old_logprobs).abs()
+        return float(gap.sum()), float(gap.max())
 
 
 def pack_trees(sequences: Sequence[Ids], max_tokens: int) -> list[Pack]:
-    """Packs of at most `max_tokens` nodes each; what a pack's sequences share is in it once.
+    """Return packs of at most `max_tokens` nodes each, in which shared prefixes are stored once.
 
-    Sequences are taken in lexicographic order, so that those that share most stand together; a prefix is computed again
-    only where a new pack begins. Raises ValueError for a sequence that fits no pack.
+    Sequences are taken in lexicographic order, so that those that share most are neighbours; a prefix is computed again
+    only where a new pack begins. Raises ValueError for a sequence longer than a pack.
     """
-    _check(sequences, max_tokens)
-    order, common = shared_prefixes(sequences)
+    _check_lengths(sequences, max_tokens)
+    order, shared = sort_by_prefix(sequences)
     packs: list[list[int]] = []
     used = max_tokens + 1
-    for index, shared in zip(order, common, strict=True):
-        added = len(sequences[index]) - shared
+    for index, common in zip(order, shared, strict=True):
+        added = len(sequences[index]) - common
         if used + added > max_tokens:
             packs.append([])
             used, added = 0, len(sequences[index])
         packs[-1].append(index)
         used += added
-    return [Pack(pack_sequences([sequences[index] for index in members]), tuple(members)) for members in packs]
+    return [Pack(build_tree([sequences[index] for index in members]), tuple(members)) for members in packs]
 
 
 def pack_for_processes(sequences: Sequence[Ids], max_tokens: int, processes: int) -> list[Pack]:
-    """Packs for several processes (`assign_to_processes` says which has which) that compute at the same time.
+    """Return packs for several processes that compute at the same time (`assign_to_processes` distributes them).
 
-    Smaller packs keep more processes busy, and compute more prefixes again. Of a few sizes up to `max_tokens` the one
-    is taken with which the busiest process computes least. Raises ValueError as `pack_trees` does.
+    Smaller packs keep more processes busy but compute more prefixes again. Of a few sizes up to `max_tokens`, the one
+    with the least work for the busiest process is chosen. Raises ValueError as `pack_trees` does.
     """
-    _check(sequences, max_tokens)
-    longest, nodes = max(map(len, sequences)), len(pack_sequences(sequences))
-    # The longest is in some pack whole; of what is left each process has a quarter of its share up to three times it.
+    _check_lengths(sequences, max_tokens)
+    longest, nodes = max(map(len, sequences)), len(build_tree(sequences))
+    # Some pack holds the whole longest sequence. Of the rest, try a quarter to three times the share of one process.
     shares = (-(-(nodes - longest) * quarters // (4 * processes)) for quarters in range(1, 13))
     sizes = {max_tokens} | {min(max_tokens, longest + share) for share in shares}
-    tried = [pack_trees(sequences, size) for size in sorted(sizes, reverse=True)]
+    candidates = [pack_trees(sequences, size) for size in sorted(sizes, reverse=True)]
 
     def busiest(packs: Sequence[Pack]) -> int:
         lengths = [len(pack.tree) for pack in packs]
-        return max(sum(lengths[index] for index in dealt) for dealt in assign_to_processes(lengths, processes))
+        return max(sum(lengths[index] for index in own) for own in assign_to_processes(lengths, processes))
 
-    return min(tried, key=busiest)
+    return min(candidates, key=busiest)
 
 
 def assign_to_processes(costs: Sequence[int], processes: int) -> list[list[int]]:
-    """Which of the costs each process gets: the largest first, always to who has least. All processes find the same."""
-    hands: list[list[int]] = [[] for _ in range(processes)]
+    """Return the indices of the costs that each process gets: the largest first, always to the least loaded.
+
+    The result is deterministic, so that all processes compute the same assignment.
+    """
+    assigned: list[list[int]] = [[] for _ in range(processes)]
     loads = [0] * processes
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         least = loads.index(min(loads))
-        hands[least].append(index)
+        assigned[least].append(index)
         loads[least] += costs[index]
-    return hands
+    return assigned
 
 
-def pack_flat(sequences: Sequence[Ids], max_tokens: int) -> list[Pack]:
-    """Packs with nothing shared (the baseline): first fit, longest first. Raises ValueError as `pack_trees` does."""
-    _check(sequences, max_tokens)
-    packs: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(sequences)), key=lambda index: -len(sequences[index])):
-        length = len(sequences[index])
-        place = next((place for place, left in enumerate(room) if length <= left), None)
-        if place is None:
-            place = len(packs)
-            packs.append([])
-            room.append(max_tokens)
-        packs[place].append(index)
-        room[place] -= length
-    return [Pack(unshared([sequences[index] for index in members]), tuple(members)) for members in packs]
+def make_microbatches(
+    packs: Sequence[Pack],
+    sequences: Sequence[TrainingSequence],
+    *,
+    aggregation: LossAggregation,
+    length: int | None,
+    observations: bool,
+    device: torch.device,
+) -> list[Microbatch]:
+    """Return a microbatch for each pack of `sequences`.
 
-
-def compare(per_call: Sequence[Ids], merged: Sequence[Ids]) -> Comparison:
-    """Tokens and pairs computed by each builder's sequences and by the tree of the merged ones (one pack, no budget).
-
-    `per_call` and `merged` hold the same samples: the traces of these two builders for the same rollouts.
+    The weights of sampled tokens follow `aggregation` over all packs; observations, if they are wanted, all weigh the
+    same.
     """
-    return Comparison(_flat_cost(per_call), _flat_cost(merged), tree_cost(pack_sequences(merged)))
+    masks = [one.trained | one.observed if observations else one.trained for one in sequences]
+    # Each sampled token is in one sequence only (`make_batch` guarantees it), so every target counts once.
+    targets = [find_targets(pack.tree, [masks[index] for index in pack.members]) for pack in packs]
+    owners = [np.asarray(pack.members)[one.sequences] for pack, one in zip(packs, targets, strict=True)]
+    sampled = [
+        np.array([sequences[index].trained[at] for index, at in zip(owner, one.offsets, strict=True)], dtype=bool)
+        for owner, one in zip(owners, targets, strict=True)
+    ]
+    all_sequences = torch.from_numpy(
+        np.concatenate([owner[flags] for owner, flags in zip(owners, sampled, strict=True)])
+    )
+    all_rollouts = torch.tensor([sequence.rollout for sequence in sequences])[all_sequences]
+    ones = torch.ones(len(all_sequences))
+    all_weights = token_weights(ones, all_sequences, all_rollouts, aggregation=aggregation, length=length)
+    weights = all_weights.split([int(flags.sum()) for flags in sampled])
+    observed = sum(int((~flags).sum()) for flags in sampled)
+    microbatches = []
+    for pack, one, owner, flags, weight in zip(packs, targets, owners, sampled, weights, strict=True):
+        own, offsets = owner[flags], one.offsets[flags]
+        old_logprobs = [sequences[index].old_logprobs[at] for index, at in zip(own, offsets, strict=True)]
+        microbatches.append(
+            Microbatch(
+                pack.tree,
+                one,
+                sampled=torch.from_numpy(flags).to(device),
+                observation_weights=torch.from_numpy(~flags / max(1, observed)).to(device),
+                old_logprobs=torch.tensor(old_logprobs, dtype=torch.float32, device=device),
+                advantages=torch.tensor([sequences[index].advantage for index in own], device=device).float(),
+                sequences=torch.from_numpy(own).to(device),
+                weights=weight.to(device),
+            )
+        )
+    return microbatches
 
 
-def tree_cost(tree: PrefixTree) -> Computed:
-    """Every node once; a node at depth d is compared with d + 1 nodes."""
-    return Computed(len(tree), int((tree.positions + 1).sum()))
-
-
-def _flat_cost(sequences: Sequence[Ids]) -> Computed:
-    lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
-    return Computed(int(lengths.sum()), int((lengths * (lengths + 1) // 2).sum()))
-
-
-def _check(sequences: Sequence[Ids], max_tokens: int) -> None:
+def _check_lengths(sequences: Sequence[Ids], max_tokens: int) -> None:
     if long := {index: len(sequence) for index, sequence in enumerate(sequences) if len(sequence) > max_tokens}:
         raise ValueError(f"sequences longer than a pack of {max_tokens} tokens (index: length): {long}")

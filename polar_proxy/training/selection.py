@@ -1,6 +1,7 @@
-"""Which groups are worth training, how many rollouts a task should get next, and which old rollouts may come again.
+"""Curriculum and replay: which groups to train, how many rollouts each task gets next, which old rollouts to reuse.
 
-Numpy, no state: beliefs about tasks come in and go out as values, and what is random takes a generator.
+Numpy, pure functions: estimates of tasks are passed and returned as values, and random choices take a generator. The
+training loop does not use this module yet.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ from typing import Literal
 import numpy as np
 
 from polar_proxy.training.advantages import Floats, Rewards, reward_array
-from polar_proxy.training.student import t_quantile
 
 Verdict = Literal["train", "all_alike_best", "all_alike", "too_few"]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSelection:
-    """Groups by what becomes of them, in the order in which they came; every group is in exactly one of the three."""
+    """Group names by decision, in the given order. Every group is in exactly one of `train`, `requeue` and `drop`."""
 
     train: tuple[str, ...]
     requeue: tuple[str, ...]
@@ -29,10 +29,10 @@ class GroupSelection:
 
 
 def verdict(rewards: Rewards, *, best: float = 1.0, tolerance: float = 0.0) -> Verdict:
-    """`train` where rewards differ by more than `tolerance`; else why not.
+    """Return `train` if rewards differ by more than `tolerance`, otherwise the reason against it.
 
-    `too_few`: fewer than two rollouts have a reward. `all_alike_best`: all reach `best`, the task is solved.
-    `all_alike`: no spread below that.
+    `too_few`: fewer than two rollouts have a reward. `all_alike_best`: all reach `best`, so the task is solved.
+    `all_alike`: no spread at a lower reward.
     """
     values = reward_array(rewards)
     known = values[~np.isnan(values)]
@@ -51,12 +51,13 @@ def select_groups(
     best: float = 1.0,
     tolerance: float = 0.0,
 ) -> GroupSelection:
-    """Groups without spread have advantage 0 and teach nothing: train the others.
+    """Train the groups whose rewards differ; the others have advantage 0 and no signal.
 
-    A group that failed whole, or in which too few were scored, is tried again until it had `max_attempts` (`attempts`
-    says how many it had, this one included; 1 where it says nothing). A group that is solved whole is dropped, as are
-    those out of attempts. The caller asks for other groups until its batch is full.
-    Source: dynamic sampling of DAPO, arXiv 2503.14476 (groups of 0 < number solved < G are kept); re-queueing is ours.
+    A group that failed completely, or in which too few rollouts were scored, is queued again until it had
+    `max_attempts` (`attempts` counts them, this one included; 1 by default). Groups that are solved completely or have
+    no attempts left are dropped. The caller starts other groups until its batch is full.
+    Source: dynamic sampling of DAPO, arXiv 2503.14476 (groups of 0 < number solved < G are kept); queueing again is
+    ours.
     """
     verdicts = {name: verdict(rewards, best=best, tolerance=tolerance) for name, rewards in groups.items()}
     had = attempts or {}
@@ -75,7 +76,7 @@ def select_groups(
 
 @dataclass(frozen=True, slots=True)
 class SolveRateBelief:
-    """What is believed of a task's solve rate p: Beta(solved, failed); both count 1 for nothing known."""
+    """A distribution over a task's solve rate p: Beta(solved, failed). Beta(1, 1) means that nothing is known."""
 
     solved: float = 1.0
     failed: float = 1.0
@@ -88,10 +89,10 @@ class SolveRateBelief:
 def updated(
     belief: SolveRateBelief, rewards: Rewards, *, solved_at: float = 1.0, decay: float = 1.0
 ) -> SolveRateBelief:
-    """The belief after a group: what was believed fades towards Beta(1, 1) by `decay`, what was seen is added.
+    """Return the belief after a group: the old counts decay towards Beta(1, 1), the new outcomes are added.
 
-    solved' = 1 + decay * (solved - 1) + number solved; failed' likewise. Rollouts without a reward tell nothing.
-    With decay < 1 the belief follows a policy that learns.
+    solved' = 1 + decay * (solved - 1) + number solved; failed' likewise. Rollouts without a reward are ignored. With
+    decay < 1 the belief follows a policy that learns.
     """
     values = reward_array(rewards)
     known = values[~np.isnan(values)]
@@ -102,28 +103,28 @@ def updated(
 
 
 def chance_of_spread(belief: SolveRateBelief, n: int) -> float:
-    """How likely n rollouts of 0-1 reward are not all alike: 1 - E[p^n] - E[(1 - p)^n], exact under the belief.
+    """Return the probability that n rollouts of reward 0 or 1 are not all equal: 1 - E[p^n] - E[(1 - p)^n].
 
-    E[p^n] = prod_{i < n} (solved + i) / (solved + failed + i), the Beta-binomial's ends.
+    E[p^n] = prod_{i < n} (solved + i) / (solved + failed + i), from the Beta-binomial distribution.
     """
     return 0.0 if n < 2 else 1.0 - _all(belief.solved, belief.failed, n) - _all(belief.failed, belief.solved, n)
 
 
 def group_size(belief: SolveRateBelief, *, wanted: float = 0.9, smallest: int = 2, largest: int = 16) -> int:
-    """The smallest group in [smallest, largest] whose chance of spread reaches `wanted`; `largest` where none does."""
+    """Return the smallest group size in [smallest, largest] whose chance of spread reaches `wanted`, else `largest`."""
     return next((n for n in range(smallest, largest) if chance_of_spread(belief, n) >= wanted), largest)
 
 
 def allocate(
     beliefs: Mapping[str, SolveRateBelief], budget: int, *, smallest: int = 2, largest: int = 16
 ) -> dict[str, int]:
-    """Group sizes that make the most groups with spread out of `budget` rollouts, in expectation.
+    """Return the group sizes that give the most groups with spread for `budget` rollouts, in expectation.
 
     Every task gets `smallest` (at least 1), then each further rollout goes to the task whose chance of spread it
-    raises most (ties to the earlier). The gains shrink with every rollout, so this greedy choice is the best one.
-    Raises ValueError where the budget is too small for all.
-    Source: ours, after the idea of VADE (arXiv 2511.18902: Beta beliefs that fade, and information as the aim) and of
-    adaptive rollout allocation in XRPO (arXiv 2510.06672).
+    raises most (ties to the earlier). The gains shrink with every rollout, so the greedy choice is optimal. Raises
+    ValueError if the budget is too small for all tasks.
+    Source: ours, after VADE (arXiv 2511.18902: decaying Beta beliefs, maximal information) and the adaptive rollout
+    allocation of XRPO (arXiv 2510.06672).
     """
     gains = {
         name: [chance_of_spread(belief, n + 1) - chance_of_spread(belief, n) for n in range(smallest, largest)]
@@ -133,22 +134,22 @@ def allocate(
 
 
 def choose_tasks(beliefs: Mapping[str, SolveRateBelief], count: int, generator: np.random.Generator) -> list[str]:
-    """The `count` tasks of the most information, by Thompson sampling: p drawn of each belief, largest p (1 - p) first.
+    """Return the `count` most informative tasks by Thompson sampling: draw p from each belief, largest p (1 - p) first.
 
-    p (1 - p) is the variance of the reward, largest at one half. A task little is known of is drawn widely, and so gets
-    its turn.
-    Source: VADE, arXiv 2511.18902, as we read it (Beta beliefs, Thompson sampling, information gain as the aim; its
-    exact measure was not at hand).
+    p (1 - p) is the variance of the reward, which is largest at one half. A belief with few observations is wide, so
+    such a task is chosen from time to time.
+    Source: VADE, arXiv 2511.18902, as we read it (Beta beliefs, Thompson sampling, maximal information gain; we had no
+    access to its exact measure).
     """
     drawn = {name: generator.beta(belief.solved, belief.failed) for name, belief in beliefs.items()}
     return sorted(drawn, key=lambda name: drawn[name] * (1.0 - drawn[name]), reverse=True)[:count]
 
 
 def half_width(rewards: Rewards, *, n: int | None = None, confidence: float = 0.95) -> float:
-    """Half the confidence interval of a task's mean reward: h(n) = t_{1 - a/2, n - 1} s / sqrt(n), a = 1 - confidence.
+    """Return half the confidence interval of a task's mean reward: h(n) = t_{1 - a/2, n - 1} s / sqrt(n).
 
-    s is the sample deviation of the rewards known; `n` (their number by default) asks what h would be with more of
-    the same spread. Infinite for fewer than two rewards.
+    a = 1 - confidence, and s is the sample deviation of the known rewards. `n` is their number by default; a larger
+    one gives h for more rewards of the same spread. Infinite with fewer than two rewards.
     Source: XRPO, arXiv 2510.06672.
     """
     values = reward_array(rewards)
@@ -156,7 +157,7 @@ def half_width(rewards: Rewards, *, n: int | None = None, confidence: float = 0.
     if len(known) < 2:
         return math.inf
     size = len(known) if n is None else n
-    return t_quantile(0.5 + confidence / 2.0, size - 1) * float(np.std(known, ddof=1)) / math.sqrt(size)
+    return _t_quantile(0.5 + confidence / 2.0, size - 1) * float(np.std(known, ddof=1)) / math.sqrt(size)
 
 
 def allocate_more(
@@ -167,14 +168,14 @@ def allocate_more(
     confidence: float = 0.95,
     bonus: float = 0.0,
 ) -> dict[str, int]:
-    """How many more rollouts each task gets out of `budget`, after a first round gave every task at least two rewards.
+    """Return how many more rollouts each task gets, after a first round gave every task at least two rewards.
 
-    Each goes where it narrows the interval most: the largest h(n) - h(n + 1) + bonus * sqrt(log(1 + N) / n), N being
-    the number of all rollouts of the first round; at most `most` more for one task. Where nothing is gained any more
-    (no spread anywhere, no bonus) the rest of the budget is kept. Raises ValueError where a task has fewer than two
+    Each one goes where it narrows the interval most: to the largest h(n) - h(n + 1) + bonus * sqrt(log(1 + N) / n),
+    where N is the number of all rollouts of the first round; at most `most` more for one task. If nothing can be gained
+    (no spread anywhere, no bonus), the rest of the budget is not used. Raises ValueError for a task with fewer than two
     rewards.
     Source: XRPO, arXiv 2510.06672, as we read it: the reduction of the half width is its measure, the form of the
-    bonus for tasks that were tried little is ours (0 switches it off).
+    exploration bonus is ours (0 switches it off).
     """
     known = {name: int(np.count_nonzero(~np.isnan(reward_array(values)))) for name, values in rewards.items()}
     if few := [name for name, n in known.items() if n < 2]:
@@ -191,7 +192,7 @@ def allocate_more(
 
 @dataclass(frozen=True, slots=True)
 class ReplayCandidate:
-    """A rollout that was trained and could be again. `version` is the policy version that sampled it."""
+    """A rollout that was trained and could be used again. `version` is the policy version that sampled it."""
 
     name: str
     version: int
@@ -207,12 +208,12 @@ def replay(
     max_age: int = 4,
     max_uses: int = 2,
 ) -> list[str]:
-    """At most `count` different rollouts to train again at policy `version`, the fresher the likelier.
+    """Return at most `count` different rollouts to train again at policy `version`, fresh ones with priority.
 
-    Left out: sampled more than `max_age` versions ago, or used `max_uses` times. Drawn without replacement with
-    probability proportional to 1 / (1 + age), age = version - sampled version. What is replayed must be corrected
-    for its age: by a loss of `corrections` with the log-probabilities that were recorded (never made anew), and its
-    group's advantages as they were. `effective_sample_size` tells what is left of it.
+    Rollouts that were sampled more than `max_age` versions ago or used `max_uses` times are excluded. The others are
+    drawn without replacement with probability proportional to 1 / (1 + age), age = version - sampled version. Train
+    them with a loss that corrects for staleness (`losses.decoupled`, `losses.tis`, `losses.icepop`), with the recorded
+    log-probabilities and the original advantages. `effective_sample_size` measures their remaining value.
     Source: ours; freshness as in TorchRL's StalenessAwareSampler.
     """
     fit = [one for one in candidates if 0 <= version - one.version <= max_age and one.uses < max_uses]
@@ -224,7 +225,7 @@ def replay(
 
 
 def truncated_weights(log_ratios: Sequence[float] | Floats, *, cap: float = 2.0) -> Floats:
-    """Importance weights of replayed sequences, float64 [n]: min(exp(log ratio), cap).
+    """Return importance weights of replayed sequences, float64 [n]: min(exp(log ratio), cap).
 
     `log_ratios` [n]: log pi_prox - log mu, summed over the sampled tokens of each sequence.
     Source: Ionides, Truncated Importance Sampling, JCGS 2008.
@@ -233,7 +234,7 @@ def truncated_weights(log_ratios: Sequence[float] | Floats, *, cap: float = 2.0)
 
 
 def effective_sample_size(weights: Sequence[float] | Floats) -> float:
-    """How many equally weighted samples these are worth: (sum w)^2 / sum w^2, from 1 to n; 0 for none.
+    """Return the equivalent number of equally weighted samples: (sum w)^2 / sum w^2, from 1 to n; 0 for none.
 
     Source: Kish, Survey Sampling, 1965.
     """
@@ -246,8 +247,40 @@ def _all(a: float, b: float, n: int) -> float:
     return math.prod((a + i) / (a + b + i) for i in range(n))
 
 
+def _t_quantile(probability: float, freedom: int) -> float:
+    """Return the t with P(T <= t) = `probability` (0.5 <= probability < 1) of Student's t, to about 1e-10.
+
+    Raises ValueError outside of that range, and for `freedom` < 1.
+    """
+    if freedom < 1 or not 0.5 <= probability < 1.0:
+        raise ValueError(f"no quantile for probability {probability} and {freedom} degrees of freedom")
+    central, low, high = 2.0 * probability - 1.0, 0.0, 1.0
+    while _t_central(high, freedom) < central:
+        high *= 2.0
+    for _ in range(100):  # bisection
+        middle = (low + high) / 2.0
+        low, high = (middle, high) if _t_central(middle, freedom) < central else (low, middle)
+    return high
+
+
+def _t_central(t: float, freedom: int) -> float:
+    """Return P(|T| <= t) for t >= 0.
+
+    With theta = atan(t / sqrt(freedom)), a finite sum. Odd freedom: 2/pi (theta + sin cos (1 + 2/3 cos^2 + ...)); even:
+    sin (1 + 1/2 cos^2 + 1*3/(2*4) cos^4 + ...). Source: Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    theta = math.atan(t / math.sqrt(freedom))
+    sine, square = math.sin(theta), math.cos(theta) ** 2
+    odd = freedom % 2
+    term = total = 0.0 if freedom == 1 else (math.cos(theta) if odd else 1.0)
+    for k in range(3 if odd else 2, freedom - 1, 2):
+        term *= square * (k - 1) / k
+        total += term
+    return 2.0 / math.pi * (theta + sine * total) if odd else sine * total
+
+
 def _greedy(gains: Mapping[str, Sequence[float]], budget: int, smallest: int) -> dict[str, int]:
-    """`smallest` for each name, and the rest of the budget one by one to the largest next gain above 0."""
+    """Give `smallest` to each name, then the rest of the budget one by one to the largest next gain above 0."""
     sizes = dict.fromkeys(gains, smallest)
     left = budget - smallest * len(sizes)
     if left < 0:

@@ -1,52 +1,49 @@
 """New weights into the engine that samples, and the proof that they arrived.
 
-After each sync the engine scores a fixed prompt and the trainer does too. They must agree within a tolerance, and the
-engine must stand nearer to the trainer's weights of now than to those of before: small updates hide within any
-tolerance, and an engine that quietly kept the old weights would pass without the second condition. Nor may it differ by
-more than it did at the first sync where that is much of the way that the weights went: then it took a part of them.
+After each sync engine and trainer both score a fixed prompt (the probe), and three things are checked:
+
+* The two differ by less than a tolerance.
+* The engine is nearer to the trainer's weights of now than to those before the sync. Small updates hide within any
+  tolerance, so an engine that silently kept the old weights would pass the first check.
+* The engine is not much further from the trainer than at the first sync, compared with how far the weights moved.
+  Otherwise it loaded only a part of them.
 """
 
 from __future__ import annotations
 
-import asyncio
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
 from polar_proxy.engines.base import Engine
-from polar_proxy.errors import EngineError
-from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.failures import TrainingError
-from polar_proxy.training.lora import MergedWeights, save_adapter
-from polar_proxy.training.nccl import VllmNcclSync
-from polar_proxy.training.vllm_control import HEAD, VllmControl, call, with_head
+from polar_proxy.errors import EngineError, TrainingError
 from polar_proxy.types import Json
 
 PROBE_TOKENS = 48
 
 
 class WeightSync(Protocol):
-    """How weights come into one kind of engine."""
+    """Sends weights to one kind of engine."""
 
     async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
-        """Returns when everything that is sampled from now on is sampled with them. Raises TrainingError."""
+        """Return when all tokens sampled from now on are sampled with these weights. Raises TrainingError."""
         ...
 
 
 class AcceptsWeights(Protocol):
-    """What `LocalEngine` offers."""
+    """The part of `LocalEngine` that a sync uses."""
 
     async def load_weights(self, source: Any, version: str) -> None: ...
 
 
 class LocalSync:
-    """In memory: the engine copies the tensors between two of its steps, and answers in flight go on with the new
-    weights. Their versions are recorded token by token."""
+    """Copies the weights in memory between two of the engine's decoding steps.
+
+    Answers in flight continue with the new weights; the version of each token is recorded.
+    """
 
     def __init__(self, engine: AcceptsWeights) -> None:
         self._engine = engine
@@ -55,70 +52,12 @@ class LocalSync:
         try:
             await self._engine.load_weights(weights, version)
         except EngineError as error:
-            raise TrainingError(f"the engine did not take the weights of version {version}: {error}") from error
-
-
-class VllmDiskSync:
-    """vLLM reloads weights that the trainer wrote as safetensors, into a folder that both see: `/collective_rpc
-    reload_weights` while it is paused."""
-
-    def __init__(self, control: VllmControl, folder: Path) -> None:
-        self._control = control
-        self._folder = folder
-
-    async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
-        target = self._folder / f"version-{version}"
-        await asyncio.to_thread(_write, weights, target)
-        told = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
-        async with self._control.paused(version) as http:
-            await call(http, "POST", "/collective_rpc", told)
-        await asyncio.to_thread(shutil.rmtree, target)
-
-
-class VllmAdapterSync:
-    """vLLM loads the adapter anew under the name that it samples with; the base weights stay where they are.
-
-    Needs a server with `--enable-lora`, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and `--lora-modules NAME=...` with the
-    adapter that `polar train adapter` writes. The folder stays: vLLM may read it again.
-    """
-
-    def __init__(self, control: VllmControl, folder: Path, name: str) -> None:
-        self._control = control
-        self._folder = folder
-        self._name = name
-
-    async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
-        if not isinstance(weights, MergedWeights):
-            raise TrainingError("there is no adapter to reload: `lora` is not set")
-        target = self._folder / self._name
-        await asyncio.to_thread(save_adapter, weights.adapter, weights.settings, target)
-        told = {"lora_name": self._name, "lora_path": str(target), "load_inplace": True}
-        async with self._control.paused(version) as http:
-            await call(http, "POST", "/v1/load_lora_adapter", told)
-
-
-def vllm_sync(config: GrpoConfig, control: VllmControl, folder: Path) -> WeightSync:
-    """As the configuration says: all weights, by disk or by NCCL, or the adapter alone."""
-    if config.lora is not None and config.lora.reload is not None:
-        return VllmAdapterSync(control, folder, config.lora.reload)
-    if config.transfer == "nccl":
-        return VllmNcclSync(control, host=config.transfer_host, device=config.device)
-    return VllmDiskSync(control, folder)
-
-
-def _write(weights: Mapping[str, Tensor], folder: Path) -> None:
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in with_head(weights).items()}
-    if HEAD in tensors and HEAD not in weights:
-        tensors[HEAD] = tensors[HEAD].clone()  # safetensors takes no tensor under two names
-    save_file(tensors, folder / "model.safetensors")
+            raise TrainingError(f"the engine did not load the weights of version {version}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Differences in nats over the probe's tokens."""
+    """Differences of engine and trainer in nats over the tokens of the probe."""
 
     largest: float
     mean: float
@@ -129,51 +68,51 @@ class ProbeResult:
         return asdict(self)
 
 
-def probe_ids(vocabulary: int, count: int = PROBE_TOKENS) -> list[int]:
-    """Fixed tokens, the same for every run: unlikely text, whose log-probabilities are large and move easily."""
-    return [int(token) for token in np.random.default_rng(0).integers(0, vocabulary, count)]
+def probe_ids(vocab_size: int, count: int = PROBE_TOKENS) -> list[int]:
+    """Return the same random tokens for every run: for unlikely text, log-probabilities are large and move easily."""
+    return [int(token) for token in np.random.default_rng(0).integers(0, vocab_size, count)]
 
 
 async def probe(
     engine: Engine,
     ids: Sequence[int],
-    now: Sequence[float],
-    before: Sequence[float] | None,
+    logprobs: Sequence[float],
+    last_logprobs: Sequence[float] | None,
     tolerance: float,
     noise: float | None = None,
 ) -> ProbeResult:
-    """Compare the engine with the trainer's log-probabilities of ids[1:], `now` and `before` this sync. `noise`: the
-    mean difference at the first sync, which nothing but how the two compute explains.
+    """Compare the engine's log-probabilities of ids[1:] with the trainer's, of now and of the last sync.
 
-    Raises TrainingError where the engine is not at the trainer's weights.
+    `noise` is the mean difference at the first sync, which comes only from how the two compute. Raises TrainingError if
+    the engine does not have the trainer's weights.
     """
     try:
-        found = np.array(await engine.score(ids))
+        scored = np.array(await engine.score(ids))
     except EngineError as error:
         raise TrainingError(f"the engine cannot score the probe after the sync: {error}") from error
-    gaps = np.abs(found - np.array(now))
+    gaps = np.abs(scored - np.array(logprobs))
     largest, mean = float(gaps.max()), float(gaps.mean())
-    if not largest <= tolerance:  # not a number fails too
+    if not largest <= tolerance:  # NaN fails too
         raise TrainingError(
             f"after the sync engine and trainer differ by up to {largest:.3g} nats on the probe (allowed: "
-            f"{tolerance:g}): the engine has other weights, or computes them otherwise (dtype, quantisation). "
-            "Training on its samples would be wrong; raise probe_tolerance only if you know why they differ"
+            f"{tolerance:g}): the engine has other weights, or computes differently (dtype, quantisation). Training on "
+            "its samples would be wrong; raise probe_tolerance only if you know why they differ"
         )
-    if before is None:
+    if last_logprobs is None:
         return ProbeResult(largest, mean, None)
-    moved = float(np.abs(np.array(now) - np.array(before)).mean())
-    # By far nearer: a move smaller than the noise between engine and trainer proves nothing either way.
-    if float(np.abs(found - np.array(before)).mean()) < mean / 4:
+    last = np.array(last_logprobs)
+    moved = float(np.abs(np.array(logprobs) - last).mean())
+    # A wide margin: a move that is smaller than the noise between engine and trainer proves nothing either way.
+    if float(np.abs(scored - last).mean()) < mean / 4:
         raise TrainingError(
-            f"after the sync the engine is nearer to the weights of before (they moved by {moved:.3g} nats on the "
-            f"probe, and it is {mean:.3g} from the new ones): it did not take them"
+            f"after the sync the engine is nearer to the old weights: it is {mean:.3g} nats from the new ones on the "
+            f"probe, and they moved by {moved:.3g}. It did not load them"
         )
-    # Both bounds are wide: noise is not the same at all weights, and a part that was left behind shows at once.
+    # Wide margins again: the noise changes with the weights, and a part that was not loaded shows clearly.
     if noise is not None and mean > 4 * noise and mean > moved / 10:
         raise TrainingError(
-            f"after the sync the engine is {mean:.3g} nats from the new weights on the mean of the probe. They moved "
-            f"by {moved:.3g}, and at the first sync it was {noise:.3g}: it took only a part of them. (vLLM on the "
-            "processor keeps the old head where head and embedding are one: serve a copy with two, as "
-            "scripts/vllm_cpu.sh does)"
+            f"after the sync the engine is {mean:.3g} nats from the new weights in the mean of the probe. They moved "
+            f"by {moved:.3g}, and at the first sync it was {noise:.3g}: it loaded only a part of them. (vLLM on a CPU "
+            "keeps the old head when head and embedding are tied: serve a copy with both, as scripts/vllm_cpu.sh does)"
         )
     return ProbeResult(largest, mean, moved)

@@ -25,9 +25,9 @@ from polar_proxy.store.jobs import NewGroup, NewRollout
 from polar_proxy.store.stages import Claim
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.training.grpo import GrpoTrainer
 from polar_proxy.training.model import Learner, load_model
-from polar_proxy.training.reading import StoreGroupReader
 from polar_proxy.training.weight_sync import LocalSync
 from polar_proxy.types import CallRecord, Choice, Sampling, TextRequest, new_id
 
@@ -55,16 +55,16 @@ class Bandit:
     """Of the run: the first of its rollouts' seeds."""
     worker: str = "bandit"
 
-    async def start(self, round_number: int) -> None:
+    async def start_round(self, number: int) -> None:
         await self.store.tasks.put("bandit", "bandit", 0, "sample", {})
         rollouts = tuple(
-            NewRollout("none", "none", "local", "tiny", self.seed + 1000 * round_number + index, {})
+            NewRollout("none", "none", "local", "tiny", self.seed + 1000 * number + index, {})
             for index in range(self.samples)
         )
         new = [NewGroup("bandit", self.samples, {}, rollouts, offered=True)] * self.groups
-        await self.store.jobs.submit({}, new, idempotency_key=f"{self.run}/{round_number}")
+        await self.store.jobs.submit({}, new, idempotency_key=f"{self.run}/{number}")
 
-    async def under_way(self) -> int:
+    async def pending_groups(self) -> int:
         """Works the queue off; so nothing is under way when it returns."""
         version = await self.engine.weight_version() if self.tells_versions else None
         held = await self.store.queue.claim(self.worker, 1000, 60, policy_version=version)
@@ -144,19 +144,19 @@ def trainer(
     engine: LocalEngine,
     config: GrpoConfig = CONFIG,
     *,
-    at: Callable[[str], None] = lambda point: None,
+    on_point: Callable[[str], None] = lambda point: None,
     **parts: Any,
 ) -> GrpoTrainer:
     """A trainer of the run `folder/run`, its model loaded afresh, as a new process would."""
     run = folder / "run"
     given: dict[str, Any] = {
-        "sync": LocalSync(engine),
+        "weight_sync": LocalSync(engine),
         "feed": store.feed,
         "reader": StoreGroupReader(store),
         "rollouts": Bandit(store, engine, str(run), config.groups, config.samples),
     }
     learner = Learner(load_model(model), config)
-    return GrpoTrainer(run, config, learner, model=model, engine=engine, at=at, **{**given, **parts})
+    return GrpoTrainer(run, config, learner, model=model, engine=engine, on_point=on_point, **{**given, **parts})
 
 
 async def _main(folder: Path, model: Path, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""Tokens given by the ratios that a hand calculation begins with."""
+"""Loss inputs given by importance ratios, from which calculations by hand begin; gradients of a loss."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from polar_proxy.training.tokens import LossInputs
+from polar_proxy.training.losses import LossInputs
 
 HALF = 0.5
-"""Probability by the sampling policy of every token below: only ratios matter."""
+"""Probability of every token under the sampling policy. Only ratios matter."""
 
 
 def tokens(
@@ -23,35 +23,44 @@ def tokens(
     proximal: Sequence[float] | None = None,
     weights: Tensor | None = None,
 ) -> LossInputs:
-    """pi_theta = ratio * mu with mu = 1/2; `proximal` gives pi_prox / mu. float64, `new` is a leaf with gradient."""
+    """Return inputs with pi_theta = ratio * mu, mu = 1/2 and pi_prox = proximal * mu, float64.
+
+    `logprobs` is a leaf with gradient.
+    """
     n = len(ratios)
-    recorded = torch.full((n,), HALF, dtype=torch.float64).log()
+    old_logprobs = torch.full((n,), HALF, dtype=torch.float64).log()
+
+    def logprobs(ratios: Sequence[float]) -> Tensor:
+        return torch.tensor(ratios, dtype=torch.float64).log() + old_logprobs
+
     return LossInputs(
-        new=(torch.tensor(ratios, dtype=torch.float64).log() + recorded).requires_grad_(),
-        recorded=recorded,
+        logprobs=logprobs(ratios).requires_grad_(),
+        old_logprobs=old_logprobs,
         advantages=torch.tensor(advantages, dtype=torch.float64),
         mask=torch.ones(n).bool() if mask is None else torch.tensor(mask).bool(),
         sequences=torch.zeros(n).long() if sequences is None else torch.tensor(sequences),
-        proximal=None if proximal is None else torch.tensor(proximal, dtype=torch.float64).log() + recorded,
+        proximal_logprobs=None
+        if proximal is None
+        else torch.tensor(proximal, dtype=torch.float64).log() + old_logprobs,
         weights=weights,
     )
 
 
 def with_noise_off_the_mask(batch: LossInputs) -> LossInputs:
-    """NaN and infinity wherever nothing is trained; a loss must not notice."""
+    """Put NaN and infinity wherever nothing is trained; a loss must not notice."""
     off = ~batch.mask
-    new = torch.where(off, -torch.inf, batch.new.detach()).requires_grad_()
+    proximal = batch.proximal_logprobs
     return replace(
         batch,
-        new=new,
-        recorded=batch.recorded.masked_fill(off, torch.nan),
+        logprobs=torch.where(off, -torch.inf, batch.logprobs.detach()).requires_grad_(),
+        old_logprobs=batch.old_logprobs.masked_fill(off, torch.nan),
         advantages=batch.advantages.masked_fill(off, torch.nan),
-        proximal=None if batch.proximal is None else batch.proximal.masked_fill(off, torch.nan),
+        proximal_logprobs=None if proximal is None else proximal.masked_fill(off, torch.nan),
     )
 
 
 def gradient(loss: Tensor, batch: LossInputs) -> list[float]:
-    """d loss / d log pi_theta of each token."""
-    (result,) = torch.autograd.grad(loss, batch.new)
+    """Return d loss / d log pi_theta of each token."""
+    (result,) = torch.autograd.grad(loss, batch.logprobs)
     values: list[float] = result.tolist()
     return values

@@ -12,18 +12,17 @@ import torch
 
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.vllm import VllmEngine
+from polar_proxy.errors import TrainingError
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.model import Learner, load_model
-from polar_proxy.training.nccl import VllmNcclSync
-from polar_proxy.training.vllm_control import VllmControl
+from polar_proxy.training.vllm_sync import VllmControl, VllmNcclSync
 from polar_proxy.training.weight_sync import probe, probe_ids
 from tests.fakes import nccl_on_cpu
 
 
 async def main(url: str, how: str) -> None:
     learner = Learner(load_model(POLAR_TINY), GrpoConfig())
-    ids = probe_ids(learner.vocabulary)
+    ids = probe_ids(learner.vocab_size)
     before: list[float] | None = None
     async with VllmEngine(url, model="polar-tiny") as engine:
         sync = VllmNcclSync(VllmControl(url, engine=engine), device="cpu")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polar_proxy.errors import UsageError
+from polar_proxy.errors import TrainingError, UsageError
 from polar_proxy.training.batch import GroupRollout, TrainingBatch, make_batch
-from polar_proxy.training.config import GrpoConfig, differences, make_config, read_assignments, read_toml
-from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.config import GrpoConfig, changed_settings, make_config, read_assignments, read_toml
 from tests.training.group_factories import group, rollout, trace
 
 CONFIG = GrpoConfig(advantage="dr_grpo")
 
 
 def adds_up(batch: TrainingBatch) -> bool:
-    return batch.trained_tokens + sum(left.tokens for left in batch.left_out.values()) == batch.sampled_tokens
+    return batch.trained_tokens + sum(left.tokens for left in batch.skipped.values()) == batch.sampled_tokens
 
 
 def test_a_rollout_with_several_traces_counts_once() -> None:
@@ -40,7 +39,7 @@ def test_masked_rollouts_stay_in_the_baseline_and_unscored_ones_do_not() -> None
     ]
     batch = make_batch([group(*members)], CONFIG)
     assert [(one.trace_id, one.advantage) for one in batch.sequences] == [("a", 0.5)]
-    assert {reason: (left.rollouts, left.tokens) for reason, left in batch.left_out.items()} == {
+    assert {reason: (left.rollouts, left.tokens) for reason, left in batch.skipped.items()} == {
         "incomplete": (1, 1),
         "masked": (1, 3),
         "failed": (1, 1),
@@ -64,10 +63,10 @@ def test_only_what_is_proved_is_trained() -> None:
         trace("lost", [1], [2], logprobs=[float("nan")]),
     )
     other = GroupRollout(rollout(1, 0.0), (trace("b", [1], [4]),))
-    short = CONFIG.model_copy(update={"max_sequence": 8})
+    short = CONFIG.model_copy(update={"max_sequence_length": 8})
     batch = make_batch([group(GroupRollout(rollout(0, 1.0), traces), other)], short)
     assert [one.trace_id for one in batch.sequences] == ["exact", "continued", "b"]
-    assert {reason: left.tokens for reason, left in batch.left_out.items()} == {
+    assert {reason: left.tokens for reason, left in batch.skipped.items()} == {
         "grade_approximate": 1,
         "grade_rejected": 2,
         "too_long": 1,
@@ -80,7 +79,7 @@ def test_a_group_without_spread_is_left_out_unless_it_is_asked_for() -> None:
     alike = group(*(GroupRollout(rollout(n, 1.0), (trace(f"t{n}", [1], [2]),)) for n in range(2)))
     batch = make_batch([alike], CONFIG)
     assert batch.sequences == ()
-    assert batch.left_out["no_spread"].rollouts == 2
+    assert batch.skipped["no_spread"].rollouts == 2
     kept = make_batch([alike], CONFIG.model_copy(update={"keep_zero_variance_groups": True}))
     assert [one.advantage for one in kept.sequences] == [0.0, 0.0]
 
@@ -91,7 +90,7 @@ def test_the_pivot_of_mc_grpo_is_not_trained() -> None:
     ]
     batch = make_batch([group(*members)], CONFIG.model_copy(update={"advantage": "mc_grpo"}))
     assert [one.trace_id for one in batch.sequences] == ["t0", "t2"]
-    assert batch.left_out["no_advantage"].rollouts == 1
+    assert batch.skipped["no_advantage"].rollouts == 1
 
 
 def test_raft_trains_what_was_rewarded_also_where_all_were() -> None:
@@ -106,7 +105,7 @@ def test_raft_trains_what_was_rewarded_also_where_all_were() -> None:
     )
     batch = make_batch([mixed, solved, failed], CONFIG.model_copy(update={"advantage": "raft"}))
     assert [one.advantage for one in batch.sequences] == [1.0, 1.0, 0.5]
-    assert batch.left_out["no_advantage"].rollouts == 3
+    assert batch.skipped["no_advantage"].rollouts == 3
 
 
 def test_a_branch_is_trained_from_where_it_leaves_its_parent() -> None:
@@ -118,7 +117,7 @@ def test_a_branch_is_trained_from_where_it_leaves_its_parent() -> None:
     whole = batch.sequences[1]
     assert whole.token_ids.tolist() == [1, 2, 3, 9, 5, 6]
     assert whole.trained.tolist() == [False] * 4 + [True] * 2
-    assert np.isnan(whole.recorded[:4]).all()
+    assert np.isnan(whole.old_logprobs[:4]).all()
     assert adds_up(batch)
 
 
@@ -173,25 +172,33 @@ def test_configuration(tmp_path) -> None:  # type: ignore[no-untyped-def]
         make_config({"loss": "nothing"})
     with pytest.raises(UsageError, match="learning_rat"):
         make_config({"learning_rat": 1.0})
-    assert differences(config.to_json(), config.model_copy(update={"steps": 90})) == {}
-    assert differences(config.to_json(), config.model_copy(update={"seed": 3})) == {"seed": (0, 3)}
+    assert changed_settings(config.to_json(), config.model_copy(update={"steps": 90})) == {}
+    assert changed_settings(config.to_json(), config.model_copy(update={"seed": 3})) == {"seed": (0, 3)}
 
 
 def test_any_setting_may_be_given_as_a_flag() -> None:
-    own = {"lora": {"rank": 4, "scale": 1.0}, "loss_settings": {"clip_low": 0.1}, "kl": 0.5}
-    flags = ["lora.rank=16", "schedule = cosine", "kl=0.01", "betas=[0.8, 0.9]", "loss_settings={clip_high = 0.3}"]
-    config = make_config(own, read_assignments([*flags, "keep_zero_variance_groups=true", "weights=models/a b=c"]))
+    own = {"lora": {"rank": 4, "scale": 1.0}, "loss_settings": {"clip_low": 0.1}, "kl_coef": 0.5}
+    flags = [
+        "lora.rank=16",
+        "lr_schedule = cosine",
+        "kl_coef=0.01",
+        "adam_betas=[0.8, 0.9]",
+        "loss_settings={clip_high = 0.3}",
+        "keep_zero_variance_groups=true",
+        "weights=models/a b=c",
+    ]
+    config = make_config(own, read_assignments(flags))
     assert config.lora is not None
     assert (config.lora.rank, config.lora.scale) == (16, 1.0)
     assert config.loss_settings == {"clip_low": 0.1, "clip_high": 0.3}
-    assert (config.schedule, config.kl, config.betas, config.keep_zero_variance_groups) == (
+    assert (config.lr_schedule, config.kl_coef, config.adam_betas, config.keep_zero_variance_groups) == (
         "cosine",
         0.01,
         (0.8, 0.9),
         True,
     )
     assert config.weights == "models/a b=c"
-    for wrong in ("kl", "=3", "k l=3", "kl.=1"):
+    for wrong in ("kl_coef", "=3", "k l=3", "kl.=1"):
         with pytest.raises(UsageError, match="--set"):
             read_assignments([wrong])
     with pytest.raises(UsageError, match="setting learning_rat:"):
@@ -199,7 +206,9 @@ def test_any_setting_may_be_given_as_a_flag() -> None:
 
 
 def test_learning_rates_by_hand() -> None:
-    linear = GrpoConfig(learning_rate=1.0, schedule="linear", warmup=2, steps=6)
-    assert [linear.rate(step) for step in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    cosine = GrpoConfig(learning_rate=1.0, schedule="cosine", steps=4)
-    assert [cosine.rate(step) for step in range(4)] == pytest.approx([1.0, 0.853553, 0.5, 0.146447], abs=1e-6)
+    linear = GrpoConfig(learning_rate=1.0, lr_schedule="linear", warmup_steps=2, steps=6)
+    assert [linear.learning_rate_at(step) for step in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    cosine = GrpoConfig(learning_rate=1.0, lr_schedule="cosine", steps=4)
+    assert [cosine.learning_rate_at(step) for step in range(4)] == pytest.approx(
+        [1.0, 0.853553, 0.5, 0.146447], abs=1e-6
+    )

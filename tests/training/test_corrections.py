@@ -1,13 +1,10 @@
-"""Stale and mismatched tokens: decoupled PPO, TIS, IcePop, the interpolated proximal policy."""
+"""Stale and mismatched tokens: decoupled PPO, TIS, IcePop."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
-import torch
 
-from polar_proxy.training.corrections import decoupled, icepop, interpolated_proximal, tis
+from polar_proxy.training.losses import decoupled, icepop, tis
 from tests.training.loss_inputs import gradient, tokens
 
 
@@ -32,7 +29,7 @@ def test_decoupled_keeps_a_stale_token_that_plain_clipping_would_lose() -> None:
 
 def test_decoupled_can_leave_out_what_is_too_stale() -> None:
     batch = tokens([8, 1], [1, 1], proximal=[8, 1])
-    loss, stats = decoupled(batch, largest_weight=5.0)
+    loss, stats = decoupled(batch, max_weight=5.0)
     assert gradient(loss, batch) == pytest.approx([0, -0.5])
     assert stats.dropped_share == pytest.approx(0.5)
 
@@ -67,15 +64,5 @@ def test_icepop_without_a_proximal_policy_by_hand() -> None:
 
 @pytest.mark.parametrize("loss", [tis, decoupled])
 def test_a_correction_without_its_numbers_is_refused(loss: object) -> None:
-    with pytest.raises(ValueError, match="needs `proximal`"):
+    with pytest.raises(ValueError, match="needs `proximal_logprobs`"):
         loss(tokens([1], [1]))  # type: ignore[operator]
-
-
-def test_interpolated_proximal_by_hand() -> None:
-    # Version 10 is being made, 9 is proximal. Sampled by 6: a = (9 - 6) / (10 - 6) = 3/4. By 9: a = 0. By 8: a = 1/2.
-    recorded = torch.tensor([-1.0, -1.0, -1.0])
-    new = torch.tensor([-2.0, -2.0, -3.0], requires_grad=True)
-    got = interpolated_proximal(new, recorded, torch.tensor([6, 9, 8]), 10)
-    assert got.tolist() == pytest.approx([-1.75, -1.0, -2.0])
-    assert not got.requires_grad
-    assert math.isclose(interpolated_proximal(new, recorded, torch.tensor([10, 10, 10]), 10)[0].item(), -1.0)

@@ -6,7 +6,8 @@ import importlib
 import re
 from pathlib import Path
 
-from polar_proxy.training.algorithms import ADVANTAGES, LOSSES
+from polar_proxy.training.advantages import ADVANTAGES
+from polar_proxy.training.losses import LOSSES
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\|.*\| `(\w+)\.(\w+)` \| `(\w+)` \|$", re.MULTILINE)

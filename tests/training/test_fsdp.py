@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from polar_proxy.errors import UsageError
+from polar_proxy.errors import TrainingError, UsageError
 from polar_proxy.training import checkpoint, metrics
 from polar_proxy.training.config import GrpoConfig, make_config
-from polar_proxy.training.failures import TrainingError
+from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.training.fsdp import launch_sharded
 from polar_proxy.training.grpo import GrpoTrainer
 from polar_proxy.training.model import Learner, load_model
-from polar_proxy.training.reading import StoreGroupReader
 from polar_proxy.training.weight_sync import LocalSync
 from tests.training import bandit
 from tests.training.test_model import ANSWERS, CONFIG, PROMPT, batch
@@ -25,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def alone(model: Path, config: GrpoConfig) -> Learner:
-    return Learner(load_model(model), config, load_model(model) if config.kl else None)
+    return Learner(load_model(model), config, load_model(model) if config.kl_coef else None)
 
 
 def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -44,7 +43,13 @@ def same_state(one: dict[str, object], other: dict[str, object]) -> None:
 
 def test_steps_are_those_of_one_process_and_a_dead_one_is_told_of(model: Path) -> None:
     """Several packs, two epochs, a reference: everything that a step puts through the model."""
-    settings = {"max_tokens_per_microbatch": 8, "kl": 0.1, "epochs": 2, "normalise": "rollout", "loss": "gspo"}
+    settings = {
+        "max_tokens_per_microbatch": 8,
+        "kl_coef": 0.1,
+        "ppo_epochs": 2,
+        "loss_aggregation": "rollout",
+        "loss": "gspo",
+    }
     config = CONFIG.model_copy(update={**settings, "processes": 2, "learning_rate": 1e-4})
     step, one = batch(model, shift=-0.05), alone(model, config)
     before = {name: tensor.clone() for name, tensor in one.weights().items()}
@@ -58,7 +63,7 @@ def test_steps_are_those_of_one_process_and_a_dead_one_is_told_of(model: Path) -
             assert found.mismatch_max == pytest.approx(wanted.mismatch_max, abs=1e-5)
             assert found.mismatch_mean == pytest.approx(wanted.mismatch_mean, abs=1e-5)
             assert (found.tokens, found.flat_tokens) == (wanted.tokens, wanted.flat_tokens)
-            assert found.passes > 1
+            assert found.microbatches > 1
         # Adam divides by the size of the gradient: weights differ by far less than a step of 1e-4 moves them.
         moved = apart(one.weights(), before)
         assert moved > 2e-4
@@ -100,7 +105,7 @@ async def test_a_run_syncs_the_engine_and_is_taken_up_by_one_process(tmp_path: P
                 two,
                 model=model,
                 engine=engine,
-                sync=LocalSync(engine),
+                weight_sync=LocalSync(engine),
                 feed=store.feed,
                 reader=StoreGroupReader(store),
                 rollouts=rollouts,
@@ -121,10 +126,10 @@ async def test_a_run_syncs_the_engine_and_is_taken_up_by_one_process(tmp_path: P
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [
-        ({"lora": {"rank": 2}}, "adapter"),
+        ({"lora": {"rank": 2}}, "LoRA"),
         ({"loss": "bapo"}, "bapo"),
-        ({"minibatches": 2}, "minibatches"),
-        ({"device": "cuda:1"}, "one by one"),
+        ({"num_minibatches": 2}, "num_minibatches"),
+        ({"device": "cuda:1"}, "GPUs in order"),
     ],
 )
 def test_what_several_processes_cannot_do_is_refused(setting: dict[str, object], reason: str) -> None:

@@ -17,7 +17,6 @@ import torch
 import uvicorn
 
 from polar_proxy.api import allow_all, create_api
-from polar_proxy.cli.fed import ExternalRollouts, SubmittedRollouts, train_with
 from polar_proxy.client import AsyncClient, Client, UnauthorisedError, UnreachableError
 from polar_proxy.client.inprocess import InProcessTransport
 from polar_proxy.config import Settings
@@ -27,7 +26,8 @@ from polar_proxy.gateway import hash_key
 from polar_proxy.store import Store
 from polar_proxy.training import metrics
 from polar_proxy.training.config import make_config
-from polar_proxy.training.reading import HttpFeed, StoreGroupReader
+from polar_proxy.training.feed import StoreGroupReader
+from polar_proxy.training.remote import ExternalRollouts, HttpFeed, SubmittedRollouts, train_with_engine
 from polar_proxy.training.weight_sync import LocalSync
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 from tests.training.test_resume import weights
@@ -65,8 +65,8 @@ def same(ours: Any, theirs: Any) -> bool:
 async def test_a_group_is_read_bit_by_bit(tmp_path: Path, model: Path, builder: Any) -> None:
     async with opened(tmp_path, model) as (store, engine), served(store, engine) as (url, key):
         bandit = Bandit(store, engine, "run", 1, 3)
-        await bandit.start(0)
-        await bandit.under_way()
+        await bandit.start_round(0)
+        await bandit.pending_groups()
         (row,) = await store.groups.of_job((await store.jobs.find())[0].job_id)
         here = await StoreGroupReader(store).read_group(row.group_id, builder, 2)
         async with AsyncClient(url, key) as client:
@@ -90,8 +90,8 @@ async def test_steps_from_a_feed_over_http_are_the_steps_from_the_store(tmp_path
     near.mkdir()
     async with opened(near, model) as (store, engine):
         bandit = Bandit(store, engine, "others", 2, 4)
-        await bandit.start(0)
-        await bandit.under_way()
+        await bandit.start_round(0)
+        await bandit.pending_groups()
     shutil.copytree(near, far)
     config = CONFIG.model_copy(update={"groups": 1, "samples": 4, "steps": 2})
     async with opened(near, model) as (store, engine):
@@ -128,18 +128,20 @@ async def test_a_trainer_of_groups_that_others_submit(tmp_path: Path, model: Pat
             for number in itertools.count():
                 while (await store.feed.depth()).get("waiting", 0) >= 4:
                     await asyncio.sleep(0.05)
-                await bandit.start(number)
-                await bandit.under_way()
+                await bandit.start_round(number)
+                await bandit.pending_groups()
 
         settings = Settings(api_key=key)
         settings.engine.model = str(model)
-        given = {"feed": url, "ahead": 1, "samples": 8, "groups": 1, "steps": 3, "learning_rate": 1e-3}
+        given = {"feed": url, "max_async_steps": 1, "samples": 8, "groups": 1, "steps": 3, "learning_rate": 1e-3}
         config = make_config(given, {"wait_seconds": 60})
         said: list[str] = []
         submitting = asyncio.create_task(others())
         try:
             sync = LocalSync(engine)
-            state = await train_with(settings, config, tmp_path / "run", said.append, engine=engine, sync=sync)
+            state = await train_with_engine(
+                settings, config, tmp_path / "run", key, said.append, engine=engine, weight_sync=sync
+            )
         finally:
             submitting.cancel()
             await asyncio.gather(submitting, return_exceptions=True)
@@ -162,8 +164,8 @@ async def test_a_feed_that_is_away_for_a_while(tmp_path: Path, model: Path) -> N
         async with served(store, engine) as (url, key), AsyncClient(url, key, tries=1) as client:
             feed = HttpFeed(client, said.append)
             bandit = Bandit(store, engine, "run", 1, 2)
-            await bandit.start(0)
-            await bandit.under_way()
+            await bandit.start_round(0)
+            await bandit.pending_groups()
             (lease,) = (await feed.lease("me", 5, 60, policy_version=None, max_staleness=None)).leases
             assert await feed.extend(lease.lease_id, 90) > lease.expires_at
             async with AsyncClient(url, "polar-trainer-other") as stranger:
@@ -183,17 +185,19 @@ async def test_a_feed_that_is_away_for_a_while(tmp_path: Path, model: Path) -> N
 def test_what_goes_with_a_feed() -> None:
     feed = {"feed": "http://127.0.0.1:1"}
     for given, words in (
-        ({"ask": True}, "`ask` goes with `feed`"),
-        (feed | {"ahead": 1, "eval_every": 2}, "`eval_every` goes with `ask`"),
+        ({"submit_jobs": True}, "`submit_jobs` needs `feed`"),
+        (feed | {"max_async_steps": 1, "eval_every": 2}, "`eval_every` needs `submit_jobs`"),
     ):
         with pytest.raises(UsageError, match=words):
             make_config(given)
-    assert make_config(feed | {"ask": True, "eval_every": 2}).ahead == 0
+    assert make_config(feed | {"submit_jobs": True, "eval_every": 2}).max_async_steps == 0
 
 
 async def test_rounds_that_the_trainer_asks_for_itself(tmp_path: Path, model: Path, polar_home: Path) -> None:
     """Said twice, as by a run that is taken up, there is one job an instance."""
-    config = make_config({"feed": "x", "ask": True, "groups": 2, "samples": 3, "eval_every": 1, "eval_instances": 2})
+    config = make_config(
+        {"feed": "x", "submit_jobs": True, "groups": 2, "samples": 3, "eval_every": 1, "eval_instances": 2}
+    )
     settings = Settings()
     settings.run.harness = "shell:true"
     async with opened(tmp_path, model) as (store, _):
@@ -201,8 +205,8 @@ async def test_rounds_that_the_trainer_asks_for_itself(tmp_path: Path, model: Pa
         async with AsyncClient("http://in-process", transport=InProcessTransport(application)) as client:
             rollouts = SubmittedRollouts(client, settings, config, "run_1")
             for _ in range(2):
-                await rollouts.start(4)
-            assert await rollouts.under_way() == 2
+                await rollouts.start_round(4)
+            assert await rollouts.pending_groups() == 2
             jobs = await store.jobs.find()
             evaluating = asyncio.create_task(rollouts.evaluate(7))
             while len(await store.jobs.find()) < 4:
@@ -222,8 +226,8 @@ async def test_the_example_of_a_trainer_of_ones_own(tmp_path: Path, model: Path)
 
     async with opened(tmp_path, model) as (store, engine), served(store, engine) as (url, key):
         bandit = Bandit(store, engine, "others", 2, 4)
-        await bandit.start(0)
-        await bandit.under_way()
+        await bandit.start_round(0)
+        await bandit.pending_groups()
 
         def learn() -> dict[str, torch.Tensor]:
             with Client(url, key) as polar:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
+from polar_proxy.errors import TrainingError
 from polar_proxy.training import metrics
-from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.weight_sync import LocalSync
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 
@@ -47,7 +47,7 @@ async def test_shuffled_rewards_teach_nothing(tmp_path: Path, model: Path) -> No
 
 
 async def test_rollouts_that_run_ahead_are_stale_by_no_more_than_the_bound(tmp_path: Path, model: Path) -> None:
-    config = CONFIG.model_copy(update={"ahead": 1, "loss": "decoupled", "samples": 4})
+    config = CONFIG.model_copy(update={"max_async_steps": 1, "loss": "decoupled", "samples": 4})
     async with opened(tmp_path, model) as (store, engine):
         await trainer(tmp_path, model, store, engine, config).train()
     steps = [line for line in metrics.read_lines(tmp_path / "run") if line["kind"] == "step"]
@@ -57,7 +57,7 @@ async def test_rollouts_that_run_ahead_are_stale_by_no_more_than_the_bound(tmp_p
 
 
 async def test_groups_of_an_unknown_version_are_not_trained_ahead(tmp_path: Path, model: Path) -> None:
-    config = CONFIG.model_copy(update={"ahead": 1, "samples": 2})
+    config = CONFIG.model_copy(update={"max_async_steps": 1, "samples": 2})
     async with opened(tmp_path, model) as (store, engine):
         blind = Bandit(store, engine, "blind", config.groups, config.samples, tells_versions=False)
         with pytest.raises(TrainingError, match="unknown policy version"):
@@ -71,5 +71,5 @@ async def test_an_engine_that_others_update_too_stops_the_run(tmp_path: Path, mo
             await super().push(weights, version if version == "0" else "another run's 7")
 
     async with opened(tmp_path, model) as (store, engine):
-        with pytest.raises(TrainingError, match=r"to version 1 the engine says .* version another run's 7"):
-            await trainer(tmp_path, model, store, engine, CONFIG, sync=Meddled(engine)).train()
+        with pytest.raises(TrainingError, match=r"to version 1 the engine reports version another run's 7"):
+            await trainer(tmp_path, model, store, engine, CONFIG, weight_sync=Meddled(engine)).train()

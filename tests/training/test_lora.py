@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from polar_proxy.engines.local import LocalEngine
-from polar_proxy.errors import UsageError
+from polar_proxy.errors import TrainingError, UsageError
 from polar_proxy.training import checkpoint, lora, metrics
 from polar_proxy.training.checkpoint import TrainerState
 from polar_proxy.training.config import LoraSettings, make_config
-from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.model import Learner, load_model
 from polar_proxy.training.weight_sync import LocalSync, probe, probe_ids
 from tests.engines.conftest import make_random_model
@@ -73,7 +72,7 @@ async def test_merged_weights_are_the_policy_and_the_engine_takes_them(folder: P
     plain = learner(folder)
     plain.restore(policy.weights(), plain.state())
     assert plain.logprobs(IDS) == pytest.approx(policy.logprobs(IDS), abs=1e-5)
-    ids = probe_ids(policy.vocabulary)
+    ids = probe_ids(policy.vocab_size)
     async with LocalEngine(folder, name="tiny", threads=1) as engine:
         await LocalSync(engine).push(policy.weights(), "1")
         found = await probe(engine, ids, policy.logprobs(ids), first, 1e-3)
@@ -105,7 +104,7 @@ def test_an_adapter_of_another_base_or_rank_is_refused(folder: Path) -> None:
     other = load_model(folder)
     with torch.no_grad():
         next(other.parameters()).add_(0.01)
-    with pytest.raises(TrainingError, match="other weights"):
+    with pytest.raises(TrainingError, match="other base weights"):
         Learner(other, make_config({"lora": {"rank": 4}})).restore(policy.weights(), policy.state())
     with pytest.raises(TrainingError, match="another adapter"):
         learner(folder, lora=LoraSettings(rank=2)).restore(policy.weights(), policy.state())
@@ -141,10 +140,10 @@ async def test_the_loop_trains_an_adapter_and_takes_it_up_again(folder: Path, tm
 
 def test_one_line_of_configuration(folder: Path) -> None:
     config = make_config({"lora": {"rank": 8, "targets": ["q_proj"]}})
-    assert config.to_json()["lora"] == {"rank": 8, "scale": 2.0, "targets": ["q_proj"], "reload": None}
+    assert config.to_json()["lora"] == {"rank": 8, "scale": 2.0, "targets": ["q_proj"], "adapter_name": None}
     policy = Learner(load_model(folder), config)
     assert {name.split(".")[-4] for name in lora.adapter(policy.model)} == {"q_proj"}
-    with pytest.raises(UsageError, match="no place"):
+    with pytest.raises(UsageError, match="names no module"):
         Learner(load_model(folder), make_config({"lora": {"targets": ["nothing_of_that_name"]}}))
     with pytest.raises(UsageError, match="rank"):
         make_config({"lora": {"rank": 0}})

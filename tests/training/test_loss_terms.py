@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 import torch
 
-from polar_proxy.training.auxiliary import kl_to_reference, observation_loss
+from polar_proxy.training.loss_terms import kl_to_reference, observation_loss
 
 ALL = torch.tensor([True, True])
 
@@ -21,9 +21,9 @@ def test_kl_estimators_by_hand() -> None:
     # pi = 1/2 and 1/4, reference 1/4 and 1/2: d = log 2, -log 2 (log2).
     new, reference, log2 = leaf([0.5, 0.25]), leaf([0.25, 0.5]).detach(), math.log(2)
     # k1: (log2 - log2) / 2 = 0. k2: log2^2 / 2. k3: exp(-d) - 1 + d = 1/2 - 1 + log2 and 2 - 1 - log2, mean 1/4.
-    assert kl_to_reference(new, reference, ALL, kind="k1")[0].item() == pytest.approx(0)
-    assert kl_to_reference(new, reference, ALL, kind="k2")[0].item() == pytest.approx(log2**2 / 2)
-    loss, stats = kl_to_reference(new, reference, ALL, kind="k3")
+    assert kl_to_reference(new, reference, ALL, estimator="k1")[0].item() == pytest.approx(0)
+    assert kl_to_reference(new, reference, ALL, estimator="k2")[0].item() == pytest.approx(log2**2 / 2)
+    loss, stats = kl_to_reference(new, reference, ALL, estimator="k3")
     assert loss.item() == pytest.approx(0.25)
     assert (stats.tokens, stats.mean) == (2, pytest.approx(0.25))
     assert stats.largest == pytest.approx(1 - log2)
@@ -34,14 +34,14 @@ def test_kl_estimators_by_hand() -> None:
 def test_kl_off_policy_by_hand() -> None:
     # mu = 1/4 and 1/2: r = 2 and 1/2. k3 as above log2 - 1/2 and 1 - log2: (2 (log2 - 1/2) + (1 - log2) / 2) / 2.
     new, reference, log2 = leaf([0.5, 0.25]), leaf([0.25, 0.5]).detach(), math.log(2)
-    loss, stats = kl_to_reference(new, reference, ALL, recorded=leaf([0.25, 0.5]).detach())
+    loss, stats = kl_to_reference(new, reference, ALL, old_logprobs=leaf([0.25, 0.5]).detach())
     assert loss.item() == pytest.approx((2 * (log2 - 0.5) + 0.5 * (1 - log2)) / 2)
     assert stats.mean == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(("kind", "off_policy"), [("k1", True), ("k3", True), ("k2", False)])
 def test_the_gradient_is_that_of_the_true_divergence(kind: Literal["k1", "k2", "k3"], off_policy: bool) -> None:
-    """Over all of a vocabulary of three, each outcome weighed by its probability under who sampled."""
+    """Over all of a vocab_size of three, each outcome weighed by its probability under who sampled."""
     logits = torch.tensor([0.3, -0.8, 1.1], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([1.0, 0.2, -0.4], dtype=torch.float64).log_softmax(0)
     new = logits.log_softmax(0)
@@ -50,8 +50,8 @@ def test_the_gradient_is_that_of_the_true_divergence(kind: Literal["k1", "k2", "
         new,
         reference,
         torch.ones(3).bool(),
-        kind=kind,
-        recorded=sampler if off_policy else None,
+        estimator=kind,
+        old_logprobs=sampler if off_policy else None,
         weights=sampler.exp(),
     )
     truth = (new.exp() * (new - reference)).sum()

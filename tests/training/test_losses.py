@@ -10,10 +10,8 @@ import math
 import pytest
 import torch
 
-from polar_proxy.training.algorithms import LOSSES
 from polar_proxy.training.loss_terms import token_weights
-from polar_proxy.training.losses import adaptive_bounds, bapo, cispo, dapo, gspo, minpro, ppo_clip
-from polar_proxy.training.tokens import LossInputs
+from polar_proxy.training.losses import LOSSES, LossInputs, adaptive_bounds, bapo, cispo, dapo, gspo, minpro, ppo_clip
 from tests.training.loss_inputs import gradient, tokens, with_noise_off_the_mask
 
 
@@ -46,7 +44,7 @@ def test_token_level_and_sequence_level_differ_as_the_papers_say() -> None:
     # Ratios 1. Sequence 0: one token, A = 3. Sequence 1: three tokens, A = -1.
     # Per token (DAPO): (3 - 1 - 1 - 1) / 4 = 0. Per sequence (GRPO): (3 + (-1)) / 2 = 1.
     plain = tokens([1, 1, 1, 1], [3, -1, -1, -1], sequences=[0, 1, 1, 1])
-    weights = token_weights(plain.mask, plain.sequences, how="sequence")
+    weights = token_weights(plain.mask, plain.sequences, aggregation="sequence")
     assert ppo_clip(plain)[0].item() == pytest.approx(0.0)
     per_sequence = tokens([1, 1, 1, 1], [3, -1, -1, -1], sequences=[0, 1, 1, 1], weights=weights)
     assert ppo_clip(per_sequence)[0].item() == pytest.approx(-1.0)
@@ -58,7 +56,7 @@ def test_gspo_by_hand() -> None:
     # Mean over sequences: (1 + 2.2) / 2 = 1.6.
     sequences = [0, 0, 1, 1, 1]
     batch = tokens([2, 0.5, 4, 9, 1], [1, 1, 2, 2, 2], mask=[1, 1, 1, 0, 1], sequences=sequences)
-    weights = token_weights(batch.mask, batch.sequences, how="sequence")
+    weights = token_weights(batch.mask, batch.sequences, aggregation="sequence")
     batch = tokens([2, 0.5, 4, 9, 1], [1, 1, 2, 2, 2], mask=[1, 1, 1, 0, 1], sequences=sequences, weights=weights)
     loss, stats = gspo(batch, clip_low=0.1, clip_high=0.1)
     assert loss.item() == pytest.approx(-1.6)
@@ -170,19 +168,19 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
 def test_micro_batches_add_up_to_the_step(name: str) -> None:
     """With the weights of the whole step, the losses and gradients of its sequences sum to the step's."""
     whole = batch_for(name)
-    weights = token_weights(whole.mask, whole.sequences, how="sequence")
+    weights = token_weights(whole.mask, whole.sequences, aggregation="sequence")
     whole = batch_for(name, weights=weights)
     loss, _ = LOSSES[name](whole)
     total, parts = 0.0, []
     for piece in (slice(0, 3), slice(3, 6)):
-        proximal = None if whole.proximal is None else whole.proximal[piece]
+        proximal = None if whole.proximal_logprobs is None else whole.proximal_logprobs[piece]
         part = LossInputs(
-            new=whole.new.detach()[piece].clone().requires_grad_(),
-            recorded=whole.recorded[piece],
+            logprobs=whole.logprobs.detach()[piece].clone().requires_grad_(),
+            old_logprobs=whole.old_logprobs[piece],
             advantages=whole.advantages[piece],
             mask=whole.mask[piece],
             sequences=whole.sequences[piece],
-            proximal=proximal,
+            proximal_logprobs=proximal,
             weights=weights[piece],
         )
         part_loss, _ = LOSSES[name](part)
@@ -203,8 +201,8 @@ def test_a_batch_of_context_alone_adds_nothing(name: str) -> None:
 def test_a_huge_ratio_does_not_become_infinite() -> None:
     batch = tokens([1.0, 1.0], [-1, -1])
     far = LossInputs(
-        new=torch.tensor([0.0, -0.7], requires_grad=True),
-        recorded=torch.tensor([-500.0, -0.7]),
+        logprobs=torch.tensor([0.0, -0.7], requires_grad=True),
+        old_logprobs=torch.tensor([-500.0, -0.7]),
         advantages=batch.advantages,
         mask=batch.mask,
         sequences=batch.sequences,
@@ -217,8 +215,8 @@ def test_a_huge_ratio_does_not_become_infinite() -> None:
 def test_entropy_is_reported_over_the_trained_tokens() -> None:
     batch = tokens([1, 1, 1], [1, 1, 1], mask=[1, 0, 1])
     batch = LossInputs(
-        batch.new,
-        batch.recorded,
+        batch.logprobs,
+        batch.old_logprobs,
         batch.advantages,
         batch.mask,
         batch.sequences,
@@ -228,19 +226,19 @@ def test_entropy_is_reported_over_the_trained_tokens() -> None:
     assert ppo_clip(tokens([1], [1]))[1].entropy is None
 
 
-@pytest.mark.parametrize("field", ["recorded", "advantages"])
+@pytest.mark.parametrize("field", ["old_logprobs", "advantages"])
 def test_a_trained_token_without_evidence_is_refused(field: str) -> None:
     """A sampled token whose log-probability or advantage is unknown must never reach a loss."""
     batch = tokens([1, 1], [1, 1])
-    values = {name: getattr(batch, name).clone() for name in ("recorded", "advantages")}
+    values = {name: getattr(batch, name).clone() for name in ("old_logprobs", "advantages")}
     values[field][1] = float("nan")
-    with pytest.raises(ValueError, match=f"no finite value of `{field}`"):
-        LossInputs(new=batch.new, mask=batch.mask, sequences=batch.sequences, **values)
+    with pytest.raises(ValueError, match=f"no finite value in `{field}`"):
+        LossInputs(logprobs=batch.logprobs, mask=batch.mask, sequences=batch.sequences, **values)
 
 
 def test_shapes_and_masks_are_checked() -> None:
     batch = tokens([1, 1], [1, 1])
-    with pytest.raises(ValueError, match="2 log-probabilities"):
-        LossInputs(batch.new, batch.recorded[:1], batch.advantages, batch.mask, batch.sequences)
-    with pytest.raises(ValueError, match="not boolean"):
-        LossInputs(batch.new, batch.recorded, batch.advantages, batch.mask.long(), batch.sequences)
+    with pytest.raises(ValueError, match="expected 2 values"):
+        LossInputs(batch.logprobs, batch.old_logprobs[:1], batch.advantages, batch.mask, batch.sequences)
+    with pytest.raises(ValueError, match="must be boolean"):
+        LossInputs(batch.logprobs, batch.old_logprobs, batch.advantages, batch.mask.long(), batch.sequences)

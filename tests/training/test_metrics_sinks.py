@@ -16,8 +16,8 @@ from polar_proxy.config import Settings
 from polar_proxy.gateway import hash_key
 from polar_proxy.store import Store, open_store
 from polar_proxy.training import metrics
-from polar_proxy.training.metrics import MetricsLog
-from polar_proxy.training.published import HttpSink, StoreSink
+from polar_proxy.training.metrics import MetricsLog, StoreSink
+from polar_proxy.training.remote import HttpSink
 from tests.training.bandit import CONFIG, opened, trainer
 from tests.training.test_resume import Killed, killer
 
@@ -32,10 +32,10 @@ async def test_the_store_has_the_lines_of_the_file(tmp_path: Path, model: Path, 
     async with opened(tmp_path, model) as (store, engine):
         published = StoreSink(store, "run_1", "run", SMALL.to_json())
         with pytest.raises(Killed):
-            await trainer(tmp_path, model, store, engine, SMALL, at=killer(point, 2), published=published).train()
+            await trainer(tmp_path, model, store, engine, SMALL, on_point=killer(point, 2), sink=published).train()
         before = await store.training.lines("run_1")
         assert [one["kind"] for one in before[:2]] == ["start", "sync"]
-        await trainer(tmp_path, model, store, engine, SMALL, published=published).train()
+        await trainer(tmp_path, model, store, engine, SMALL, sink=published).train()
         lines = await store.training.lines("run_1")
         assert lines == list(metrics.read_lines(tmp_path / "run"))
         assert [one["step"] for one in lines if one["kind"] == "step"] == [1, 2, 3]
@@ -94,5 +94,5 @@ async def test_a_server_that_is_too_old_is_told_of_once(tmp_path: Path) -> None:
             for step in range(3):
                 written.write("step", step, {})
                 await written.publish()
-    assert said == ["the server does not know of training runs: their curves are in the run's folder only"]
+    assert said == ["the server does not store training runs: their curves are in the run's folder only"]
     assert len(list(metrics.read_lines(tmp_path / "run"))) == 3

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from polar_proxy.errors import TrainingError
 from polar_proxy.training.batch import GroupRollout, TrainingBatch, make_batch
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.model import Learner, load_model
 from tests.engines.conftest import make_random_model
 from tests.training.group_factories import group, rollout, trace
@@ -21,7 +21,7 @@ from tests.training.group_factories import group, rollout, trace
 PROMPT = [11, 12, 13, 14]
 ANSWERS = ([21, 22, 23], [21, 30], [40, 41, 42, 43], [50])
 REWARDS = (1.0, 0.0, 1.0, 0.0)
-CONFIG = GrpoConfig(learning_rate=1e-3, max_grad_norm=1e9, betas=(0.0, 0.99))
+CONFIG = GrpoConfig(learning_rate=1e-3, max_grad_norm=1e9, adam_betas=(0.0, 0.99))
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +66,18 @@ def batch(folder: Path, shift: float = 0.0, **settings: Any) -> TrainingBatch:
 
 def learner(folder: Path, **settings: Any) -> Learner:
     config = CONFIG.model_copy(update=settings)
-    return Learner(load_model(folder), config, load_model(folder) if config.kl else None)
+    return Learner(load_model(folder), config, load_model(folder) if config.kl_coef else None)
 
 
-@pytest.mark.parametrize(("loss", "normalise"), [("dapo", "token"), ("gspo", "sequence"), ("tis", "rollout")])
-def test_gradients_of_passes_add_up(folder: Path, loss: str, normalise: str) -> None:
+@pytest.mark.parametrize(("loss", "loss_aggregation"), [("dapo", "token"), ("gspo", "sequence"), ("tis", "rollout")])
+def test_gradients_of_passes_add_up(folder: Path, loss: str, loss_aggregation: str) -> None:
     step = batch(folder)
     one, many = (
-        learner(folder, loss=loss, normalise=normalise, max_tokens_per_microbatch=limit) for limit in (1000, 8)
+        learner(folder, loss=loss, loss_aggregation=loss_aggregation, max_tokens_per_microbatch=limit)
+        for limit in (1000, 8)
     )
     whole, parts = one.update(step, 0), many.update(step, 0)
-    assert (whole.passes, parts.passes) == (1, 3)
+    assert (whole.microbatches, parts.microbatches) == (1, 3)
     assert (whole.computed_tokens, whole.flat_tokens) == (13, 26)
     gradients = [{name: p.grad for name, p in each.model.named_parameters()} for each in (one, many)]
     largest = max(float(grad.abs().max()) for grad in gradients[0].values())
@@ -101,7 +102,7 @@ def test_an_update_makes_good_answers_likelier_and_reports_the_mismatch(folder: 
 
 
 def test_epochs_are_measured_against_what_was_before_the_step(folder: Path) -> None:
-    stats = learner(folder, epochs=2, loss="decoupled", learning_rate=1e-5).update(batch(folder, shift=0.3), 0)
+    stats = learner(folder, ppo_epochs=2, loss="decoupled", learning_rate=1e-5).update(batch(folder, shift=0.3), 0)
     # The ratio is pi / pi_prox: moved a little by the first epoch, and not by the shift of what was recorded.
     assert 1e-5 < abs(stats.ratio_max - 1.0) < 0.2
     assert stats.mismatch_mean == pytest.approx(0.3, abs=1e-4)
@@ -110,7 +111,7 @@ def test_epochs_are_measured_against_what_was_before_the_step(folder: Path) -> N
 def test_minibatches_are_updates_of_their_own(folder: Path) -> None:
     """Two groups in two minibatches: as two steps of one group each, in one of the two orders."""
     both = two_groups(folder)
-    policy = learner(folder, minibatches=2)
+    policy = learner(folder, num_minibatches=2)
     stats = policy.update(both, 0)
     names = sorted({sequence.group_id for sequence in both.sequences})
     assert (len(names), stats.tokens) == (2, 20)
@@ -147,7 +148,7 @@ def test_what_the_environment_answered_is_predicted_too(folder: Path) -> None:
         [False] * 6 + [True] * 3 + [False],
         [False] * 6 + [True] * 3 + [False] * 2,
     ]
-    with_echo, without = learner(folder, echo=0.5), learner(folder)
+    with_echo, without = learner(folder, echo_coef=0.5), learner(folder)
     stats, bare = with_echo.update(step, 0), without.update(step, 0)
     entropy = 0.0
     for first, seen, _ in turns:
@@ -179,12 +180,12 @@ def only(step: TrainingBatch, name: str) -> TrainingBatch:
 
 
 def test_a_kl_term_holds_the_policy_back(folder: Path) -> None:
-    free, held = learner(folder, epochs=4), learner(folder, epochs=4, kl=10.0)
+    free, held = learner(folder, ppo_epochs=4), learner(folder, ppo_epochs=4, kl_coef=10.0)
     apart = [each.update(batch(folder), 0).approx_kl for each in (free, held)]
     assert apart[1] < apart[0]
-    assert learner(folder, kl=0.1).update(batch(folder), 0).kl_reference == pytest.approx(0.0, abs=1e-6)
+    assert learner(folder, kl_coef=0.1).update(batch(folder), 0).kl_reference == pytest.approx(0.0, abs=1e-6)
     with pytest.raises(TrainingError, match="reference"):
-        Learner(load_model(folder), CONFIG.model_copy(update={"kl": 0.1}))
+        Learner(load_model(folder), CONFIG.model_copy(update={"kl_coef": 0.1}))
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path) -> None:

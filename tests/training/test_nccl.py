@@ -18,12 +18,9 @@ import pytest
 import torch
 
 from polar_proxy.engines.factory import POLAR_TINY
-from polar_proxy.errors import UsageError
+from polar_proxy.errors import TrainingError, UsageError
 from polar_proxy.training.config import GrpoConfig, make_config
-from polar_proxy.training.failures import TrainingError
-from polar_proxy.training.nccl import VllmNcclSync
-from polar_proxy.training.vllm_control import VllmControl
-from polar_proxy.training.weight_sync import vllm_sync
+from polar_proxy.training.vllm_sync import VllmControl, VllmNcclSync, make_vllm_sync
 from tests.engines.test_vllm_real import ENVIRONMENT, serve
 
 REPOSITORY = Path(__file__).parents[2]
@@ -40,21 +37,21 @@ def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_vllm_it_is_said_how_to_have_it(tmp_path: Path) -> None:
     if importlib.util.find_spec("vllm"):
         pytest.skip("vLLM is installed here")
-    config = GrpoConfig(transfer="nccl", device="cuda")
+    config = GrpoConfig(weight_transfer="nccl", device="cuda")
     with pytest.raises(UsageError, match=r"pip install 'polar-proxy\[local\]' vllm.*at disk"):
-        vllm_sync(config, VllmControl("http://engine"), tmp_path)
+        make_vllm_sync(config, VllmControl("http://engine"), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({}, "NCCL sends from a GPU: device"),
-        ({"device": "cuda", "lora": {"rank": 2, "reload": "polar"}}, "an adapter is reloaded from disk"),
+        ({}, "NCCL sends from a GPU: set device"),
+        ({"device": "cuda", "lora": {"rank": 2, "adapter_name": "polar"}}, "an adapter is reloaded from disk"),
     ],
 )
 def test_what_it_cannot_do_is_refused_at_once(more: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        make_config({"transfer": "nccl", **more})
+        make_config({"weight_transfer": "nccl", **more})
 
 
 def joined(sender: object) -> tuple[VllmNcclSync, list[str]]:

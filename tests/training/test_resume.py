@@ -53,7 +53,7 @@ def groups_by_step(folder: Path) -> list[list[str]]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     last = checkpoint.latest(folder / "run")
     assert last is not None
-    return checkpoint.load(last, restore_random=False).weights
+    return checkpoint.load(last, restore_rng=False).weights
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ async def test_nothing_is_trained_twice_and_nothing_skipped(
     async with opened(tmp_path, model) as (store, engine):
         for number in (2, 1):
             with pytest.raises(Killed):
-                await trainer(tmp_path, model, store, engine, config, at=killer(point, number)).train()
+                await trainer(tmp_path, model, store, engine, config, on_point=killer(point, number)).train()
         state = await trainer(tmp_path, model, store, engine, config).train()
         assert (state.step, state.updates) == (3, 3)
         trained = groups_by_step(tmp_path)
@@ -118,7 +118,7 @@ async def test_a_lost_acknowledgement_is_made_good_and_not_trained_again(tmp_pat
             feed.late = point == "saved" or (feed.late and point == "acknowledged one")
 
         brief = SMALL.model_copy(update={"steps": 2})
-        state = await trainer(tmp_path, model, store, engine, brief, at=at, feed=feed).train()
+        state = await trainer(tmp_path, model, store, engine, brief, on_point=at, feed=feed).train()
         assert (state.step, state.trained != ()) == (2, True)
         assert await store.feed.depth() == {"delivered": 1, "waiting": 1}
         await trainer(tmp_path, model, store, engine, SMALL).train()
@@ -134,10 +134,10 @@ async def test_a_run_goes_on_only_as_it_began(tmp_path: Path, model: Path) -> No
 
 
 async def test_a_bandit_that_nobody_feeds_stops_the_run(tmp_path: Path, model: Path) -> None:
-    from polar_proxy.training.failures import TrainingError
+    from polar_proxy.errors import TrainingError
 
     class Dry(Bandit):
-        async def start(self, round_number: int) -> None:
+        async def start_round(self, number: int) -> None:
             pass
 
     async with opened(tmp_path, model) as (store, engine):

@@ -23,7 +23,6 @@ from polar_proxy.training.selection import (
     updated,
     verdict,
 )
-from polar_proxy.training.student import central, t_quantile
 
 GROUPS = {
     "mixed": [0.0, 1.0, 0.0],
@@ -137,16 +136,16 @@ def test_more_rollouts_narrow_the_widest_intervals() -> None:
         allocate_more({"a": [1]}, 3)
 
 
-def test_student_quantiles_are_those_of_the_tables() -> None:
-    # Two-sided 95 %, from any table of t.
+def test_half_width_uses_students_t() -> None:
+    # Two-sided 95 % quantiles from a table of t. The sample deviation of 0 0 1 1 is sqrt(1/3).
     table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 11: 2.201, 30: 2.042, 120: 1.980}
-    for freedom, value in table.items():
-        assert t_quantile(0.975, freedom) == pytest.approx(value, abs=6e-4)
+    for freedom, quantile in table.items():
+        width = half_width([0, 0, 1, 1], n=freedom + 1)
+        assert width * math.sqrt(3 * (freedom + 1)) == pytest.approx(quantile, abs=6e-4)
     # One degree of freedom is Cauchy's distribution: P(|T| <= 1) = 1/2.
-    assert central(1.0, 1) == pytest.approx(0.5)
-    assert t_quantile(0.5, 7) == pytest.approx(0.0, abs=1e-9)
+    assert half_width([0, 0, 1, 1], n=2, confidence=0.5) * math.sqrt(6) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="no quantile"):
-        t_quantile(0.4, 3)
+        half_width([0, 1], confidence=1.5)
 
 
 def test_replay_takes_the_fresh_and_never_the_stale_or_the_used() -> None:

@@ -15,12 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from polar_proxy.engines.vllm.engine import WEIGHT_VERSION_SECONDS, VllmEngine
-from polar_proxy.errors import EngineError
+from polar_proxy.errors import EngineError, TrainingError
 from polar_proxy.training.config import GrpoConfig, LoraSettings
-from polar_proxy.training.failures import TrainingError
 from polar_proxy.training.lora import MergedWeights
-from polar_proxy.training.vllm_control import VllmControl
-from polar_proxy.training.weight_sync import LocalSync, VllmAdapterSync, VllmDiskSync, probe, probe_ids, vllm_sync
+from polar_proxy.training.vllm_sync import VllmAdapterSync, VllmControl, VllmDiskSync, make_vllm_sync
+from polar_proxy.training.weight_sync import LocalSync, probe, probe_ids
 
 IDS = [1, 2, 3]
 
@@ -54,7 +53,7 @@ async def test_an_engine_that_differs_stops_the_run(said: tuple[float, float]) -
 
 async def test_old_weights_are_found_out_however_small_the_step_was() -> None:
     """The step moved the policy by a tenth of the tolerance; the engine still says what it said before."""
-    with pytest.raises(TrainingError, match="did not take them"):
+    with pytest.raises(TrainingError, match="did not load them"):
         await check(Scores(-1.0, -2.0), [-1.002, -2.002], [-1.0, -2.0])
 
 
@@ -186,7 +185,7 @@ async def test_vllm_loads_an_adapter_anew_while_it_is_paused(tmp_path: Path) -> 
         return httpx.Response(200, json={})
 
     control = VllmControl("http://engine", transport=httpx.MockTransport(server))
-    sync = vllm_sync(GrpoConfig(lora=LoraSettings(rank=2, reload="polar")), control, tmp_path)
+    sync = make_vllm_sync(GrpoConfig(lora=LoraSettings(rank=2, adapter_name="polar")), control, tmp_path)
     assert isinstance(sync, VllmAdapterSync)
     name = "model.layers.0.self_attn.q_proj"
     adapter = {f"{name}.lora_A.default.weight": torch.ones(2, 8), f"{name}.lora_B.default.weight": torch.ones(8, 2)}
@@ -203,4 +202,4 @@ async def test_vllm_loads_an_adapter_anew_while_it_is_paused(tmp_path: Path) -> 
 
 def test_without_a_name_the_merged_weights_are_reloaded(tmp_path: Path) -> None:
     for lora in (None, LoraSettings(rank=2)):
-        assert type(vllm_sync(GrpoConfig(lora=lora), VllmControl("http://engine"), tmp_path)) is VllmDiskSync
+        assert type(make_vllm_sync(GrpoConfig(lora=lora), VllmControl("http://engine"), tmp_path)) is VllmDiskSync

@@ -1,28 +1,33 @@
-"""Random runs of a group: sequences that share prompts, histories and, by chance, sampled tokens."""
+"""Random groups of sequences that share prompts, histories and, by chance, sampled tokens; and masks of their trees."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from polar_proxy.training.tree import IntArray
+from polar_proxy.training.tree import BoolArray, Ids, IntArray, PrefixTree
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Sequences (token ids), what of each was sampled, and which rollout each belongs to."""
+class RandomGroup:
+    """Sequences of token ids, masks of their sampled tokens, and the rollout of each sequence."""
 
     sequences: list[IntArray]
     masks: list[IntArray]
     rollouts: list[int]
 
 
-def grown(seed: int, *, vocabulary: int = 30, rollouts: int = 4, pieces: int = 4, longest: int = 6) -> Sample:
-    """Rollouts behind one prompt: each a chain of context and answers, with branches that rewind to an earlier point.
+def random_group(
+    seed: int, *, vocabulary: int = 30, rollouts: int = 4, pieces: int = 4, longest: int = 6
+) -> RandomGroup:
+    """Return rollouts of one prompt: each a chain of context and answers, with branches from earlier points.
 
-    A branch keeps the answers it shares: they are marked as sampled in each of its rollout's sequences that hold
-    them. With a small `vocabulary` rollouts share tokens by chance.
+    A branch keeps the answers of its shared prefix, marked as sampled. With a small `vocabulary` rollouts also share
+    tokens by chance.
     """
     random = np.random.default_rng(seed)
 
@@ -50,4 +55,27 @@ def grown(seed: int, *, vocabulary: int = 30, rollouts: int = 4, pieces: int = 4
             owners.append(rollout)
     if not any(mask.any() for mask in masks):
         masks[0][-1] = 1
-    return Sample(sequences, masks, owners)
+    return RandomGroup(sequences, masks, owners)
+
+
+def visibility(tree: PrefixTree) -> BoolArray:
+    """Return the attention mask, bool [n, n]: row q is True at the nodes that q attends to, itself included."""
+    index = np.arange(len(tree))
+    return (index[None, :] <= index[:, None]) & (index[:, None] < tree.ends[None, :])
+
+
+def dense_mask(tree: PrefixTree) -> Tensor:
+    """Return the mask for `scaled_dot_product_attention`, bool [1, 1, n, n]."""
+    return torch.from_numpy(visibility(tree))[None, None]
+
+
+def unshared_tree(sequences: Sequence[Ids]) -> PrefixTree:
+    """Return a tree that holds the sequences one after the other and shares nothing."""
+    lengths = [len(sequence) for sequence in sequences]
+    ends = np.cumsum(lengths)
+    return PrefixTree(
+        token_ids=np.concatenate(sequences).astype(np.int64),
+        positions=np.concatenate([np.arange(length) for length in lengths]),
+        ends=np.repeat(ends, lengths),
+        paths=tuple(np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)),
+    )

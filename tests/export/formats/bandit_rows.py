@@ -17,8 +17,8 @@ async def recorded_groups(folder: Path, model: Path, *, groups: int = 1, samples
     lines: list[bytes] = []
     async with opened(folder, model) as (store, engine):
         bandit = Bandit(store, engine, "recorded", groups, samples)
-        await bandit.start(0)
-        await bandit.under_way()
+        await bandit.start_round(0)
+        await bandit.pending_groups()
         await export(store, "tokens-jsonl", lines.append)
     found: dict[str, list[Json]] = {}
     for row in map(orjson.loads, lines):

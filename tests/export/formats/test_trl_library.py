@@ -44,7 +44,7 @@ def grpo_trainer(folder: Path, groups: list[list[Json]], **settings: Any) -> Any
         learning_rate=1e-3,
         weight_decay=0.0,
         max_grad_norm=1e9,
-        loss_type="bnpo",  # a mean over the tokens of the batch: Polar's normalise = "token"
+        loss_type="bnpo",  # a mean over the tokens of the batch: Polar's loss_aggregation = "token"
         beta=0.0,
         use_cpu=True,
         bf16=False,
@@ -87,7 +87,7 @@ def polars_gradients(rows: list[Json], advantages: list[float]) -> dict[str, tor
         ids = np.array(one.token_ids, dtype=np.int64)
         recorded = np.where(trained, recorded, np.nan)
         sequences.append(TrainingSequence(one.trace_id, "g", number, ids, trained, recorded, advantage, ~trained))
-    settings: Json = {"loss": "ppo_clip", "normalise": "token"}
+    settings: Json = {"loss": "ppo_clip", "loss_aggregation": "token"}
     learner = Learner(load_model(POLAR_TINY), GrpoConfig(**settings, learning_rate=1e-3, max_grad_norm=1e9))
     kept: dict[str, torch.Tensor] = {}
     learner.optimiser.register_step_pre_hook(

@@ -1,0 +1,195 @@
+"""A training run in one process: database, engine, gateway, rollout service and trainer put together.
+
+training/remote.py is the counterpart for rollouts that run at a server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+
+from polar_proxy.config import Settings
+from polar_proxy.engines.base import Engine
+from polar_proxy.engines.factory import POLAR_TINY, make_engine
+from polar_proxy.errors import UsageError
+from polar_proxy.rollout_spec import JobSpec
+from polar_proxy.rollouts import RolloutService, ServiceLimits, local_gateway, rollout_ids
+from polar_proxy.rollouts.recovery import recover
+from polar_proxy.store import Store
+from polar_proxy.tasks import TaskList, TaskSource, get_source
+from polar_proxy.training.checkpoint import TrainerState
+from polar_proxy.training.config import GrpoConfig
+from polar_proxy.training.feed import StoreGroupReader
+from polar_proxy.training.grpo import GrpoTrainer
+from polar_proxy.training.metrics import StoreSink
+from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.vllm_sync import VllmControl, make_vllm_sync
+from polar_proxy.training.weight_sync import LocalSync, WeightSync
+from polar_proxy.types import new_id
+from sandboxes import choose
+
+EVAL_PRIORITY = 10
+"""Priority of the jobs of an evaluation, which come before the rollouts of later rounds."""
+
+
+async def train_locally(
+    settings: Settings, config: GrpoConfig, run: Path, store: Store, report: Callable[[str], None]
+) -> TrainerState:
+    """Start or resume the run in the folder `run`. `report` takes progress lines for people."""
+    source = get_source(config.task)
+    weights = initial_weights(settings, config)
+    sandbox = choose(settings.run.sandbox)
+    report(f"sandbox: {sandbox.reason}")
+    own_id = run_id(run)
+    spec = settings.run.job_spec(
+        sandbox=sandbox.kind,
+        temperature=config.temperature,
+        train_timed_out=config.train_timed_out,
+        label=own_id,
+    )
+    limits = ServiceLimits.of(settings.run.concurrency, settings.admission, bake=settings.run.bake)
+    async with load_learner(weights, config) as learner:
+        for line in await recover(store):
+            report(line)
+        report(f"database: {store.display_url}")
+        async with make_engine(settings.engine) as engine, local_gateway(settings, engine, store) as gateway:
+            report(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
+            cache = settings.harness_cache
+            async with RolloutService(store, gateway, engine, cache, limits=limits, note=report) as service:
+                return await GrpoTrainer(
+                    run,
+                    config,
+                    learner,
+                    model=weights,
+                    engine=engine,
+                    weight_sync=make_weight_sync(settings, config, engine, run),
+                    feed=store.feed,
+                    reader=StoreGroupReader(store),
+                    rollouts=ServiceRollouts(service, store, source, config, spec, own_id),
+                    engine_busy_seconds=gateway.metrics.busy.seconds,
+                    sink=StoreSink(store, own_id, run.name, config.to_json()),
+                    report=report,
+                ).train()
+
+
+class ServiceRollouts:
+    """A `RolloutSource` that submits jobs to the rollout service of this process.
+
+    Idempotency keys contain the run's id, so that a resumed run finds its jobs. Pending groups are all open groups of
+    the database's feed: give a run a database of its own, or share it only with jobs that are not for training.
+    """
+
+    def __init__(
+        self,
+        service: RolloutService,
+        store: Store,
+        source: TaskSource,
+        config: GrpoConfig,
+        spec: JobSpec,
+        run_id: str,
+    ) -> None:
+        self._service, self._store, self._source, self._config = service, store, source, config
+        self._spec, self._run_id = spec, run_id
+        self._sampler = TaskSampler(source, config)
+
+    async def start_round(self, number: int) -> None:
+        config = self._config
+        tasks = [self._source.task(seed) for seed in self._sampler.batch(number)]
+        options = {"samples": config.samples, "for_training": True, "max_staleness": config.max_staleness}
+        spec = self._spec.model_copy(update=options)
+        await self._service.submit(tasks, spec, idempotency_key=f"{self._run_id}/round-{number}")
+
+    async def pending_groups(self) -> int:
+        return (await self._store.feed.depth()).get("open", 0)
+
+    async def evaluate(self, step: int) -> list[float | None]:
+        tasks = [self._source.task(seed) for seed in self._sampler.held_out]
+        spec = self._spec.model_copy(update={"samples": self._config.eval_samples, "priority": EVAL_PRIORITY})
+        job, _ = await self._service.submit(tasks, spec, idempotency_key=f"{self._run_id}/eval-{step}")
+        await self._service.until_done(job.job_id)
+        rows = await self._store.rollouts.find(rollout_ids=await rollout_ids(self._store, job.job_id))
+        return [row.reward for row in rows]
+
+
+class TaskSampler:
+    """Chooses the instances of a task source to train on, and those that are held out for evaluation."""
+
+    def __init__(self, source: TaskSource, config: GrpoConfig) -> None:
+        self._config = config
+        if isinstance(source, TaskList):
+            held_out = config.eval_instances if config.eval_every else 0
+            seeds = list(source.seeds)
+            self._seeds: Sequence[int] | None = seeds[: len(seeds) - held_out][: config.instances]
+            self.held_out: Sequence[int] = seeds[len(seeds) - held_out :]
+            if not self._seeds:
+                raise UsageError(
+                    f"{config.task} holds {len(seeds)} tasks and {held_out} are held out, so none is left to train on: "
+                    "lower eval_instances."
+                )
+        else:
+            first, count = config.first_seed, config.instances
+            self._seeds = None if count is None else range(first, first + count)
+            self.held_out = range(config.eval_first_seed, config.eval_first_seed + config.eval_instances)
+            overlap = range(max(first, self.held_out[0]), self.held_out[-1] + 1)
+            if overlap and (count is None or overlap[0] < first + count):
+                raise UsageError("first_seed and eval_first_seed overlap: held-out instances would be trained on.")
+
+    def batch(self, number: int) -> list[int]:
+        """Return the instances of a round. They depend only on the run's seed, so a resumed run gets the same."""
+        positions = range(number * self._config.groups, (number + 1) * self._config.groups)
+        if self._seeds is None:
+            return [self._config.first_seed + position for position in positions]
+        batch = []
+        for position in positions:
+            epoch, index = divmod(position, len(self._seeds))
+            order = list(self._seeds)
+            random.Random(f"{self._config.seed}/{epoch}").shuffle(order)
+            batch.append(order[index])
+        return batch
+
+
+def initial_weights(settings: Settings, config: GrpoConfig) -> Path:
+    """Return the folder of the weights that training starts with. Raises UsageError."""
+    if config.weights is not None:
+        return Path(config.weights).expanduser()
+    if settings.engine.kind != "local":
+        raise UsageError(f"--weights must name the folder of the weights that {settings.engine.kind} serves.")
+    model = settings.engine.model
+    return POLAR_TINY if model in (None, "polar-tiny") else Path(str(model)).expanduser()
+
+
+@contextlib.asynccontextmanager
+async def load_learner(weights: Path, config: GrpoConfig) -> AsyncIterator[Learner]:
+    """Load the policy, its reference if there is a KL term, and the other processes if there are several."""
+    reference = Path(config.reference or weights) if config.kl_coef else None
+    if config.processes > 1:
+        from polar_proxy.training.fsdp import launch_sharded
+
+        with launch_sharded(weights, reference, config) as coordinator:
+            yield coordinator
+    else:
+        reference_model = load_model(reference, config.device) if reference else None
+        yield Learner(load_model(weights, config.device), config, reference_model)
+
+
+def make_weight_sync(settings: Settings, config: GrpoConfig, engine: Engine, run: Path) -> WeightSync:
+    from polar_proxy.engines.local import LocalEngine
+    from polar_proxy.engines.vllm import VllmEngine
+
+    if isinstance(engine, LocalEngine):
+        return LocalSync(engine)
+    if isinstance(engine, VllmEngine) and settings.engine.url is not None:
+        control = VllmControl(settings.engine.url, config.pause_mode, engine)
+        return make_vllm_sync(config, control, (run / "weights").absolute())
+    raise UsageError(f"Weights cannot be sent to the engine {settings.engine.kind}: train with local or vllm.")
+
+
+def run_id(run: Path) -> str:
+    """Return the run's id, made at its start, so that a new run under an old name does not get the old rollouts."""
+    path = run / "run_id"
+    if not path.exists():
+        run.mkdir(parents=True, exist_ok=True)
+        path.write_text(new_id("run"))
+    return path.read_text()
