@@ -198,8 +198,7 @@ async def test_rounds_that_the_trainer_asks_for_itself(tmp_path: Path, model: Pa
     config = make_config(
         {"feed": "x", "submit_jobs": True, "groups": 2, "samples": 3, "eval_every": 1, "eval_instances": 2}
     )
-    settings = Settings()
-    settings.run.harness = "shell:true"
+    settings = Settings(run={"harness": "shell:true"})
     async with opened(tmp_path, model) as (store, _):
         application = create_api(store, settings=settings, auth=allow_all)
         async with AsyncClient("http://in-process", transport=InProcessTransport(application)) as client:
