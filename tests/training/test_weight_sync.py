@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from polar_proxy.engines.vllm.engine import WEIGHT_VERSION_SECONDS, VllmEngine
+from polar_proxy.engines.vllm import WEIGHT_VERSION_SECONDS, VllmEngine
 from polar_proxy.errors import EngineError, TrainingError
 from polar_proxy.training.config import GrpoConfig, LoraSettings
 from polar_proxy.training.lora import MergedWeights

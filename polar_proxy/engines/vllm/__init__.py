@@ -10,6 +10,6 @@ Which versions work is decided by what the server does when it is probed, not by
 Polar's tests run against vLLM 0.32.0 on CPU (`scripts/vllm_cpu.sh`).
 """
 
-from polar_proxy.engines.vllm.engine import VllmEngine
+from polar_proxy.engines.vllm.engine import WEIGHT_VERSION_SECONDS, VllmEngine
 
-__all__ = ["VllmEngine"]
+__all__ = ["WEIGHT_VERSION_SECONDS", "VllmEngine"]
