@@ -15,7 +15,7 @@ from polar_proxy.cli.app import app
 from polar_proxy.cli.db import parse_age
 from polar_proxy.errors import UsageError
 from polar_proxy.store import open_store
-from tests.store.records import new_session, record
+from tests.factories import call_record, new_session
 
 pytestmark = pytest.mark.usefixtures("polar_home")
 
@@ -26,7 +26,7 @@ def db(tmp_path: Path) -> Path:
         async with open_store(str(tmp_path / "polar.db")) as store:
             for number in range(2):
                 session_id = await new_session(store)
-                await store.calls.commit(record(session_id, messages=(b"%d" % number,), ended_at=5.0))
+                await store.calls.commit(call_record(session_id, messages=(b"%d" % number,), ended_at=5.0))
                 await store.sessions.close(session_id)
 
     asyncio.run(fill())

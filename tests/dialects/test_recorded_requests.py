@@ -25,7 +25,7 @@ from polar_proxy.dialects.google import GoogleGenerateContent
 from polar_proxy.errors import RequestError
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json
 from tests.dialects import hostile_json, test_anthropic_fuzz, test_google_fuzz, test_responses_fuzz
-from tests.traces.calls import call
+from tests.factories import call
 
 DIALECTS: list[tuple[Dialect, st.SearchStrategy[Json]]] = [
     (OpenAIChat(), hostile_json.bodies()),

@@ -9,7 +9,7 @@ import orjson
 
 from polar_proxy.dialects import get_dialect
 from polar_proxy.types import CallRecord, Json
-from tests.traces.calls import call
+from tests.factories import call
 
 SCHEMA: Json = {"type": "object", "properties": {"command": {"type": "string"}}}
 _ARGUMENTS = '{"command":"ls"}'

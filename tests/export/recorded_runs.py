@@ -10,7 +10,7 @@ import orjson
 from polar_proxy.store import Store
 from polar_proxy.traces import BUILDERS, certify
 from polar_proxy.types import CallRecord, Json, new_id
-from tests.traces.calls import call
+from tests.factories import call
 
 TOOLS: list[Json] = [{"type": "function", "function": {"name": "bash"}}]
 

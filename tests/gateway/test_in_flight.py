@@ -26,9 +26,9 @@ from polar_proxy.sessions.registry import SessionRegistry, SessionState
 from polar_proxy.store import Store, open_store
 from polar_proxy.store.open_calls import OpenCallRepository
 from polar_proxy.types import CallRecord
+from tests.factories import new_rollout
 from tests.gateway.test_shared_database import ask, gateway, opened
 from tests.store.conftest import postgres, url
-from tests.store.records import new_rollout
 
 __all__ = ["postgres", "url"]
 

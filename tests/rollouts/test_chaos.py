@@ -17,7 +17,7 @@ from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.types import CallRecord
-from tests.store.records import choice, record
+from tests.factories import call_record, random_answer
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +49,9 @@ def test_a_round(db: str, victims: str) -> None:
 
 
 def call(session_id: str, word: str) -> CallRecord:
-    return record(session_id, messages=(json.dumps({"role": "user", "content": f"Your word is {word}."}).encode(),))
+    return call_record(
+        session_id, messages=(json.dumps({"role": "user", "content": f"Your word is {word}."}).encode(),)
+    )
 
 
 def said(told: CallRecord, word: str, **changes: object) -> str:
@@ -92,7 +94,7 @@ async def test_each_fault_is_noticed(store: Store, tmp_path: Path) -> None:
     lines = [
         said(other, word),
         said(first, "nonce-00000000000c-0"),
-        said(second, word, tokens=len(choice().token_ids) + 1),
+        said(second, word, tokens=len(random_answer().token_ids) + 1),
         said(first, word, text="another's answer"),
     ]
     (tmp_path / "b.jsonl").write_text("".join(lines))

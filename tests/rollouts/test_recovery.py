@@ -16,7 +16,7 @@ from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
 from polar_proxy.traces.operations import SUPERSEDED
 from sandboxes.orphans import RemovedItem
-from tests.store.records import record
+from tests.factories import call_record
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ async def begun(store: Store, worker: str, *, owned: bool) -> str:
     session = await store.sessions.create(key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout")
     await store.rollouts.enter_stage(held, "preparing", session_id=session.session_id)
     await store.rollouts.enter_stage(held, "running")
-    await store.calls.commit(record(session.session_id))
+    await store.calls.commit(call_record(session.session_id))
     return held.rollout_id
 
 

@@ -14,7 +14,7 @@ from sqlalchemy import select, update
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import Store, open_store, schema
 from polar_proxy.store.schema import VERSION_TABLE
-from tests.store.records import assert_same, new_rollout, new_session, record, trace_of
+from tests.factories import assert_same, call_record, joined_trace, new_rollout, new_session
 
 _KEY = bytes(range(32))
 
@@ -22,11 +22,11 @@ _KEY = bytes(range(32))
 async def _filled(store: Store, label: str, reward: float = 1.0) -> tuple[str, str]:
     session_id = await new_session(store, label=label, key_hash=os.urandom(32))
     rollout_id = await new_rollout(store, session_id)
-    call = record(session_id, messages=(b"shared", label.encode()), params={"label": label})
+    call = call_record(session_id, messages=(b"shared", label.encode()), params={"label": label})
     await store.calls.commit(call)
-    later = record(session_id, messages=(b"", b"", b""), started_at=call.started_at + 1, choices=())
+    later = call_record(session_id, messages=(b"", b"", b""), started_at=call.started_at + 1, choices=())
     await store.calls.commit(later)
-    trace = trace_of([call], rollout_id=rollout_id)
+    trace = joined_trace([call], rollout_id=rollout_id)
     await store.traces.put([trace], {later.call_id: "no_tokens"}, "merged", session_id, rollout_id)
     await store.rewards.add(rollout_id, reward, "tests", {"passed": 1})
     await store.artifacts.add(rollout_id, "patch.diff", label.encode())
@@ -98,7 +98,7 @@ async def test_a_selection_has_all_that_it_refers_to_and_nothing_else(
     good, good_session = await _filled(store, "good", 1.0)
     bad, bad_session = await _filled(store, "bad", 0.0)
     alone = await new_session(store)
-    await store.calls.commit(record(alone))
+    await store.calls.commit(call_record(alone))
     await store.maintenance.export_archive(tmp_path / "good.polar", where="reward>=1")
     async with open_store(other_url) as other:
         await other.maintenance.import_archive(tmp_path / "good.polar")
@@ -117,7 +117,7 @@ async def test_a_selection_has_all_that_it_refers_to_and_nothing_else(
 
 async def test_keys_are_not_in_it(store: Store, tmp_path: Path) -> None:
     session_id = await new_session(store, key_hash=_KEY)
-    await store.calls.commit(record(session_id))
+    await store.calls.commit(call_record(session_id))
     file = tmp_path / "all.polar"
     await store.maintenance.export_archive(file)
     with zipfile.ZipFile(file) as archive:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from polar_proxy.store.buffers import TextPrefix, TokenPrefix
 from polar_proxy.store.codec import CONTEXT, CellCodec, bytes_before, low_bytes
-from tests.store.records import ids
+from tests.factories import token_ids
 
 
 def then(before: TokenPrefix, *piece: int) -> TokenPrefix:
     """With a piece as the store has it: in as few bytes as its ids need."""
-    return before.and_then(*CellCodec().unpack_ids_bytes(CellCodec().pack_ids(ids(*piece))))
+    return before.and_then(*CellCodec().unpack_ids_bytes(CellCodec().pack_ids(token_ids(*piece))))
 
 
 def test_what_extends_shares() -> None:

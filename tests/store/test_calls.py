@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polar_proxy.store import Store, open_store
-from tests.store.records import END, INFO, assert_same, choice, ids, new_session, record
+from tests.factories import END, INFO, assert_same, call_record, new_session, random_answer, token_ids
 
 _variants: dict[str, dict[str, Any]] = {
     "plain": {},
-    "two choices": {"choices": (choice(0), choice(1, tokens=300, seed=1))},
-    "no ids from the engine": {"prompt_ids": None, "choices": (choice(tokens=0),), "logprob_mode": "processed"},
+    "two choices": {"choices": (random_answer(0), random_answer(1, tokens=300, seed=1))},
+    "no ids from the engine": {"prompt_ids": None, "choices": (random_answer(tokens=0),), "logprob_mode": "processed"},
     "failed": {
         "status": "upstream_error",
         "http_status": 502,
@@ -28,14 +28,14 @@ _variants: dict[str, dict[str, Any]] = {
         "prompt_ids": None,
         "cached_tokens": None,
     },
-    "empty": {"messages": (), "tools": None, "params": {}, "sampling": {}, "prompt_ids": ids(), "choices": ()},
+    "empty": {"messages": (), "tools": None, "params": {}, "sampling": {}, "prompt_ids": token_ids(), "choices": ()},
     "empty parts": {"messages": (b"", b""), "tools": b""},
     "odd bytes": {"messages": (b"\x00\xff not json",), "tools": b"\x00"},
     "odd json": {"params": {"nul": "a\x00b", "lone": "\ud800", "big": 2**63, "key order": {"b": 1, "a": 2}}},
-    "odd answer": {"choices": (replace(choice(), message={"content": "\x00 \ud83d"}, finish_reason=None),)},
+    "odd answer": {"choices": (replace(random_answer(), message={"content": "\x00 \ud83d"}, finish_reason=None),)},
     "continued": {"edge": "continues", "parent_call_id": "call_not_there_yet", "weight_version": None},
     "special floats": {
-        "choices": (replace(choice(), logprobs=np.array([-0.0, 0, -np.inf, np.nan, -1e-45], dtype=np.float32)),)
+        "choices": (replace(random_answer(), logprobs=np.array([-0.0, 0, -np.inf, np.nan, -1e-45], dtype=np.float32)),)
     },
     "other engine": {"engine": replace(INFO, eos_token_ids=(), capabilities=frozenset(), template_hash=None)},
 }
@@ -43,7 +43,7 @@ _variants: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", _variants)
 async def test_round_trip(store: Store, variant: str) -> None:
-    call = record(await new_session(store), **_variants[variant])
+    call = call_record(await new_session(store), **_variants[variant])
     await store.calls.commit(call)
     found = await store.calls.get(call.call_id)
     assert_same(found, call)
@@ -52,7 +52,7 @@ async def test_round_trip(store: Store, variant: str) -> None:
 
 @pytest.mark.parametrize("variant", _variants)
 async def test_without_text_all_else_is_there(store: Store, variant: str) -> None:
-    call = record(await new_session(store), **_variants[variant])
+    call = call_record(await new_session(store), **_variants[variant])
     await store.calls.commit(call)
     choices = tuple(replace(said, message={}) for said in call.choices)
     expected = replace(call, messages=(), tools=None, fingerprint=None, choices=choices)
@@ -67,7 +67,7 @@ async def test_unknown_ids_are_none_or_empty(store: Store) -> None:
 
 async def test_calls_come_in_the_order_of_their_start(store: Store) -> None:
     session_id = await new_session(store)
-    late, early = record(session_id, started_at=20.0), record(session_id, started_at=10.0)
+    late, early = call_record(session_id, started_at=20.0), call_record(session_id, started_at=10.0)
     await store.calls.commit(late)
     await store.calls.commit(early)
     assert [call.call_id for call in await store.calls.of_session(session_id)] == [early.call_id, late.call_id]
@@ -76,7 +76,7 @@ async def test_calls_come_in_the_order_of_their_start(store: Store) -> None:
 
 async def test_listing(store: Store) -> None:
     session_id = await new_session(store)
-    call = record(session_id, choices=(choice(0, 5), choice(1, 6)))
+    call = call_record(session_id, choices=(random_answer(0, 5), random_answer(1, 6)))
     await store.calls.commit(call)
     (row,) = await store.calls.summaries(session_id)
     assert (row.choices, row.finish_reason, row.message_count) == (2, "stop", 2)
@@ -92,14 +92,14 @@ def _turns(session_id: str, count: int, tokens: int = 100) -> list[Any]:
     messages = [rng.bytes(2000).hex().encode()]
     calls = []
     for number in range(count):
-        generation = ids(11, 12, 13)
+        generation = token_ids(11, 12, 13)
         calls.append(
-            record(
+            call_record(
                 session_id,
                 prompt_ids=np.concatenate([prompt, generation]),
                 messages=tuple(messages),
                 started_at=float(number),
-                choices=(choice(0, tokens, seed=number),),
+                choices=(random_answer(0, tokens, seed=number),),
             )
         )
         added = rng.integers(100, 150_000, tokens).astype(np.int32)
@@ -155,7 +155,7 @@ async def test_random_trees_are_the_same_again(
     async with open_store(str(tmp_path / "polar.db")) as store:
         session_id = await new_session(store)
         calls = [
-            record(session_id, prompt_ids=ids(*prompt), messages=tuple(messages[n]), started_at=float(n))
+            call_record(session_id, prompt_ids=token_ids(*prompt), messages=tuple(messages[n]), started_at=float(n))
             for n, prompt in enumerate(prompts)
         ]
         for call in calls:
@@ -200,19 +200,19 @@ async def test_random_conversations_are_the_same_again(
         for number, (at, exact, said, sizes, new) in enumerate(steps):
             base = calls[at % (len(calls) + 1)] if at % (len(calls) + 1) < len(calls) else None
             messages = () if base is None else base.messages
-            prompt = ids() if base is None or base.prompt_ids is None else base.prompt_ids
+            prompt = token_ids() if base is None or base.prompt_ids is None else base.prompt_ids
             if base is not None and exact and base.choices:
                 prompt = np.concatenate([prompt, base.choices[-1].token_ids])
             choices = tuple(
                 replace(
-                    choice(index, 0),
+                    random_answer(index, 0),
                     message={"role": "assistant", "content": said * 2},
                     token_ids=tokens(size),
                     logprobs=(-rng.exponential(1, size)).astype(np.float32),
                 )
                 for index, size in enumerate(sizes)
             )
-            call = record(
+            call = call_record(
                 session_id,
                 messages=(*messages, said.encode(), b"") if new % 2 else (*messages, said.encode()),
                 prompt_ids=np.concatenate([prompt, tokens(new)]) if new % 7 else (None if new else prompt),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from polar_proxy.store.chains import StoredKeys, bytes_chain, cuts, node_id, token_chain
 from polar_proxy.store.memo import ChainCache, RequestChains
 from polar_proxy.store.serializer import CallSerializer
-from tests.store.records import END, INFO, ids, record
+from tests.factories import END, INFO, call_record, token_ids
 
 _tokens = st.lists(st.integers(0, 20), max_size=400).map(lambda values: np.array(values, dtype=np.int32))
 _ends = st.sampled_from([(), (END,), (END, 3)])
@@ -21,7 +21,7 @@ _ends = st.sampled_from([(), (END,), (END, 3)])
 def test_nodes_tile_the_prompt(prompt: np.ndarray, ends: tuple[int, ...]) -> None:
     nodes = token_chain(prompt, ends)
     pieces = [np.asarray(node.content) for node in nodes]
-    assert np.array_equal(np.concatenate([*pieces, ids()]), prompt)
+    assert np.array_equal(np.concatenate([*pieces, token_ids()]), prompt)
     assert [node.depth for node in nodes] == list(range(len(nodes)))
     assert [node.parent for node in nodes] == [None, *(node.id for node in nodes)][: len(nodes)]
     assert [node.total for node in nodes] == list(np.cumsum([piece.size for piece in pieces]))
@@ -86,11 +86,13 @@ def test_what_was_asked_last_changes_nothing_but_the_work(
     asked: list[tuple[list[bytes], np.ndarray, tuple[int, ...]]], growing: bool
 ) -> None:
     """A packer that remembers makes the rows of one that hashes everything, less those it has made before."""
-    remembering, seen, before = CallSerializer(), {}, ids()
+    remembering, seen, before = CallSerializer(), {}, token_ids()
     for messages, prompt, ends in asked:
         if growing:
             before = prompt = np.concatenate([before, prompt])
-        call = record("sess_1", messages=tuple(messages), prompt_ids=prompt, engine=replace(INFO, eos_token_ids=ends))
+        call = call_record(
+            "sess_1", messages=tuple(messages), prompt_ids=prompt, engine=replace(INFO, eos_token_ids=ends)
+        )
         fresh, _ = CallSerializer().pack([call])
         mine, _ = remembering.pack([call])
         assert mine.calls == fresh.calls
@@ -102,6 +104,6 @@ def test_what_was_asked_last_changes_nothing_but_the_work(
 def test_last_asked_is_bounded() -> None:
     last = ChainCache(capacity=10_000)
     for number in range(50):
-        last.put(f"sess_{number}", RequestChains((bytes(1000),), (), (), ids(), None))
+        last.put(f"sess_{number}", RequestChains((bytes(1000),), (), (), token_ids(), None))
     kept = [number for number in range(50) if last.get(f"sess_{number}")]
     assert kept == list(range(42, 50))

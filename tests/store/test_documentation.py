@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 
 from polar_proxy.store import Store, schema
-from tests.store.records import new_rollout, new_session, record, trace_of
+from tests.factories import call_record, joined_trace, new_rollout, new_session
 
 _TEXT = (Path(__file__).parents[2] / "docs" / "store.md").read_text()
 _QUERIES = [
@@ -21,9 +21,9 @@ _QUERIES = [
 async def test_queries_of_the_page_run(store: Store, query: str) -> None:
     session_id = await new_session(store, origin="rollout")
     rollout_id = await new_rollout(store, session_id)
-    call = record(session_id)
+    call = call_record(session_id)
     await store.calls.commit(call)
-    await store.traces.put([trace_of([call], rollout_id=rollout_id)], {}, "merged", session_id, rollout_id)
+    await store.traces.put([joined_trace([call], rollout_id=rollout_id)], {}, "merged", session_id, rollout_id)
     await store.rewards.add(rollout_id, 1.0, "tests", {})
     query = query.replace("roll_...", rollout_id)
     if store.database.dialect == "postgresql":

@@ -14,12 +14,12 @@ import pytest
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import Store, open_store
-from tests.store.records import assert_same, choice, new_session, record
+from tests.factories import assert_same, call_record, new_session, random_answer
 
 
 async def test_many_at_once(store: Store, url: str) -> None:
     sessions = [await new_session(store) for _ in range(3)]
-    calls = [record(sessions[n % 3], messages=(b"%d" % n,), started_at=float(n)) for n in range(200)]
+    calls = [call_record(sessions[n % 3], messages=(b"%d" % n,), started_at=float(n)) for n in range(200)]
     await asyncio.gather(*(store.calls.commit(call) for call in calls))
     async with open_store(url, upgrade=False) as reader:
         for number, session_id in enumerate(sessions):
@@ -32,14 +32,14 @@ async def test_many_at_once(store: Store, url: str) -> None:
 
 async def test_one_bad_record_fails_alone(store: Store) -> None:
     session_id = await new_session(store)
-    good = [record(session_id, messages=(b"%d" % n,)) for n in range(5)]
+    good = [call_record(session_id, messages=(b"%d" % n,)) for n in range(5)]
     bad = [
-        record("sess_unknown"),
+        call_record("sess_unknown"),
         replace(good[0], messages=(b"the same id again",)),
-        record(session_id, prompt_ids=np.zeros(3, dtype=np.int64)),
-        record(session_id, choices=(replace(choice(), logprobs=np.zeros(4, dtype=np.float32)),)),
-        record(session_id, params={"not": object()}),
-        record(session_id, http_status=2**70),
+        call_record(session_id, prompt_ids=np.zeros(3, dtype=np.int64)),
+        call_record(session_id, choices=(replace(random_answer(), logprobs=np.zeros(4, dtype=np.float32)),)),
+        call_record(session_id, params={"not": object()}),
+        call_record(session_id, http_status=2**70),
     ]
     mixed = [good[0], bad[0], good[1], bad[1], bad[2], good[2], bad[3], good[3], bad[4], good[4], bad[5]]
     results = await asyncio.gather(*(store.calls.commit(call) for call in mixed), return_exceptions=True)
@@ -52,32 +52,32 @@ async def test_one_bad_record_fails_alone(store: Store) -> None:
     summary = await store.sessions.summary(session_id)
     assert summary is not None
     assert summary.calls == 5
-    await store.calls.commit(record(session_id))  # the writer is as before
+    await store.calls.commit(call_record(session_id))  # the writer is as before
 
 
 async def test_errors_do_not_show_the_conversation(store: Store) -> None:
     with pytest.raises(StoreError) as caught:
-        await store.calls.commit(record("sess_unknown", messages=(b"very secret",)))
+        await store.calls.commit(call_record("sess_unknown", messages=(b"very secret",)))
     assert "secret" not in str(caught.value)
 
 
 async def test_rows_that_another_process_removed_are_stored_again(store: Store) -> None:
     session_id = await new_session(store)
-    first = record(session_id)
+    first = call_record(session_id)
     await store.calls.commit(first)
     async with store.database.writing() as connection:
         for table in ("completions", "calls"):
             await connection.exec_driver_sql(f"DELETE FROM {table}")
         await connection.exec_driver_sql("UPDATE nodes SET parent_id = NULL")
         await connection.exec_driver_sql("DELETE FROM nodes")
-    again = record(session_id)
+    again = call_record(session_id)
     await store.calls.commit(again)
     assert_same(await store.calls.of_session(session_id), [again])
 
 
 async def test_a_cancelled_caller_does_not_lose_the_call(url: str) -> None:
     async with open_store(url) as store:
-        call = record(await new_session(store))
+        call = call_record(await new_session(store))
         task = asyncio.create_task(store.calls.commit(call))
         await asyncio.sleep(0)
         task.cancel()
@@ -89,18 +89,18 @@ async def test_a_cancelled_caller_does_not_lose_the_call(url: str) -> None:
 
 async def test_closing_writes_what_waits_and_refuses_more(url: str) -> None:
     async with open_store(url) as store:
-        calls = [record(await new_session(store)) for _ in range(10)]
+        calls = [call_record(await new_session(store)) for _ in range(10)]
         tasks = [asyncio.create_task(store.calls.commit(call)) for call in calls]
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
     with pytest.raises(StoreError, match="closed"):
-        await store.calls.commit(record("any"))
+        await store.calls.commit(call_record("any"))
 
 
 _WRITER = """
 import asyncio, sys
 from polar_proxy.store import open_store
-from tests.store.records import new_session, record
+from tests.factories import call_record, new_session
 
 async def main():
     async with open_store(sys.argv[1]) as store:
@@ -108,7 +108,7 @@ async def main():
         print(session_id, flush=True)
         async def client():
             while True:
-                call = record(session_id)
+                call = call_record(session_id)
                 await store.calls.commit(call)
                 print(call.call_id, flush=True)
         await asyncio.gather(*(client() for _ in range(4)))
@@ -150,7 +150,9 @@ async def test_readers_and_writers_at_the_same_time(store: Store, url: str) -> N
     async def write() -> None:
         async with open_store(url) as other:
             for _ in range(25):
-                await asyncio.gather(store.calls.commit(record(session_id)), other.calls.commit(record(session_id)))
+                await asyncio.gather(
+                    store.calls.commit(call_record(session_id)), other.calls.commit(call_record(session_id))
+                )
         done.set()
 
     await asyncio.gather(read(), write())

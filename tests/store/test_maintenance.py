@@ -16,17 +16,26 @@ from sqlalchemy import delete, func, select, update
 from polar_proxy.store import Store, open_store, schema
 from polar_proxy.store.codec import CellCodec
 from polar_proxy.types import CallRecord
-from tests.store.records import END, assert_same, choice, ids, new_rollout, new_session, record, trace_of
+from tests.factories import (
+    END,
+    assert_same,
+    call_record,
+    joined_trace,
+    new_rollout,
+    new_session,
+    random_answer,
+    token_ids,
+)
 
 
 def _turn(session_id: str, number: int, **changes: Any) -> CallRecord:
     """Calls that share the beginning of their conversation and prompt and go on differently."""
     shared = [(7 * n) % 5000 + 10 for n in range(60)]
     own = [(11 * n + number) % 5000 + 10 for n in range(40)]
-    return record(
+    return call_record(
         session_id,
         messages=(b'{"role":"system"}', b'{"role":"user","content":"%d"}' % number),
-        prompt_ids=ids(*shared, END, *own, END, 1, 2, 3),
+        prompt_ids=token_ids(*shared, END, *own, END, 1, 2, 3),
         params={"number": number},
         started_at=float(number),
         **changes,
@@ -38,7 +47,7 @@ async def _finished(store: Store, number: int = 0) -> tuple[str, str, CallRecord
     rollout_id = await new_rollout(store, session_id)
     call = _turn(session_id, number)
     await store.calls.commit(call)
-    await store.traces.put([trace_of([call], rollout_id=rollout_id)], {}, "merged", session_id, rollout_id)
+    await store.traces.put([joined_trace([call], rollout_id=rollout_id)], {}, "merged", session_id, rollout_id)
     await store.rewards.add(rollout_id, 1.0, "tests", {})
     await store.artifacts.add(rollout_id, "patch.diff", b"patch %d" % number)
     await store.artifacts.add(rollout_id, "same.diff", b"the same for all")
@@ -59,8 +68,10 @@ async def test_a_sound_database_has_no_faults(store: Store) -> None:
     for number in range(3):
         await _finished(store, number)
     session_id = await new_session(store)
-    await store.calls.commit(record(session_id, messages=(b"", b""), tools=b"", prompt_ids=ids(), choices=()))
-    await store.calls.commit(record(session_id, prompt_ids=None, choices=(choice(tokens=0),)))
+    await store.calls.commit(
+        call_record(session_id, messages=(b"", b""), tools=b"", prompt_ids=token_ids(), choices=())
+    )
+    await store.calls.commit(call_record(session_id, prompt_ids=None, choices=(random_answer(tokens=0),)))
     told: list[str] = []
     assert await store.maintenance.verify(lambda what, done, total: told.append(f"{what} {done}/{total}")) == []
     assert "calls 5/5" in told
@@ -139,7 +150,7 @@ async def test_prune_by_condition(store: Store) -> None:
     await store.rewards.add(kept, 0.0, "tests", {})
     gone, _, _ = await _finished(store, 2)
     alone = await new_session(store)
-    await store.calls.commit(record(alone, ended_at=1.0))
+    await store.calls.commit(call_record(alone, ended_at=1.0))
     assert (await store.maintenance.prune(time.time() + 1, where="reward>=1")).rollouts == [gone]
     assert [row.rollout_id for row in await store.rollouts.find()] == [kept]
     assert len(await store.calls.summaries(alone)) == 1
@@ -150,14 +161,14 @@ async def test_a_session_that_is_open_keeps_its_key(store: Store) -> None:
     still_open = await new_session(store, key_hash=key)
     closed = await new_session(store)
     for session_id in (still_open, closed):
-        await store.calls.commit(record(session_id, ended_at=1000.0))
+        await store.calls.commit(call_record(session_id, ended_at=1000.0))
     await store.sessions.close(closed)
     done = await store.maintenance.prune(time.time() - 60)
     assert set(done.sessions) == {still_open, closed}
     assert await store.sessions.get(closed) is None
     found = await store.sessions.by_key(key)
     assert found is not None
-    call = record(found.session_id)
+    call = call_record(found.session_id)
     await store.calls.commit(call)
     assert_same(await store.calls.of_session(still_open), [call])
     assert await _problems(store) == []
@@ -249,7 +260,7 @@ async def test_a_file_shrinks_without_being_rewritten(tmp_path: Path) -> None:
         session_id = await new_session(store)
         for number in range(40):
             noise = os.urandom(20_000)
-            await store.calls.commit(record(session_id, messages=(noise,), ended_at=1.0, started_at=float(number)))
+            await store.calls.commit(call_record(session_id, messages=(noise,), ended_at=1.0, started_at=float(number)))
         full = (await store.maintenance.stats())["bytes"]
         await store.sessions.close(session_id)
         await store.maintenance.prune(2.0)
@@ -269,7 +280,7 @@ async def test_an_older_file_is_rewritten_only_when_asked(tmp_path: Path, full: 
     async with open_store(str(file)) as store:
         session_id = await new_session(store)
         for _ in range(20):
-            await store.calls.commit(record(session_id, messages=(os.urandom(20_000),), ended_at=1.0))
+            await store.calls.commit(call_record(session_id, messages=(os.urandom(20_000),), ended_at=1.0))
         await store.sessions.close(session_id)
         await store.maintenance.prune(2.0)
         done = await store.maintenance.vacuum(full=full)

@@ -20,7 +20,7 @@ from polar_proxy.store.database import Database, make_file
 from polar_proxy.store.serializer import CallSerializer
 from polar_proxy.store.urls import normalise_url
 from polar_proxy.types import CallRecord
-from tests.store.records import END, assert_same, ids, record, trace_of
+from tests.factories import END, assert_same, call_record, joined_trace, token_ids
 
 _FINGERPRINT = {
     "form": 1,
@@ -143,9 +143,11 @@ async def test_data_comes_up(url: str, tmp_path: Path, revision: str) -> None:
     )
     made = {"prompt_reason": "no_base", "base_call_id": "call_x", "base_choice": 1} if revision >= "0003" else {}
     calls = [
-        record("sess_old", prompt_ids=ids(*turn, END, 1, 2, 3), started_at=1.0, **placed, **made),
-        record("sess_old", prompt_ids=ids(*turn, END, *turn, END, 1, 2), started_at=2.0, messages=(b"", b"x")),
-        record(
+        call_record("sess_old", prompt_ids=token_ids(*turn, END, 1, 2, 3), started_at=1.0, **placed, **made),
+        call_record(
+            "sess_old", prompt_ids=token_ids(*turn, END, *turn, END, 1, 2), started_at=2.0, messages=(b"", b"x")
+        ),
+        call_record(
             "sess_old", prompt_ids=None, choices=(), status="upstream_error", engine=None, started_at=3.0, tools=None
         ),
     ]
@@ -160,10 +162,10 @@ async def test_data_comes_up(url: str, tmp_path: Path, revision: str) -> None:
             None,
         ]
         assert await store.maintenance.verify() == []
-        trace = trace_of([calls[0]])
+        trace = joined_trace([calls[0]])
         await store.traces.put([trace], {}, "merged", "sess_old")
         assert_same(await store.traces.find(session_id="sess_old"), [trace])
-        later = record("sess_old", prompt_ids=ids(*turn, END, *turn, END, 1, 2, 3, 4), started_at=4.0)
+        later = call_record("sess_old", prompt_ids=token_ids(*turn, END, *turn, END, 1, 2, 3, 4), started_at=4.0)
         await store.calls.commit(later)  # goes on from what the older Polar stored
         assert_same(await store.calls.of_session("sess_old"), [*calls, later])
         assert await store.maintenance.verify() == []

@@ -11,7 +11,7 @@ import pytest
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import FINAL_STATUSES, Store
-from tests.store.records import new_rollout, new_session, record
+from tests.factories import call_record, new_rollout, new_session
 
 
 async def test_a_whole_life(store: Store) -> None:
@@ -27,7 +27,7 @@ async def test_a_whole_life(store: Store) -> None:
     for status in ("preparing", "ready", "running", "scoring"):
         await store.rollouts.update(rollout_id, status=status)
     await store.rollouts.update(rollout_id, session_id=session_id, exit_code=0)
-    await store.calls.commit(record(session_id))
+    await store.calls.commit(call_record(session_id))
     await store.rewards.add(rollout_id, 0.5, "tests", {"passed": 1, "failed": 1})
     await store.rewards.add(rollout_id, 1.0, "tests", {"passed": 2})
     await store.rollouts.update(rollout_id, status="done")

@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 from polar_proxy.errors import StoreError
 from polar_proxy.store import Store, migrate, open_store, upgrade
 from polar_proxy.store.schema import VERSION_TABLE, metadata
-from tests.store.records import new_session
+from tests.factories import new_session
 
 
 async def test_the_migrations_make_the_tables_of_the_models(store: Store) -> None:

@@ -20,7 +20,7 @@ from polar_proxy.store.secrets import (
     log_without_secrets,
     without_secrets,
 )
-from tests.store.records import assert_same, new_rollout, new_session, record
+from tests.factories import assert_same, call_record, new_rollout, new_session
 
 # Made up, of the form that each provider gives its keys.
 _PLANTED = {
@@ -130,7 +130,7 @@ async def _everything(store: Store, artifacts: Path) -> bytes:
             found.append(codec.unpack_bytes(node.data))
         for (cell,) in await connection.exec_driver_sql("SELECT fingerprint FROM calls WHERE fingerprint IS NOT NULL"):
             found.append(unpack_small_json(cell))
-        messages = record("").messages
+        messages = call_record("").messages
         for answer in await connection.execute(select(schema.completions)):
             found.append(codec.unpack_bytes(answer.message, bytes_before(messages)))
     found += [path.read_bytes() for path in artifacts.rglob("*") if path.is_file()]
@@ -151,7 +151,7 @@ async def test_nothing_planted_is_stored(store: Store, tmp_path: Path) -> None:
         "metadata": {"user": keys, "note": "kept"},
         "extra_headers": {"X-Own": _PLANTED["header"]},
     }
-    call = record(
+    call = call_record(
         session_id,
         tools=json.dumps(tools).encode(),
         params=params,
@@ -171,7 +171,7 @@ async def test_nothing_planted_is_stored(store: Store, tmp_path: Path) -> None:
     found = await store.calls.get(call.call_id)
     assert found is not None
     assert found.params["metadata"] == {"user": " ".join([REMOVED] * 9), "note": "kept"}
-    again = record(session_id, tools=found.tools, params=found.params, sampling=found.sampling)
+    again = call_record(session_id, tools=found.tools, params=found.params, sampling=found.sampling)
     await store.calls.commit(again)
     assert_same(await store.calls.get(again.call_id), again)
 
@@ -180,7 +180,9 @@ async def test_messages_answers_and_patches_are_as_they_were(store: Store) -> No
     """They are what the model read and said; a changed patch would not apply."""
     session_id = await new_session(store)
     rollout_id = await new_rollout(store, session_id)
-    call = record(session_id, messages=(b'{"role":"user","content":"my key is %s"}' % _PLANTED["openai"].encode(),))
+    call = call_record(
+        session_id, messages=(b'{"role":"user","content":"my key is %s"}' % _PLANTED["openai"].encode(),)
+    )
     await store.calls.commit(call)
     assert_same(await store.calls.get(call.call_id), call)
     patch = f"+KEY = '{_PLANTED['openai']}'".encode()

@@ -16,7 +16,7 @@ from benchmarks._stacks.stacks import StackError
 from polar_proxy.errors import StoreError
 from polar_proxy.store import Store, open_store
 from polar_proxy.store import database as database_module
-from tests.store.records import assert_same, new_session, record
+from tests.factories import assert_same, call_record, new_session
 
 pytestmark = pytest.mark.full
 
@@ -41,7 +41,7 @@ async def test_calls_wait_for_the_server(server: Postgres, store: Store, monkeyp
     """Those in the middle of a commit and those that come while it is away, with all that reads and writes besides."""
     monkeypatch.setattr(database_module, "_AWAY_SECONDS", 240.0)
     session_id = await new_session(store)
-    calls = [record(session_id, messages=(b"%d" % number,), started_at=float(number)) for number in range(60)]
+    calls = [call_record(session_id, messages=(b"%d" % number,), started_at=float(number)) for number in range(60)]
 
     async def one(number: int) -> None:
         await asyncio.sleep(number * 0.02)
@@ -69,7 +69,7 @@ async def test_calls_wait_for_the_server(server: Postgres, store: Store, monkeyp
 async def test_a_commit_whose_end_was_not_heard(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server commits and its connection breaks before it says so: the call is there once, and not called lost."""
     session_id = await new_session(store)
-    call = record(session_id)
+    call = call_record(session_id)
     writing = store.database.writing
     cut = [True]
 
@@ -96,9 +96,9 @@ async def test_a_server_that_stays_away_is_said_to_be(
         with monkeypatch.context() as patch:
             patch.setattr(database_module, "_AWAY_SECONDS", 0.5)
             with pytest.raises(StoreError, match="cannot be reached"):
-                await asyncio.wait_for(store.calls.commit(record(session_id)), 120)
+                await asyncio.wait_for(store.calls.commit(call_record(session_id)), 120)
     finally:
         await asyncio.to_thread(server.start)
-    after = record(session_id)
+    after = call_record(session_id)
     await store.calls.commit(after)  # the writer is as before
     assert_same(await store.calls.of_session(session_id), [after])

@@ -9,7 +9,7 @@ import pytest
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
-from tests.store.records import new_session, record
+from tests.factories import call_record, new_session
 
 KEY = hashlib.sha256(b"sk-polar-1").digest()
 
@@ -49,14 +49,14 @@ async def test_closing_twice_keeps_the_first_time(store: Store) -> None:
 
 async def test_listing_in_pages_with_counters(store: Store) -> None:
     made = [await new_session(store) for _ in range(5)]
-    await store.calls.commit(record(made[0]))
-    await store.calls.commit(record(made[0], status="client_gone", started_at=1.0, ended_at=2.0))
+    await store.calls.commit(call_record(made[0]))
+    await store.calls.commit(call_record(made[0], status="client_gone", started_at=1.0, ended_at=2.0))
     page = await store.sessions.recent(limit=3)
     assert [row.session_id for row in page] == made[:1:-1]
     page = await store.sessions.recent(limit=3, before=page[-1].session_id)
     assert [row.session_id for row in page] == made[1::-1]
     counted = page[-1]
     assert (counted.calls, counted.failed_calls, counted.prompt_tokens, counted.completion_tokens) == (2, 1, 14, 10)
-    assert counted.last_call_at == record("").ended_at  # the latest, whatever the order of the commits
+    assert counted.last_call_at == call_record("").ended_at  # the latest, whatever the order of the commits
     assert page[0].last_call_at is None
     assert await store.sessions.summary(made[0]) == counted

@@ -10,15 +10,24 @@ import pytest
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, Span, Trace
-from tests.store.records import END, assert_same, choice, ids, new_rollout, new_session, record, trace_of
+from tests.factories import (
+    END,
+    assert_same,
+    call_record,
+    joined_trace,
+    new_rollout,
+    new_session,
+    random_answer,
+    token_ids,
+)
 
 
 async def _two_turns(store: Store) -> tuple[str, list[CallRecord]]:
     session_id = await new_session(store)
-    first = record(session_id, started_at=1.0)
+    first = call_record(session_id, started_at=1.0)
     assert first.prompt_ids is not None
-    prompt = np.concatenate([first.prompt_ids, first.choices[0].token_ids, ids(20, 21, END, 22)])
-    second = record(session_id, started_at=2.0, prompt_ids=prompt, choices=(choice(0, 30, seed=9),))
+    prompt = np.concatenate([first.prompt_ids, first.choices[0].token_ids, token_ids(20, 21, END, 22)])
+    second = call_record(session_id, started_at=2.0, prompt_ids=prompt, choices=(random_answer(0, 30, seed=9),))
     for call in (first, second):
         await store.calls.commit(call)
     return session_id, [first, second]
@@ -27,8 +36,8 @@ async def _two_turns(store: Store) -> tuple[str, list[CallRecord]]:
 async def test_round_trip(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     rollout_id = await new_rollout(store, session_id)
-    trace = trace_of(calls, rollout_id=rollout_id)
-    side = record(session_id, started_at=3.0)
+    trace = joined_trace(calls, rollout_id=rollout_id)
+    side = call_record(session_id, started_at=3.0)
     await store.calls.commit(side)
     await store.traces.put([trace], {side.call_id: "side_call"}, "merged", session_id, rollout_id)
 
@@ -46,7 +55,7 @@ async def test_round_trip(store: Store) -> None:
 
 async def test_validated_traces_are_not_checked_again(store: Store) -> None:
     session_id, calls = await _two_turns(store)
-    trace = trace_of(calls)
+    trace = joined_trace(calls)
     wrong = replace(trace, token_ids=trace.token_ids[::-1].copy())
     with pytest.raises(StoreError, match="not what its calls say"):
         await store.traces.put([wrong], {}, "merged", session_id)
@@ -56,7 +65,7 @@ async def test_validated_traces_are_not_checked_again(store: Store) -> None:
 
 async def test_session_traces_are_read_with_their_calls(store: Store) -> None:
     session_id, calls = await _two_turns(store)
-    trace = trace_of(calls[:1])
+    trace = joined_trace(calls[:1])
     certificates = {trace.trace_id: {"head": "ab"}}
     await store.traces.put([trace], {calls[1].call_id: "no_tokens"}, "merged", session_id, certificates=certificates)
     stored = await store.traces.of_session(session_id)
@@ -71,11 +80,11 @@ async def test_session_traces_are_read_with_their_calls(store: Store) -> None:
 
 async def test_putting_again_replaces_only_the_same_builder(store: Store) -> None:
     session_id, calls = await _two_turns(store)
-    merged = trace_of(calls)
-    single = [replace(trace_of([call], "per_call"), index=n) for n, call in enumerate(calls)]
+    merged = joined_trace(calls)
+    single = [replace(joined_trace([call], "per_call"), index=n) for n, call in enumerate(calls)]
     await store.traces.put([merged], {}, "merged", session_id)
     await store.traces.put(single, {}, "per_call", session_id)
-    again = replace(trace_of(calls[:1]), reward=0.5, grade="continued")
+    again = replace(joined_trace(calls[:1]), reward=0.5, grade="continued")
     await store.traces.put(
         [again], {calls[1].call_id: "no_tokens"}, "merged", session_id, certificates={again.trace_id: {"v": 1}}
     )
@@ -89,7 +98,7 @@ async def test_putting_again_replaces_only_the_same_builder(store: Store) -> Non
 async def test_a_reward_can_be_given_to_a_trace(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     rollout_id = await new_rollout(store, session_id)
-    trace = trace_of(calls, rollout_id=rollout_id)
+    trace = joined_trace(calls, rollout_id=rollout_id)
     await store.traces.put([trace], {}, "merged", session_id, rollout_id)
     await store.rewards.add(rollout_id, 0.25, "judge", {}, trace_id=trace.trace_id)
     await store.rewards.add(rollout_id, 0.75, "judge", {}, call_id=calls[0].call_id)
@@ -101,7 +110,7 @@ async def test_a_reward_can_be_given_to_a_trace(store: Store) -> None:
 
 async def test_branches_come_back(store: Store) -> None:
     session_id, calls = await _two_turns(store)
-    root = replace(trace_of(calls[:1], "tree"), index=0)
+    root = replace(joined_trace(calls[:1], "tree"), index=0)
     prompt = calls[1].prompt_ids
     assert prompt is not None
     own = replace(
@@ -125,7 +134,7 @@ async def test_branches_come_back(store: Store) -> None:
 
 async def test_rescored_log_probabilities_come_back(store: Store) -> None:
     session_id, calls = await _two_turns(store)
-    trace = trace_of(calls)
+    trace = joined_trace(calls)
     later = replace(trace, logprobs=trace.logprobs * np.float32(1.25), rescored=True, grade="approximate")
     await store.traces.put([later], {}, "merged", session_id)
     assert_same(await store.traces.find(session_id=session_id), [later])
@@ -166,16 +175,16 @@ def _wrong(trace: Trace) -> dict[str, Trace]:
 )
 async def test_a_wrong_trace_changes_nothing(store: Store, wrong: str) -> None:
     session_id, calls = await _two_turns(store)
-    right = trace_of(calls)
+    right = joined_trace(calls)
     await store.traces.put([right], {}, "merged", session_id)
     with pytest.raises(StoreError, match="trace"):
-        await store.traces.put([_wrong(trace_of(calls))[wrong]], {}, "merged", session_id)
+        await store.traces.put([_wrong(joined_trace(calls))[wrong]], {}, "merged", session_id)
     assert_same(await store.traces.find(session_id=session_id), [right])
 
 
 async def test_an_audit_is_written_into_the_certificate(store: Store) -> None:
     session_id, calls = await _two_turns(store)
-    trace = trace_of(calls)
+    trace = joined_trace(calls)
     await store.traces.put(
         [trace], {}, "merged", session_id, certificates={trace.trace_id: {"head": "ab", "audit": None}}
     )
@@ -188,7 +197,7 @@ async def test_an_audit_is_written_into_the_certificate(store: Store) -> None:
 
 async def test_what_cannot_be_audited_is_told(store: Store) -> None:
     session_id, calls = await _two_turns(store)
-    trace = trace_of(calls)
+    trace = joined_trace(calls)
     await store.traces.put([trace], {}, "merged", session_id)
     with pytest.raises(UsageError, match="polar build"):
         await store.traces.set_audit(trace.trace_id, "exact", {})

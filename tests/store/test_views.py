@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import text
 
 from polar_proxy.store import Store
-from tests.store.records import choice, new_rollout, new_session, record, trace_of
+from tests.factories import call_record, joined_trace, new_rollout, new_session, random_answer
 
 
 async def _rows(store: Store, query: str) -> list[dict[str, Any]]:
@@ -18,11 +18,13 @@ async def _rows(store: Store, query: str) -> list[dict[str, Any]]:
 async def test_views(store: Store) -> None:
     session_id = await new_session(store, label="laptop")
     rollout_id = await new_rollout(store, session_id)
-    call = record(session_id, choices=(choice(0, 5), choice(1, 9)))
-    later = record(session_id, started_at=call.started_at + 10, first_token_at=None, status="client_gone", choices=())
+    call = call_record(session_id, choices=(random_answer(0, 5), random_answer(1, 9)))
+    later = call_record(
+        session_id, started_at=call.started_at + 10, first_token_at=None, status="client_gone", choices=()
+    )
     for one in (later, call):
         await store.calls.commit(one)
-    trace = trace_of([call], rollout_id=rollout_id)
+    trace = joined_trace([call], rollout_id=rollout_id)
     await store.traces.put([trace], {}, "merged", session_id, rollout_id)
     await store.rollouts.update(rollout_id, status="running")
     await store.rewards.add(rollout_id, 1.0, "tests", {"passed": 3})
@@ -66,7 +68,7 @@ async def test_views(store: Store) -> None:
 
 
 async def test_stats(store: Store) -> None:
-    await store.calls.commit(record(await new_session(store)))
+    await store.calls.commit(call_record(await new_session(store)))
     stats = await store.maintenance.stats()
     assert stats["rows"]["calls"] == 1
     assert stats["rows"]["completions"] == 1

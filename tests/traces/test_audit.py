@@ -18,8 +18,8 @@ from polar_proxy.traces.audit import AuditReference, TraceAudit, audit, wrong_mo
 from polar_proxy.traces.operations import SessionTarget, audit_store, find_targets
 from polar_proxy.traces.scoring import ScoredTokens, find_containing
 from polar_proxy.types import CallRecord, LogprobMode, Trace
+from tests.factories import call
 from tests.fakes.table_engine import INFO, VOCABULARY, TableEngine, logprob, with_length
-from tests.traces.calls import call, choice
 
 AGAINST = AuditReference(INFO, "1")
 
@@ -28,18 +28,18 @@ def said(
     name: str,
     at: float,
     prompt: Sequence[int],
-    answer: Sequence[int],
+    tokens: Sequence[int],
     *,
     temperature: float = 1.0,
     counted: float | None = None,
     **changes: Any,
 ) -> CallRecord:
     """A call whose log-probabilities are those of the table, at the temperature `counted` if that is given."""
-    before = [*prompt, *answer]
-    values = [logprob(before[len(prompt) + place - 1], token, counted or 1.0) for place, token in enumerate(answer)]
+    before = [*prompt, *tokens]
+    values = [logprob(before[len(prompt) + place - 1], token, counted or 1.0) for place, token in enumerate(tokens)]
     record = call(name, at, prompt, weight_version="1", engine=INFO, **changes)
     sampling = {"temperature": temperature}
-    return replace(record, choices=(choice(answer, logprobs=values),), sampling=sampling)
+    return replace(record, choices=(answer(tokens, logprobs=values),), sampling=sampling)
 
 
 def turns() -> list[CallRecord]:

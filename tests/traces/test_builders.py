@@ -9,7 +9,8 @@ import pytest
 
 from polar_proxy.traces import exclusion_reason, merged, per_call
 from polar_proxy.types import Json, Span, Trace
-from tests.traces.calls import HARMLESS, WOUNDS, Wound, call, wounded
+from tests.factories import call
+from tests.traces.random_sessions import DEFECTS, HARMLESS_CHANGES, CallDefect, with_defect
 
 
 def tell(trace: Trace) -> tuple[list[int], str, int]:
@@ -107,14 +108,14 @@ def test_nothing() -> None:
     assert merged([]).traces == per_call([]).traces == ()
 
 
-@pytest.mark.parametrize("wound", WOUNDS, ids=lambda wound: f"{wound.reason} {wound.changes or wound.logprob}"[:60])
-def test_reasons(wound: Wound) -> None:
-    assert exclusion_reason(wounded(call("a", 0, [1], [2, 3]), wound)) == wound.reason
+@pytest.mark.parametrize("wound", DEFECTS, ids=lambda wound: f"{wound.reason} {wound.changes or wound.logprob}"[:60])
+def test_reasons(wound: CallDefect) -> None:
+    assert exclusion_reason(with_defect(call("a", 0, [1], [2, 3]), wound)) == wound.reason
 
 
-@pytest.mark.parametrize("wound", HARMLESS, ids=lambda wound: str(wound.changes))
-def test_no_reason(wound: Wound) -> None:
-    assert exclusion_reason(wounded(call("a", 0, [1], [2, 3]), wound)) is None
+@pytest.mark.parametrize("wound", HARMLESS_CHANGES, ids=lambda wound: str(wound.changes))
+def test_no_reason(wound: CallDefect) -> None:
+    assert exclusion_reason(with_defect(call("a", 0, [1], [2, 3]), wound)) is None
 
 
 def test_one_bad_choice_excludes_the_call() -> None:

@@ -14,7 +14,7 @@ from polar_proxy.traces import BuildResult, InvariantError, build, merged, valid
 from polar_proxy.traces.certificate import ScorerIdentity
 from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, EngineInfo, Span
-from tests.traces.calls import call
+from tests.factories import call
 from tests.traces.conversations import END, INFO, conversations
 
 

@@ -17,7 +17,7 @@ from polar_proxy.traces import Certificate, CertificateError, build, certify, me
 from polar_proxy.traces.rows import describe_errors
 from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, Json
-from tests.traces.calls import call
+from tests.factories import call
 from tests.traces.conversations import END, INFO
 from tests.traces.test_canonical import DRIFTED, FIRST, _Teacher
 

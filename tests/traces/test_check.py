@@ -20,9 +20,10 @@ from polar_proxy.traces.certificate import hash_json, hash_spans
 from polar_proxy.traces.check import check_lines, check_row, main
 from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, Json
-from tests.traces.calls import call, sessions
+from tests.factories import call
 from tests.traces.conversations import conversations
 from tests.traces.mutations import WOUNDS
+from tests.traces.random_sessions import sessions
 from tests.traces.rows import lines, rows, rows_of
 from tests.traces.test_canonical import DRIFTED, FIRST, _Teacher
 

@@ -9,7 +9,7 @@ import pytest
 from polar_proxy.traces import DriftEvent, drift_events, merged, per_call, tree
 from polar_proxy.traces.drift import INTENTIONAL_REASONS
 from polar_proxy.types import CallRecord
-from tests.traces.calls import call
+from tests.factories import call
 
 BASE = {"base_call_id": "a", "base_choice": 0}
 

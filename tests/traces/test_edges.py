@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from polar_proxy.traces import BUILDERS, merged, validate
 from polar_proxy.types import CallRecord
-from tests.traces.calls import call
+from tests.factories import call
 
 
 def again(name: str, at: float, parent: str, *answers: list[int], **changes: Any) -> CallRecord:

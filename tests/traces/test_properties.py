@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, event, given, settings
 
 from polar_proxy.traces import BUILDERS, validate
 from polar_proxy.types import CallRecord
-from tests.traces.calls import sessions
+from tests.traces.random_sessions import sessions
 
 Session = tuple[list[CallRecord], dict[str, str]]
 

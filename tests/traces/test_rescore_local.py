@@ -12,7 +12,7 @@ from polar_proxy.config import EngineSettings
 from polar_proxy.traces import merged, validate
 from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, ChatRequest, Choice, Message, Sampling
-from tests.traces.calls import call
+from tests.factories import call
 
 pytest.importorskip("torch")
 

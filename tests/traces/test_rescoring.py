@@ -26,7 +26,7 @@ from polar_proxy.traces.rescoring import (
     require_scoring_engine,
 )
 from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json
-from tests.traces.calls import call
+from tests.factories import call
 
 HOSTED = EngineInfo("openai", "api.example.com", "big", 128_000, None, "raw", frozenset({"tools"}))
 

@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from polar_proxy.sequences import trace_path
 from polar_proxy.traces import BuildResult, InvariantError, merged, tree, validate
 from polar_proxy.types import CallRecord, Trace
-from tests.traces.calls import call, sessions
+from tests.factories import call
 from tests.traces.conversations import conversations
+from tests.traces.random_sessions import sessions
 
 
 def tell(built: BuildResult) -> list[tuple[list[int], str, int | None, int]]:

@@ -11,7 +11,7 @@ import pytest
 
 from polar_proxy.traces import BuildResult, InvariantError, merged, validate
 from polar_proxy.types import Span
-from tests.traces.calls import call
+from tests.factories import call
 
 CALLS = [
     call("a", 0, [1, 2], [3, 4]),

@@ -1,17 +1,24 @@
-"""Calls, traces and comparisons for the tests of the store."""
+"""Factories for tests: engine infos, answers, calls, traces, and rows of a store."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
+from polar_proxy.sequences import assemble
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Span, Trace, new_id
 
 END = 7
 """The end-of-turn token of `INFO`."""
+
+
+def engine_info(**changes: Any) -> EngineInfo:
+    return replace(INFO, **changes)
+
 
 INFO = EngineInfo(
     engine="vllm",
@@ -25,11 +32,27 @@ INFO = EngineInfo(
 )
 
 
-def ids(*values: int) -> Any:
+# ---------------------------------------------------------------- answers and calls
+
+
+def token_ids(*values: int) -> Any:
     return np.array(values, dtype=np.int32)
 
 
-def choice(index: int = 0, tokens: int = 5, seed: int = 0) -> Choice:
+def answer(tokens: Sequence[int], index: int = 0, logprobs: Sequence[float] | None = None) -> Choice:
+    """Return an answer whose log-probabilities depend on token and position unless they are given."""
+    values = [-(token + 1) / 64 - position / 1024 for position, token in enumerate(tokens)]
+    return Choice(
+        index=index,
+        message={"role": "assistant", "content": " ".join(map(str, tokens))},
+        finish_reason="stop",
+        token_ids=np.array(tokens, dtype=np.int32),
+        logprobs=np.array(values if logprobs is None else logprobs, dtype=np.float32),
+    )
+
+
+def random_answer(index: int = 0, tokens: int = 5, seed: int = 0) -> Choice:
+    """Return an answer of `tokens` random tokens, with a text that is hard to store."""
     rng = np.random.default_rng(seed)
     return Choice(
         index=index,
@@ -40,7 +63,7 @@ def choice(index: int = 0, tokens: int = 5, seed: int = 0) -> Choice:
     )
 
 
-_base = CallRecord(
+_CALL = CallRecord(
     call_id="",
     session_id="",
     dialect="openai_chat",
@@ -59,8 +82,8 @@ _base = CallRecord(
     tools=b'[{"type": "function"}]',
     params={"model": "polar-tiny", "temperature": 0.7, "nested": {"a": [1, None, True, 1.5]}},
     sampling={"temperature": 1.0, "max_tokens": 4096},
-    prompt_ids=ids(1, 2, 3, END, 4, 5, 150_000),
-    choices=(choice(),),
+    prompt_ids=token_ids(1, 2, 3, END, 4, 5, 150_000),
+    choices=(random_answer(),),
     started_at=1_700_000_000.125,
     first_token_at=1_700_000_000.375,
     ended_at=1_700_000_001.987654,
@@ -68,8 +91,35 @@ _base = CallRecord(
 )
 
 
-def record(session_id: str, **changes: Any) -> CallRecord:
-    return replace(_base, **{"call_id": new_id("call"), "session_id": session_id, **changes})
+def call_record(session_id: str, **changes: Any) -> CallRecord:
+    """Return an answered call with every field set, as the gateway records it."""
+    return replace(_CALL, **{"call_id": new_id("call"), "session_id": session_id, **changes})
+
+
+def call(name: str, at: float, prompt: Sequence[int] | None, *answers: Sequence[int], **changes: Any) -> CallRecord:
+    """Return a call with these tokens: `call("a", 0.0, [1, 2], [3, 4])` has one answer and started at that time."""
+    plain: dict[str, Any] = {
+        "call_id": name,
+        "stream": False,
+        "model": "m",
+        "engine": None,
+        "weight_version": None,
+        "logprob_mode": "processed",
+        "messages": (),
+        "tools": None,
+        "params": {},
+        "sampling": {"temperature": 1.0},
+        "prompt_ids": None if prompt is None else np.array(prompt, dtype=np.int32),
+        "choices": tuple(answer(tokens, index) for index, tokens in enumerate(answers)),
+        "started_at": at,
+        "first_token_at": None,
+        "ended_at": 0.0,
+        "cached_tokens": None,
+    }
+    return call_record("sess_1", **{**plain, **changes})
+
+
+# ---------------------------------------------------------------- rows of a store
 
 
 async def new_session(store: Store, **changes: Any) -> str:
@@ -98,32 +148,27 @@ async def new_rollout(store: Store, session_id: str | None = None, **changes: An
     return rollout_id
 
 
-def trace_of(calls: list[CallRecord], builder: str = "merged", rollout_id: str | None = None) -> Trace:
-    """The first call's prompt and answer, then of each later call only what its prompt adds and its answer."""
+def joined_trace(calls: list[CallRecord], builder: str = "merged", rollout_id: str | None = None) -> Trace:
+    """Return a trace of the first call's prompt and answer, then what each later call's prompt adds, and its answer."""
     spans: list[Span] = []
-    pieces: list[Any] = []
+    length = 0
     for call in calls:
         assert call.prompt_ids is not None
-        covered = sum(piece.size for piece in pieces)
-        spans.append(Span("context", call.call_id, covered, int(call.prompt_ids.size)))
-        pieces.append(call.prompt_ids[covered:])
-        spans.append(Span("sampled", call.call_id, 0, int(call.choices[0].token_ids.size)))
-        pieces.append(call.choices[0].token_ids)
-    token_ids = np.concatenate(pieces)
-    mask = np.concatenate([np.full(s.end - s.start, s.kind == "sampled", np.uint8) for s in spans])
-    logprobs = np.full(token_ids.size, np.nan, np.float32)
-    logprobs[mask == 1] = np.concatenate([call.choices[0].logprobs for call in calls])
+        spans.append(Span("context", call.call_id, length, call.prompt_ids.size))
+        spans.append(Span("sampled", call.call_id, 0, call.choices[0].token_ids.size))
+        length = call.prompt_ids.size + call.choices[0].token_ids.size
+    token_ids, loss_mask, logprobs = assemble(spans, {call.call_id: call for call in calls})
     prompt = calls[0].prompt_ids
     assert prompt is not None
     return Trace(
-        trace_id=new_id("trace"),
+        trace_id=new_id("trc"),
         session_id=calls[0].session_id,
         rollout_id=rollout_id,
         builder=builder,
         index=0,
         prompt_length=int(prompt.size),
         token_ids=token_ids,
-        loss_mask=mask,
+        loss_mask=loss_mask,
         logprobs=logprobs,
         spans=tuple(spans),
         call_ids=tuple(call.call_id for call in calls),
@@ -133,7 +178,7 @@ def trace_of(calls: list[CallRecord], builder: str = "merged", rollout_id: str |
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Equal in everything, arrays by dtype, shape and bits."""
+    """Assert that both are equal in every field, and arrays in dtype, shape and bits."""
     assert type(found) is type(expected)
     if isinstance(expected, np.ndarray):
         assert found.dtype == expected.dtype
