@@ -18,7 +18,7 @@ from polar_proxy.traces.audit import AuditReference, TraceAudit, audit, wrong_mo
 from polar_proxy.traces.operations import SessionTarget, audit_store, find_targets
 from polar_proxy.traces.scoring import ScoredTokens, find_containing
 from polar_proxy.types import CallRecord, LogprobMode, Trace
-from tests.factories import call
+from tests.factories import answer, call
 from tests.fakes.table_engine import INFO, VOCABULARY, TableEngine, logprob, with_length
 
 AGAINST = AuditReference(INFO, "1")
