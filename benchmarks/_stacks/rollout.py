@@ -121,7 +121,7 @@ def records(session_id: str, turns: list[Turn], *, step: float = 0.0) -> Iterato
         call_id = _call_id(session_id, started)
         request = ChatRequest(model="polar-tiny", messages=tuple(map(_message, turn.messages)), tools=tuple(listed))
         place = history.place(call_id, request, now=started)
-        fingerprint = history.ended(place, [turn.answer], "ok", now=started + 1)
+        fingerprint = history.record_answer(place, [_message(turn.answer)], "ok", now=started + 1)
         yield CallRecord(
             call_id=call_id,
             session_id=session_id,

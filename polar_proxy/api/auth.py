@@ -10,7 +10,7 @@ from fastapi import Request
 
 from polar_proxy.api_models import Role
 from polar_proxy.errors import ApiError, UsageError
-from polar_proxy.gateway import hash_key
+from polar_proxy.sessions import hash_key
 from polar_proxy.store import Store
 
 KEY_FILE = "api-key"

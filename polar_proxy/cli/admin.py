@@ -31,7 +31,7 @@ def new(
 
     async def make() -> tuple[ApiKeyRow, str]:
         from polar_proxy.api import new_api_key
-        from polar_proxy.gateway import hash_key
+        from polar_proxy.sessions import hash_key
 
         key = new_api_key("admin" if role == "admin" else "trainer")
         async with common.writer(settings) as store:

@@ -83,7 +83,7 @@ def key_for(settings: Settings) -> str | None:
 
 def is_here(url: str) -> bool:
     """Whether a server is on this machine. Raises UsageError for what is no address."""
-    from polar_proxy.gateway.server import is_loopback
+    from polar_proxy.gateway import is_loopback
 
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -155,7 +155,7 @@ def session_new(
     policy = {name: value for name, value in policy.items() if value is not None}
 
     async def make() -> tuple[str, str]:
-        from polar_proxy.gateway import hash_key, new_key
+        from polar_proxy.sessions import hash_key, new_key
 
         key = new_key()
         async with common.writer(settings) as store:

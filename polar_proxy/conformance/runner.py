@@ -110,7 +110,7 @@ class ScenarioRunner:
         self._front.cut_due = director.cut_due
         if isinstance(self.engine, ScriptableEngine):
             self.engine.script = director
-        from polar_proxy.gateway import hash_key, new_key
+        from polar_proxy.sessions import hash_key, new_key
 
         key = new_key()
         session = await self._store.sessions.create(key_hash=hash_key(key), label=None, policy=None, origin="key")

@@ -1,6 +1,5 @@
-"""The gateway: session keys, the turn pipeline, streaming, its HTTP server."""
+"""The gateway: the HTTP server that agents talk to."""
 
-from polar_proxy.gateway.server import Gateway
-from polar_proxy.sessions.registry import hash_key, new_key
+from polar_proxy.gateway.server import Gateway, is_loopback
 
-__all__ = ["Gateway", "hash_key", "new_key"]
+__all__ = ["Gateway", "is_loopback"]

@@ -1,4 +1,8 @@
-"""The gateway as an ASGI application: the model routes, /v1/models, /healthz, /metrics, and what else is included."""
+"""The gateway's ASGI application: model routes, /v1/models, /healthz, /metrics, and routers included later.
+
+Each model route is served with and without its version, because some clients add it to the base URL and some do not.
+Every route is also served below `/s/{key}`, for programs that cannot send a key of their own.
+"""
 
 from __future__ import annotations
 
@@ -12,55 +16,70 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from polar_proxy import __version__
-from polar_proxy.dialects import Dialect
+from polar_proxy.dialects import (
+    AnthropicMessages,
+    AnthropicTokenCount,
+    Dialect,
+    OpenAIChat,
+    OpenAICompletions,
+    OpenAIResponses,
+    ResponsesTokenCount,
+    TokenCount,
+)
 from polar_proxy.dialects.anthropic import HELLO_RESPONSE
-from polar_proxy.dialects.google import google_model_card, google_model_list
+from polar_proxy.dialects.google import GoogleGenerateContent, google_model_card, google_model_list, google_route
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
 from polar_proxy.gateway import asgi
+from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.pipeline import TurnPipeline
-from polar_proxy.gateway.routes import error_shape, find_route
 
-_AGENTS = re.compile(r"(/v1|/v1alpha|/v1beta)?/models(/.*)?|/healthz|/api/hello")
+_MODEL_ROUTES: dict[str, Dialect | TokenCount] = {
+    "/messages": AnthropicMessages(),
+    "/messages/count_tokens": AnthropicTokenCount(),
+    "/chat/completions": OpenAIChat(),
+    "/completions": OpenAICompletions(),
+    "/responses": OpenAIResponses(),
+    "/responses/input_tokens": ResponsesTokenCount(),
+}
+_ROUTES_OF_AGENTS = re.compile(r"(/v1|/v1alpha|/v1beta)?/models(/.*)?|/healthz|/api/hello")
+"""What is served inside a sandbox besides the model routes."""
 
 
 class GatewayApp:
-    """The model routes straight to the pipeline, everything else to FastAPI.
+    """Sends model requests straight to the handler and everything else to FastAPI.
 
-    A call passes no middleware: FastAPI's own costs a measurable share of a call and limits bodies to less than
-    agents send. Every route is served below `/s/{key}` too, for programs that hide their key.
-
-    A connection from inside a sandbox (`wire.INSIDE` in the scope's state) gets what an agent needs and nothing else.
+    A model call passes no middleware: FastAPI's own costs a measurable share of a call, and limits bodies to less than
+    agents send. A connection from inside a sandbox gets the routes that agents need, and no others.
     """
 
-    def __init__(self, pipeline: TurnPipeline, rest: FastAPI) -> None:
-        self._pipeline = pipeline
+    def __init__(self, handler: RequestHandler, rest: FastAPI) -> None:
+        self._handler = handler
         self._rest = rest
 
     def include(self, router: APIRouter) -> None:
-        """Serve these routes too, from now on."""
+        """Serve the routes of `router` from now on."""
         self._rest.include_router(router)
-        self._rest.openapi_schema = None  # it is made anew when it is asked for next
+        self._rest.openapi_schema = None  # generated again when it is next requested
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         if scope["type"] == "http":
-            path_key, route = split_path(scope["path"])
-            found = find_route(route, scope["query_string"])
-            if found is not None:
+            path_key, path = split_path(scope["path"])
+            route = find_route(path, scope["query_string"])
+            if route is not None:
                 if scope["method"] != "POST":
-                    error = RequestError(f"{route} takes POST, not {scope['method']}.", status=405)
-                    await asgi.respond(send, 405, found.error_body(error), [(b"allow", b"POST")])
-                elif isinstance(found, Dialect):
-                    await self._pipeline.serve(found, route, path_key, scope, receive, send)
+                    error = RequestError(f"{path} takes POST, not {scope['method']}.", status=405)
+                    await asgi.send_json(send, 405, route.error_body(error), [(b"allow", b"POST")])
+                elif isinstance(route, Dialect):
+                    await self._handler.handle(route, path, path_key, scope, receive, send)
                 else:
-                    await self._pipeline.count(found, path_key, scope, receive, send)
+                    await self._handler.count_tokens(route, path_key, scope, receive, send)
                 return
-            if asgi.INSIDE_SANDBOX in scope.get("state", {}) and not _AGENTS.fullmatch(route):
-                error = RequestError(f"{route} is not served inside a sandbox.", status=404)
-                await asgi.respond(send, 404, error_shape(route).error_body(error))
+            if asgi.INSIDE_SANDBOX in scope.get("state", {}) and not _ROUTES_OF_AGENTS.fullmatch(path):
+                error = RequestError(f"{path} is not served inside a sandbox.", status=404)
+                await asgi.send_json(send, 404, error_format(path).error_body(error))
                 return
-            scope = {**scope, "path": route}
+            scope = {**scope, "path": path}
         elif scope["type"] == "websocket":
             await asgi.refuse_websocket(receive, send)
             return
@@ -68,52 +87,63 @@ class GatewayApp:
 
 
 def split_path(path: str) -> tuple[str | None, str]:
-    """`/s/{key}/rest` as (key, /rest); any other path as (None, path)."""
+    """Split `/s/{key}/rest` into (key, /rest). Any other path is returned as (None, path)."""
     if not path.startswith("/s/"):
         return None, path
     key, separator, rest = path[3:].partition("/")
     return key, separator + rest
 
 
-def _is_googles(request: Request) -> bool:
-    """Google's clients share the path `/v1/models` with OpenAI's and read another form."""
-    return "x-goog-api-key" in request.headers or "x-goog-api-client" in request.headers
+def find_route(path: str, query: bytes) -> Dialect | TokenCount | None:
+    """Return what serves POST to `path` (without `/s/{key}`); None if it is no model route.
+
+    `query` is the URL's query string as in ASGI: Google's clients say there how the answer is to be streamed.
+    """
+    return _MODEL_ROUTES.get(path.removeprefix("/v1")) or google_route(path, query.decode("latin-1"))
 
 
-def create_app(engine: Engine, pipeline: TurnPipeline, metrics: GatewayMetrics) -> GatewayApp:
-    """The application; the lifetimes of engine and store belong to the caller."""
+def error_format(path: str) -> Dialect | TokenCount:
+    """Return the dialect in which a client of an unknown `path` expects errors."""
+    if path.removeprefix("/v1").startswith(("/messages", "/api/")):
+        return _MODEL_ROUTES["/messages"]
+    if path.startswith(("/v1beta", "/v1alpha")) or ("/models/" in path and ":" in path):
+        return GoogleGenerateContent("")
+    return _MODEL_ROUTES["/chat/completions"]
+
+
+def create_app(engine: Engine, handler: RequestHandler, metrics: GatewayMetrics) -> GatewayApp:
+    """Build the application. The caller owns the lifetime of the engine and the store."""
     app = FastAPI(title="Polar", version=__version__, docs_url="/docs", redoc_url=None)
-    started = int(time.time())
-    opened = datetime.fromtimestamp(started, UTC).isoformat()
+    started_at = int(time.time())
 
     def model_card(name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
-            "created": started,
+            "created": started_at,
             "owned_by": "polar",
             "max_model_len": engine.info.context_length,
             # Anthropic's clients read the same list by these names.
             "type": "model",
             "display_name": name,
-            "created_at": opened,
+            "created_at": datetime.fromtimestamp(started_at, UTC).isoformat(),
         }
 
     @app.get("/models")
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        if _is_googles(request):
+        if _is_google_client(request):
             return await google_models()
         card = model_card(engine.info.model)
-        ends = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
-        return JSONResponse({"object": "list", "data": [card], **ends})
+        page = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}
+        return JSONResponse({"object": "list", "data": [card], **page})
 
     @app.get("/models/{model:path}")
     @app.get("/v1/models/{model:path}")
     async def one_model(model: str, request: Request) -> Response:
-        if _is_googles(request):
+        if _is_google_client(request):
             return await one_google_model(model)
-        # Any name is answered by the one engine, so any name exists.
+        # The one engine answers under any name, so every name exists.
         return JSONResponse(model_card(model))
 
     @app.get("/v1alpha/models")
@@ -132,7 +162,7 @@ def create_app(engine: Engine, pipeline: TurnPipeline, metrics: GatewayMetrics) 
 
     @app.get("/healthz")
     async def healthz() -> Response:
-        """200 when calls can be answered, else 503 with the reason."""
+        """Return 200 if calls can be answered, else 503 with the reason."""
         reason = await engine.health()
         info = engine.info
         body = {
@@ -149,9 +179,14 @@ def create_app(engine: Engine, pipeline: TurnPipeline, metrics: GatewayMetrics) 
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
 
     @app.exception_handler(HTTPException)
-    async def not_served(request: Request, error: HTTPException) -> Response:
+    async def http_error(request: Request, error: HTTPException) -> Response:
         path = request.url.path
-        told = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
-        return Response(error_shape(path).error_body(told), error.status_code, media_type="application/json")
+        described = RequestError(f"{request.method} {path}: {error.detail}", status=error.status_code)
+        return Response(error_format(path).error_body(described), error.status_code, media_type="application/json")
 
-    return GatewayApp(pipeline, app)
+    return GatewayApp(handler, app)
+
+
+def _is_google_client(request: Request) -> bool:
+    """Return whether to answer in Google's format: its clients share the path `/v1/models` with OpenAI's."""
+    return "x-goog-api-key" in request.headers or "x-goog-api-client" in request.headers

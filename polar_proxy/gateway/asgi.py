@@ -1,17 +1,20 @@
-"""The ASGI edge of the hot path: reading bodies, writing answers and streams, noticing that the client has gone.
+"""ASGI helpers of the hot path: read a body, send a response, notice that the client has disconnected.
 
-Raw ASGI instead of request and response classes, because these lines run for every call and every token.
+Plain ASGI instead of request and response classes, because this code runs for every call.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+import json
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Any
 
+import orjson
+
 from polar_proxy.errors import RequestError
+from polar_proxy.types import Json
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -19,15 +22,20 @@ Send = Callable[[Any], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
 
 INSIDE_SANDBOX = "polar_inside_sandbox"
-"""In the state of each request that comes by a socket which is served inside a sandbox."""
+"""Key in the scope's state of a request that came through a socket served inside a sandbox."""
 
 
 class ClientDisconnected(Exception):
-    """The client went away before its request was complete."""
+    """The client disconnected before its request was complete."""
+
+
+def read_headers(scope: Scope) -> dict[str, str]:
+    """Return the request headers by lower-case name."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 async def read_body(receive: Receive, limit: int) -> bytes:
-    """The whole request body. RequestError 413 above `limit` bytes."""
+    """Return the whole request body. Raises RequestError 413 above `limit` bytes."""
     chunks: list[bytes] = []
     size = 0
     while True:
@@ -44,8 +52,36 @@ async def read_body(receive: Receive, limit: int) -> bytes:
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
-async def respond(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
-    """One JSON answer."""
+def parse_json_object(body: bytes) -> Json:
+    """Return the JSON object in `body`. Raises RequestError if it is not one."""
+    try:
+        value: object = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        value = _replace_lone_surrogates(body, error)
+    if not isinstance(value, dict):
+        raise RequestError("The request body must be a JSON object.", code="invalid_type")
+    return value
+
+
+def _replace_lone_surrogates(body: bytes, error: orjson.JSONDecodeError) -> object:
+    """Parse JSON that orjson refused, with each lone surrogate replaced by a question mark.
+
+    JavaScript clients that cut a text inside an emoji send one half of it, escaped. No model can read that half.
+    Raises RequestError if the body is not JSON at all.
+    """
+    try:
+        value = json.loads(body, parse_constant=_reject_constant)
+        return orjson.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
+    except (ValueError, RecursionError):
+        raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from error
+
+
+def _reject_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: Headers = ()) -> None:
+    """Send a complete JSON response."""
     await send(
         {
             "type": "http.response.start",
@@ -61,7 +97,7 @@ async def respond(send: Send, status: int, body: bytes, headers: Headers = ()) -
 
 
 async def refuse_websocket(receive: Receive, send: Send) -> None:
-    """Codex tries a WebSocket first. At 426 it falls back to HTTP at once; at any other status after seven tries."""
+    """Answer a WebSocket handshake with 426. Codex then falls back to HTTP at once; other statuses cost seven tries."""
     await receive()
     body = b"Polar answers over HTTP, not over a WebSocket."
     headers = [
@@ -73,94 +109,16 @@ async def refuse_websocket(receive: Receive, send: Send) -> None:
     await send({"type": "websocket.http.response.body", "body": body})
 
 
-class StreamWriter:
-    """A streamed answer: headers at once or with the first bytes, then chunks, heartbeats while it is silent."""
-
-    def __init__(
-        self,
-        send: Send,
-        media_type: str,
-        headers: Headers,
-        *,
-        heartbeat: bytes | None,
-        every: float,
-        patience: float,
-    ) -> None:
-        self._send = send
-        self._headers = [
-            (b"content-type", media_type.encode() + b"; charset=utf-8"),
-            (b"cache-control", b"no-cache"),
-            (b"x-accel-buffering", b"no"),
-            *headers,
-        ]
-        self._heartbeat = heartbeat
-        self._every = every
-        self._lock = asyncio.Lock()
-        self._last = time.monotonic()
-        self._closed = False
-        self._beating: asyncio.Task[None] | None = None
-        self._timer = asyncio.get_running_loop().call_later(patience, self._begin_beating)
-        self.started = False
-
-    def _begin_beating(self) -> None:
-        self._beating = asyncio.create_task(self._beat())
-
-    async def _beat(self) -> None:
-        while True:
-            async with self._lock:
-                if self._closed:
-                    return
-                if not self.started:
-                    await self._start()
-                elif self._heartbeat and time.monotonic() - self._last >= self._every:
-                    await self._body(self._heartbeat)
-            await asyncio.sleep(self._every)
-
-    async def _start(self) -> None:
-        self.started = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        # The headers only leave the server with the first body bytes.
-        await self._body(b"")
-
-    async def _body(self, data: bytes, more: bool = True) -> None:
-        self._last = time.monotonic()
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
-
-    async def write(self, data: bytes) -> None:
-        if not data:
-            return
-        async with self._lock:
-            if not self.started:
-                self.started = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-            await self._body(data)
-
-    async def finish(self, data: bytes) -> None:
-        """The last bytes of the stream."""
-        async with self._lock:
-            if not self.started:
-                await self._start()
-            self._closed = True
-            await self._body(data, more=False)
-
-    def close(self) -> None:
-        """Stop the heartbeat. Safe to call more than once."""
-        self._timer.cancel()
-        self._closed = True
-        if self._beating is not None:
-            self._beating.cancel()
-
-
 class ClientWatch:
-    """While open, cancels the current task as soon as the client disconnects.
+    """Cancels the current task when the client disconnects, for as long as the block lasts.
 
-    That cancellation ends with the block (`gone` is then True); one that comes from elsewhere passes through. `lost` is
-    awaited in between: it returns when the task is no longer worth going on with.
+    The cancellation ends with the block, and `gone` is then True. A cancellation from elsewhere passes through.
+    After a disconnect, `on_disconnect` is awaited first; it returns when the task is no longer worth continuing.
     """
 
-    def __init__(self, receive: Receive, lost: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(self, receive: Receive, on_disconnect: Callable[[], Awaitable[None]] | None = None) -> None:
         self._receive = receive
-        self._lost = lost
+        self._on_disconnect = on_disconnect
         self.gone = False
 
     async def __aenter__(self) -> ClientWatch:
@@ -173,8 +131,8 @@ class ClientWatch:
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        if self._lost is not None:
-            await self._lost()
+        if self._on_disconnect is not None:
+            await self._on_disconnect()
         self.gone = True
         self._target.cancel()
 
@@ -184,7 +142,7 @@ class ClientWatch:
         self._task.cancel()
         if not self.gone:
             return False
-        if kind is None:  # cancelled on the last step: take the cancellation here, not in the commit that follows
+        if kind is None:  # cancelled on the last step: consume the cancellation here, not in the commit that follows
             try:
                 await asyncio.sleep(0)
             except asyncio.CancelledError:

@@ -1,11 +1,13 @@
-"""One turn: the pipeline that every call of every dialect passes, streamed or not.
+"""One model request, from its HTTP body to the last byte of its answer.
 
-    place -> policy -> (announced) -> plan of the prompt -> engine.sample -> encoder -> commit -> last byte to the agent
+    find session -> read -> parse -> (join a retry) -> place -> build prompt -> sample and stream -> commit -> finish
 
-Invariants: the last byte of an answer leaves only after the call is committed (recorded before told). Whatever ends a
-call (finished, failed, client gone, gateway stopped) it is committed with what was sampled until then. If the commit
-itself fails the agent still gets its answer, and the session is marked as having lost a call. Where the gateway is one
-of several the call is announced to the others first.
+Promises:
+
+* Recorded before sent: the last byte of an answer leaves only after its calls are committed.
+* However a request ends (answered, failed, client gone, gateway stopped), its calls are committed with what was
+  sampled until then.
+* If a commit fails, the agent still gets its answer, and its session counts a lost call.
 """
 
 from __future__ import annotations
@@ -14,248 +16,301 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+from urllib.parse import parse_qs
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects import Dialect, Encoder, ParsedRequest, TokenCount
+from polar_proxy.dialects import Dialect, ParsedRequest, PreviousCall, TokenCount
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.record import CallOutcome, PendingCall, RequestContext, make_record, version_of
-from polar_proxy.gateway.retries import ResponseBuffer
-from polar_proxy.sessions import ClientMetadata
-from polar_proxy.sessions.prompts import PromptBuilder
-from polar_proxy.sessions.registry import SessionState, apply_policy, session_closed_error
-from polar_proxy.sessions.state import CachedRequest, ParseCache
+from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext
+from polar_proxy.gateway.reply import Reply, StreamedReply, WholeReply, send_error
+from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
+from polar_proxy.gateway.sampling import apply_policy
+from polar_proxy.sessions import (
+    PromptBuilder,
+    SessionClosedError,
+    SessionRegistry,
+    SessionState,
+    key_of_request,
+    read_client_metadata,
+)
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, CallStatus, new_id
+from polar_proxy.types import Json, new_id
 
 log = logging.getLogger(__name__)
 
-_COMMIT_PATIENCE = 60.0
+T = TypeVar("T")
+R = TypeVar("R")
 
-CallObserver = Callable[[CallRecord], None]
-"""Told of each call once it is committed; runs in the event loop, so it must be quick."""
-
-
-async def send_error(
-    send: asgi.Send, error: RequestError, shape: Dialect | TokenCount, headers: asgi.Headers = ()
-) -> None:
-    """An error as the whole answer, in the caller's own format."""
-    # Clients such as Codex give up at once on a 429 that does not say when to come back.
-    after = error.retry_after or ("1" if error.status in (429, 503) else None)
-    retry = [] if after is None else [(b"retry-after", after.encode("latin-1", "replace"))]
-    await asgi.respond(send, error.status, shape.error_body(error), [*headers, *retry])
+_LARGE_BODY = 1 << 20
+"""Bytes above which a body is parsed in a thread, to keep the event loop free."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayContext:
-    """What all turns of one gateway work with."""
+    """What the requests of one gateway share."""
 
     engine: Engine
     store: Store
     settings: GatewaySettings
     metrics: GatewayMetrics
-    observers: list[CallObserver]
-    continuer: PromptBuilder
-    recent: ParseCache
+    sessions: SessionRegistry
+    retries: RetryCache
+    prompts: PromptBuilder
+    recorder: CallRecorder
     in_flight: InFlightCalls | None
-    """To tell the other gateways of the database, if there are any."""
+    """Announces calls to the other gateways of the database; None if there are none."""
 
 
 class RequestHandler:
-    """One HTTP request for model answers, from its parsed body to the last byte. Used once."""
+    """Answers the model requests of one gateway."""
 
-    def __init__(self, services: GatewayContext) -> None:
-        self._engine = services.engine
-        self._services = services
-        self._settled: asyncio.Task[None] | None = None
-        self._announced: asyncio.Task[bool] | None = None
-        self.ok = False
-        """The answer is complete, committed, and somebody gets it."""
+    def __init__(self, context: GatewayContext) -> None:
+        self._context = context
 
-    async def run(
+    async def handle(
         self,
         dialect: Dialect,
-        session: SessionState,
-        parsed: ParsedRequest,
-        hints: ClientMetadata,
         path: str,
-        started: float,
+        path_key: str | None,
+        scope: asgi.Scope,
         receive: asgi.Receive,
         send: asgi.Send,
-        tape: ResponseBuffer,
-        recently: CachedRequest | None = None,
     ) -> None:
-        """Answer. `path` is recorded with the call, `started` (seconds since the epoch) is when the request came,
-        `recently` what `parsed` was read after."""
-        send = tape.into(send)
-        self._dialect = dialect
-        self._session = session
-        self._asked = RequestContext(session.session_id, dialect.name, path, parsed, started)
-        read = None if recently is None else recently.read
-        self._parts = [
-            PendingCall(
-                call_id := new_id("call"),
-                apply_policy(request, session.policy),
-                session.history.place(call_id, request, hints, now=started, read=read),
-                raw,
-            )
-            for request, raw in zip(parsed.requests, parsed.messages, strict=True)
-        ]
-        self._services.recent.put(session.session_id, dialect.name, parsed, self._parts[0].place.read, tape.size)
-        self._headers = [
-            (b"x-polar-call-id", self._parts[0].call_id.encode()),
-            (b"x-polar-session-id", session.session_id.encode()),
-        ]
-        encoder = dialect.encoder(parsed, self._parts[0].call_id, int(started))
-        writer = None
-        if parsed.stream:
-            writer = asgi.StreamWriter(
-                send,
-                dialect.stream_media_type,
-                self._headers,
-                heartbeat=dialect.heartbeat,
-                every=self._services.settings.heartbeat_seconds,
-                patience=self._services.settings.headers_after_seconds,
-            )
-        self._session.begin(len(self._parts))
-        self._services.metrics.in_flight.inc(len(self._parts))
+        """Answer one model request. `path` is the route without the prefix `/s/{path_key}`."""
+        context = self._context
         try:
-            if not await self._announce():
-                self._services.metrics.refused.labels(401).inc()
-                await self._tell(session_closed_error(), encoder, writer, send)
-                return
-            async with asgi.ClientWatch(receive, tape.abandoned) as watch:
-                await self._generate(encoder, writer)
-            if watch.gone or not await tape.heard():
-                await self._settle("client_gone", 499, "the client closed the connection")
-                return
-            await self._settle("ok", 200, None)
-            self.ok = True
-            answers = [part.answer for part in self._parts]
-            if writer is not None:
-                await writer.finish(encoder.end(answers))
-            else:
-                await asgi.respond(send, 200, encoder.respond(answers), self._headers)
-        except asyncio.CancelledError:
-            # The server cancels what outlasts its grace when it stops. The agent gets an error that it may retry.
-            await self._settle("client_gone", 499, "the gateway was stopped")
-            await self._tell(RequestError("The gateway was stopped.", status=503), encoder, writer, send)
-        except (RequestError, EngineError) as error:
-            await self._fail(error, encoder, writer, send)
-        except Exception as error:
-            log.exception("call %s failed inside Polar", self._parts[0].call_id)
-            fault = EngineError(f"Internal error in Polar: {type(error).__name__}: {error}", status=500)
-            await self._fail(fault, encoder, writer, send)
+            request = await self._read(dialect, path, path_key, scope, receive)
+        except asgi.ClientDisconnected:
+            return
+        except RequestError as error:
+            context.metrics.refused.labels(error.status).inc()
+            await send_error(send, error, dialect)
+            return
+        earlier = context.retries.find(request)
+        if earlier is not None and await earlier.follow(receive, send):
+            context.metrics.joined.inc()
+            return
+        buffer = context.retries.open(request)
+        answered = False
+        try:
+            answered = await self._answer(request, buffer, receive, send)
         finally:
-            if writer is not None:
-                writer.close()
-            self._session.end(len(self._parts))
-            self._services.metrics.in_flight.dec(len(self._parts))
+            context.retries.close(buffer, failed=not answered)
 
-    async def _announce(self) -> bool:
-        """Let the other gateways know, if there are any. False: one of them has closed the session meanwhile."""
-        in_flight = self._services.in_flight
+    async def _read(
+        self, dialect: Dialect, path: str, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive
+    ) -> RequestContext:
+        """Find the session of a request, then read and parse its body."""
+        started_at = time.time()
+        headers = asgi.read_headers(scope)
+        session = await self._find_session(headers, path_key, scope)
+        body = await asgi.read_body(receive, self._context.settings.max_body_mb << 20)
+        parsed = await self._parse(dialect, body, session)
+        metadata = read_client_metadata(headers, parsed.params)
+        return RequestContext(dialect, session, path, parsed, metadata, started_at)
+
+    async def _answer(
+        self, request: RequestContext, buffer: ResponseBuffer, receive: asgi.Receive, send: asgi.Send
+    ) -> bool:
+        """Place, sample, commit and answer a request. Return whether the agent got a complete answer."""
+        context, session = self._context, request.session
+        calls = self._place(request, buffer.size)
+        reply = self._open_reply(request, calls[0].call_id, buffer.wrap(send))
+        session.begin(len(calls))
+        context.metrics.in_flight.inc(len(calls))
+        try:
+            outcome = await self._sample(request, calls, reply, buffer, receive)
+            await _run_to_end(context.recorder.commit(request, calls, outcome))
+            if outcome.status == "ok":
+                await reply.finish([call.answer for call in calls])
+            elif outcome.reply is not None:
+                await reply.fail(outcome.reply)
+            return outcome.status == "ok"
+        except SessionClosedError as error:  # through another gateway, before a call began
+            context.metrics.refused.labels(error.status).inc()
+            await reply.fail(error)
+        except asyncio.CancelledError:
+            await reply.fail(_gateway_stopped())
+        except Exception as error:
+            log.exception("call %s failed inside Polar", calls[0].call_id)
+            await reply.fail(_internal_error(error))
+        finally:
+            reply.close()
+            session.end(len(calls))
+            context.metrics.in_flight.dec(len(calls))
+        return False
+
+    def _place(self, request: RequestContext, size: int) -> list[PendingCall]:
+        """Find the lineage of each call. `size` is that of the request's messages in bytes."""
+        session, parsed = request.session, request.parsed
+        calls = []
+        for engine_request, messages in zip(parsed.requests, parsed.messages, strict=True):
+            call_id = new_id("call")
+            lineage = session.place(call_id, engine_request, request.metadata, now=request.started_at)
+            calls.append(PendingCall(call_id, apply_policy(engine_request, session.policy), lineage, messages))
+        session.remember_request(request.dialect.name, parsed, calls[0].lineage.conversation, size)
+        return calls
+
+    def _open_reply(self, request: RequestContext, call_id: str, send: asgi.Send) -> Reply:
+        dialect = request.dialect
+        headers = [
+            (b"x-polar-call-id", call_id.encode()),
+            (b"x-polar-session-id", request.session.session_id.encode()),
+        ]
+        encoder = dialect.encoder(request.parsed, call_id, int(request.started_at))
+        if request.parsed.stream:
+            return StreamedReply(send, dialect, encoder, headers, self._context.settings)
+        return WholeReply(send, dialect, encoder, headers)
+
+    async def _sample(
+        self,
+        request: RequestContext,
+        calls: Sequence[PendingCall],
+        reply: Reply,
+        buffer: ResponseBuffer,
+        receive: asgi.Receive,
+    ) -> CallOutcome:
+        """Sample the calls of a request to whatever end they come. Raises SessionClosedError if none may begin."""
+        try:
+            await self._announce(request.session, calls)
+            async with asgi.ClientWatch(receive, buffer.abandoned) as watch:
+                await self._sample_calls(request, calls, reply)
+            if watch.gone or not await buffer.has_listener():
+                return CallOutcome("client_gone", 499, "the client closed the connection")
+            return CallOutcome("ok", 200)
+        except SessionClosedError:
+            raise
+        except asyncio.CancelledError:  # a server that stops cancels what outlasts its grace period
+            return CallOutcome("client_gone", 499, "the gateway was stopped", _gateway_stopped())
+        except (RequestError, EngineError) as error:
+            return CallOutcome.failed(error)
+        except Exception as error:
+            log.exception("call %s failed inside Polar", calls[0].call_id)
+            return CallOutcome.failed(_internal_error(error))
+
+    async def _announce(self, session: SessionState, calls: Sequence[PendingCall]) -> None:
+        """Let the other gateways of the database know. Raises SessionClosedError if one of them closed the session."""
+        in_flight = self._context.in_flight
         if in_flight is None:
-            return True
-        ids = [part.call_id for part in self._parts]
-        self._announced = asyncio.create_task(in_flight.announce(self._session.session_id, ids))
-        return await asyncio.shield(self._announced)
+            return
+        # To its end: the row must not come after the commit that removes it.
+        if not await _run_to_end(in_flight.announce(session.session_id, [call.call_id for call in calls])):
+            raise SessionClosedError
 
-    async def _generate(self, encoder: Encoder, writer: asgi.StreamWriter | None) -> None:
-        if len(self._parts) == 1:
-            await self._pump(0, encoder, writer)
+    async def _sample_calls(self, request: RequestContext, calls: Sequence[PendingCall], reply: Reply) -> None:
+        if len(calls) == 1:
+            await self._sample_call(request, 0, calls[0], reply)
             return
         try:
             async with asyncio.TaskGroup() as group:
-                for index in range(len(self._parts)):
-                    group.create_task(self._pump(index, encoder, writer))
+                for index, call in enumerate(calls):
+                    group.create_task(self._sample_call(request, index, call, reply))
         except* (RequestError, EngineError) as errors:
             raise errors.exceptions[0] from errors
 
-    async def _pump(self, index: int, encoder: Encoder, writer: asgi.StreamWriter | None) -> None:
-        part = self._parts[index]
-        part.plan = await self._services.continuer.plan(part.request, part.place, self._session.policy)
-        part.version = await self._engine.weight_version()
-        stream = self._asked.parsed.stream
-        sampled = self._engine.sample(part.request, stream=stream, prompt=part.plan.prompt)
-        async with contextlib.aclosing(sampled) as events:
-            with self._services.metrics.busy.call():
+    async def _sample_call(self, request: RequestContext, index: int, call: PendingCall, reply: Reply) -> None:
+        engine = self._context.engine
+        call.plan = await self._context.prompts.build(call.request, call.lineage.base, request.session)
+        call.version = await engine.weight_version()
+        events = engine.sample(call.request, stream=request.parsed.stream, prompt=call.plan.prompt)
+        async with contextlib.aclosing(events):
+            with self._context.metrics.busy.call():
                 async for event in events:
-                    if part.first_at is None:
-                        part.first_at = time.time()
-                    part.answer.add(event)
-                    if writer is not None:
-                        await writer.write(encoder.feed(index, event))
-        if not part.answer.finished:
+                    if call.first_token_at is None:
+                        call.first_token_at = time.time()
+                    call.answer.add(event)
+                    await reply.write(index, event)
+        if not call.answer.finished:
             raise EngineError("The engine's answer ended before it was finished.")
 
-    async def _version_now(self) -> str | None:
-        """The policy version; None where the engine cannot be asked, which must not lose the call."""
+    async def count_tokens(
+        self, route: TokenCount, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
+    ) -> None:
+        """Answer how many tokens a prompt has. This is not a call and is not recorded."""
+        context = self._context
         try:
-            return await self._engine.weight_version()
+            await self._find_session(asgi.read_headers(scope), path_key, scope)
+            body = await asgi.read_body(receive, context.settings.max_body_mb << 20)
+            value = await _offload(len(body), asgi.parse_json_object, body)
+            tokens = await context.engine.count_tokens(await _offload(len(body), route.parse, value))
+        except asgi.ClientDisconnected:
+            return
         except (RequestError, EngineError) as error:
-            log.warning("the policy version of call %s is not known: %s", self._parts[0].call_id, error)
-            return None
+            if isinstance(error, RequestError):
+                context.metrics.refused.labels(error.status).inc()
+            await send_error(send, error, route)
+        else:
+            await asgi.send_json(send, 200, route.respond(tokens))
 
-    async def _settle(self, status: CallStatus, http_status: int, error: str | None) -> None:
-        """Commit, once; a cancellation in the meantime does not cut it short."""
-        if self._settled is None:
-            self._settled = asyncio.create_task(self._commit(status, http_status, error))
-        await asyncio.shield(self._settled)
+    async def _find_session(self, headers: Mapping[str, str], path_key: str | None, scope: asgi.Scope) -> SessionState:
+        query = scope["query_string"]
+        query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
+        key = key_of_request(headers, query_key)
+        inside_sandbox = asgi.INSIDE_SANDBOX in scope.get("state", {})
+        return await self._context.sessions.find(key, path_key, inside_sandbox=inside_sandbox)
 
-    async def _fail(
-        self,
-        error: RequestError | EngineError,
-        encoder: Encoder,
-        writer: asgi.StreamWriter | None,
-        send: asgi.Send,
-    ) -> None:
-        await self._settle("upstream_error", error.status, str(error))
-        await self._tell(error, encoder, writer, send)
+    async def _parse(self, dialect: Dialect, raw: bytes, session: SessionState) -> ParsedRequest:
+        previous = session.last_parsed(dialect.name)
 
-    async def _tell(
-        self, error: RequestError | EngineError, encoder: Encoder, writer: asgi.StreamWriter | None, send: asgi.Send
-    ) -> None:
-        message = str(error)
-        if writer is not None:
-            writer.close()
-            if writer.started:
-                await writer.finish(encoder.fail(message, error.status))
-                return
-        if isinstance(error, EngineError):
-            after = error.retry_after
-            error = RequestError(message, status=error.status, code="engine_error")
-            error.retry_after = after
-        await send_error(send, error, self._dialect, self._headers)
+        def parse(body: Json) -> ParsedRequest:
+            return dialect.parse(body, previous)
 
-    async def _commit(self, status: CallStatus, http_status: int, error: str | None) -> None:
-        ending = CallOutcome(status, http_status, error, time.time())
-        if self._announced is not None:
-            await asyncio.wait([self._announced])  # its row must not come after the commit that removes it
-        version = await self._version_now()
-        for part in self._parts:
-            said = [choice.message.to_openai() for _, choice in part.answer.in_order]
-            fingerprint = self._session.history.ended(part.place, said, status, now=ending.ended_at)
-            weights = version_of(part.answer, part.version, version or part.version)
-            record = make_record(self._asked, part, ending, self._engine.info, weights, fingerprint)
-            self._services.continuer.remember(record, part.plan, part.place.base)
-            self._services.metrics.count(record)
-            waited = time.perf_counter()
-            try:
-                async with asyncio.timeout(_COMMIT_PATIENCE):
-                    await self._services.store.calls.commit(record)
-            except Exception:
-                self._session.lost += 1
-                self._services.metrics.lost.inc()
-                log.exception("call %s was answered but could not be recorded", part.call_id)
-            else:
-                for observer in self._services.observers:
-                    observer(record)
-            self._services.metrics.commit.observe(time.perf_counter() - waited)
-            if self._services.in_flight is not None:
-                self._services.in_flight.over([part.call_id])
+        body = await _offload(len(raw), asgi.parse_json_object, raw)
+        previous_call_id = dialect.previous_call_id(body)
+        if previous_call_id is None:
+            return await _offload(len(raw), parse, body)
+        referred = await self._previous_call(dialect, previous_call_id, session)
+
+        def prepend_and_parse(body: Json) -> ParsedRequest:
+            return dialect.parse(dialect.prepend_previous(body, referred))
+
+        # A body of a few bytes may continue a conversation of megabytes.
+        return await _offload(len(raw) + sum(map(len, referred.messages)), prepend_and_parse, body)
+
+    async def _previous_call(self, dialect: Dialect, call_id: str, session: SessionState) -> PreviousCall:
+        """Return the call that a body continues. Raises RequestError if this session has no complete answer of it."""
+        call = await self._context.store.calls.get(call_id)
+        if call is None or call.session_id != session.session_id or call.dialect != dialect.name or not call.choices:
+            raise RequestError(
+                "The previous response was not found in this session.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        if call.status in ("client_gone", "upstream_error"):
+            raise RequestError(
+                f"The previous response ended early ({call.error or call.status}), so it cannot be continued.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        return PreviousCall(call.messages, call.choices[0].message)
+
+
+async def _offload(size: int, work: Callable[[T], R], value: T) -> R:
+    """Return `work(value)`, computed in a thread if `size` bytes are many."""
+    return await asyncio.to_thread(work, value) if size > _LARGE_BODY else work(value)
+
+
+async def _run_to_end(work: Awaitable[T]) -> T:
+    """Await `work` to its end even if this task is cancelled, then let the cancellation continue."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+def _gateway_stopped() -> RequestError:
+    """Return the error for an agent whose call was cut by a stopping gateway. Its status allows a retry."""
+    return RequestError("The gateway was stopped.", status=503)
+
+
+def _internal_error(error: Exception) -> EngineError:
+    return EngineError(f"Internal error in Polar: {type(error).__name__}: {error}", status=500)

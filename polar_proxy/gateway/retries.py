@@ -1,94 +1,95 @@
-"""Joining of retries: one generation, one call, the same bytes to whoever asks for it again.
+"""Joining of retries: one generation and one call, whose bytes go to every client that retries the request.
 
-Every answer is kept on a tape while it is written and a little longer. A request that is a retry of a taped one gets
-what the tape has and follows it live. What counts as a retry is decided by evidence, because byte-identical requests
-of two parallel runs under one key are ordinary, and joining those would give both the same sample:
+Each response is buffered while it is sent, and a little longer. A request that retries a buffered one gets what the
+buffer holds and follows it live. Only evidence makes a request a retry, because byte-identical requests of two
+parallel runs under one key are ordinary, and joining them would give both the same sample:
 
 * the first request lost its client before the last byte, or
 * the client's SDK says so (`X-Stainless-Retry-Count`), and no earlier attempt failed that this could be a retry of.
 
-`gateway.join_retries` may be `always` (any equal request that is in flight or was just answered) or `never`.
+`gateway.join_retries` may instead be `always` (any equal request in flight or just answered) or `never`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.dialects import ParsedRequest
 from polar_proxy.gateway import asgi
-from polar_proxy.sessions import ClientMetadata
+from polar_proxy.gateway.recording import RequestContext
 
-_VOLATILE = frozenset({"client_metadata", "metadata", "user", "safety_identifier"})
-"""Fields that say nothing to the model and may differ between two attempts (Codex: turn ids, order of keys)."""
+_VOLATILE_FIELDS = frozenset({"client_metadata", "metadata", "user", "safety_identifier"})
+"""Fields that the model does not see and that may differ between two attempts (Codex: turn ids, order of keys)."""
 
-_KEPT_BYTES = 64 << 20
-"""Of all requests and answers that are kept after their end."""
-
+_FINISHED_BYTES = 64 << 20
+"""Bound of the requests and responses that are kept after their end."""
 
 RetryKey = tuple[str, str, bool, tuple[bytes, ...]]
-"""Session, dialect, whether it is streamed, and the last message of each of its conversations: equal for equal
-requests. Each request of a run ends in another message, so that few others have the same."""
+"""Session, dialect, whether it is streamed, and the last message of each conversation: equal for equal requests.
+
+Each request of a run ends in another message, so few others share its key.
+"""
 
 
 class ResponseBuffer:
-    """One answer as it is sent. Used as the `send` of its turn."""
+    """One response as it is sent. Wraps the `send` of its request."""
 
-    def __init__(self, key: RetryKey, parsed: ParsedRequest, hints: ClientMetadata, grace: float) -> None:
-        self.key = key
-        self.parsed = parsed
-        self.thread = hints.thread
-        self.lost = False
+    def __init__(self, request: RequestContext, grace: float) -> None:
+        """`grace`: seconds for which the generation goes on without a client, so that a retry can take it over."""
+        self.request = request
+        self.disconnected = False
         """Its own client went away before the last byte."""
         self.failed = False
-        self.over = False
-        """Nobody came within the grace: the generation is being given up."""
-        self.claimed = False
-        """A new attempt has been made after this one failed."""
+        self.given_up = False
+        """No retry came within the grace period."""
+        self.retried = False
+        """A new attempt was made after this one failed."""
         self.ended_at: float | None = None
-        self.size = sum(len(item) for messages in parsed.messages for item in messages)
+        self.size = sum(len(message) for messages in request.parsed.messages for message in messages)
+        """Bytes of the request's messages and of what has been sent."""
         self._grace = grace
         self._deadline = 0.0
         self._messages: list[Any] = []
         self._listeners = 0
         self._changed = asyncio.Event()
 
-    def into(self, send: asgi.Send) -> asgi.Send:
-        """`send`, with everything taped; a client that is lost is not sent to."""
+    def wrap(self, send: asgi.Send) -> asgi.Send:
+        """Return a `send` that buffers everything, and passes it on while the client is connected."""
 
-        async def taped(message: Any) -> None:
+        async def buffered_send(message: Any) -> None:
             self._messages.append(message)
             self.size += len(message.get("body", b""))
             self._notify()
-            if not self.lost:
+            if not self.disconnected:
                 await send(message)
 
-        return taped
+        return buffered_send
 
     async def abandoned(self) -> None:
-        """Called when the client is lost. Returns when nobody has listened for the time of grace."""
-        self.lost = True
+        """Call when the client has disconnected. Returns when nobody has listened for the grace period."""
+        self.disconnected = True
         self._deadline = time.monotonic() + self._grace
-        while await self.heard():
-            await self._next()
+        while await self.has_listener():
+            await self._changed.wait()
 
     def retry_grace_over(self) -> None:
-        """No retry can come any more: a lost client's generation is not waited for."""
+        """End the grace period: no retry can come any more, so a generation without a client is not continued."""
         self._grace, self._deadline = 0.0, 0.0
         self._notify()
 
-    async def heard(self) -> bool:
-        """Whether anybody gets this answer: its own client, a listener, or one that comes within the grace."""
-        while self.lost and not self._listeners:
+    async def has_listener(self) -> bool:
+        """Return whether a client gets this response: its own, or a retry that comes within the grace period."""
+        while self.disconnected and not self._listeners:
             try:
                 async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
-                    await self._next()
+                    await self._changed.wait()
             except TimeoutError:
-                self.over = True
+                self.given_up = True
                 return False
         return True
 
@@ -98,7 +99,7 @@ class ResponseBuffer:
         self._notify()
 
     async def follow(self, receive: asgi.Receive, send: asgi.Send) -> bool:
-        """Play the tape to one more client until it ends. False: it ended without having begun to answer."""
+        """Send the response to one more client until it ends. Return False if it ended before it began."""
         self._listeners += 1
         self._notify()
         position = 0
@@ -110,7 +111,7 @@ class ResponseBuffer:
                         await send(self._messages[position - 1])
                     if self.ended_at is not None:
                         break
-                    await self._next()
+                    await self._changed.wait()
             return position > 0 or watch.gone
         finally:
             self._listeners -= 1
@@ -118,18 +119,16 @@ class ResponseBuffer:
                 self._deadline = time.monotonic() + self._grace
             self._notify()
 
-    def same(self, parsed: ParsedRequest, hints: ClientMetadata) -> bool:
-        """Whether another of the same key is the same request: order of keys and volatile fields ignored."""
-        mine = self.parsed
+    def matches(self, request: RequestContext) -> bool:
+        """Return whether a request with the same key is the same, ignoring the order of keys and volatile fields."""
+        mine, theirs = self.request.parsed, request.parsed
+        threads = {self.request.metadata.thread, request.metadata.thread} - {None}
         return (
-            (self.thread is None or hints.thread is None or self.thread == hints.thread)
-            and mine.messages == parsed.messages
-            and mine.tools == parsed.tools
-            and _lasting(mine.params) == _lasting(parsed.params)
+            len(threads) < 2
+            and mine.messages == theirs.messages
+            and mine.tools == theirs.tools
+            and _stable_fields(mine.params) == _stable_fields(theirs.params)
         )
-
-    async def _next(self) -> None:
-        await self._changed.wait()
 
     def _notify(self) -> None:
         self._changed.set()
@@ -137,68 +136,77 @@ class ResponseBuffer:
 
 
 class RetryCache:
-    """The tapes of one gateway."""
+    """The response buffers of one gateway."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._policy = settings.join_retries
         self._window = settings.retry_window_seconds
         self._grace = settings.retry_grace_seconds
-        self._tapes: dict[RetryKey, list[ResponseBuffer]] = {}
-        self._ended: deque[ResponseBuffer] = deque()
-        self._kept = 0
+        self._buffers: dict[RetryKey, list[ResponseBuffer]] = {}
+        self._finished: deque[ResponseBuffer] = deque()
+        self._finished_bytes = 0
 
-    def find(self, key: RetryKey, parsed: ParsedRequest, hints: ClientMetadata) -> ResponseBuffer | None:
-        """The tape that this request, being a retry, is to be answered from."""
+    def __iter__(self) -> Iterator[ResponseBuffer]:
+        return itertools.chain.from_iterable(self._buffers.values())
+
+    def find(self, request: RequestContext) -> ResponseBuffer | None:
+        """Return the buffer that answers this request, if it is a retry."""
         if self._policy == "never":
             return None
-        self._forget()
-        tapes = self._tapes.get(key)
-        if tapes is None:
+        self._evict()
+        buffers = self._buffers.get(_retry_key(request))
+        if buffers is None:
             return None
-        same = [tape for tape in tapes if tape.same(parsed, hints)]
-        if lost := [tape for tape in same if tape.lost and not tape.over and tape.ended_at is None]:
+        same = [buffer for buffer in buffers if buffer.matches(request)]
+        lost = [buffer for buffer in same if buffer.disconnected and not buffer.given_up and buffer.ended_at is None]
+        if lost:
             return lost[-1]
-        if failed := [tape for tape in same if (tape.failed or tape.over) and not tape.claimed]:
-            failed[-1].claimed = True
+        failed = [buffer for buffer in same if (buffer.failed or buffer.given_up) and not buffer.retried]
+        if failed:
+            failed[-1].retried = True
             return None
-        answered = [tape for tape in same if not tape.failed and not tape.over]
-        if answered and (hints.retry > 0 or self._policy == "always"):
+        answered = [buffer for buffer in same if not buffer.failed and not buffer.given_up]
+        if answered and (request.metadata.retry > 0 or self._policy == "always"):
             return answered[-1]
         return None
 
-    def open(self, key: RetryKey, parsed: ParsedRequest, hints: ClientMetadata) -> ResponseBuffer:
-        tape = ResponseBuffer(key, parsed, hints, self._grace)
-        self._tapes.setdefault(key, []).append(tape)
-        return tape
+    def open(self, request: RequestContext) -> ResponseBuffer:
+        """Return a new buffer for a request that is no retry."""
+        buffer = ResponseBuffer(request, self._grace)
+        self._buffers.setdefault(_retry_key(request), []).append(buffer)
+        return buffer
+
+    def close(self, buffer: ResponseBuffer, *, failed: bool) -> None:
+        """Mark a response as ended, and keep it for the retry window."""
+        buffer.close(failed=failed)
+        self._finished.append(buffer)
+        self._finished_bytes += buffer.size
+        self._evict()
 
     def end_session(self, session_id: str) -> None:
-        """Its key is revoked: what nobody hears there is given up at once."""
-        for key, tapes in self._tapes.items():
+        """End the grace period of a session's responses: its key is revoked, so no retry can come."""
+        for key, buffers in self._buffers.items():
             if key[0] == session_id:
-                for tape in tapes:
-                    tape.retry_grace_over()
+                for buffer in buffers:
+                    buffer.retry_grace_over()
 
-    def close(self, tape: ResponseBuffer, *, failed: bool) -> None:
-        """The answer is complete, or there is none: it is kept for the window."""
-        tape.close(failed=failed)
-        self._ended.append(tape)
-        self._kept += tape.size
-        self._forget()
-
-    def _forget(self) -> None:
+    def _evict(self) -> None:
         limit = time.monotonic() - self._window
-        while self._ended and ((self._ended[0].ended_at or 0.0) < limit or self._kept > _KEPT_BYTES):
-            tape = self._ended.popleft()
-            self._kept -= tape.size
-            tapes = self._tapes[tape.key]
-            tapes.remove(tape)
-            if not tapes:
-                del self._tapes[tape.key]
+        while self._finished:
+            if (self._finished[0].ended_at or 0.0) >= limit and self._finished_bytes <= _FINISHED_BYTES:
+                break
+            buffer = self._finished.popleft()
+            self._finished_bytes -= buffer.size
+            key = _retry_key(buffer.request)
+            self._buffers[key].remove(buffer)
+            if not self._buffers[key]:
+                del self._buffers[key]
 
 
-def retry_key(session_id: str, dialect: str, parsed: ParsedRequest) -> RetryKey:
-    return session_id, dialect, parsed.stream, tuple(messages[-1] if messages else b"" for messages in parsed.messages)
+def _retry_key(request: RequestContext) -> RetryKey:
+    last_messages = tuple(messages[-1] if messages else b"" for messages in request.parsed.messages)
+    return request.session.session_id, request.dialect.name, request.parsed.stream, last_messages
 
 
-def _lasting(params: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in params.items() if key not in _VOLATILE}
+def _stable_fields(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in params.items() if key not in _VOLATILE_FIELDS}

@@ -1,4 +1,4 @@
-"""The running gateway: engine, store and HTTP server under one lifetime."""
+"""The running gateway: application, HTTP server and listening sockets under one lifetime."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.app import create_app
-from polar_proxy.gateway.handler import CallObserver
+from polar_proxy.gateway.handler import GatewayContext, RequestHandler
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.pipeline import TurnPipeline
-from polar_proxy.sessions.registry import SessionRegistry
+from polar_proxy.gateway.recording import CallObserver, CallRecorder
+from polar_proxy.gateway.retries import RetryCache
+from polar_proxy.sessions import PromptBuilder, SessionRegistry
 
 log = logging.getLogger(__name__)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a socket bound to `host`."""
+    """Return whether only this machine can reach a socket bound to `host`."""
     if host == "localhost":
         return True
     try:
@@ -40,7 +41,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _UvicornServer(uvicorn.Server):
-    """uvicorn without its own signal handling: who stops is decided by whoever owns the gateway."""
+    """uvicorn without its own signal handling: the owner of the gateway decides when it stops."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
@@ -50,8 +51,8 @@ class _UvicornServer(uvicorn.Server):
 class Gateway:
     """`async with Gateway(engine, store, settings) as gateway:` serves until the block ends.
 
-    The engine and the store must be open already, and outlive it. On leaving, calls in flight are given `grace`
-    seconds, then cancelled; each is committed with what was sampled.
+    The engine and the store must be open already, and outlive the gateway. On leaving, calls in flight are given
+    `grace` seconds, then cancelled; each is committed with what was sampled.
     """
 
     def __init__(self, engine: Engine, store: Any, settings: GatewaySettings, *, grace: float = 5.0) -> None:
@@ -65,23 +66,40 @@ class Gateway:
             shared=settings.shared,
         )
         self._in_flight = InFlightCalls(store) if settings.shared else None
-        self._pipeline = TurnPipeline(engine, store, self.sessions, settings, self.metrics, self._in_flight)
-        self.app = create_app(engine, self._pipeline, self.metrics)
+        self.retries = RetryCache(settings)
+        prompts = PromptBuilder(engine, store, settings)
+        self._recorder = CallRecorder(engine, store, prompts, self.metrics, self._in_flight)
+        handler = RequestHandler(
+            GatewayContext(
+                engine=engine,
+                store=store,
+                settings=settings,
+                metrics=self.metrics,
+                sessions=self.sessions,
+                prompts=prompts,
+                recorder=self._recorder,
+                retries=self.retries,
+                in_flight=self._in_flight,
+            )
+        )
+        self.app = create_app(engine, handler, self.metrics)
         self._grace = grace
-        self._extra: dict[socket.socket, asyncio.Server] = {}
+        self._sandbox_servers: dict[socket.socket, asyncio.Server] = {}
 
     def include(self, router: APIRouter) -> None:
-        """Serve these routes too, from now on; not on the sockets inside sandboxes."""
+        """Serve the routes of `router` from now on, except on sockets inside sandboxes."""
         self.app.include(router)
 
     def observe(self, observer: CallObserver) -> None:
         """Call `observer` with every call once it is committed."""
-        self._pipeline.observers.append(observer)
+        self._recorder.observers.append(observer)
 
     def end_session(self, session_id: str) -> None:
-        """To be told when a session's key was revoked: generations there whose client is gone, or goes, are given up at
-        once, and not after the time in which a retry might have come."""
-        self._pipeline.end_session(session_id)
+        """Call when a session's key is revoked.
+
+        Its generations are cancelled as soon as their client disconnects, without the grace period for retries.
+        """
+        self.retries.end_session(session_id)
 
     @property
     def port(self) -> int:
@@ -89,7 +107,7 @@ class Gateway:
 
     @property
     def url(self) -> str:
-        """Where programs on this machine reach it, without /v1."""
+        """The base URL for programs on this machine, without /v1."""
         host = self.settings.host
         if host in ("0.0.0.0", "::"):
             host = "127.0.0.1"
@@ -116,8 +134,8 @@ class Gateway:
                 await self._task
                 raise UsageError(f"The gateway could not start on {self.settings.host}:{self.settings.port}.")
             await asyncio.sleep(0.005)
-        # What start-up made lives as long as the process: the collector need not walk through it at every call, nor
-        # collect so often. Measured: about a fifth of the gateway's processor time per call.
+        # Objects made at start-up live as long as the process: keep them out of the collector's walks, and collect
+        # less often. Measured: about a fifth of the gateway's processor time per call.
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 50, 100)
@@ -128,26 +146,32 @@ class Gateway:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for listener in list(self._extra):
+        for listener in list(self._sandbox_servers):
             await self.stop_serving_on(listener)
         self._server.should_exit = True
         await self._task
         if self._in_flight is not None:
             await self._in_flight.__aexit__(kind, error, trace)
 
-    async def idle(self, session_id: str, patience: float) -> None:
-        """Wait until no gateway is answering a call of this session, for so many seconds on each side: here, and on the
-        others of the database. TimeoutError where one still is."""
-        await self.sessions.idle(session_id, patience)
-        if self._in_flight is not None and await self._in_flight.wait(session_id, patience):
+    async def idle(self, session_id: str, timeout: float) -> None:
+        """Wait until no gateway of the database is answering a call of this session.
+
+        Raises TimeoutError after `timeout` seconds for this gateway, or as many again for the others.
+        """
+        await self.sessions.idle(session_id, timeout)
+        if self._in_flight is not None and await self._in_flight.wait(session_id, timeout):
             raise TimeoutError
 
-    async def ended(self, session_id: str, patience: float, *, elsewhere: float | None = None) -> str | None:
-        """Wait, `patience` seconds, for what is in flight of a session that has been closed, here and on the other
-        gateways (there, `elsewhere` seconds where given), and forget it. Returns what was lost of it, if anything."""
+    async def forget_session(
+        self, session_id: str, timeout: float, *, timeout_elsewhere: float | None = None
+    ) -> str | None:
+        """Wait for the calls in flight of a closed session, then forget it. Return one line about lost calls, if any.
+
+        `timeout` is in seconds, for this gateway and, unless `timeout_elsewhere` is given, for the others.
+        """
         lost: list[str | None] = []
         try:
-            await self.sessions.idle(session_id, patience)
+            await self.sessions.idle(session_id, timeout)
         except TimeoutError:
             lost.append("a call was still being answered when its rollout ended")
         else:
@@ -155,13 +179,15 @@ class Gateway:
             self.sessions.forget(session_id)
             lost.append(f"{count} call(s) were answered but not recorded" if count else None)
         if self._in_flight is not None:
-            elsewhere = patience if elsewhere is None else elsewhere
-            lost.append(await self._in_flight.ended(session_id, elsewhere, own=bool(lost[0])))
+            timeout = timeout if timeout_elsewhere is None else timeout_elsewhere
+            lost.append(await self._in_flight.wait_and_take(session_id, timeout, own=bool(lost[0])))
         return "; ".join(filter(None, lost)) or None
 
     async def serve_on(self, listener: socket.socket) -> None:
-        """Serve agents on one more listening socket, such as one inside a sandbox's network: the model routes, and
-        nothing by which the gateway or other sessions could be looked at."""
+        """Serve agents on one more listening socket, such as one inside a sandbox's network.
+
+        It serves the routes that agents need, and nothing that shows the gateway or other sessions.
+        """
         protocol_class: Callable[..., asyncio.Protocol] = self._config.http_protocol_class
         state, config = self._server.server_state, self._config
 
@@ -169,12 +195,12 @@ class Gateway:
             return protocol_class(config=config, server_state=state, app_state={asgi.INSIDE_SANDBOX: True})
 
         loop = asyncio.get_running_loop()
-        self._extra[listener] = await loop.create_server(protocol, sock=listener, backlog=config.backlog)
+        self._sandbox_servers[listener] = await loop.create_server(protocol, sock=listener, backlog=config.backlog)
 
     async def stop_serving_on(self, listener: socket.socket) -> None:
-        server = self._extra.pop(listener, None)
+        server = self._sandbox_servers.pop(listener, None)
         if server is not None:
-            server.close()  # closes the socket too; connections that are open end with their clients
+            server.close()  # closes the socket too; open connections end with their clients
             listener.close()
 
 

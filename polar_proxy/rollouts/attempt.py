@@ -23,7 +23,7 @@ from typing import Protocol
 from harness_adapters.base import HarnessError, InstallError, LaunchContext, LaunchPlan
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import BadTaskError, EngineError, PolarError, StoreError
-from polar_proxy.gateway import Gateway, hash_key, new_key
+from polar_proxy.gateway import Gateway
 from polar_proxy.rewards import EvaluationInput, SandboxFactory, Score, evaluate, reward_source, scoring_seconds
 from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.rollouts.early_stop import CAUSE as LOST
@@ -37,6 +37,7 @@ from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.traces import supersede_earlier
 from polar_proxy.rollouts.worker import InfrastructureError, StageLimits
 from polar_proxy.rollouts.workspace import TaskNotPossibleError, prepare_workspace, read_patch
+from polar_proxy.sessions import hash_key, new_key
 from polar_proxy.store import RolloutStatus, Store
 from polar_proxy.store.stages import Claim, ClaimLostError
 from polar_proxy.tasks import Task, task_from_json
@@ -336,7 +337,7 @@ class AttemptRunner:
             return None
         await self._store.sessions.close(one.session_id)
         self._gateway.end_session(one.session_id)
-        return await self._gateway.ended(one.session_id, _IDLE_SECONDS, elsewhere=elsewhere)
+        return await self._gateway.forget_session(one.session_id, _IDLE_SECONDS, timeout_elsewhere=elsewhere)
 
     async def _write_traces(self, one: RunningAttempt, reward: float | None, *, incomplete: bool) -> None:
         if one.session_id is not None:

@@ -1,11 +1,18 @@
-"""Where a call stands in its session: comparison by meaning, edges, retries, threads."""
+"""Sessions: everything that is remembered about one agent conversation, and how its next call relates to it.
 
-from polar_proxy.sessions.base import Base
+The way of a call: `SessionRegistry.find` -> `SessionState.place` (lineage) -> `PromptBuilder.build` (continuation).
+"""
+
 from polar_proxy.sessions.client_metadata import NO_METADATA, ClientMetadata, read_client_metadata
+from polar_proxy.sessions.continuation import PromptBuilder, PromptPlan, prompt_config
 from polar_proxy.sessions.hashing import HashedConversation
-from polar_proxy.sessions.history import Lineage, SessionHistory
+from polar_proxy.sessions.history import SessionHistory
+from polar_proxy.sessions.keys import hash_key, key_of_request, new_key
+from polar_proxy.sessions.lineage import Base, Lineage
 from polar_proxy.sessions.normalisers import NORMALISERS, Normaliser
+from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
 from polar_proxy.sessions.rules import BUILT_IN, RULES, Rule
+from polar_proxy.sessions.state import SessionState
 
 __all__ = [
     "BUILT_IN",
@@ -17,7 +24,16 @@ __all__ = [
     "HashedConversation",
     "Lineage",
     "Normaliser",
+    "PromptBuilder",
+    "PromptPlan",
     "Rule",
+    "SessionClosedError",
     "SessionHistory",
+    "SessionRegistry",
+    "SessionState",
+    "hash_key",
+    "key_of_request",
+    "new_key",
+    "prompt_config",
     "read_client_metadata",
 ]

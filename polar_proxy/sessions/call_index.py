@@ -1,7 +1,7 @@
-"""What a session's history remembers of a call, and how it is kept in the store to be known again after a restart.
+"""The index of a session's calls, and the fingerprint from which a stored call is indexed again after a restart.
 
-Texts are not kept: a conversation is known by the keys of `meaning.Chain`. The exceptions are short quotes, by which
-a sub-agent's prompt or a summary is recognised.
+A conversation is known by its hash keys (see `hashing.HashChain`); texts are not kept. The exceptions are short quotes,
+by which a sub-agent's prompt or a summary is recognised.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from polar_proxy.sessions.hashing import EMPTY, text_of
 from polar_proxy.sessions.rules import AGENT_TOOLS
 from polar_proxy.types import CallStatus, Edge, Json, Message, StoredLineage
 
-_FORM = 1
-"""Of `fingerprint`. Others are not read: their calls are then not found again, and the next one is a root."""
+_FINGERPRINT_FORM = 1
+"""Fingerprints of another form are ignored: their calls are not found again, and the next one is a root."""
 
 _QUOTE = 160
-_LONG_ARGUMENT = 80
-_LONG_LINE = 40
-_LONG_ANSWER = 400
+"""Characters of a quote that are kept."""
+_MIN_AGENT_PROMPT, _MIN_ARGUMENT, _MIN_ANSWER, _MIN_LINE = 12, 80, 400, 40
+"""Characters below which a text is no evidence."""
+_MIN_TURN = 200
+"""Characters above which an assistant turn without tool calls identifies its conversation."""
+_QUOTABLE = 32
+"""Calls whose quotes are looked for."""
 
 CallState = Literal["running"] | CallStatus
 QuoteKind = Literal["agent_prompt", "argument", "summary", "answer"]
@@ -30,7 +34,7 @@ QuoteKind = Literal["agent_prompt", "argument", "summary", "answer"]
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """Text of an answer that a later conversation may begin with: the `_QUOTE` first characters."""
+    """The beginning of a text in an answer, with which a later conversation may begin."""
 
     kind: QuoteKind
     text: str
@@ -38,31 +42,39 @@ class Quote:
 
 @dataclass(frozen=True, slots=True)
 class AnswerNode:
-    """An answer: keys of the conversation and of its assistant turns with it."""
+    """One answer of a call."""
 
     end: bytes
+    """Key of the conversation that ends with it."""
     assistant_chain: bytes
+    """Key of the conversation's assistant turns up to it."""
     said: bytes
+    """Digest of the answer alone."""
     ids: tuple[str, ...]
+    """Ids of its tool calls."""
     length: int
+    """Characters of its text and arguments."""
 
 
 @dataclass(slots=True)
 class CallNode:
-    """A call that the history knows. `asked` is the key of its messages."""
+    """One call of a session."""
 
     call_id: str
     thread: str
     client_thread: str | None
-    """The harness's own id of the thread."""
+    """The harness's own id for the thread."""
     edge: Edge
     parent_call_id: str | None
     rule: str | None
     asked: bytes
+    """Key of its request's messages."""
     assistant_chain: bytes
+    """Key of the assistant turns in its request."""
     ids: bytes
+    """Digest of the ids of the tool calls in its request."""
     at: float
-    """When it was asked, then when it ended."""
+    """When it was asked or, once it has ended, when it ended."""
     state: CallState = "running"
     answers: tuple[AnswerNode, ...] = ()
     quotes: tuple[Quote, ...] = ()
@@ -70,21 +82,66 @@ class CallNode:
     """It asks for a summary of its conversation."""
     continued: int = 0
     """How many calls extend its answer."""
-    asked_again: bool = False
+    retried: bool = False
     text: str = ""
-    """The answer's text, of recent calls only."""
+    """The answer's text; empty for older calls."""
 
     @property
     def failed(self) -> bool:
         return self.state in ("client_gone", "upstream_error")
 
 
-def fingerprint_of(known: CallNode) -> Json:
-    """What the store keeps so that the call is known again: keys as hex, no text but the quotes worth it."""
+@dataclass(slots=True)
+class CallIndex:
+    """The calls of a session by everything by which they can be found."""
+
+    by_id: dict[str, CallNode] = field(default_factory=dict)
+    asked: dict[bytes, list[CallNode]] = field(default_factory=dict)
+    """By the key of their request's messages."""
+    ends: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
+    """By the key of the conversation that ends with an answer."""
+    assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
+    """By the key of the assistant turns up to an answer."""
+    last_turns: dict[tuple[bytes, tuple[str, ...]], CallNode] = field(default_factory=dict)
+    """By the digest and tool call ids of an answer alone."""
+    threads: dict[str, CallNode] = field(default_factory=dict)
+    """The newest call of each of the harness's own threads."""
+    newest: CallNode | None = None
+    """The newest call that is neither a side call nor a compaction request."""
+    quotable: list[CallNode] = field(default_factory=list)
+    """The newest calls with quotes, the newest last."""
+    compactions: list[CallNode] = field(default_factory=list)
+
+    def add(self, node: CallNode) -> None:
+        """Index a call by its request."""
+        self.by_id[node.call_id] = node
+        self.asked.setdefault(node.asked, []).append(node)
+        if node.edge != "side_call":
+            if node.client_thread is not None:
+                self.threads[node.client_thread] = node
+            if node.compaction:
+                self.compactions.append(node)
+            else:
+                self.newest = node
+
+    def add_answers(self, node: CallNode) -> None:
+        """Index a call by its answers."""
+        for answer in node.answers:
+            self.ends.setdefault(answer.end, []).append((node, answer))
+            self.assistant_chains.setdefault(answer.assistant_chain, []).append((node, answer))
+            if answer.ids or answer.length >= _MIN_TURN:
+                self.last_turns[answer.said, answer.ids] = node
+        if node.quotes:
+            self.quotable.append(node)
+            del self.quotable[:-_QUOTABLE]
+
+
+def fingerprint_of(node: CallNode) -> Json:
+    """Return what is stored to index the call again: keys as hex, and of its texts only quotes worth keeping."""
     fingerprint: Json = {
-        "form": _FORM,
-        "asked": known.asked.hex(),
-        "ids": known.ids.hex(),
+        "form": _FINGERPRINT_FORM,
+        "asked": node.asked.hex(),
+        "ids": node.ids.hex(),
         "answers": [
             {
                 "end": answer.end.hex(),
@@ -93,24 +150,24 @@ def fingerprint_of(known: CallNode) -> Json:
                 "ids": list(answer.ids),
                 "length": answer.length,
             }
-            for answer in known.answers
+            for answer in node.answers
         ],
     }
-    if known.assistant_chain != EMPTY:
-        fingerprint["assistant_chain"] = known.assistant_chain.hex()
-    if known.client_thread is not None:
-        fingerprint["thread"] = known.client_thread
-    if known.compaction:
+    if node.assistant_chain != EMPTY:
+        fingerprint["assistant_chain"] = node.assistant_chain.hex()
+    if node.client_thread is not None:
+        fingerprint["thread"] = node.client_thread
+    if node.compaction:
         fingerprint["compaction"] = True
-    if quotes := [[quote.kind, quote.text] for quote in known.quotes if quote.kind in ("agent_prompt", "summary")]:
+    if quotes := [[quote.kind, quote.text] for quote in node.quotes if quote.kind in ("agent_prompt", "summary")]:
         fingerprint["quotes"] = quotes
     return fingerprint
 
 
 def node_from_store(row: StoredLineage) -> CallNode | None:
-    """The call as it was known, or None where the store has no fingerprint of this form."""
+    """Return the call as it was indexed; None if it has no fingerprint of this form."""
     fingerprint = row.fingerprint
-    if not fingerprint or fingerprint.get("form") != _FORM:
+    if not fingerprint or fingerprint.get("form") != _FINGERPRINT_FORM:
         return None
     return CallNode(
         call_id=row.call_id,
@@ -140,70 +197,29 @@ def node_from_store(row: StoredLineage) -> CallNode | None:
 
 
 def quotes_of(answers: Iterable[Message], compaction: bool) -> tuple[Quote, ...]:
-    """What later conversations may quote of these answers."""
+    """Return what later conversations may quote of these answers. `compaction`: they were to be summaries."""
     quotes: list[Quote] = []
     for answer in answers:
         for call in answer.tool_calls:
             starts_agents = call.name.lower() in AGENT_TOOLS
             for value in _strings(call.arguments):
                 text = value.strip()
-                if starts_agents and len(text) >= 12 and " " in text:
+                if starts_agents and len(text) >= _MIN_AGENT_PROMPT and " " in text:
                     quotes.append(Quote("agent_prompt", text[:_QUOTE]))
-                elif len(text) >= _LONG_ARGUMENT and " " in text:
+                elif len(text) >= _MIN_ARGUMENT and " " in text:
                     quotes.append(Quote("argument", text[:_QUOTE]))
         text = text_of(answer)
-        if not answer.tool_calls and (compaction or len(text) >= _LONG_ANSWER):
-            lines = sorted((line.strip() for line in text.splitlines()), key=len, reverse=True)[:3]
+        if not answer.tool_calls and (compaction or len(text) >= _MIN_ANSWER):
+            longest = sorted((line.strip() for line in text.splitlines()), key=len, reverse=True)[:3]
             kind: QuoteKind = "summary" if compaction else "answer"
-            quotes += [Quote(kind, line[:_QUOTE]) for line in lines if len(line) >= _LONG_LINE]
+            quotes += [Quote(kind, line[:_QUOTE]) for line in longest if len(line) >= _MIN_LINE]
     return tuple(quotes)
 
 
 def _strings(arguments: str) -> Sequence[str]:
-    """The strings of a call's arguments, one level deep."""
+    """Return the strings in a call's arguments, one level deep."""
     try:
         value: Any = orjson.loads(arguments)
     except orjson.JSONDecodeError:
         return ()
     return [item for item in value.values() if isinstance(item, str)] if isinstance(value, dict) else ()
-
-
-@dataclass(slots=True)
-class CallIndex:
-    """The calls of a session by everything they can be found by."""
-
-    asked: dict[bytes, list[CallNode]] = field(default_factory=dict)
-    ends: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    assistant_chains: dict[bytes, list[tuple[CallNode, AnswerNode]]] = field(default_factory=dict)
-    said: dict[tuple[bytes, tuple[str, ...]], CallNode] = field(default_factory=dict)
-    threads: dict[str, CallNode] = field(default_factory=dict)
-    """The newest call of each of the harness's own threads."""
-    newest: CallNode | None = None
-    """Of those that are neither side calls nor compaction requests."""
-    quotable: list[CallNode] = field(default_factory=list)
-    """Calls with quotes, the newest last; see `QUOTABLE`."""
-    compactions: list[CallNode] = field(default_factory=list)
-    by_id: dict[str, CallNode] = field(default_factory=dict)
-
-    QUOTABLE = 32
-
-    def add(self, known: CallNode) -> None:
-        self.by_id[known.call_id] = known
-        self.asked.setdefault(known.asked, []).append(known)
-        if known.edge != "side_call":
-            if known.client_thread is not None:
-                self.threads[known.client_thread] = known
-            if known.compaction:
-                self.compactions.append(known)
-            else:
-                self.newest = known
-
-    def answered(self, known: CallNode) -> None:
-        for answer in known.answers:
-            self.ends.setdefault(answer.end, []).append((known, answer))
-            self.assistant_chains.setdefault(answer.assistant_chain, []).append((known, answer))
-            if answer.ids or answer.length >= 200:
-                self.said[answer.said, answer.ids] = known
-        if known.quotes:
-            self.quotable.append(known)
-            del self.quotable[: -self.QUOTABLE]

@@ -1,29 +1,56 @@
-"""Continuation, the pure half: which tokens come behind an answer, as the engine's own template writes them.
+"""Continuation: sample a call from exactly the tokens of the answer it goes on from, followed by what is new.
 
-A continued prompt is the base's prompt, its sampled answer, and a suffix: the tokens of what is new. The suffix is not
-written by code for each model. The engine renders a short stand-in, a user message, an assistant turn that calls the
-same tools, and the new messages; what stands behind the end-of-turn token of that assistant turn is the suffix.
+    base's prompt + base's answer (+ end of turn, if the answer was cut) + suffix
 
-Invariants:
+The suffix is not written by code for each model. The engine renders a short probe request: a user message, an assistant
+turn that calls the same tools as the base's last turn, and the new messages. The suffix is what follows the
+end-of-turn token of that assistant turn.
 
-* The end of turn is found by counting end-of-turn tokens, which are special tokens: text on one side of them does not
-  change the tokens on the other. Nothing is taken where there is none.
-* A suffix is believed only after one of its shape (roles of the new messages, calls of the turn before, template
-  options) was seen to be exactly how the engine's rendering of a whole request ends.
-* The base's tokens are never rendered again, so what a harness did to its history (other JSON, dropped reasoning,
+Promises:
+
+* `build` never fails a call. If something prevents continuation, the engine renders the request, and the reason is
+  recorded with the call.
+* The end of a turn is found by counting end-of-turn tokens. They are special tokens: text on one side of them does not
+  change the tokens on the other. A template without them is not continued.
+* A suffix is used only after one of its shape (roles of the new messages, calls of the turn before, template options)
+  was seen to be exactly how the engine's rendering of a whole request ends.
+* The base's tokens are never rendered again, so whatever a harness did to its history (other JSON, dropped reasoning,
   other white space) cannot change them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import orjson
 
-from polar_proxy.types import ChatRequest, Json, Message, Sampling, ToolCall
+from polar_proxy.bounded import Bounded
+from polar_proxy.config import GatewaySettings
+from polar_proxy.dialects import recorded_request
+from polar_proxy.engines.base import CannotContinueError, Engine, ExactPrompt, is_constrained
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.sessions.lineage import Base
+from polar_proxy.sessions.state import AnsweredCall, PromptConfig, SessionState
+from polar_proxy.store import Store
+from polar_proxy.types import (
+    CallRecord,
+    ChatRequest,
+    Choice,
+    EngineRequest,
+    Json,
+    Message,
+    PromptMode,
+    Sampling,
+    TokenIds,
+    ToolCall,
+)
+
+log = logging.getLogger(__name__)
 
 PromptReason = Literal[
     "no_base",
@@ -46,64 +73,231 @@ PromptReason = Literal[
 ]
 """Why a prompt was not continued from its base's tokens.
 
-no_base                   the request begins a conversation, or goes on with none that was recorded
+no_base                   the request begins a conversation, or extends none that was recorded
 raw_prompt                Completions: the client gives the whole prompt
 tools_changed, template_options_changed
-                          the harness offers other tools, or asks for another rendering: the prompt's beginning changes
-images                    a prompt with pictures is more than its token ids
-constrained               the answer is held to a grammar, which the engine enforces on its own route
-base_without_tokens       the base was recorded without ids (a hosted engine)
-stop_sequence, aborted    the base's answer ended otherwise than by its own end of turn or the limit of tokens
-no_end_of_turn            the engine's end-of-turn token does not show in its rendering of an assistant turn
-template_refuses          the template cannot render the stand-in or the request
-suffix_unproven           the engine's rendering of the whole request does not end in the suffix of the stand-in
-reasoning_by_template     `past_reasoning = strip`, and the template drops reasoning of an older turn
-context_full              with all that was sampled the prompt leaves no room for an answer
-engine_cannot             the engine does not sample chats from ids (`polar doctor --engine-url` says why)
-engine_failed             the engine did not answer the question how it renders
-off                       `prompt_mode = observe`; nothing else stood against it
+                          the tools or the template's options differ from the base's, so the prompt's beginning changes
+images                    a prompt with images is more than its token ids
+constrained               the answer must follow a grammar, which the engine enforces on another route
+base_without_tokens       the base was recorded without token ids (engine `openai`)
+stop_sequence, aborted    the base's answer ended neither with its own end of turn nor at the token limit
+no_end_of_turn            no end-of-turn token appears in the engine's rendering of an assistant turn
+template_refuses          the template cannot render the probe or the request
+suffix_unproven           the engine's rendering of the whole request does not end in the suffix
+reasoning_by_template     `past_reasoning = strip`, and the template drops the reasoning of an earlier turn
+context_full              with everything that was sampled, the prompt leaves no room for an answer
+engine_cannot             the engine does not sample chats from token ids (`polar doctor --engine-url` says why)
+engine_failed             the engine did not answer when asked to render
+off                       `prompt_mode = render`; nothing else prevents continuation
 """
 
 PastReasoning = Literal["keep", "strip"]
 
-_OPENING = Message("user", "Go on.")
+_SHAPES = 4096
+"""How many turn endings and proved suffix shapes are remembered."""
+_REASONING_PREFIX = 80
+"""Characters of an answer's reasoning that are looked for in a rendering."""
+_PROBE_OPENING = Message("user", "Go on.")
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class TurnEnding:
-    """How the rendering of the stand-in up to its assistant turn ends: `turns` end-of-turn tokens, then `after`.
+class PromptPlan:
+    """How a call's prompt is made."""
 
-    Without turns: no end of turn shows in it."""
+    prompt: ExactPrompt | None = None
+    """What the engine samples from. None: it renders the request."""
+    reason: PromptReason | None = None
+    """Why the prompt is not continued."""
+    past_reasoning: PastReasoning | None = None
+    """The setting under which the prompt was made, if it played a part."""
+    config: PromptConfig | None = None
+    """None for a raw prompt."""
+
+    @property
+    def mode(self) -> PromptMode:
+        return "render" if self.prompt is None else "continue"
+
+
+class TurnEnding(NamedTuple):
+    """How the rendering of a probe ends after its assistant turn: `turns` end-of-turn tokens, then the ids `after`."""
 
     turns: int
     after: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Suffix:
-    """What follows the `end` token of an assistant turn, up to the opening of the next answer."""
+class Suffix(NamedTuple):
+    """The ids that follow the `end` token of an assistant turn, up to the opening of the next answer."""
 
     end: int
     ids: tuple[int, ...]
 
 
-class PromptConfig(NamedTuple):
-    """Digests of what shapes a prompt beside its messages: the tools that are shown, and the template's options."""
+class _NotContinued(Exception):
+    """Something prevents continuation."""
 
-    tools: bytes
-    options: bytes
+    def __init__(self, reason: PromptReason, past_reasoning: PastReasoning | None = None) -> None:
+        super().__init__(reason)
+        self.reason: PromptReason = reason
+        self.past_reasoning = past_reasoning
+
+
+class PromptBuilder:
+    """Builds the prompts of one gateway's calls."""
+
+    def __init__(self, engine: Engine, store: Store, settings: GatewaySettings) -> None:
+        self._engine = engine
+        self._store = store
+        self._settings = settings
+        self._turn_endings = Bounded[Hashable, TurnEnding](_SHAPES)
+        self._proved = Bounded[Hashable, bool](_SHAPES)
+        """Whether a suffix of this shape was how the rendering of a whole request ended."""
+
+    async def build(self, request: EngineRequest, base: Base | None, session: SessionState) -> PromptPlan:
+        """Return the prompt of a call that extends `base`."""
+        if not isinstance(request, ChatRequest):
+            return PromptPlan(reason="raw_prompt")
+        config = prompt_config(request)
+        try:
+            plan = await self._continue(request, config, base, session)
+        except _NotContinued as obstacle:
+            plan = PromptPlan(reason=obstacle.reason, past_reasoning=obstacle.past_reasoning)
+        except RequestError:
+            plan = PromptPlan(reason="template_refuses")
+        except EngineError as error:
+            log.warning("the engine could not render for a continuation: %s", error)
+            plan = PromptPlan(reason="engine_failed")
+        return replace(plan, config=config)
+
+    def remember(self, session: SessionState, record: CallRecord, plan: PromptPlan, base: Base | None) -> None:
+        """Keep a call's tokens for the next one. Call this before the agent has the answer's last byte."""
+        if record.status != "ok" or record.prompt_ids is None or plan.config is None:
+            return
+        before = session.answered_call(base.call_id, base.choice) if base is not None else None
+        for choice in record.choices:
+            reasoning = before.reasoning if before is not None else ()
+            self._remember(session, record.call_id, record.prompt_ids, choice, plan.config, reasoning)
+
+    async def _continue(
+        self, request: ChatRequest, config: PromptConfig, base: Base | None, session: SessionState
+    ) -> PromptPlan:
+        if base is None:
+            raise _NotContinued("no_base")
+        if has_images(request.messages):
+            raise _NotContinued("images")
+        if is_constrained(request):
+            raise _NotContinued("constrained")
+        answered = session.answered_call(base.call_id, base.choice) or await self._load(session, base)
+        if answered is None:
+            raise _NotContinued("base_without_tokens")
+        if config.tools != answered.config.tools:
+            raise _NotContinued("tools_changed")
+        if config.options != answered.config.options:
+            raise _NotContinued("template_options_changed")
+        if not answered.ends_turn and answered.finish_reason != "length":
+            raise _NotContinued("stop_sequence" if answered.finish_reason == "stop" else "aborted")
+        if session.policy.get("prompt_mode", self._settings.prompt_mode) != "continue":
+            raise _NotContinued("off")
+        if "continue" not in self._engine.info.capabilities:
+            raise _NotContinued("engine_cannot")
+
+        suffix = await self._prove_suffix(request, base)
+        past_reasoning: PastReasoning = session.policy.get("past_reasoning", self._settings.past_reasoning)
+        if past_reasoning == "strip" and answered.reasoning and await self._template_drops_reasoning(request, answered):
+            raise _NotContinued("reasoning_by_template", past_reasoning)
+        end_of_turn = () if answered.ends_turn else (suffix.end,)
+        prompt = np.concatenate([answered.ids, np.array([*end_of_turn, *suffix.ids], dtype=np.int32)])
+        if prompt.size >= self._engine.info.context_length:
+            raise _NotContinued("context_full")
+        try:
+            accepted = await self._engine.accept_prompt(request, prompt)
+        except CannotContinueError as error:
+            log.info("a call is not continued: %s", error)
+            raise _NotContinued("engine_cannot") from error
+        return PromptPlan(accepted, past_reasoning=past_reasoning)
+
+    async def _load(self, session: SessionState, base: Base) -> AnsweredCall | None:
+        """Read a base that is not in memory from the store: another gateway answered it, or this one was restarted."""
+        call = await self._store.calls.get(base.call_id)
+        choice = next((choice for choice in call.choices if choice.index == base.choice), None) if call else None
+        if call is None or choice is None or call.prompt_ids is None or not choice.token_ids.size:
+            return None
+        try:
+            request = recorded_request(call)
+        except RequestError:
+            return None
+        if not isinstance(request, ChatRequest):
+            return None
+        reasoning = tuple(text for message in request.messages for text in _reasoning_prefix(message.reasoning))
+        return self._remember(session, call.call_id, call.prompt_ids, choice, prompt_config(request), reasoning)
+
+    def _remember(
+        self,
+        session: SessionState,
+        call_id: str,
+        prompt: TokenIds,
+        choice: Choice,
+        config: PromptConfig,
+        earlier_reasoning: tuple[str, ...],
+    ) -> AnsweredCall:
+        reasoning: Any = choice.message.get("reasoning_content")
+        answered = AnsweredCall(
+            ids=np.concatenate([prompt, choice.token_ids]),
+            finish_reason=choice.finish_reason,
+            ends_turn=int(choice.token_ids[-1]) in self._engine.info.eos_token_ids,
+            config=config,
+            reasoning=(*earlier_reasoning, *_reasoning_prefix(reasoning)),
+        )
+        session.remember_answer(call_id, choice.index, answered)
+        return answered
+
+    async def _prove_suffix(self, request: ChatRequest, base: Base) -> Suffix:
+        """Return the suffix for the messages after `base`, once one of its shape is proved on a whole rendering."""
+        end_of_turn = self._engine.info.eos_token_ids
+        head, probe = probe_requests(request, base.messages)
+        ending = await self._turn_ending(head)
+        if not ending.turns:
+            raise _NotContinued("no_end_of_turn")
+        shape = suffix_shape(request, base.messages)
+        proved = self._proved.get(shape)
+        if proved is False:
+            raise _NotContinued("suffix_unproven")
+        suffix = find_suffix(await self._engine.render(probe), ending, end_of_turn)
+        if proved is None:
+            rendering = await self._engine.render(request)
+            proved = suffix is not None and ends_in_suffix(rendering, suffix)
+            self._proved.put(shape, proved)
+        if suffix is None or not proved:
+            raise _NotContinued("suffix_unproven")
+        return suffix
+
+    async def _turn_ending(self, head: ChatRequest) -> TurnEnding:
+        shape = len(head.messages[-1].tool_calls), _canonical_json(dict(head.template_kwargs))
+        ending = self._turn_endings.get(shape)
+        if ending is None:
+            ids = await self._engine.render(head, generation=False)
+            ending = find_turn_ending(ids, self._engine.info.eos_token_ids)
+            self._turn_endings.put(shape, ending)
+        return ending
+
+    async def _template_drops_reasoning(self, request: ChatRequest, answered: AnsweredCall) -> bool:
+        """Return whether the engine's own rendering lacks reasoning that earlier answers were sampled with."""
+        text = await self._engine.decode(await self._engine.render(request))
+        return not all(reasoning in text for reasoning in answered.reasoning)
 
 
 def prompt_config(request: ChatRequest) -> PromptConfig:
-    """Order of keys and of tools means nothing here; neither does a cache mark."""
-    tools = [] if request.tool_choice == "none" else sorted(_canonical(_unmarked(tool)) for tool in request.tools)
-    return PromptConfig(_digest(b"\n".join(tools)), _digest(_canonical(dict(request.template_kwargs))))
+    """Return the digests of the tools and template options, ignoring the order of keys and tools, and cache marks."""
+    tools = [] if request.tool_choice == "none" else request.tools
+    unmarked = ({key: value for key, value in tool.items() if key != "cache_control"} for tool in tools)
+    listed = b"\n".join(sorted(map(_canonical_json, unmarked)))
+    return PromptConfig(_digest(listed), _digest(_canonical_json(dict(request.template_kwargs))))
 
 
-def probe_request(request: ChatRequest, base_messages: int) -> tuple[ChatRequest, ChatRequest]:
-    """The stand-in up to its assistant turn, and with the new messages.
+def probe_requests(request: ChatRequest, base_messages: int) -> tuple[ChatRequest, ChatRequest]:
+    """Return the probe up to its assistant turn, and the whole probe with the new messages.
 
-    The turn calls tools as the last one of the base did, so that results have a call to belong to.
+    Its assistant turn calls tools as the base's last turn does, so that tool results have a call to belong to.
     """
     calls = tuple(
         ToolCall(call.id, call.name, "{}")
@@ -112,55 +306,55 @@ def probe_request(request: ChatRequest, base_messages: int) -> tuple[ChatRequest
     )
     turn = Message("assistant", None if calls else "Yes.", tool_calls=calls)
     head = replace(
-        request, messages=(_OPENING, turn), tools=(), tool_choice=None, response_format=None, sampling=Sampling()
+        request,
+        messages=(_PROBE_OPENING, turn),
+        tools=(),
+        tool_choice=None,
+        response_format=None,
+        sampling=Sampling(),
     )
     return head, replace(head, messages=(*head.messages, *request.messages[base_messages:]))
 
 
-def head_shape(head: ChatRequest) -> Hashable:
-    """What the way the rendering of a head ends depends on."""
-    return len(head.messages[-1].tool_calls), _canonical(dict(head.template_kwargs))
-
-
-def shape_of(request: ChatRequest, base_messages: int) -> Hashable:
-    """What the form of a suffix depends on; the texts of the new messages are no part of it."""
+def suffix_shape(request: ChatRequest, base_messages: int) -> Hashable:
+    """Return what the form of a suffix depends on. The texts of the new messages are not part of it."""
     calls = sum(len(message.tool_calls) for message in _last_turn(request.messages[:base_messages]))
     new = tuple(
         (message.role, bool(message.reasoning), len(message.tool_calls), isinstance(message.content, str))
         for message in request.messages[base_messages:]
     )
-    return calls, new, bool(request.tools), _canonical(dict(request.template_kwargs))
+    return calls, new, bool(request.tools), _canonical_json(dict(request.template_kwargs))
 
 
-def turn_ending(head_ids: Sequence[int], end_of_turn: Collection[int]) -> TurnEnding:
-    """How the rendering of a head (without the opening of an answer) ends."""
-    places = [place for place, token in enumerate(head_ids) if token in end_of_turn]
-    return TurnEnding(len(places), tuple(head_ids[places[-1] + 1 :]) if places else ())
+def find_turn_ending(head_ids: Sequence[int], end_of_turn: Collection[int]) -> TurnEnding:
+    """Return how a rendering that ends in an assistant turn ends. It has no turns if no end-of-turn token appears."""
+    positions = [position for position, token in enumerate(head_ids) if token in end_of_turn]
+    return TurnEnding(len(positions), tuple(head_ids[positions[-1] + 1 :]) if positions else ())
 
 
-def suffix_of(whole_ids: Sequence[int], head: TurnEnding, end_of_turn: Collection[int]) -> Suffix | None:
-    """What stands behind the assistant turn in the rendering of a whole stand-in; None where it cannot be told."""
-    left = head.turns
-    for place, token in enumerate(whole_ids):
+def find_suffix(probe_ids: Sequence[int], head: TurnEnding, end_of_turn: Collection[int]) -> Suffix | None:
+    """Return what follows the assistant turn in the rendering of a whole probe; None if it cannot be separated."""
+    turns_left = head.turns
+    for position, token in enumerate(probe_ids):
         if token in end_of_turn:
-            left -= 1
-            if left == 0:
-                ids = tuple(whole_ids[place + 1 :])
-                clean = len(ids) > len(head.after) and ids[: len(head.after)] == head.after
-                return Suffix(token, ids) if clean else None
+            turns_left -= 1
+            if turns_left == 0:
+                ids = tuple(probe_ids[position + 1 :])
+                separable = len(ids) > len(head.after) and ids[: len(head.after)] == head.after
+                return Suffix(token, ids) if separable else None
     return None
 
 
-def is_end_of(full_ids: Sequence[int], suffix: Suffix) -> bool:
-    """Whether the engine's rendering of a whole request ends in an end of turn and exactly this suffix."""
+def ends_in_suffix(rendering: Sequence[int], suffix: Suffix) -> bool:
+    """Return whether a rendering ends in an end of turn and exactly this suffix."""
     size = len(suffix.ids) + 1
-    return len(full_ids) > size and tuple(full_ids[-size:]) == (suffix.end, *suffix.ids)
+    return len(rendering) > size and tuple(rendering[-size:]) == (suffix.end, *suffix.ids)
 
 
 def has_images(messages: Sequence[Message]) -> bool:
-    """Whether any message holds what is not text."""
+    """Return whether a message holds anything but text."""
     return any(
-        part.get("type") not in ("text", "input_text", "output_text", "refusal", "thinking", "reasoning")
+        part.get("type") not in _TEXT_PARTS
         for message in messages
         if isinstance(message.content, list)
         for part in message.content
@@ -168,18 +362,19 @@ def has_images(messages: Sequence[Message]) -> bool:
 
 
 def _last_turn(messages: Sequence[Message]) -> Sequence[Message]:
-    """The assistant messages at the end."""
+    """Return the assistant messages at the end."""
     start = len(messages)
     while start and messages[start - 1].role == "assistant":
         start -= 1
     return messages[start:]
 
 
-def _unmarked(tool: Json) -> Json:
-    return {key: value for key, value in tool.items() if key != "cache_control"}
+def _reasoning_prefix(reasoning: object) -> tuple[str, ...]:
+    text = reasoning.strip() if isinstance(reasoning, str) else ""
+    return (text[:_REASONING_PREFIX],) if text else ()
 
 
-def _canonical(value: object) -> bytes:
+def _canonical_json(value: Json) -> bytes:
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
 
 

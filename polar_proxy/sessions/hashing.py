@@ -1,11 +1,11 @@
-"""What a message means, as 16 bytes, and a conversation as a chain of them.
+"""Hashes of messages by meaning (16 bytes), and of conversations as chains of them.
 
-Two messages with the same meaning have the same digest, whatever their bytes; which differences are ignored is
-`normalise.NORMALISERS`. Ids of tool calls are no part of the meaning (some harnesses make their own); they are kept
-beside it, to choose between conversations that mean the same.
+Two messages with the same meaning have the same digest, whatever their bytes; `normalisers.NORMALISERS` lists the
+differences that are ignored. Ids of tool calls are not part of the meaning, because some harnesses make their own. They
+are kept beside it, to choose between conversations that mean the same.
 
-Neighbouring assistant messages are one turn: dialects that send text and tool calls as separate items, and harnesses
-that split a turn, mean the same as one message with all of it.
+Neighbouring assistant messages count as one turn: dialects that send text and tool calls as separate items, and
+harnesses that split a turn, mean the same as one message with all of it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any
 import orjson
 
 from polar_proxy.sessions.normalisers import ActiveNormalisers
-from polar_proxy.types import Json, Message, ToolCall
+from polar_proxy.types import Json, Message
 
 EMPTY = b"\0" * 16
 VERSION = b"1"
-"""Part of every key: keys that were stored under other rules must not be found under these."""
+"""Part of every key, so that keys stored under other rules are not found under these."""
 
-_MEMO_LIMIT = 4096
+_DIGESTS = 4096
+"""How many digests of messages are remembered: a message comes with every request of its session."""
 _SAFE_INTEGER = 2**53
 _ROLES = {"developer": "system", "function": "tool"}
 _SORTED = orjson.OPT_SORT_KEYS
@@ -35,20 +36,20 @@ class AssistantTurn:
     """An assistant turn of a conversation."""
 
     end: int
-    """How many messages there are up to and with it."""
+    """Number of messages up to its end."""
     assistant_chain: bytes
-    """Chain of this and all earlier assistant turns, whatever stands between them."""
-    said: bytes
+    """Key of this and all earlier assistant turns, whatever messages are between them."""
+    digest: bytes
     """Digest of this turn alone."""
     ids: tuple[str, ...]
-    """Of its tool calls."""
+    """Ids of its tool calls."""
     length: int
     """Characters of its text and arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """`keys[i]` stands for the first i messages; `keys[0]` for none."""
+    """The keys of a conversation: `keys[i]` identifies its first i messages, `keys[0]` the empty conversation."""
 
     keys: tuple[bytes, ...]
     turns: tuple[AssistantTurn, ...]
@@ -60,14 +61,14 @@ class HashChain:
 
 @dataclass(frozen=True, slots=True)
 class HashedConversation:
-    """A conversation with its chain, so that a longer one need not be read from its beginning."""
+    """A conversation with its keys, so that a longer one need not be hashed from its beginning."""
 
     messages: tuple[Message, ...]
     chain: HashChain
 
 
 class MessageHasher:
-    """Digests of messages under one set of normalisers. Remembers those it has seen: a message comes many times."""
+    """Hashes messages under one set of normalisers."""
 
     def __init__(self, active: ActiveNormalisers) -> None:
         self._active = active
@@ -78,29 +79,29 @@ class MessageHasher:
         self._trailing = "trailing_space" in active.names
         self._repeated = "repeated_results" in active.names
         self._root = hashlib.blake2b(orjson.dumps(sorted(active.names)) + VERSION, digest_size=16).digest()
-        self._memo: dict[int, bytes] = {}
+        self._digests: dict[int, bytes] = {}
 
-    def chain(self, messages: Sequence[Message], read: HashedConversation | None = None) -> HashChain:
-        """The keys of a conversation. `read`: one that was read before; what both begin with is not read again."""
-        start = 0 if read is None else _shared(messages, read.messages)
-        keys = [self._root] if read is None else list(read.chain.keys[: start + 1])
-        turns = [] if read is None else [turn for turn in read.chain.turns if turn.end <= start]
+    def chain(self, messages: Sequence[Message], previous: HashedConversation | None = None) -> HashChain:
+        """Return the keys of a conversation. The messages that it shares with `previous` are not hashed again."""
+        start = 0 if previous is None else _shared_prefix(messages, previous.messages)
+        keys = [self._root] if previous is None else list(previous.chain.keys[: start + 1])
+        turns = [] if previous is None else [turn for turn in previous.chain.turns if turn.end <= start]
         assistant_chain = turns[-1].assistant_chain if turns else EMPTY
-        run: list[Message] = []  # the assistant messages of the turn that is being read
-        before, skeleton_before = keys[-1], assistant_chain
+        run: list[Message] = []  # the assistant messages of the current turn
+        before, chain_before = keys[-1], assistant_chain
         results: set[tuple[bytes, str | None]] = set()
         for position in range(start, len(messages)):
             message = messages[position]
             if message.role == "assistant":
                 if not run:
-                    before, skeleton_before = keys[-1], assistant_chain
+                    before, chain_before = keys[-1], assistant_chain
                     results.clear()
                 run.append(message)
-                whole = message if len(run) == 1 else _folded(run)
+                whole = message if len(run) == 1 else _merge(run)
                 digest = self.digest(whole)
                 keys.append(_link(before, digest))
-                assistant_chain = _link(skeleton_before, digest)
-                turn = AssistantTurn(position + 1, assistant_chain, digest, call_ids(whole), _length(whole))
+                assistant_chain = _link(chain_before, digest)
+                turn = AssistantTurn(position + 1, assistant_chain, digest, call_ids(whole), text_length(whole))
                 if len(run) > 1:
                     turns.pop()
                 turns.append(turn)
@@ -116,15 +117,15 @@ class MessageHasher:
             keys.append(_link(keys[-1], digest))
         return HashChain(tuple(keys), tuple(turns))
 
-    def after(self, key: bytes, assistant_chain: bytes, answer: Message) -> tuple[bytes, bytes, bytes]:
-        """Keys of a conversation and of its assistant_chain with this answer, and the digest of the answer."""
+    def extend(self, key: bytes, assistant_chain: bytes, answer: Message) -> tuple[bytes, bytes, bytes]:
+        """Return the keys of a conversation and of its assistant turns with `answer` added, and the answer's digest."""
         digest = self.digest(answer)
         return _link(key, digest), _link(assistant_chain, digest), digest
 
     def digest(self, message: Message) -> bytes:
-        """16 bytes. `hash` is a keyed 64-bit hash and ten times as fast as a digest of a long text."""
+        """Return 16 bytes. `hash`, a keyed 64-bit hash, is ten times as fast as a digest of a long text."""
         content = message.content
-        known = hash(
+        seen = hash(
             (
                 message.role,
                 content if isinstance(content, str) or content is None else ("parts", orjson.dumps(content)),
@@ -132,22 +133,21 @@ class MessageHasher:
                 None if self._reasoning else message.reasoning,
             )
         )
-        digest = self._memo.get(known)
+        digest = self._digests.get(seen)
         if digest is None:
-            if len(self._memo) >= _MEMO_LIMIT:
-                self._memo.clear()
-            digest = hashlib.blake2b(self._written(message), digest_size=16).digest()
-            self._memo[known] = digest
+            if len(self._digests) >= _DIGESTS:
+                self._digests.clear()
+            digest = self._digests[seen] = hashlib.blake2b(self._normalised(message), digest_size=16).digest()
         return digest
 
-    def _written(self, message: Message) -> bytes:
+    def _normalised(self, message: Message) -> bytes:
         role = _ROLES.get(message.role, message.role)
         content = self._content(role, message.content)
         if isinstance(content, str):
             content = self._active.text(role, content)
             if self._trailing and role == "assistant":
                 content = content.rstrip()
-        calls = [(call.name, self._canonical(call.arguments)) for call in message.tool_calls]
+        calls = [(call.name, self._canonical_arguments(call.arguments)) for call in message.tool_calls]
         return orjson.dumps([role, content, calls, None if self._reasoning else message.reasoning])
 
     def _content(self, role: str, content: str | list[Json] | None) -> Any:
@@ -165,16 +165,16 @@ class MessageHasher:
             if part.get("type") == "text" and isinstance(part.get("text"), str):
                 part = {**part, "text": self._active.text(role, part["text"])}
             kept.append(part)
-        return [orjson.dumps(kept, option=_SORTED).decode()]  # a list, which no text can be equal to
+        return [orjson.dumps(kept, option=_SORTED).decode()]  # a list never equals a text
 
-    def _canonical(self, arguments: str) -> str:
+    def _canonical_arguments(self, arguments: str) -> str:
         if not self._arguments:
             return arguments
         if not arguments.strip():
             return "{}"
         try:
-            return orjson.dumps(_numbers(orjson.loads(arguments)), option=_SORTED).decode()
-        except (orjson.JSONDecodeError, orjson.JSONEncodeError, RecursionError):  # no JSON, or nested too deeply
+            return orjson.dumps(_canonical_numbers(orjson.loads(arguments)), option=_SORTED).decode()
+        except (orjson.JSONDecodeError, orjson.JSONEncodeError, RecursionError):  # not JSON, or nested too deeply
             return arguments
 
 
@@ -192,17 +192,13 @@ def text_of(message: Message) -> str:
     return "".join(str(part.get("text", "")) for part in content or () if part.get("type") == "text")
 
 
-def message_of(answer: Json) -> Message:
-    """An OpenAI assistant message, as answers are recorded, as a Message."""
-    calls = tuple(
-        ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
-        for call in answer.get("tool_calls") or ()
-    )
-    return Message(answer["role"], answer.get("content"), answer.get("reasoning_content"), tool_calls=calls)
+def text_length(message: Message) -> int:
+    """Return the number of characters in a message's text and in the arguments of its tool calls."""
+    return len(text_of(message)) + sum(len(call.arguments) for call in message.tool_calls)
 
 
 def ids_digest(groups: Iterable[tuple[str, ...]]) -> bytes:
-    """16 bytes for the tool call ids of a conversation's turns in order."""
+    """Return 16 bytes for the tool call ids of a conversation's turns, in order."""
     return hashlib.blake2b(orjson.dumps(list(groups)), digest_size=16).digest()
 
 
@@ -210,9 +206,11 @@ def _link(key: bytes, digest: bytes) -> bytes:
     return hashlib.blake2b(key + digest, digest_size=16).digest()
 
 
-def _shared(messages: Sequence[Message], others: Sequence[Message]) -> int:
-    """How many of the first messages are the very same objects, up to the beginning of an assistant turn: nothing that
-    stands before one says how it, or what follows, is read."""
+def _shared_prefix(messages: Sequence[Message], others: Sequence[Message]) -> int:
+    """Return how many of the first messages are the same objects, up to the beginning of an assistant turn.
+
+    Hashing can start there, because nothing before an assistant turn changes how it, or what follows, is hashed.
+    """
     same = 0
     for one, other in zip(messages, others, strict=False):
         if one is not other:
@@ -227,7 +225,8 @@ def _opens_turn(messages: Sequence[Message], at: int) -> bool:
     return at < len(messages) and messages[at].role == "assistant" and messages[at - 1].role != "assistant"
 
 
-def _folded(run: Sequence[Message]) -> Message:
+def _merge(run: Sequence[Message]) -> Message:
+    """Return neighbouring assistant messages as one."""
     contents = [message.content for message in run if message.content]
     content: str | list[Json]
     if all(isinstance(item, str) for item in contents):
@@ -244,31 +243,14 @@ def _folded(run: Sequence[Message]) -> Message:
     )
 
 
-def _length(message: Message) -> int:
-    return len(text_of(message)) + sum(len(call.arguments) for call in message.tool_calls)
-
-
-def _numbers(value: Any) -> Any:
-    """1.0 as 1, and integers that JavaScript cannot hold as the numbers that it makes of them."""
+def _canonical_numbers(value: Any) -> Any:
+    """Replace 1.0 by 1, and integers that JavaScript cannot hold by the numbers that it makes of them."""
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < _SAFE_INTEGER else value
     if isinstance(value, int) and not isinstance(value, bool):
         return value if abs(value) < _SAFE_INTEGER else float(value)
     if isinstance(value, list):
-        return [_numbers(item) for item in value]
+        return [_canonical_numbers(item) for item in value]
     if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
+        return {key: _canonical_numbers(item) for key, item in value.items()}
     return value
-
-
-__all__ = [
-    "EMPTY",
-    "AssistantTurn",
-    "HashChain",
-    "HashedConversation",
-    "MessageHasher",
-    "call_ids",
-    "ids_digest",
-    "message_of",
-    "text_of",
-]

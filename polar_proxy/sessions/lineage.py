@@ -1,64 +1,85 @@
-"""Which edge a request has: the decision itself, from what is known of the session. Reads only, changes nothing.
+"""Lineage: how a call relates to the earlier calls of its session. Pure functions that change nothing.
 
-In this order, the first that holds:
+`decide` finds the edge and the parent. The first of these that holds decides:
 
-1. the same request again (`retries`, or a twin that is marked ambiguous);
-2. a side call, by rule;
-3. its messages extend an earlier call's messages and answer (`continues`), or its messages without the answer
-   (`rewinds`);
-4. its assistant turns extend an earlier call's, but what stands between them was changed;
-5. nothing is extended: a sub-agent, a compaction, or a `root`.
+1. The same request again: `retries`, or a twin that is marked ambiguous.
+2. A rule says that it is a side call.
+3. Its messages extend an earlier call's messages and answer (`continues`), or its messages without the answer
+   (`rewinds`).
+4. Its assistant turns extend an earlier call's, but messages between them were changed.
+5. It extends nothing: a sub-agent, a compaction, or a `root`.
 
-What cannot be told is `ambiguous`, with the rule as the reason.
+A decision that had an alternative is `ambiguous`; its rule says why.
+
+`find_base` finds the answer whose exact tokens the prompt may begin with. It can differ from the parent: a rewind to
+an earlier turn has a parent whose answer was taken back, and as its base the turn before, which still holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from polar_proxy.sessions import rules
 from polar_proxy.sessions.call_index import AnswerNode, CallIndex, CallNode, QuoteKind
 from polar_proxy.sessions.client_metadata import ClientMetadata
-from polar_proxy.sessions.hashing import AssistantTurn, HashChain, ids_digest, text_of
+from polar_proxy.sessions.hashing import AssistantTurn, HashChain, HashedConversation, ids_digest, text_of
 from polar_proxy.sessions.rules import RequestTexts
 from polar_proxy.types import Edge, Message
 
 _OPENING = 20_000
-"""Characters of each of the first messages in which quotes are looked for."""
+"""Characters of each of the first messages that are searched for quotes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The first `messages` messages of a request mean what call `call_id` was asked and answered (choice `choice`)."""
+
+    call_id: str
+    choice: int
+    messages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """A call's relation to the earlier calls of its session."""
+
+    call_id: str
+    edge: Edge
+    parent_call_id: str | None
+    rule: str | None
+    """Name of the rule that decided."""
+    ambiguous: bool
+    """Another edge or parent was possible as well."""
+    thread: str
+    """The line of conversation: the harness's own id for it, else the call that began it."""
+    base: Base | None = None
+    """The answer whose exact tokens the prompt may begin with."""
+    conversation: HashedConversation | None = field(default=None, repr=False, compare=False)
+    """The call's messages and their hash chain, for the session's next call."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """A request to place."""
+    """A request whose lineage is to be decided."""
 
     messages: tuple[Message, ...]
     chain: HashChain
-    view: RequestTexts
-    hints: ClientMetadata
+    texts: RequestTexts
+    metadata: ClientMetadata
     now: float
 
-    def compatible(self, known: CallNode) -> bool:
-        """Not known to be of another thread by the harness's own word."""
-        return known.client_thread is None or self.hints.thread is None or known.client_thread == self.hints.thread
+    def same_thread(self, node: CallNode) -> bool:
+        """Return False if the harness itself says that the call belongs to another thread."""
+        return node.client_thread is None or self.metadata.thread in (None, node.client_thread)
 
-    def quotes(self, known: CallNode, *kinds: QuoteKind) -> bool:
-        return quoted(self.opening(), known, *kinds)
+    def quotes(self, node: CallNode, *kinds: QuoteKind) -> bool:
+        return _has_quote(self.opening(), node, *kinds)
 
     def opening(self) -> str:
-        """Where a quote would stand. To look for many, take it once."""
+        """Return the text in which quotes are looked for. Call it once to look for many."""
         texts = [text_of(message)[:_OPENING] for message in self.messages[:6] if message.role != "system"]
-        return "\n\0\n".join(texts)  # as one, which is searched faster than six
-
-
-def quoted(opening: str, known: CallNode, *kinds: QuoteKind) -> bool:
-    """Whether an opening holds what this call's answer said."""
-    return any(quote.text in opening for quote in known.quotes if quote.kind in kinds)
-
-
-def _quoted_anywhere(opening: str, memory: CallIndex, kind: QuoteKind) -> bool:
-    """Whether an opening holds what any recent answer said."""
-    return any(quote.text in opening for known in memory.quotable for quote in known.quotes if quote.kind == kind)
+        return "\n\0\n".join(texts)  # one long text is searched faster than six
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,154 +89,181 @@ class Decision:
     rule: str | None = None
     ambiguous: bool = False
     own_thread: bool = False
-    """It begins a line of conversation instead of going on with its parent's."""
+    """It begins a line of conversation instead of continuing its parent's."""
     compaction: bool = False
-    retried: CallNode | None = None
+    """It asks for a summary."""
 
 
-def decide(memory: CallIndex, asking: PlacementQuery, window: float) -> Decision:
-    found = _again(memory, asking, window)
-    if found is not None:
-        return found
-    extended = _extended(memory, asking)
-    if (rule := rules.match(rules.SIDE_CALLS, asking.view, asking.hints)) is not None:
-        parent = extended.parent if extended else _thread_parent(memory, asking)
+def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
+    """Return the edge of a request. `window` is how many seconds an answer counts as just given."""
+    repeated = _repeated(index, query, window)
+    if repeated is not None:
+        return repeated
+    extended = _extended(index, query)
+    if (rule := rules.match(rules.SIDE_CALLS, query.texts, query.metadata)) is not None:
+        parent = extended.parent if extended else _thread_parent(index, query)
         return Decision("side_call", parent, rule.name, own_thread=True)
-    request = rules.match(rules.COMPACTION_REQUESTS, asking.view, asking.hints)
-    if extended is not None:
-        if request is not None:
-            # Its own system prompt makes it a conversation of its own, though the turns are all there.
-            own = extended.rule in ("opening_regenerated", "messages_reworded", "outputs_changed")
-            edge: Edge = "subagent" if own else extended.edge
-            return Decision(edge, extended.parent, request.name, extended.ambiguous and not own, own, True)
-        if extended.parent is not None and extended.parent.compaction and extended.rule == "opening_regenerated":
-            # The summary is told as the agent's own first turn.
-            name = compacted.name if (compacted := rules.match(rules.COMPACTED, asking.view, asking.hints)) else None
-            return Decision("compacts", extended.parent, name or "quotes_a_summary")
-        leaves = extended.edge == "rewinds" or extended.rule == "branches"
-        if leaves and (summary := _summarised(memory, asking)) is not None:
-            return Decision("compacts", summary, "quotes_a_summary")
-        return _forked(memory, asking, extended)
-    return _fresh(memory, asking, request)
+    compaction = rules.match(rules.COMPACTION_REQUESTS, query.texts, query.metadata)
+    if extended is None:
+        return _new_conversation(index, query, compaction)
+    if compaction is not None:
+        # With a system prompt of its own it is a conversation of its own, even if all turns are there.
+        own = extended.rule in ("opening_regenerated", "messages_reworded", "outputs_changed")
+        edge: Edge = "subagent" if own else extended.edge
+        return Decision(edge, extended.parent, compaction.name, extended.ambiguous and not own, own, True)
+    if extended.parent is not None and extended.parent.compaction and extended.rule == "opening_regenerated":
+        # The summary is shown as the agent's own first turn.
+        compacted = rules.match(rules.COMPACTED, query.texts, query.metadata)
+        return Decision("compacts", extended.parent, compacted.name if compacted else "quotes_a_summary")
+    leaves_line = extended.edge == "rewinds" or extended.rule == "branches"
+    if leaves_line and (summary := _inserted_summary(index, query)) is not None:
+        return Decision("compacts", summary, "quotes_a_summary")
+    return _forked(index, query, extended)
 
 
-def _again(memory: CallIndex, asking: PlacementQuery, window: float) -> Decision | None:
-    """The same messages as an earlier call's, to the ids of tool calls (which tell parallel runs apart)."""
-    same = [known for known in memory.asked.get(asking.chain.keys[-1], ()) if asking.compatible(known)]
+def find_base(index: CallIndex, query: PlacementQuery) -> Base | None:
+    """Return the deepest complete answer that the request extends by meaning; None if it extends none."""
+    keys = query.chain.keys
+    for end in range(len(keys) - 1, 0, -1):
+        if query.messages[end - 1].role != "assistant":
+            continue  # a repeated tool result has the key of the first
+        found = [pair for pair in index.ends.get(keys[end], ()) if pair[0].state == "ok"]
+        if found:
+            node, _ = choose_parent(found, query, end)
+            answer = next(answer for owner, answer in found if owner is node)
+            return Base(node.call_id, node.answers.index(answer), end)
+    return None
+
+
+def choose_parent(
+    found: Sequence[tuple[CallNode, AnswerNode]], query: PlacementQuery, end: int
+) -> tuple[CallNode, bool]:
+    """Return which of several calls with the same meaning is extended, and whether that is certain.
+
+    `end` is how many of the request's messages they have in common with it.
+    """
+    left = list(found)
+    turns = query.chain.turns
+    position = next((number for number, turn in enumerate(turns) if turn.end == end), None)
+    tests: list[Callable[[CallNode, AnswerNode], bool]] = [lambda node, _: query.same_thread(node)]
+    if position is not None:
+        own = turns[position].ids
+        before = ids_digest(turn.ids for turn in turns[:position])
+        tests += [lambda _, answer: bool(own) and answer.ids == own, lambda node, _: node.ids == before]
+    for test in tests:
+        if len({id(node) for node, _ in left}) == 1:
+            return left[-1][0], True
+        passed = [pair for pair in left if test(*pair)]
+        left = passed or left
+    calls = list({id(node): node for node, _ in left}.values())
+    if len(calls) == 1:
+        return calls[0], True
+    unfinished = [node for node in calls if not node.continued]
+    return (unfinished or calls)[-1], False
+
+
+# 1. The same request again
+
+
+def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decision | None:
+    """Decide about the same messages, with the same ids of tool calls, as an earlier call's.
+
+    The ids distinguish parallel runs that otherwise mean the same.
+    """
+    same = [node for node in index.asked.get(query.chain.keys[-1], ()) if query.same_thread(node)]
     if not same:
         return None
-    ids = ids_digest(turn.ids for turn in asking.chain.turns)
-    same = [known for known in same if known.ids == ids]
+    ids = ids_digest(turn.ids for turn in query.chain.turns)
+    same = [node for node in same if node.ids == ids]
     if not same:
         return None
-    failed = [known for known in same if known.failed and not known.asked_again]
+    failed = [node for node in same if node.failed and not node.retried]
     newest = failed[-1] if failed else same[-1]
-    if asking.hints.retry > 0 or failed:
-        rule = "sdk_retry_header" if asking.hints.retry > 0 else "asked_again_after_failure"
-        return Decision("retries", newest, rule, compaction=newest.compaction, retried=newest)
-    if (first := _asked_in_this_run(memory, asking, same, window)) is not None:
-        return Decision("retries", first, "asked_again_in_one_run", True, compaction=first.compaction, retried=first)
+    if query.metadata.retry > 0 or failed:
+        rule = "sdk_retry_header" if query.metadata.retry > 0 else "asked_again_after_failure"
+        return Decision("retries", newest, rule, compaction=newest.compaction)
+    if (first := _answered_in_this_run(index, query, same, window)) is not None:
+        return Decision("retries", first, "asked_again_in_one_run", True, compaction=first.compaction)
     twin = same[0]
-    while twin.edge == "retries" and twin.parent_call_id in memory.by_id:
-        twin = memory.by_id[twin.parent_call_id]
-    parent = memory.by_id.get(twin.parent_call_id) if twin.parent_call_id else None
-    open_question = any(known.state == "running" or asking.now - known.at < window for known in same)
+    while twin.edge == "retries" and twin.parent_call_id in index.by_id:
+        twin = index.by_id[twin.parent_call_id]
+    parent = index.by_id.get(twin.parent_call_id) if twin.parent_call_id else None
+    undecided = any(node.state == "running" or query.now - node.at < window for node in same)
     return Decision(
         "root" if twin.edge == "retries" else twin.edge,
         parent,
-        "same_request_again" if open_question else twin.rule,
-        open_question,
+        "same_request_again" if undecided else twin.rule,
+        undecided,
         own_thread=parent is None or twin.edge in ("subagent", "side_call"),
         compaction=twin.compaction,
     )
 
 
-def _asked_in_this_run(
-    memory: CallIndex, asking: PlacementQuery, same: Sequence[CallNode], window: float
+def _answered_in_this_run(
+    index: CallIndex, query: PlacementQuery, same: Sequence[CallNode], window: float
 ) -> CallNode | None:
-    """The call of this very run that just answered the same, where the run has not gone on from its answer.
+    """Return the call of the same run that just answered this request, if the run did not continue its answer.
 
-    That it is the same run is known by the ids of its tool calls, which no two answers share, or because the session
-    has no other run in it."""
-    turns = asking.chain.turns
+    It is the same run if the ids of its tool calls are the same, because no two answers share them, or if the session
+    has only one run.
+    """
+    turns = query.chain.turns
     if not turns:
         return None
     ids = ids_digest(turn.ids for turn in turns) if any(turn.ids for turn in turns) else None
-    if ids is None and not _alone(memory):
+    if ids is None and not _single_thread(index):
         return None
-    mine = [known for known in same if ids is None or known.ids == ids]
-    if not mine or any(known.continued for known in mine):
+    mine = [node for node in same if ids is None or node.ids == ids]
+    if not mine or any(node.continued for node in mine):
         return None
     newest = mine[-1]
-    return newest if newest.state != "running" and asking.now - newest.at < window else None
+    return newest if newest.state != "running" and query.now - newest.at < window else None
 
 
-def _extended(memory: CallIndex, asking: PlacementQuery) -> Decision | None:
-    """The earlier call that this one goes on from: the deepest that its messages, or its assistant turns, contain."""
-    keys = asking.chain.keys
-    end = asked = 0
-    for index in range(len(keys) - 1, 0, -1):
-        if keys[index] in memory.ends:
-            end = index
+# 3 and 4. Messages or assistant turns of an earlier call are extended
+
+
+def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
+    """Decide about the deepest earlier call that the request's messages, or its assistant turns, contain."""
+    keys = query.chain.keys
+    end = asked = 0  # how many messages an earlier call was answered after, or asked
+    for length in range(len(keys) - 1, 0, -1):
+        if keys[length] in index.ends:
+            end = length
             break
-        if not asked and index < len(asking.messages) and keys[index] in memory.asked:
-            asked = index
-    asked_before = [known for known in memory.asked.get(keys[asked], ()) if asking.compatible(known)] if asked else []
-    for turn in reversed(asking.chain.turns):
+        if not asked and length < len(query.messages) and keys[length] in index.asked:
+            asked = length
+    asked_before = [node for node in index.asked.get(keys[asked], ()) if query.same_thread(node)] if asked else []
+    for turn in reversed(query.chain.turns):
         if turn.end <= max(end, asked if asked_before else 0):
             break
-        if turn.assistant_chain in memory.assistant_chains:
-            return _rewritten(memory.assistant_chains[turn.assistant_chain], asking, turn, max(end, asked))
-    if asked_before and not _opens_anew(asking, asked):
-        return _rewound(asked_before, asking, asked)
+        if turn.assistant_chain in index.assistant_chains:
+            return _rewritten(index.assistant_chains[turn.assistant_chain], query, turn, max(end, asked))
+    if asked_before and not _summary_follows(query, asked):
+        return _rewound(asked_before, query, asked)
     if not end:
         return None
-    parent, sure = choose_parent(memory.ends[keys[end]], asking, end)
+    parent, sure = choose_parent(index.ends[keys[end]], query, end)
     if parent.state not in ("ok", "no_tokens", "running"):
         return Decision("rewinds", parent, "partial_answer_kept", not sure)
-    several = len({id(known) for known, _ in memory.ends[keys[end]]}) > 1
+    several = len({id(node) for node, _ in index.ends[keys[end]]}) > 1
     rule = "twins" if not sure else "by_call_ids" if several else "branches" if parent.continued else "extends"
     return Decision("continues", parent, rule, not sure)
 
 
-def _opens_anew(asking: PlacementQuery, same: int) -> bool:
-    """What follows the first `same` messages is a summary (Codex keeps what the user said in front of it)."""
-    return (
-        rules.match(rules.COMPACTED, RequestTexts.of(asking.messages[same : same + 3], None), asking.hints) is not None
-    )
+def _summary_follows(query: PlacementQuery, same: int) -> bool:
+    """Return whether a summary follows the first `same` messages. Codex puts the user's messages before it."""
+    following = RequestTexts.of(query.messages[same : same + 3], None)
+    return rules.match(rules.COMPACTED, following, query.metadata) is not None
 
 
-def choose_parent(
-    found: Sequence[tuple[CallNode, AnswerNode]], asking: PlacementQuery, end: int
-) -> tuple[CallNode, bool]:
-    """Of calls whose conversations mean the same the one that is extended, and whether that is sure."""
-    left = list(found)
-    turns = asking.chain.turns
-    position = next((number for number, turn in enumerate(turns) if turn.end == end), None)
-    tests: list[Callable[[CallNode, AnswerNode], bool]] = [lambda known, _: asking.compatible(known)]
-    if position is not None:
-        own = turns[position].ids
-        before = ids_digest(turn.ids for turn in turns[:position])
-        tests += [lambda _, heard: bool(own) and heard.ids == own, lambda known, _: known.ids == before]
-    for test in tests:
-        if len({id(known) for known, _ in left}) == 1:
-            return left[-1][0], True
-        passed = [pair for pair in left if test(*pair)]
-        left = passed or left
-    calls = list({id(known): known for known, _ in left}.values())
-    if len(calls) == 1:
-        return calls[0], True
-    unfinished = [known for known in calls if not known.continued]
-    return (unfinished or calls)[-1], False
-
-
-def _rewound(candidates: Sequence[CallNode], asking: PlacementQuery, asked: int) -> Decision:
-    """The conversation of an earlier call, but not its answer."""
-    ids = ids_digest(turn.ids for turn in asking.chain.turns if turn.end <= asked)
-    left = [known for known in candidates if known.ids == ids] or list(candidates)
-    left = [known for known in left if known.failed] or [known for known in left if not known.continued] or left
+def _rewound(candidates: Sequence[CallNode], query: PlacementQuery, asked: int) -> Decision:
+    """Decide about a request that contains the conversation of earlier calls, but not their answer."""
+    ids = ids_digest(turn.ids for turn in query.chain.turns if turn.end <= asked)
+    left = [node for node in candidates if node.ids == ids] or list(candidates)
+    left = [node for node in left if node.failed] or [node for node in left if not node.continued] or left
     parent = left[-1]
-    rest = asking.messages[asked:]
+    rest = query.messages[asked:]
     rule = rules.match_changed(rules.CONTINUATIONS, [message for message in rest[:3] if message.role == "user"])
     if rule is not None:
         return Decision("rewinds", parent, rule.name, len(left) > 1)
@@ -227,98 +275,110 @@ def _rewound(candidates: Sequence[CallNode], asking: PlacementQuery, asked: int)
 
 
 def _rewritten(
-    found: Sequence[tuple[CallNode, AnswerNode]], asking: PlacementQuery, turn: AssistantTurn, same: int
+    found: Sequence[tuple[CallNode, AnswerNode]], query: PlacementQuery, turn: AssistantTurn, same: int
 ) -> Decision:
-    """All assistant turns of an earlier call, in messages that differ after the first `same`."""
-    parent, sure = choose_parent(found, asking, turn.end)
-    changed = asking.messages[same : turn.end]
+    """Decide about all assistant turns of an earlier call, in messages that differ after the first `same`."""
+    parent, sure = choose_parent(found, query, turn.end)
+    changed = query.messages[same : turn.end]
     outputs = [message for message in changed if message.role == "tool"]
     if (rule := rules.match_changed(rules.MASKED, outputs)) is not None:
         return Decision("compacts", parent, rule.name, not sure)
-    until = next((turn.end - 1 - same for turn in asking.chain.turns if turn.end > same), len(changed))
+    until = next((turn.end - 1 - same for turn in query.chain.turns if turn.end > same), len(changed))
     segment = changed[:until]
-    if same == 0 or not any(turn.end <= same for turn in asking.chain.turns):
-        # One short turn may be said in two conversations that have nothing to do with each other.
-        weak = len(asking.chain.turns) == 1 and not turn.ids and turn.length < 40
+    if same == 0 or not any(turn.end <= same for turn in query.chain.turns):
+        # One short turn may occur in two unrelated conversations.
+        weak = len(query.chain.turns) == 1 and not turn.ids and turn.length < 40
         return Decision("continues", parent, "opening_regenerated", not sure or weak)
     if any(message.role == "tool" for message in segment):
         return Decision("continues", parent, "outputs_changed", True)
     return Decision("continues", parent, "messages_reworded", not sure)
 
 
-def _summarised(memory: CallIndex, asking: PlacementQuery) -> CallNode | None:
-    """A summary that was made and not used yet, where it stands behind the first turns of a conversation: the turns in
-    the middle are what it replaces."""
-    made = [known for known in memory.compactions if asking.compatible(known) and not known.continued]
-    return next((known for known in reversed(made) if asking.quotes(known, "summary")), None)
+def _inserted_summary(index: CallIndex, query: PlacementQuery) -> CallNode | None:
+    """Return the call that made a summary which now follows a conversation's first turns, in place of later ones."""
+    made = [node for node in index.compactions if query.same_thread(node) and not node.continued]
+    return next((node for node in reversed(made) if query.quotes(node, "summary")), None)
 
 
-def _forked(memory: CallIndex, asking: PlacementQuery, extended: Decision) -> Decision:
-    """A sub-agent that starts with its parent's conversation extends it, in a thread of its own."""
-    hints, parent = asking.hints, extended.parent
-    if (
-        hints.subagent is None
-        or hints.thread in memory.threads
-        or parent is None
-        or parent.client_thread == hints.thread
-    ):
-        return extended
-    return Decision("subagent", parent, "harness_says_subagent", own_thread=True)
-
-
-def _fresh(memory: CallIndex, asking: PlacementQuery, request: rules.Rule | None) -> Decision:
-    """A call that extends nothing."""
-    hints = asking.hints
-    if request is not None:
-        parent = _thread_parent(memory, asking)
-        if parent is None:
-            return Decision("root", None, request.name, own_thread=True, compaction=True)
-        sure = hints.thread in memory.threads or asking.quotes(parent, "answer", "argument") or _alone(memory)
-        return Decision("subagent", parent, request.name, not sure, True, True)
-    if hints.subagent is not None and hints.thread not in memory.threads:
-        parent = memory.threads.get(hints.parent_thread or "")
+def _forked(index: CallIndex, query: PlacementQuery, extended: Decision) -> Decision:
+    """Decide about a sub-agent that starts with its parent's conversation: it extends it in a thread of its own."""
+    parent = extended.parent
+    if parent is not None and _is_new_subagent(index, query) and parent.client_thread != query.metadata.thread:
         return Decision("subagent", parent, "harness_says_subagent", own_thread=True)
-    compacted = rules.match(rules.COMPACTED, asking.view, hints)
-    summaries = [known for known in memory.compactions if asking.compatible(known)]
-    told = [known for known in summaries if asking.quotes(known, "summary")]
-    if told or (compacted is not None and summaries):
-        parent = (told or [known for known in summaries if not known.continued] or summaries)[-1]
+    return extended
+
+
+# 5. Nothing is extended
+
+
+def _new_conversation(index: CallIndex, query: PlacementQuery, compaction: rules.Rule | None) -> Decision:
+    """Decide about a call that extends nothing. `compaction` is the rule by which it asks for a summary, if any."""
+    metadata = query.metadata
+    if compaction is not None:
+        parent = _thread_parent(index, query)
+        if parent is None:
+            return Decision("root", None, compaction.name, own_thread=True, compaction=True)
+        sure = metadata.thread in index.threads or query.quotes(parent, "answer", "argument") or _single_thread(index)
+        return Decision("subagent", parent, compaction.name, not sure, True, True)
+    if _is_new_subagent(index, query):
+        parent = index.threads.get(metadata.parent_thread or "")
+        return Decision("subagent", parent, "harness_says_subagent", own_thread=True)
+    compacted = rules.match(rules.COMPACTED, query.texts, metadata)
+    summaries = [node for node in index.compactions if query.same_thread(node)]
+    quoted = [node for node in summaries if query.quotes(node, "summary")]
+    if quoted or (compacted is not None and summaries):
+        parent = (quoted or [node for node in summaries if not node.continued] or summaries)[-1]
         name = compacted.name if compacted is not None else "quotes_a_summary"
-        return Decision("compacts", parent, name, not told and len(summaries) > 1)
+        return Decision("compacts", parent, name, not quoted and len(summaries) > 1)
     if compacted is not None:
         return Decision("root", None, compacted.name, True, own_thread=True)
-    if asking.chain.turns:
-        last = asking.chain.turns[-1]
-        before = memory.said.get((last.said, last.ids))
-        if before is not None and asking.compatible(before):
+    if query.chain.turns:
+        last = query.chain.turns[-1]
+        before = index.last_turns.get((last.digest, last.ids))
+        if before is not None and query.same_thread(before):
             return Decision("compacts", before, "older_turns_dropped")
-    return _quoting(memory, asking)
+    return _root_or_quoted(index, query)
 
 
-def _quoting(memory: CallIndex, asking: PlacementQuery) -> Decision:
-    """A root, unless its first messages are what an earlier answer said."""
-    opening = asking.opening()
-    if not any(message.role == "assistant" for message in asking.messages):
-        if _quoted_anywhere(opening, memory, "agent_prompt"):
-            callers = [known for known in memory.quotable if quoted(opening, known, "agent_prompt")]
-            idle = [known for known in callers if not known.continued] or callers
+def _root_or_quoted(index: CallIndex, query: PlacementQuery) -> Decision:
+    """Decide about a new conversation: a root, unless its first messages quote an earlier answer."""
+    opening = query.opening()
+    if not any(message.role == "assistant" for message in query.messages):
+        if _quoted_anywhere(opening, index, "agent_prompt"):
+            callers = [node for node in index.quotable if _has_quote(opening, node, "agent_prompt")]
+            idle = [node for node in callers if not node.continued] or callers
             return Decision("subagent", idle[-1], "prompt_from_tool_call", len(idle) > 1, own_thread=True)
-        if _quoted_anywhere(opening, memory, "argument"):
+        if _quoted_anywhere(opening, index, "argument"):
             return Decision("root", None, "prompt_from_unknown_tool", True, own_thread=True)
-    if _quoted_anywhere(opening, memory, "answer"):
+    if _quoted_anywhere(opening, index, "answer"):
         return Decision("root", None, "quotes_an_answer", True, own_thread=True)
     return Decision("root", own_thread=True)
 
 
-def _thread_parent(memory: CallIndex, asking: PlacementQuery) -> CallNode | None:
-    """The newest call of the harness's own thread, or of the session where it names none."""
-    named = memory.threads.get(asking.hints.thread or "")
-    newest = memory.newest
-    if named is None and newest is not None and not asking.compatible(newest):
+def _has_quote(opening: str, node: CallNode, *kinds: QuoteKind) -> bool:
+    """Return whether an opening quotes this call's answer."""
+    return any(quote.text in opening for quote in node.quotes if quote.kind in kinds)
+
+
+def _quoted_anywhere(opening: str, index: CallIndex, kind: QuoteKind) -> bool:
+    """Return whether an opening quotes any recent answer."""
+    return any(quote.text in opening for node in index.quotable for quote in node.quotes if quote.kind == kind)
+
+
+def _is_new_subagent(index: CallIndex, query: PlacementQuery) -> bool:
+    """Return whether the harness names a sub-agent whose thread has no call yet."""
+    return query.metadata.subagent is not None and query.metadata.thread not in index.threads
+
+
+def _thread_parent(index: CallIndex, query: PlacementQuery) -> CallNode | None:
+    """Return the newest call of the harness's own thread, or of the session if the harness names none."""
+    named = index.threads.get(query.metadata.thread or "")
+    newest = index.newest
+    if named is None and newest is not None and not query.same_thread(newest):
         return None
     return named or newest
 
 
-def _alone(memory: CallIndex) -> bool:
-    """One line of conversation in the session: nothing to mix up."""
-    return len({known.thread for known in memory.by_id.values() if known.edge != "side_call"}) == 1
+def _single_thread(index: CallIndex) -> bool:
+    """Return whether the session has one line of conversation, apart from side calls."""
+    return len({node.thread for node in index.by_id.values() if node.edge != "side_call"}) == 1

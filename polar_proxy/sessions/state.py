@@ -1,42 +1,138 @@
-"""What each session asked last. The next request begins with it, as a rule, and what they share is not read twice.
+"""Everything that a gateway remembers about one session.
 
-Only time is saved by it: whatever is forgotten is read again.
+`SessionHistory` knows the session's calls by digests, for as long as the session is in memory. Its last request and
+the tokens of its answers are larger. They are held in a `ConversationCache`, which all sessions of a gateway share:
+what was used least recently goes first, and is parsed again, or read from the store, if it is needed again.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from polar_proxy.bounded import Bounded
 from polar_proxy.dialects import ParsedRequest
-from polar_proxy.sessions import HashedConversation
+from polar_proxy.sessions.client_metadata import ClientMetadata
+from polar_proxy.sessions.hashing import HashedConversation
+from polar_proxy.sessions.history import SessionHistory
+from polar_proxy.sessions.lineage import Lineage
+from polar_proxy.types import EngineRequest, Json, TokenIds
 
-_KEPT_BYTES = 128 << 20
-"""Of messages, as bytes; what was read of them takes about as much again."""
+_CACHE_BYTES = 384 << 20
+
+
+class PromptConfig(NamedTuple):
+    """Digests of what shapes a prompt besides its messages: the tools shown and the template's options."""
+
+    tools: bytes
+    options: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class CachedRequest:
-    """A request as it was parsed, and its conversation as history read it."""
+class LastRequest:
+    """A parsed request and its hashed conversation. The session's next one usually begins with the same messages."""
 
     dialect: str
     parsed: ParsedRequest
-    read: HashedConversation | None
+    conversation: HashedConversation | None
+    size: int
+    """Bytes of its messages. What was parsed from them takes about as much again."""
 
 
-class ParseCache:
-    """By session. Those that asked least recently go first."""
+@dataclass(frozen=True, slots=True)
+class AnsweredCall:
+    """What is needed of an answered call to continue it."""
 
-    def __init__(self, capacity: int = _KEPT_BYTES) -> None:
-        self._known = Bounded[str, CachedRequest](capacity)
+    ids: TokenIds
+    """Prompt and answer, int32 [n]."""
+    finish_reason: str | None
+    ends_turn: bool
+    """Its last token is an end-of-turn token."""
+    config: PromptConfig
+    reasoning: tuple[str, ...]
+    """How the reasoning of this answer and of earlier ones begins."""
 
-    def get(self, session_id: str, dialect: str) -> CachedRequest | None:
-        """What this session asked last, in this dialect."""
-        found = self._known.get(session_id)
-        return found if found is not None and found.dialect == dialect else None
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return int(self.ids.nbytes)
 
-    def put(
-        self, session_id: str, dialect: str, parsed: ParsedRequest, read: HashedConversation | None, size: int
+
+class ConversationCache:
+    """Last requests and answered calls of all sessions, at most `capacity` bytes of them."""
+
+    def __init__(self, capacity: int = _CACHE_BYTES) -> None:
+        self._entries = Bounded[object, LastRequest | AnsweredCall](capacity)
+
+    def get(self, key: object) -> LastRequest | AnsweredCall | None:
+        return self._entries.get(key)
+
+    def put(self, key: object, entry: LastRequest | AnsweredCall) -> None:
+        """Insert or replace an entry. One that is larger than the capacity is not kept."""
+        self._entries.put(key, entry, entry.size)
+
+
+@dataclass(slots=True)
+class SessionState:
+    """A session while the gateway serves it."""
+
+    session_id: str
+    policy: Json
+    history: SessionHistory = field(default_factory=SessionHistory)
+    cache: ConversationCache = field(default_factory=ConversationCache)
+    in_flight: int = 0
+    """Calls that are being answered; see `begin` and `end`."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while `in_flight` is 0."""
+    lost: int = 0
+    """Calls that were answered but could not be committed: the rollout is incomplete and must not be trained on."""
+    ended: int = 0
+    """Calls that this gateway has answered, lost ones included."""
+    elsewhere: int = 0
+    """Calls in the store that this gateway did not answer: from other gateways, or from before it started."""
+
+    def __post_init__(self) -> None:
+        self.idle.set()
+
+    def begin(self, calls: int) -> None:
+        """Count calls as in flight until `end` is called."""
+        self.in_flight += calls
+        self.idle.clear()
+
+    def end(self, calls: int) -> None:
+        self.in_flight -= calls
+        self.ended += calls
+        if self.in_flight == 0:
+            self.idle.set()
+
+    def place(self, call_id: str, request: EngineRequest, metadata: ClientMetadata, *, now: float) -> Lineage:
+        """Decide the lineage of a call, which is known to be in flight from now on. See `SessionHistory.place`."""
+        last = self._last_request()
+        previous = None if last is None else last.conversation
+        return self.history.place(call_id, request, metadata, now=now, previous=previous)
+
+    def last_parsed(self, dialect: str) -> ParsedRequest | None:
+        """Return the session's last request if it came in this dialect."""
+        last = self._last_request()
+        return last.parsed if last is not None and last.dialect == dialect else None
+
+    def remember_request(
+        self, dialect: str, parsed: ParsedRequest, conversation: HashedConversation | None, size: int
     ) -> None:
-        """`size` counts the bytes of its messages."""
-        self._known.put(session_id, CachedRequest(dialect, parsed, read), size)
+        """Keep a request for the next one. `size` is that of its messages in bytes."""
+        self.cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
+
+    def answered_call(self, call_id: str, choice: int) -> AnsweredCall | None:
+        """Return an answer's tokens; None if they are not in memory."""
+        found = self.cache.get((call_id, choice))
+        assert not isinstance(found, LastRequest)
+        return found
+
+    def remember_answer(self, call_id: str, choice: int, answered: AnsweredCall) -> None:
+        self.cache.put((call_id, choice), answered)
+
+    def _last_request(self) -> LastRequest | None:
+        found = self.cache.get(self.session_id)
+        assert not isinstance(found, AnsweredCall)
+        return found

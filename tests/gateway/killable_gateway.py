@@ -14,7 +14,7 @@ from polar_proxy.store import open_store
 
 
 async def main(url: str) -> None:
-    in_flight.LEASE_SECONDS, in_flight._RENEW_SECONDS = 1.0, 0.2
+    in_flight.LEASE_SECONDS, in_flight.RENEW_SECONDS = 1.0, 0.2
     settings = GatewaySettings(port=0, require_known_keys=True, shared=True)
     engine = ScriptedEngine(lambda request: Reply("too late", wait=300.0))
     async with open_store(url) as store, engine, Gateway(engine, store, settings) as gateway:

@@ -10,7 +10,7 @@ import pytest
 
 from polar_proxy.engines.scripted import END, INFO, Reply, ScriptedEngine, decode, encode
 from polar_proxy.errors import EngineError
-from polar_proxy.gateway import hash_key
+from polar_proxy.sessions import hash_key
 from polar_proxy.store import Store
 from polar_proxy.traces import BUILDERS
 from polar_proxy.types import CallRecord, ChatRequest, EngineInfo, EngineRequest, ToolCall

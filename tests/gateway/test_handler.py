@@ -14,7 +14,7 @@ import pytest
 from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.scripted import END, ScriptedEngine, encode, logprob
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.gateway import hash_key
+from polar_proxy.sessions import hash_key
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, EngineRequest, SampleEvent, ToolCall
 from tests.conftest import Serve

@@ -43,8 +43,8 @@ def file(tmp_path: Path) -> str:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gateways of this process are taken for dead after some seconds."""
-    monkeypatch.setattr(in_flight, "HELD_SECONDS", 2.0)
-    monkeypatch.setattr(in_flight, "_RENEW_SECONDS", 0.5)
+    monkeypatch.setattr(in_flight, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(in_flight, "RENEW_SECONDS", 0.5)
 
 
 @contextlib.asynccontextmanager
@@ -100,7 +100,7 @@ async def test_the_end_waits_for_calls_elsewhere(url: str) -> None:
         with pytest.raises(TimeoutError):
             await here.idle(session_id, 0.1)
         await store.sessions.close(session_id)
-        assert await here.ended(session_id, 60) is None
+        assert await here.forget_session(session_id, 60) is None
         assert [call.status for call in await store.calls.of_session(session_id)] == ["ok"]
         assert await store.open_calls.of_session(session_id) == []
         assert (await asking).status_code == 200
@@ -132,11 +132,12 @@ async def test_a_gateway_that_is_killed(url: str) -> None:
         asking = asyncio.create_task(call_at(port, "k"))
         await until_open(store, session_id)
         await asyncio.sleep(1.5)  # longer than a call is held without being renewed
-        assert await here._in_flight.wait(session_id, 0.0)  # type: ignore[union-attr]
+        with pytest.raises(TimeoutError):
+            await here.idle(session_id, 0.0)
         process.send_signal(signal.SIGKILL)
         await process.wait()
         await store.sessions.close(session_id)
-        lost = await here.ended(session_id, 60)
+        lost = await here.forget_session(session_id, 60)
         assert lost is not None
         assert lost.startswith(f"1 call(s) were lost on the gateway {os.uname().nodename}:{process.pid}:")
         assert await store.calls.of_session(session_id) == []
@@ -151,24 +152,24 @@ async def test_a_long_call_is_not_taken_for_lost(file: str) -> None:
         asking = asyncio.create_task(ask(there, "k", HELLO))
         await until_open(store, session_id)
         await store.sessions.close(session_id)
-        assert await here.ended(session_id, 60) is None
+        assert await here.forget_session(session_id, 60) is None
         assert len(await store.calls.of_session(session_id)) == 1
         await asking
 
 
 @pytest.mark.usefixtures("quick")
 async def test_what_another_gateway_could_not_record(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with gateway(file) as (here, store), slow(file, 0.0) as (there, _):
+    async with gateway(file) as (here, store), slow(file, 0.0) as (there, theirs):
         session_id = await opened(store, "k")
 
         async def refuse(record: CallRecord) -> None:
             raise OSError("no room")
 
-        monkeypatch.setattr(there._pipeline.store.calls, "commit", refuse)
+        monkeypatch.setattr(theirs.calls, "commit", refuse)
         monkeypatch.setattr("logging.Logger.exception", lambda *args: None)
         assert (await ask(there, "k", HELLO)).status_code == 200
         await store.sessions.close(session_id)
-        lost = await here.ended(session_id, 60)
+        lost = await here.forget_session(session_id, 60)
         assert lost is not None
         assert "1 call(s) were lost on the gateway" in lost
 
@@ -183,7 +184,7 @@ async def test_what_comes_too_late_is_in_the_books(url: str) -> None:
         asking = asyncio.create_task(ask(there, "k", HELLO))
         await until_open(store, session_id)
         await store.sessions.close(session_id)
-        lost = await here.ended(session_id, 0.1)
+        lost = await here.forget_session(session_id, 0.1)
         assert lost is not None
         assert "1 call(s) were still being answered on the gateway" in lost
         await store.rollouts.update(rollout_id, status="done")
@@ -231,5 +232,5 @@ async def test_a_gateway_that_is_alone_announces_nothing(file: str, monkeypatch:
         session_id = await opened(store, "k")
         assert (await ask(alone, "k", HELLO)).status_code == 200
         assert store.open_calls._commits.shared is False
-        assert await alone.ended(session_id, 1) is None
+        assert await alone.forget_session(session_id, 1) is None
         assert len(await store.calls.of_session(session_id)) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polar_proxy.dialects import get_dialect
-from polar_proxy.gateway.record import sampling_sent
+from polar_proxy.gateway.sampling import recorded_sampling
 from polar_proxy.types import Json
 from tests.export.dialect_requests import BODIES
 
@@ -37,7 +37,7 @@ def constrained(name: str, *changes: Json, tools: bool = True) -> bool | None:
     for change in changes:
         body |= change
     (request,) = get_dialect(name, "m").parse(body).requests
-    told: bool | None = sampling_sent(request).get("constrained")
+    told: bool | None = recorded_sampling(request).get("constrained")
     return told
 
 

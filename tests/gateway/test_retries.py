@@ -13,7 +13,6 @@ import pytest
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import EngineError
 from polar_proxy.gateway import Gateway
-from polar_proxy.gateway.retries import ResponseBuffer
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord
 from tests.conftest import Serve
@@ -44,10 +43,6 @@ async def settled(store: Store, calls: int) -> list[CallRecord]:
     return await recorded(store)
 
 
-def tapes(gateway: Gateway) -> list[ResponseBuffer]:
-    return [tape for tapes in gateway._pipeline._replays._tapes.values() for tape in tapes]
-
-
 async def lost_request(gateway: Gateway, body: Mapping[str, object], engine: ScriptedEngine) -> None:
     """A client that hangs up once the first token is sampled. Returns when the gateway has noticed."""
     data = json.dumps(body).encode()
@@ -60,7 +55,7 @@ async def lost_request(gateway: Gateway, body: Mapping[str, object], engine: Scr
     await until(lambda: engine.sampled)
     writer.close()
     await writer.wait_closed()
-    await until(lambda: any(tape.lost for tape in tapes(gateway)))
+    await until(lambda: any(buffer.disconnected for buffer in gateway.retries))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -115,9 +110,8 @@ async def test_an_answer_that_is_complete_but_not_heard_is_client_gone(serve: Se
         await lost_request(gateway, CHAT, engine)
         await until(lambda: engine.finished)
         assert (await store.sessions.recent())[0].calls == 0  # its retry may still come
-        for tape in tapes(gateway):  # and now the grace is over
-            tape._deadline = 0.0
-            tape._notify()
+        for buffer in gateway.retries:
+            buffer.retry_grace_over()
         (call,) = await settled(store, 1)
     assert (call.status, call.choices[0].finish_reason) == ("client_gone", "stop")
 

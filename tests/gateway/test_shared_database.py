@@ -17,7 +17,8 @@ import pytest
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.scripted import Reply, ScriptedEngine
-from polar_proxy.gateway import Gateway, hash_key
+from polar_proxy.gateway import Gateway
+from polar_proxy.sessions import hash_key
 from polar_proxy.store import Store, open_store
 from polar_proxy.store.calls import CallRepository
 from polar_proxy.store.sessions import SessionRepository
@@ -146,7 +147,7 @@ async def test_what_was_lost_is_not_taken_for_what_is_new(url: str, monkeypatch:
             async def refuse(record: CallRecord) -> None:
                 raise OSError("no room")
 
-            patch.setattr(here._pipeline.store.calls, "commit", refuse)
+            patch.setattr(store.calls, "commit", refuse)
             patch.setattr("logging.Logger.exception", lambda *args: None)
             assert (await ask(here, "k", [{"role": "user", "content": "lost"}])).status_code == 200
         assert here.sessions.lost(session_id) == 1

@@ -1,4 +1,4 @@
-"""Conversations for the tests of history: messages in short, and a session that plays them."""
+"""Short forms of messages, and a driver that plays conversations through a session's history."""
 
 from __future__ import annotations
 
@@ -47,42 +47,43 @@ def request(*messages: Json, **body: Any) -> ChatRequest:
 
 
 class SessionDriver:
-    """A session's history with a clock; `ask` places, `answer` ends, `call` does both."""
+    """A session's history with a clock. `ask` places a call, `answer` records its answer, `call` does both."""
 
     def __init__(self, *off: str) -> None:
         self.history = SessionHistory(off)
         self.now = 1000.0
         self.stored: list[StoredLineage] = []
 
-    def ask(self, *messages: Json, hints: ClientMetadata = NO_METADATA, **body: Any) -> Lineage:
+    def ask(self, *messages: Json, metadata: ClientMetadata = NO_METADATA, **body: Any) -> Lineage:
         self.now += 0.5
         call_id = f"c{len(self.stored)}_{next(_numbers)}"
-        return self.history.place(call_id, request(*messages, **body), hints, now=self.now)
+        return self.history.place(call_id, request(*messages, **body), metadata, now=self.now)
 
-    def answer(self, place: Lineage, *answers: Json, status: CallStatus = "ok") -> str:
+    def answer(self, lineage: Lineage, *answers: Json, status: CallStatus = "ok") -> str:
         self.now += 0.5
-        fingerprint = self.history.ended(place, answers, status, now=self.now)
-        row = (place.edge, place.parent_call_id, place.rule, place.thread, status, self.now)
-        self.stored.append(StoredLineage(place.call_id, *row, fingerprint=orjson.loads(orjson.dumps(fingerprint))))
-        return place.call_id
+        messages = request(*answers).messages
+        fingerprint = self.history.record_answer(lineage, messages, status, now=self.now)
+        row = (lineage.edge, lineage.parent_call_id, lineage.rule, lineage.thread, status, self.now)
+        self.stored.append(StoredLineage(lineage.call_id, *row, fingerprint=orjson.loads(orjson.dumps(fingerprint))))
+        return lineage.call_id
 
     def call(
         self,
         messages: list[Json],
         answer: Json,
         status: CallStatus = "ok",
-        hints: ClientMetadata = NO_METADATA,
+        metadata: ClientMetadata = NO_METADATA,
         **body: Any,
     ) -> Lineage:
-        place = self.ask(*messages, hints=hints, **body)
-        self.answer(place, answer, status=status)
-        return place
+        lineage = self.ask(*messages, metadata=metadata, **body)
+        self.answer(lineage, answer, status=status)
+        return lineage
 
     def restart(self) -> None:
-        """As after the gateway was stopped: all that is known comes from the store."""
+        """Rebuild the history from the store, as after a restart of the gateway."""
         self.history = SessionHistory()
         self.history.rebuild(self.stored)
 
 
-def edge_parent_rule(place: Lineage) -> tuple[str, str | None, str | None]:
-    return (place.edge, place.parent_call_id, place.rule)
+def edge_parent_rule(lineage: Lineage) -> tuple[str, str | None, str | None]:
+    return (lineage.edge, lineage.parent_call_id, lineage.rule)

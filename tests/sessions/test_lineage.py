@@ -129,12 +129,12 @@ def test_each_failure_is_retried_once() -> None:
 def test_the_retry_header() -> None:
     session = SessionDriver()
     first = session.call([SYSTEM, USER], says("done"))
-    again = session.ask(SYSTEM, USER, hints=RETRY)
+    again = session.ask(SYSTEM, USER, metadata=RETRY)
     assert edge_parent_rule(again) == ("retries", first.call_id, "sdk_retry_header")
 
 
 def test_the_retry_header_on_something_new() -> None:
-    assert edge_parent_rule(SessionDriver().ask(SYSTEM, USER, hints=RETRY)) == ("root", None, None)
+    assert edge_parent_rule(SessionDriver().ask(SYSTEM, USER, metadata=RETRY)) == ("root", None, None)
 
 
 def test_the_same_request_without_any_sign_is_a_second_call() -> None:
@@ -254,12 +254,12 @@ def test_runs_that_nothing_tells_apart_are_ambiguous() -> None:
 def test_session_ids_of_the_harness_tell_runs_apart() -> None:
     session = SessionDriver()
     one, two = ClientMetadata(thread="t1"), ClientMetadata(thread="t2")
-    first = session.call([SYSTEM, USER], says("done"), hints=one)
-    second = session.call([SYSTEM, USER], says("done"), hints=two)
+    first = session.call([SYSTEM, USER], says("done"), metadata=one)
+    second = session.call([SYSTEM, USER], says("done"), metadata=two)
     assert (edge_parent_rule(second), second.ambiguous, second.thread) == (("root", None, None), False, "t2")
-    for hints, parent in ((one, first), (two, second)):
-        found = session.ask(SYSTEM, USER, says("done"), user("more"), hints=hints)
-        assert (found.parent_call_id, found.ambiguous, found.thread) == (parent.call_id, False, hints.thread)
+    for metadata, parent in ((one, first), (two, second)):
+        found = session.ask(SYSTEM, USER, says("done"), user("more"), metadata=metadata)
+        assert (found.parent_call_id, found.ambiguous, found.thread) == (parent.call_id, False, metadata.thread)
 
 
 # Sub-agents
@@ -268,18 +268,18 @@ def test_session_ids_of_the_harness_tell_runs_apart() -> None:
 def test_a_subagent_by_the_harnesss_word() -> None:
     session = SessionDriver()
     main, child = ClientMetadata(thread="t1"), ClientMetadata(thread="a1", parent_thread="t1", subagent="agent")
-    first = session.call([SYSTEM, USER], calls("Task", prompt="look around"), hints=main)
-    started = session.call([system("you search"), user("look around")], says("found"), hints=child)
+    first = session.call([SYSTEM, USER], calls("Task", prompt="look around"), metadata=main)
+    started = session.call([system("you search"), user("look around")], says("found"), metadata=child)
     assert (edge_parent_rule(started), started.thread) == (("subagent", first.call_id, "harness_says_subagent"), "a1")
-    more = session.ask(system("you search"), user("look around"), says("found"), user("sure?"), hints=child)
+    more = session.ask(system("you search"), user("look around"), says("found"), user("sure?"), metadata=child)
     assert (edge_parent_rule(more), more.thread) == (("continues", started.call_id, "extends"), "a1")
 
 
 def test_a_subagent_that_starts_with_its_parents_history() -> None:
     session = SessionDriver()
     main, child = ClientMetadata(thread="t1"), ClientMetadata(thread="a1", parent_thread="t1", subagent="collab_spawn")
-    first = session.call([SYSTEM, USER], says("I spawn"), hints=main)
-    started = session.call([SYSTEM, USER, says("I spawn"), user("you are the child")], says("yes"), hints=child)
+    first = session.call([SYSTEM, USER], says("I spawn"), metadata=main)
+    started = session.call([SYSTEM, USER, says("I spawn"), user("you are the child")], says("yes"), metadata=child)
     assert (edge_parent_rule(started), started.thread) == (("subagent", first.call_id, "harness_says_subagent"), "a1")
 
 

@@ -23,7 +23,7 @@ def side(prompt: str, *, last: str = "Fix the failing test") -> Callable[[], Lin
     return ask
 
 
-def compaction(prompt: str | None, order: str, *, hints: ClientMetadata | None = None) -> Callable[[], Lineage]:
+def compaction(prompt: str | None, order: str, *, metadata: ClientMetadata | None = None) -> Callable[[], Lineage]:
     """The whole history and an order to summarise it; `prompt` replaces the system prompt."""
 
     def ask() -> Lineage:
@@ -31,7 +31,7 @@ def compaction(prompt: str | None, order: str, *, hints: ClientMetadata | None =
         answer = calls(command="ls")
         session.call([SYSTEM, USER], answer, tools=tools("bash"))
         history = [system(prompt) if prompt else SYSTEM, USER, answer, result(answer, "a.py"), user(order)]
-        return session.ask(*history, hints=hints or ClientMetadata())
+        return session.ask(*history, metadata=metadata or ClientMetadata())
 
     return ask
 
@@ -94,7 +94,7 @@ EXAMPLES: dict[str, tuple[str, Callable[[], Lineage]]] = {
     ),
     "codex_says_compaction": (
         "continues",
-        compaction(None, "summarise", hints=ClientMetadata(thread="t", request="compaction")),
+        compaction(None, "summarise", metadata=ClientMetadata(thread="t", request="compaction")),
     ),
     "claude_compaction_request": (
         "continues",

@@ -1,27 +1,41 @@
-"""What is remembered of each session's last request, and for how long."""
+"""The cache of what sessions asked and answered last."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from polar_proxy.dialects import OpenAIChat
-from polar_proxy.sessions.state import ParseCache
+from polar_proxy.sessions.state import AnsweredCall, ConversationCache, PromptConfig, SessionState
 
 PARSED = OpenAIChat().parse({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
 
 
-def test_the_last_request_of_a_session_in_its_dialect() -> None:
-    recent = ParseCache()
-    recent.put("a", "openai_chat", PARSED, None, 10)
-    found = recent.get("a", "openai_chat")
-    assert found is not None
-    assert found.parsed is PARSED
-    assert recent.get("a", "anthropic") is None
-    assert recent.get("b", "openai_chat") is None
+def answered(tokens: int) -> AnsweredCall:
+    return AnsweredCall(np.arange(tokens, dtype=np.int32), "stop", True, PromptConfig(b"", b""), ())
 
 
-def test_those_that_asked_least_recently_go_first() -> None:
-    recent = ParseCache(capacity=30)
-    for session in ("a", "b", "c", "a", "d"):
-        recent.put(session, "openai_chat", PARSED, None, 10)
-    assert [session for session in "abcd" if recent.get(session, "openai_chat")] == ["a", "c", "d"]
-    recent.put("e", "openai_chat", PARSED, None, 31)  # larger than all that may be kept
-    assert recent.get("e", "openai_chat") is None
+def test_returns_the_last_request_only_to_its_session_and_dialect() -> None:
+    cache = ConversationCache()
+    session, other = SessionState("a", {}, cache=cache), SessionState("b", {}, cache=cache)
+    session.remember_request("openai_chat", PARSED, None, 10)
+    assert session.last_parsed("openai_chat") is PARSED
+    assert session.last_parsed("anthropic") is None
+    assert other.last_parsed("openai_chat") is None
+
+
+def test_evicts_what_was_used_least_recently_whatever_session_it_belongs_to() -> None:
+    cache = ConversationCache(capacity=40)
+    first, second = SessionState("a", {}, cache=cache), SessionState("b", {}, cache=cache)
+    first.remember_request("openai_chat", PARSED, None, 16)
+    second.remember_answer("call", 0, answered(4))
+    assert first.last_parsed("openai_chat") is PARSED
+    second.remember_request("openai_chat", PARSED, None, 16)
+    assert second.answered_call("call", 0) is None
+    assert first.last_parsed("openai_chat") is PARSED
+
+
+def test_does_not_keep_an_entry_larger_than_the_cache() -> None:
+    session = SessionState("a", {}, cache=ConversationCache(capacity=40))
+    session.remember_answer("call", 0, answered(4))
+    session.remember_answer("call", 0, answered(11))
+    assert session.answered_call("call", 0) is None

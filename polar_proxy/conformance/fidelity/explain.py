@@ -8,7 +8,7 @@ import numpy as np
 
 from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import Engine
-from polar_proxy.sessions.continuation import prompt_config
+from polar_proxy.sessions import prompt_config
 from polar_proxy.traces.drift import DriftEvent, base_choice
 from polar_proxy.traces.drift_causes import DriftCause, ToolsChange, explain_drift
 from polar_proxy.types import CallRecord, ChatRequest, Choice, TokenIds

@@ -19,8 +19,8 @@ import httpx
 import orjson
 import pytest
 
-from polar_proxy.gateway import hash_key
 from polar_proxy.rollouts import JobSpec, rollout_ids, submit
+from polar_proxy.sessions import hash_key
 from polar_proxy.store import RolloutRow, Store, open_store
 from polar_proxy.store.rows import FINAL_STATUSES
 from polar_proxy.tasks import get_source

@@ -1,0 +1,221 @@
+"""Recording: the calls of a request become call records and are committed, however they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from polar_proxy.dialects import Answer, AnswerChoice, Dialect, ParsedRequest
+from polar_proxy.engines.base import Engine
+from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.gateway.in_flight import InFlightCalls
+from polar_proxy.gateway.metrics import GatewayMetrics
+from polar_proxy.gateway.sampling import recorded_sampling
+from polar_proxy.sessions import ClientMetadata, Lineage, PromptBuilder, PromptPlan, SessionState
+from polar_proxy.store import Store
+from polar_proxy.types import CallRecord, CallStatus, Choice, EngineInfo, EngineRequest, Json, TokenIds
+
+log = logging.getLogger(__name__)
+
+_COMMIT_SECONDS = 60.0
+
+CallObserver = Callable[[CallRecord], None]
+"""Called with each call once it is committed. It runs in the event loop, so it must be quick."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """A parsed HTTP request: what all its calls share."""
+
+    dialect: Dialect
+    session: SessionState
+    path: str
+    """Without the key of `/s/{key}`: keys are not recorded."""
+    parsed: ParsedRequest
+    metadata: ClientMetadata
+    started_at: float
+    """Seconds since the epoch."""
+
+
+@dataclass(slots=True)
+class PendingCall:
+    """One engine request of an HTTP request, and what has been sampled for it so far."""
+
+    call_id: str
+    request: EngineRequest
+    lineage: Lineage
+    messages: tuple[bytes, ...]
+    plan: PromptPlan = field(default_factory=PromptPlan)
+    version: str | None = None
+    """The policy version when sampling began."""
+    answer: Answer = field(default_factory=Answer)
+    first_token_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutcome:
+    """How the calls of a request ended."""
+
+    status: CallStatus
+    http_status: int
+    error: str | None = None
+    reply: RequestError | EngineError | None = None
+    """The error to send to the agent; None if the answer is sent, or if nobody is left to send it to."""
+
+    @classmethod
+    def failed(cls, error: RequestError | EngineError) -> CallOutcome:
+        return cls("upstream_error", error.status, str(error), error)
+
+
+class CallRecorder:
+    """Commits the calls of one gateway."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        prompts: PromptBuilder,
+        metrics: GatewayMetrics,
+        in_flight: InFlightCalls | None,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._prompts = prompts
+        self._metrics = metrics
+        self._in_flight = in_flight
+        self.observers: list[CallObserver] = []
+
+    async def commit(self, request: RequestContext, calls: Sequence[PendingCall], outcome: CallOutcome) -> None:
+        """Commit what was sampled. Returns when it is durable, or counted as lost by its session and in /metrics."""
+        ended_at = time.time()
+        session, version = request.session, await self._weight_version(calls[0])
+        for call in calls:
+            answers = [choice.message for _, choice in call.answer.in_order]
+            fingerprint = session.history.record_answer(call.lineage, answers, outcome.status, now=ended_at)
+            version_range = weight_version_of(call.answer, call.version, version or call.version)
+            record = make_record(request, call, outcome, ended_at, self._engine.info, version_range, fingerprint)
+            self._prompts.remember(session, record, call.plan, call.lineage.base)
+            self._metrics.count(record)
+            await self._commit_record(session, record)
+            if self._in_flight is not None:
+                self._in_flight.finished([call.call_id])
+
+    async def _commit_record(self, session: SessionState, record: CallRecord) -> None:
+        started = time.perf_counter()
+        try:
+            async with asyncio.timeout(_COMMIT_SECONDS):
+                await self._store.calls.commit(record)
+        except Exception:
+            session.lost += 1
+            self._metrics.lost.inc()
+            log.exception("call %s was answered but could not be recorded", record.call_id)
+        else:
+            for observer in self.observers:
+                observer(record)
+        self._metrics.commit.observe(time.perf_counter() - started)
+
+    async def _weight_version(self, call: PendingCall) -> str | None:
+        """Return the policy version, or None if the engine does not answer, which must not lose the call."""
+        try:
+            return await self._engine.weight_version()
+        except (RequestError, EngineError) as error:
+            log.warning("the policy version of call %s is unknown: %s", call.call_id, error)
+            return None
+
+
+def make_record(
+    request: RequestContext,
+    call: PendingCall,
+    outcome: CallOutcome,
+    ended_at: float,
+    engine: EngineInfo,
+    weight_version: str | None,
+    fingerprint: Json,
+) -> CallRecord:
+    """Return the record of a call. An answer without ids and log-probabilities for all of it becomes `no_tokens`."""
+    answer, lineage, plan = call.answer, call.lineage, call.plan
+    choices = tuple(
+        Choice(
+            index=index,
+            message=choice.message.to_openai(),
+            finish_reason=choice.finish_reason,
+            token_ids=to_token_ids(choice.token_ids),
+            logprobs=np.array(choice.logprobs, dtype=np.float32),
+            versions=_version_runs(choice, weight_version),
+        )
+        for index, choice in answer.in_order
+    )
+    status = outcome.status
+    if status == "ok" and (answer.prompt_ids is None or not all(map(_has_tokens, choices))):
+        status = "no_tokens"
+    return CallRecord(
+        call_id=call.call_id,
+        session_id=request.session.session_id,
+        dialect=request.dialect.name,
+        path=request.path,
+        stream=request.parsed.stream,
+        model=call.request.model,
+        engine=engine,
+        weight_version=weight_version,
+        # Temperature 0 has no distribution to take a log-probability from: engines report the raw one.
+        logprob_mode="raw" if call.request.sampling.temperature == 0 else engine.logprob_mode,
+        status=status,
+        http_status=outcome.http_status,
+        error=outcome.error,
+        edge=lineage.edge,
+        parent_call_id=lineage.parent_call_id,
+        messages=call.messages,
+        tools=request.parsed.tools,
+        params=request.parsed.params,
+        sampling=recorded_sampling(call.request, plan.past_reasoning),
+        prompt_ids=None if answer.prompt_ids is None else to_token_ids(answer.prompt_ids),
+        choices=choices,
+        started_at=request.started_at,
+        first_token_at=call.first_token_at,
+        ended_at=ended_at,
+        cached_tokens=answer.cached_tokens,
+        rule=lineage.rule,
+        ambiguous=lineage.ambiguous,
+        thread=lineage.thread,
+        fingerprint=fingerprint,
+        prompt_mode=plan.mode,
+        prompt_reason=plan.reason,
+        base_call_id=None if lineage.base is None else lineage.base.call_id,
+        base_choice=None if lineage.base is None else lineage.base.choice,
+    )
+
+
+def weight_version_of(answer: Answer, before: str | None, after: str | None) -> str | None:
+    """Return the policy version of an answer: the one reported with its tokens, else that before and after sampling.
+
+    "A..B" means that the weights changed while it was sampled, at an unknown token.
+    """
+    reported = [choice.versions[-1][1] for _, choice in answer.in_order if choice.versions]
+    if reported:
+        return reported[0]
+    return after if before == after else f"{before}..{after}"
+
+
+def _version_runs(choice: AnswerChoice, weight_version: str | None) -> tuple[tuple[int, str], ...]:
+    """Return the runs of policy versions in a choice; empty if `weight_version` holds for all of it."""
+    versions = [version for _, version in choice.versions]
+    return () if versions in ([], [weight_version]) else tuple(choice.versions)
+
+
+def to_token_ids(ids: Sequence[int]) -> TokenIds:
+    """Return token ids as a read-only int32 array [n]. Raises ValueError for an id beyond 32 bits."""
+    try:  # three times as fast as np.asarray
+        return np.frombuffer(struct.pack(f"{len(ids)}i", *ids), dtype=np.int32)
+    except struct.error as error:
+        raise ValueError(f"the engine sent an invalid token id: {error}") from error
+
+
+def _has_tokens(choice: Choice) -> bool:
+    ids = choice.token_ids
+    return 0 < ids.size == choice.logprobs.size and int(ids.min()) >= 0
