@@ -89,7 +89,7 @@ async def test_a_gateway_that_is_killed_makes_the_rollout_incomplete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only that: the agent's result and reward stand, its calls are kept and accounted for."""
-    monkeypatch.setattr(in_flight, "_RENEW_SECONDS", 0.2)
+    monkeypatch.setattr(in_flight, "RENEW_SECONDS", 0.2)
     url = str(tmp_path / "polar.db")
     async with (
         open_store(url, artifacts=tmp_path / "artifacts") as store,
