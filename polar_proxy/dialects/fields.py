@@ -53,7 +53,9 @@ class RequestFields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
-        return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
+        if not isinstance(value, dict) or None not in value.values():
+            return value
+        return {key: item for key, item in value.items() if item is not None}
 
     @classmethod
     def read(cls, value: object, path: str = "") -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import orjson
@@ -88,21 +89,23 @@ class OpenAIChat(Dialect):
 def _parse_messages(raw: list[Any], previous: ParsedRequest | None) -> tuple[tuple[Message, ...], tuple[bytes, ...]]:
     """Return the messages and their bytes to store.
 
-    An agent sends its whole conversation with every request. Each message is serialised once; those at the start whose
-    bytes are the same as in `previous` are not parsed again.
+    An agent sends its whole conversation with every request. The messages at the start whose bytes are the same as in
+    `previous` are taken from it and not parsed again.
     """
     request = None if previous is None else previous.requests[0]
-    known: tuple[Message, ...] = request.messages if isinstance(request, ChatRequest) else ()
-    known_bytes = previous.messages[0] if previous is not None and known else ()
-    messages: list[Message] = []
-    stored: list[bytes] = []
-    unchanged = True
-    for position, item in enumerate(raw):
-        data = to_json(item, f"messages[{position}]")
-        unchanged = unchanged and position < len(known_bytes) and data == known_bytes[position]
-        messages.append(known[position] if unchanged else parse_message(item, position))
-        stored.append(known_bytes[position] if unchanged else data)
-    return tuple(messages), tuple(stored)
+    known: tuple[Message, ...] = ()
+    known_bytes: tuple[bytes, ...] = ()
+    if previous is not None and isinstance(request, ChatRequest):
+        known, known_bytes = request.messages, previous.messages[0]
+    same = 0
+    with suppress(TypeError):  # raised for a value that cannot be serialised, which to_json refuses below
+        for item, data in zip(raw, known_bytes, strict=False):
+            if orjson.dumps(item) != data:
+                break
+            same += 1
+    new = range(same, len(raw))
+    messages = (*known[:same], *(parse_message(raw[i], i) for i in new))
+    return messages, (*known_bytes[:same], *(to_json(raw[i], f"messages[{i}]") for i in new))
 
 
 def _parse_tools(raw: list[Any], previous: ParsedRequest | None) -> tuple[tuple[Json, ...], bytes | None]:

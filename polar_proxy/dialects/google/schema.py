@@ -51,7 +51,7 @@ class GoogleFields(RequestFields):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or not ("_" in "".join(value) or None in value.values()):
             return value
         return {camel_case(key): item for key, item in value.items() if item is not None}
 
