@@ -1,4 +1,4 @@
-"""Answers of any shape, cut into events anywhere; and what a client makes of Anthropic's stream."""
+"""Strategies for answers cut into events, and a client's reading of Anthropic's stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from polar_proxy.dialects import Answer
 from polar_proxy.types import Json, SampleEvent, ToolCall, ToolDelta
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -23,7 +22,7 @@ BROKEN = st.sampled_from(["[1]", "1", '"x"', "null", '{"a": ', "{", "{]", "nonse
 def calls(arguments: st.SearchStrategy[str]) -> st.SearchStrategy[tuple[ToolCall, ...]]:
     names = st.sampled_from(["bash", "edit", "Read"])
     return st.lists(st.tuples(names, arguments), max_size=3).map(
-        lambda made: tuple(ToolCall(f"call_{i}", name, said) for i, (name, said) in enumerate(made))
+        lambda made: tuple(ToolCall(f"call_{i}", name, arguments) for i, (name, arguments) in enumerate(made))
     )
 
 
@@ -33,26 +32,26 @@ def finish(tool_calls: Sequence[ToolCall]) -> str:
 
 @st.composite
 def cut(draw: st.DrawFn, reasoning: str, text: str, tool_calls: Sequence[ToolCall]) -> list[SampleEvent]:
-    """One answer as events: reasoning, text, calls in order, each in pieces of any size."""
+    """Return one answer as events: reasoning, text and calls in order, in pieces of any size."""
     size = draw(st.integers(1, 8))
     events = [SampleEvent(reasoning=piece) for piece in pieces(reasoning, size)]
     events += [SampleEvent(text=piece) for piece in pieces(text, size)]
     for number, call in enumerate(tool_calls):
-        said = pieces(call.arguments, size) or [""]
-        events.append(SampleEvent(tool_calls=(ToolDelta(number, call.id, call.name, said[0]),)))
-        events += [SampleEvent(tool_calls=(ToolDelta(number, arguments=piece),)) for piece in said[1:]]
-    events = joined(events, draw(st.integers(0, 2**16 - 1)))
-    first = SampleEvent(prompt_ids=(5, 6, 7), token_ids=(1,), logprobs=(-1.0,))
+        first, *rest = pieces(call.arguments, size) or [""]
+        events.append(SampleEvent(tool_calls=(ToolDelta(number, call.id, call.name, first),)))
+        events += [SampleEvent(tool_calls=(ToolDelta(number, arguments=piece),)) for piece in rest]
+    events = merged(events, draw(st.integers(0, 2**16 - 1)))
+    opening = SampleEvent(prompt_ids=(5, 6, 7), token_ids=(1,), logprobs=(-1.0,))
     last = SampleEvent(token_ids=(2,), logprobs=(-1.0,), cached_tokens=2, finish_reason=finish(tool_calls))
-    return [first, *events, last]
+    return [opening, *events, last]
 
 
 def pieces(text: str, size: int) -> list[str]:
     return [text[start : start + size] for start in range(0, len(text), size)]
 
 
-def joined(events: list[SampleEvent], mask: int) -> list[SampleEvent]:
-    """Some neighbours (those whose bit is set) made one event, as an engine in a hurry would."""
+def merged(events: list[SampleEvent], mask: int) -> list[SampleEvent]:
+    """Merge some neighbouring events (those whose bit is set), as a fast engine does."""
     out: list[SampleEvent] = []
     for number, event in enumerate(events):
         last = out[-1] if out else SampleEvent()
@@ -68,15 +67,8 @@ def joined(events: list[SampleEvent], mask: int) -> list[SampleEvent]:
     return out
 
 
-def heard(events: Sequence[SampleEvent]) -> Answer:
-    answer = Answer()
-    for event in events:
-        answer.add(event)
-    return answer
-
-
-def decoded(stream: bytes) -> Json:
-    """The message that an SDK puts together. Asserts the order of the protocol on the way."""
+def read_stream(stream: bytes) -> Json:
+    """Return the message that an SDK assembles. Asserts the order of the events."""
     message: Json = {}
     inputs: dict[int, str] = {}
     done: set[int] = set()

@@ -1,13 +1,13 @@
-"""What Google clients do with the wire: reading streams, putting an answer back into the history."""
+"""The client side of Google's API: reading streams, and sending an answer back."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from polar_proxy.dialects import Answer
 from polar_proxy.dialects.google import GoogleGenerateContent
 from polar_proxy.types import ChatRequest, Json, SampleEvent
+from tests.dialects.encoding import encode
 
 HI: Json = {"role": "user", "parts": [{"text": "hi"}]}
 DECLARED: Json = {"functionDeclarations": [{"name": "bash"}, {"name": "python"}]}
@@ -20,23 +20,14 @@ def parse(body: Json) -> ChatRequest:
 
 
 def conversation(*contents: Json) -> list[Json]:
-    """The canonical messages of these contents, without what is None."""
+    """Return the parsed messages of these contents in OpenAI's form."""
     return [message.to_openai() for message in parse({"contents": list(contents)}).messages]
 
 
-def through(body: Json, events: list[SampleEvent], *, sse: bool = True) -> tuple[list[Json], Json]:
-    """(the stream's chunks, the whole answer) for the same events."""
-    dialect = GoogleGenerateContent("m", stream=True, sse=sse)
-    parsed = dialect.parse(body)
-    encoder = dialect.encoder(parsed, "call_1", 1)
-    answer = Answer()
-    written = b""
-    for event in events:
-        answer.add(event)
-        written += encoder.feed(0, event)
-    written += encoder.end([answer])
-    whole = json.loads(dialect.encoder(parsed, "call_1", 1).respond([answer]))
-    return decode(written, sse=sse), whole
+def both_forms(body: Json, events: list[SampleEvent], *, sse: bool = True) -> tuple[list[Json], Json]:
+    """Return (the chunks of the stream, the response)."""
+    encoded = encode(GoogleGenerateContent("m", stream=True, sse=sse), body, events)
+    return decode(encoded.stream, sse=sse), encoded.response
 
 
 def decode(written: bytes, *, sse: bool) -> list[Json]:
@@ -49,7 +40,7 @@ def decode(written: bytes, *, sse: bool) -> list[Json]:
 
 
 def parts_of(chunks: list[Json], index: int = 0) -> list[Json]:
-    """All parts of a candidate in order, as an SDK's chat keeps them."""
+    """Return all parts of a candidate in order, as an SDK's chat stores them."""
     return [
         part
         for chunk in chunks
@@ -59,9 +50,12 @@ def parts_of(chunks: list[Json], index: int = 0) -> list[Json]:
     ]
 
 
-def glued(parts: list[Json]) -> list[Json]:
-    """The parts as Gemini CLI keeps them: without thoughts, text glued to the text before it (which loses all else
-    that the later piece carried), its own mark in front of each call id."""
+def gemini_cli_history(parts: list[Json]) -> list[Json]:
+    """Return the parts as Gemini CLI stores them.
+
+    It drops thoughts, appends text to the text before it (losing the other fields of the later part), and puts the
+    function's name before each call id.
+    """
     kept: list[Json] = []
     for part in parts:
         if part.get("thought"):
@@ -76,8 +70,8 @@ def glued(parts: list[Json]) -> list[Json]:
     return kept
 
 
-def read(parts: list[Json]) -> Json:
-    """What a client reads from parts."""
+def read_parts(parts: list[Json]) -> Json:
+    """Return the text, thoughts and calls in parts."""
     calls: list[Any] = [part["functionCall"] for part in parts if "functionCall" in part]
     return {
         "text": "".join(part["text"] for part in parts if "text" in part and not part.get("thought")),

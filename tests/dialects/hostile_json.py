@@ -1,11 +1,14 @@
-"""JSON values of every kind, for bodies that no client means."""
+"""Strategies for hostile JSON: values of every kind, and bodies with wrong fields."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import orjson
 from hypothesis import strategies as st
 
+from polar_proxy.dialects import Dialect
+from polar_proxy.errors import RequestError
 from polar_proxy.types import Json
 
 
@@ -17,7 +20,7 @@ def _nested(depth: int) -> Any:
 
 
 DEEP = _nested(400)
-"""Deeper than orjson writes (254), not deeper than it reads (1024)."""
+"""Nested deeper than orjson writes (254), and not deeper than it reads (1024)."""
 
 HOSTILE = st.sampled_from(
     [
@@ -32,6 +35,13 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 
+
+def assert_refusal(dialect: Dialect, error: RequestError) -> None:
+    """Assert that an error is the client's, and can be written."""
+    assert 400 <= error.status < 500
+    assert orjson.loads(dialect.error_body(error))["error"]["message"]
+
+
 _FIELDS = (
     *("model", "messages", "prompt", "tools", "tool_choice", "parallel_tool_calls", "response_format", "stop", "n"),
     *("stream", "stream_options", "logprobs", "top_logprobs", "temperature", "top_p", "top_k", "min_p", "seed"),
@@ -41,25 +51,25 @@ _FIELDS = (
 
 
 def bodies() -> st.SearchStrategy[Json]:
-    """A body that is right but for a few fields, which hold anything; values of the right shape are likely inside."""
+    """Valid OpenAI bodies with a few fields replaced by any value, often one of the right shape."""
     right: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
     wrong = st.dictionaries(st.sampled_from(_FIELDS), VALUES | _SHAPED, max_size=3)
     return st.builds(lambda changes: {**right, **changes}, wrong) | st.dictionaries(st.text(max_size=8), VALUES)
 
 
-def _thing(**likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Json]:
-    """An object whose keys are known and whose values are right or anything."""
+def objects(**likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Json]:
+    """Objects with some of these keys, whose values are valid or anything."""
     return st.fixed_dictionaries({}, optional={key: value | VALUES for key, value in likely.items()})
 
 
-_call = _thing(
+_call = objects(
     id=st.just("c1"),
     type=st.just("function"),
-    function=_thing(name=st.just("bash"), arguments=st.just("{}"), parameters=st.just({"type": "object"})),
+    function=objects(name=st.just("bash"), arguments=st.just("{}"), parameters=st.just({"type": "object"})),
 )
-_message = _thing(
+_message = objects(
     role=st.sampled_from(["user", "assistant", "tool", "system"]),
-    content=st.just("hi") | st.lists(_thing(type=st.just("text"), text=st.just("x")), max_size=2),
+    content=st.just("hi") | st.lists(objects(type=st.just("text"), text=st.just("x")), max_size=2),
     tool_calls=st.lists(_call, max_size=2),
     tool_call_id=st.just("c1"),
     name=st.just("n"),
@@ -70,6 +80,6 @@ _SHAPED: st.SearchStrategy[Any] = (
     | st.lists(_call, max_size=2)
     | _call
     | st.lists(st.integers(-1, 2**32) | st.text(max_size=3), max_size=3)
-    | _thing(include_usage=st.booleans())
-    | _thing(type=st.sampled_from(["text", "json_object", "json_schema"]), json_schema=_thing(schema=st.just({})))
+    | objects(include_usage=st.booleans())
+    | objects(type=st.sampled_from(["text", "json_object", "json_schema"]), json_schema=objects(schema=st.just({})))
 )

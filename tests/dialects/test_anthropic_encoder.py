@@ -1,4 +1,4 @@
-"""Answers on Anthropic's wire: streamed and whole alike, and back in the history as they were sampled."""
+"""Anthropic's encoder: the stream equals the response, and an answer sent back is the sampled one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from polar_proxy.dialects.anthropic import AnthropicMessages
 from polar_proxy.types import ChatRequest, Json, SampleEvent, ToolCall, ToolDelta
-from tests.dialects.anthropic_events import BROKEN, OBJECTS, TEXTS, calls, cut, decoded, heard
+from tests.dialects.anthropic_events import BROKEN, OBJECTS, TEXTS, calls, cut, read_stream
+from tests.dialects.encoding import encode, gather
 
 DIALECT = AnthropicMessages()
 BODY: Json = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
@@ -22,18 +23,15 @@ EAGER: Json = {
 }
 
 
-def through(body: Json, events: list[SampleEvent]) -> tuple[Json, Json]:
-    """(the message of the stream, the message in one piece) for the same events."""
-    parsed = DIALECT.parse(body)
-    encoder = DIALECT.encoder(parsed, "call_1", 1)
-    fed = b"".join(encoder.feed(0, event) for event in events)
-    assert b"message_delta" not in fed, "that an answer is finished is told after the commit"
-    answer = heard(events)
-    return decoded(fed + encoder.end([answer])), json.loads(DIALECT.encoder(parsed, "call_1", 1).respond([answer]))
+def both_forms(body: Json, events: list[SampleEvent]) -> tuple[Json, Json]:
+    """Return (the message of the stream, the message of the response)."""
+    encoded = encode(DIALECT, body, events)
+    assert b"message_delta" not in encoded.before_end, "the end is sent before the commit"
+    return read_stream(encoded.stream), encoded.response
 
 
-def said_again(content: list[Json]) -> Any:
-    """The canonical message of an answer that a client sends back."""
+def sent_back(content: list[Json]) -> Any:
+    """Return the message parsed from an answer that a client sends back."""
     history = [*BODY["messages"], {"role": "assistant", "content": content}, {"role": "user", "content": "on"}]
     (request,) = DIALECT.parse({**BODY, "messages": history}).requests
     assert isinstance(request, ChatRequest)
@@ -42,13 +40,13 @@ def said_again(content: list[Json]) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), reasoning=TEXTS, text=TEXTS, tool_calls=calls(OBJECTS | BROKEN), omit=st.booleans())
-def test_any_cut_of_the_events_is_the_same_answer(
+def test_stream_equals_response_however_events_are_cut(
     data: st.DataObject, reasoning: str, text: str, tool_calls: tuple[ToolCall, ...], omit: bool
 ) -> None:
     body = {**BODY, "thinking": {"type": "adaptive", "display": "omitted" if omit else "summarized"}}
-    streamed, whole = through(body, data.draw(cut(reasoning, text, tool_calls)))
-    assert streamed == whole
-    assert whole["usage"] == {
+    streamed, response = both_forms(body, data.draw(cut(reasoning, text, tool_calls)))
+    assert streamed == response
+    assert response["usage"] == {
         "input_tokens": 1,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 2,
@@ -65,14 +63,14 @@ def test_any_cut_of_the_events_is_the_same_answer(
     omit=st.booleans(),
     body=st.sampled_from([BODY, EAGER]),
 )
-def test_an_answer_comes_back_as_it_was_sampled(
+def test_answer_sent_back_equals_the_sampled_one(
     data: st.DataObject, reasoning: str, text: str, tool_calls: tuple[ToolCall, ...], omit: bool, body: Json
 ) -> None:
-    asked = {**body, "thinking": {"type": "adaptive", "display": "omitted" if omit else "summarized"}}
-    for message in through(asked, data.draw(cut(reasoning, text, tool_calls))):
-        back = said_again(message["content"])
-        assert (back.content or "", back.reasoning or "") == (text, reasoning)
-        assert [(call.id, call.name, json.loads(call.arguments)) for call in back.tool_calls] == [
+    request = {**body, "thinking": {"type": "adaptive", "display": "omitted" if omit else "summarized"}}
+    for message in both_forms(request, data.draw(cut(reasoning, text, tool_calls))):
+        found = sent_back(message["content"])
+        assert (found.content or "", found.reasoning or "") == (text, reasoning)
+        assert [(call.id, call.name, json.loads(call.arguments)) for call in found.tool_calls] == [
             (call.id, call.name, json.loads(call.arguments)) for call in tool_calls
         ]
         assert message["stop_reason"] == ("tool_use" if tool_calls else "end_turn")
@@ -80,30 +78,30 @@ def test_an_answer_comes_back_as_it_was_sampled(
 
 @settings(max_examples=30, deadline=None)
 @given(arguments=BROKEN, text=TEXTS)
-def test_nothing_is_lost_of_a_call_that_is_no_object(arguments: str, text: str) -> None:
+def test_arguments_that_are_not_an_object_become_text(arguments: str, text: str) -> None:
     event = SampleEvent(
         text=text, tool_calls=(ToolDelta(0, "c", "bash", arguments),), prompt_ids=(1,), finish_reason="tool_calls"
     )
-    streamed, whole = through(BODY, [event])
-    assert streamed == whole
-    (block,) = whole["content"]
+    streamed, response = both_forms(BODY, [event])
+    assert streamed == response
+    (block,) = response["content"]
     assert block["text"] == (text + "\n" if text else "") + f"bash({arguments})"
-    assert whole["stop_reason"] == "end_turn"
+    assert response["stop_reason"] == "end_turn"
 
 
-def test_an_input_is_the_text_that_was_sampled() -> None:
-    """Numbers that no float holds are not rounded on the way to a client that does not stream."""
+def test_input_is_the_sampled_text() -> None:
+    """Long numbers are not rounded."""
     arguments = '{ "n": 123456789012345678901234567890, "x": 1.0 }'
-    answer = heard([SampleEvent(tool_calls=(ToolDelta(0, "c", "bash", arguments),), finish_reason="tool_calls")])
+    answer = gather([SampleEvent(tool_calls=(ToolDelta(0, "c", "bash", arguments),), finish_reason="tool_calls")])
     assert arguments.encode() in DIALECT.encoder(DIALECT.parse(BODY), "call_1", 1).respond([answer])
 
 
 @pytest.mark.parametrize("arguments", ["", "  "])
-def test_no_arguments_are_an_empty_input(arguments: str) -> None:
+def test_empty_arguments_are_an_empty_input(arguments: str) -> None:
     events = [SampleEvent(tool_calls=(ToolDelta(0, "c", "bash", arguments),), finish_reason="tool_calls")]
-    streamed, whole = through(BODY, events)
-    assert streamed == whole
-    assert whole["content"] == [{"type": "tool_use", "id": "c", "name": "bash", "input": {}}]
+    streamed, response = both_forms(BODY, events)
+    assert streamed == response
+    assert response["content"] == [{"type": "tool_use", "id": "c", "name": "bash", "input": {}}]
 
 
 @pytest.mark.parametrize("body", [BODY, EAGER])
@@ -114,21 +112,21 @@ def test_parallel_calls_in_any_order(body: Json) -> None:
         SampleEvent(tool_calls=(ToolDelta(1, arguments="}"), ToolDelta(0, arguments="1}"))),
         SampleEvent(finish_reason="tool_calls"),
     ]
-    streamed, whole = through(body, events)
-    assert streamed == whole
-    assert [(block["id"], block["input"]) for block in whole["content"]] == [("c0", {"a": 1}), ("c1", {})]
+    streamed, response = both_forms(body, events)
+    assert streamed == response
+    assert [(block["id"], block["input"]) for block in response["content"]] == [("c0", {"a": 1}), ("c1", {})]
 
 
-def test_reasoning_behind_text_and_text_behind_calls_are_kept() -> None:
+def test_keeps_reasoning_after_text_and_text_after_calls() -> None:
     events = [
         SampleEvent(text="a", prompt_ids=(1,)),
         SampleEvent(reasoning="b"),
         SampleEvent(tool_calls=(ToolDelta(0, "c", "bash", "{}"),)),
         SampleEvent(text="d", finish_reason="tool_calls"),
     ]
-    for message in through(BODY, events) + through(EAGER, events):
-        back = said_again(message["content"])
-        assert (back.content, back.reasoning, back.tool_calls[0].name) == ("ad", "b", "bash")
+    for message in both_forms(BODY, events) + both_forms(EAGER, events):
+        found = sent_back(message["content"])
+        assert (found.content, found.reasoning, found.tool_calls[0].name) == ("ad", "b", "bash")
 
 
 @pytest.mark.parametrize(
@@ -140,21 +138,21 @@ def test_reasoning_behind_text_and_text_behind_calls_are_kept() -> None:
         (SampleEvent(text="x", finish_reason="stop", stop_sequence="##"), ("stop_sequence", "##")),
         (SampleEvent(text="x", finish_reason="content_filter"), ("refusal", None)),
         (SampleEvent(tool_calls=(ToolDelta(0, "c", "b", "{}"),), finish_reason="tool_calls"), ("tool_use", None)),
-        # Some engines say `stop` behind a call.
+        # Some engines report `stop` after a call.
         (SampleEvent(tool_calls=(ToolDelta(0, "c", "b", "{}"),), finish_reason="stop"), ("tool_use", None)),
         (SampleEvent(tool_calls=(ToolDelta(0, "c", "b", "[]"),), finish_reason="tool_calls"), ("end_turn", None)),
         (SampleEvent(tool_calls=(ToolDelta(0, "c", "b", '{"a'),), finish_reason="length"), ("max_tokens", None)),
     ],
 )
 def test_stop_reasons(event: SampleEvent, expected: tuple[str, str | None]) -> None:
-    for message in through(BODY, [event]):
+    for message in both_forms(BODY, [event]):
         assert (message["stop_reason"], message["stop_sequence"]) == expected
 
 
-def test_the_whole_answer() -> None:
+def test_response() -> None:
     event = SampleEvent(text="hé", prompt_ids=(1, 2), token_ids=(5, 2), logprobs=(-1.0, -1.0), finish_reason="stop")
-    _, whole = through(BODY, [event])
-    assert whole == {
+    _, response = both_forms(BODY, [event])
+    assert response == {
         "id": "msg_call_1",
         "type": "message",
         "role": "assistant",
@@ -171,7 +169,7 @@ def test_the_whole_answer() -> None:
     }
 
 
-def test_eager_arguments_go_out_as_they_come() -> None:
+def test_eager_arguments_are_streamed() -> None:
     encoder = DIALECT.encoder(DIALECT.parse(EAGER), "call_1", 1)
     opened = encoder.feed(0, SampleEvent(tool_calls=(ToolDelta(0, "c", "bash", ""),), prompt_ids=(1,)))
     assert b"tool_use" not in opened

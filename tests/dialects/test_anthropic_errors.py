@@ -1,4 +1,4 @@
-"""Anthropic's error shape, and the words by which its clients know a full context."""
+"""Anthropic's error shape, the texts by which its clients recognise a full context, and sealed signatures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BODY: Json = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "cont
         (529, "overloaded_error"),
     ],
 )
-def test_each_status_has_its_type(status: int, kind: str) -> None:
+def test_error_type_of_each_status(status: int, kind: str) -> None:
     body = json.loads(DIALECT.error_body(RequestError("It broke.", status=status)))
     assert body == {"type": "error", "error": {"type": kind, "message": "It broke."}, "request_id": None}
     event = DIALECT.encoder(DIALECT.parse(BODY), "call_1", 1).fail("It broke.", status).decode()
@@ -46,7 +46,7 @@ def test_each_status_has_its_type(status: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("engine_text", "expected"),
     [
         (
             "This model's maximum context length is 4096 tokens. However, your request has 5000 input tokens. "
@@ -73,25 +73,25 @@ def test_each_status_has_its_type(status: int, kind: str) -> None:
         ("The conversation is too long.", "prompt is too long: The conversation is too long."),
     ],
 )
-def test_a_full_context_is_told_in_anthropics_words(said: str, told: str) -> None:
-    error = RequestError(said, code="context_length_exceeded")
-    assert json.loads(DIALECT.error_body(error))["error"] == {"type": "invalid_request_error", "message": told}
+def test_full_context_error_has_anthropics_text(engine_text: str, expected: str) -> None:
+    error = RequestError(engine_text, code="context_length_exceeded")
+    assert json.loads(DIALECT.error_body(error))["error"] == {"type": "invalid_request_error", "message": expected}
 
 
-def test_other_refusals_keep_their_words() -> None:
+def test_other_errors_keep_their_text() -> None:
     error = RequestError("No images.", code="no_images")
     assert json.loads(DIALECT.error_body(error))["error"]["message"] == "No images."
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.text())
-def test_a_seal_opens_to_what_was_sealed(text: str) -> None:
+def test_seal_round_trip(text: str) -> None:
     assert unseal(seal(text)) == text
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.text(max_size=30), st.data())
-def test_a_damaged_seal_does_not_open(text: str, data: st.DataObject) -> None:
+def test_damaged_signature_is_none(text: str, data: st.DataObject) -> None:
     whole = seal(text)
     place = data.draw(st.integers(0, len(whole) - 1))
     damaged = whole[:place] + data.draw(st.characters()) + whole[place + 1 :]
@@ -100,7 +100,7 @@ def test_a_damaged_seal_does_not_open(text: str, data: st.DataObject) -> None:
     assert unseal(data.draw(st.text())) is None
 
 
-def test_a_seal_is_no_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signature_size_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signature, "_MAX_BYTES", 1000)
     assert unseal(seal("x" * 1000)) == "x" * 1000
     assert unseal(seal("x" * 1001)) is None

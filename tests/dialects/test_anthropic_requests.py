@@ -1,4 +1,4 @@
-"""What Anthropic's requests mean to a model: messages, tools, settings."""
+"""Anthropic requests as engine requests: messages, tools, settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse(**fields: Any) -> ChatRequest:
 
 
 def messages(*raw: Json, **fields: Any) -> tuple[Message, ...]:
-    """The canonical messages of `raw`; a user message that ends them is taken off."""
+    """Return the messages parsed from `raw`, without a user message added at the end."""
     return parse(messages=[*raw, USER], **fields).messages[:-1]
 
 
@@ -33,8 +33,8 @@ def user(*blocks: Json) -> tuple[Message, ...]:
     return messages({"role": "user", "content": list(blocks)})
 
 
-def text(said: str, **more: Any) -> Json:
-    return {"type": "text", "text": said, **more}
+def text(value: str, **more: Any) -> Json:
+    return {"type": "text", "text": value, **more}
 
 
 @pytest.mark.parametrize("mark", [{}, {"cache_control": {"type": "ephemeral"}}])
@@ -50,14 +50,14 @@ def test_system_as_string_or_blocks() -> None:
     assert [message.role for message in parse(system="").messages] == ["user"]
 
 
-def test_a_system_message_stays_where_it_stands() -> None:
+def test_system_message_keeps_its_place() -> None:
     found = messages(
         USER, {"role": "system", "content": [text("Mind the gap.")]}, {"role": "assistant", "content": "ok"}
     )
     assert found == (Message("user", "hi"), Message("system", "Mind the gap."), Message("assistant", "ok"))
 
 
-def test_results_come_first_and_in_order() -> None:
+def test_tool_results_come_first_and_in_order() -> None:
     found = user(
         text("a"),
         {"type": "tool_result", "tool_use_id": "t2", "content": "two"},
@@ -74,7 +74,7 @@ def test_results_come_first_and_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "read"),
+    ("content", "expected"),
     [
         ("no such file", "Error: no such file"),
         ("Error: no such file", "Error: no such file"),
@@ -83,12 +83,12 @@ def test_results_come_first_and_in_order() -> None:
         ("", "Error"),
     ],
 )
-def test_the_model_reads_that_a_tool_failed(content: Any, read: str) -> None:
+def test_tool_error_is_marked_in_the_text(content: Any, expected: str) -> None:
     (found,) = user({"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": True})
-    assert found.content == read
+    assert found.content == expected
 
 
-def test_an_assistants_turn() -> None:
+def test_assistant_message() -> None:
     turn: Json = {
         "role": "assistant",
         "content": [
@@ -102,7 +102,7 @@ def test_an_assistants_turn() -> None:
     assert messages(turn) == (Message("assistant", "I look.", "hm", (call,)),)
 
 
-def test_assistant_messages_in_a_row_are_one_turn() -> None:
+def test_consecutive_assistant_messages_are_one() -> None:
     use: Json = {"type": "tool_use", "id": "t", "name": "bash", "input": {}}
     raw = [{"role": "assistant", "content": [block]} for block in (text("a"), use)]
     assert messages(*raw) == (Message("assistant", "a", None, (ToolCall("t", "bash", "{}"),)),)
@@ -143,14 +143,14 @@ def test_images_and_documents() -> None:
     ]
 
 
-def test_an_image_inside_a_result() -> None:
+def test_image_inside_a_tool_result() -> None:
     image: Json = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     (found,) = user({"type": "tool_result", "tool_use_id": "t", "content": [text("see"), image]})
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     assert found == Message("tool", [text("see"), part], tool_call_id="t")
 
 
-def test_what_a_server_ran_is_read_as_call_and_result() -> None:
+def test_server_tool_is_a_call_and_a_result() -> None:
     turn: Json = {
         "role": "assistant",
         "content": [
@@ -167,7 +167,7 @@ def test_what_a_server_ran_is_read_as_call_and_result() -> None:
     )
 
 
-def test_unknown_blocks_are_shown_and_marks_of_the_api_are_not() -> None:
+def test_unknown_blocks_are_shown_without_cache_control() -> None:
     assert user({"type": "new_thing", "a": 1, "cache_control": {"type": "ephemeral"}})[0].content == (
         '{"type":"new_thing","a":1}'
     )
@@ -180,7 +180,7 @@ def test_unknown_blocks_are_shown_and_marks_of_the_api_are_not() -> None:
 # Tools
 
 
-def test_tools_of_the_client_are_offered() -> None:
+def test_offers_the_clients_tools() -> None:
     request = parse(tools=[BASH, {"type": "custom", **FETCH, "defer_loading": False}, {"type": "web_search_20250305"}])
     assert request.tools == (
         {
@@ -199,8 +199,8 @@ REFERENCE: Json = {
 LOADED = '<functions>\n<function>{"name":"fetch","parameters":{"type":"object"}}</function>\n</functions>'
 
 
-def test_a_deferred_tool_is_read_where_it_is_loaded() -> None:
-    """Not at the top: the prompt in front of the result stays what it was."""
+def test_deferred_tool_is_shown_where_it_is_loaded() -> None:
+    """It is not added at the top, so the prompt before the result does not change."""
     before = parse(tools=[BASH], messages=[USER])
     after = parse(tools=[BASH, FETCH], messages=[USER, {"role": "user", "content": [REFERENCE]}])
     assert after.tools == before.tools
@@ -208,7 +208,7 @@ def test_a_deferred_tool_is_read_where_it_is_loaded() -> None:
     assert after.messages[1].content == LOADED + "\nTool gone is not available."
 
 
-def test_a_tool_may_come_and_go_within_a_message() -> None:
+def test_tool_addition_and_removal_inside_a_message() -> None:
     tool: Json = {"type": "tool_reference", "name": "fetch"}
     added: Json = {"type": "tool_addition", "tool": tool}
     inline: Json = {
@@ -243,7 +243,7 @@ def test_tool_choice(choice: Any, expected: tuple[Any, bool | None]) -> None:
     assert (request.tool_choice, request.parallel_tool_calls) == expected
 
 
-def test_a_deferred_tool_that_is_forced_is_offered() -> None:
+def test_forced_deferred_tool_is_offered() -> None:
     request = parse(tools=[FETCH], tool_choice={"type": "tool", "name": "fetch"})
     assert [tool["function"]["name"] for tool in request.tools] == ["fetch"]
 
@@ -264,7 +264,7 @@ def test_thinking(thinking: Any, kwargs: Json) -> None:
     assert parse(thinking=thinking).template_kwargs == kwargs
 
 
-def test_what_is_not_needed_is_tolerated_and_kept() -> None:
+def test_unused_fields_are_tolerated_and_stored() -> None:
     extra: Json = {
         "metadata": {"user_id": "u"},
         "service_tier": "auto",
@@ -279,15 +279,15 @@ def test_what_is_not_needed_is_tolerated_and_kept() -> None:
     assert parsed.params == {"model": "m", "max_tokens": 9, **extra}
 
 
-def test_the_raw_conversation_is_kept() -> None:
+def test_stores_the_raw_conversation() -> None:
     system = [text("Be brief.", cache_control={"type": "ephemeral"})]
     parsed = DIALECT.parse({"model": "m", "max_tokens": 9, "system": system, "messages": [USER], "tools": [BASH]})
     assert [orjson.loads(item) for item in parsed.messages[0]] == [{"role": "system", "content": system}, USER]
     assert parsed.tools == orjson.dumps([BASH])
 
 
-def test_claude_codes_turns_extend_each_other() -> None:
-    """It moves its cache marks and turns a block into a string; no canonical message changes by that."""
+def test_claude_code_requests_extend_each_other() -> None:
+    """Claude Code moves its cache marks and changes a block to a string. The parsed messages stay the same."""
     mark = {"cache_control": {"type": "ephemeral"}}
     result: Json = {"type": "tool_result", "tool_use_id": "t", "content": "ok"}
     use: Json = {"type": "tool_use", "id": "t", "name": "bash", "input": {"a": 1}}
@@ -303,7 +303,7 @@ def test_claude_codes_turns_extend_each_other() -> None:
     assert third[:3] == second
 
 
-def test_counting_takes_the_same_conversation() -> None:
+def test_token_count_parses_the_same_conversation() -> None:
     body: Json = {
         "model": "m",
         "system": "s",
@@ -348,7 +348,7 @@ def test_counting_takes_the_same_conversation() -> None:
         ({"stream": "yes"}, "stream"),
     ],
 )
-def test_a_refusal_names_the_field(fields: Json, param: str) -> None:
+def test_error_names_the_field(fields: Json, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)

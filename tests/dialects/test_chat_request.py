@@ -1,4 +1,4 @@
-"""Chat Completions bodies: what is understood, what is tolerated, what is refused and how the field is named."""
+"""Chat Completions bodies: fields, tolerated fields, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def call(**function: Any) -> Json:
     return {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
 
 
-def test_the_least_body() -> None:
+def test_minimal_body() -> None:
     assert parse() == ChatRequest("m", (Message("user", "hi"),))
 
 
@@ -75,7 +75,7 @@ def test_every_field() -> None:
     assert request.template_kwargs == {"enable_thinking": False}
 
 
-def test_messages_of_every_kind() -> None:
+def test_messages_of_each_role() -> None:
     parts = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
     arguments = '{"command":  "ls"}'
     request = parse(
@@ -97,8 +97,8 @@ def test_messages_of_every_kind() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"), [(None, ""), ({"a": 1}, '{"a":1}'), ("not json", "not json"), ("", "")]
 )
-def test_arguments(arguments: object, expected: str) -> None:
-    """A string stays as it is; what some agents send instead is made one."""
+def test_tool_call_arguments(arguments: object, expected: str) -> None:
+    """A string stays unchanged; other JSON, which some agents send, becomes a string."""
     (message,) = parse(messages=[call(name="bash", arguments=arguments)]).messages
     assert message.tool_calls[0].arguments == expected
 
@@ -110,13 +110,13 @@ _NULLABLE = (
 )
 
 
-def test_null_means_absent() -> None:
+def test_null_is_absent() -> None:
     assert parse(**dict.fromkeys(_NULLABLE)) == parse()
     null = {**USER, "name": None, "tool_calls": None, "tool_call_id": None, "reasoning_content": None}
     assert parse(messages=[null]) == parse()
 
 
-def test_unknown_fields_are_tolerated_and_kept() -> None:
+def test_unknown_fields_are_tolerated_and_stored() -> None:
     body = {
         "model": "m",
         "messages": [{**USER, "cache_control": {"type": "ephemeral"}}],
@@ -130,7 +130,7 @@ def test_unknown_fields_are_tolerated_and_kept() -> None:
     assert [json.loads(message) for message in parsed.messages[0]] == body["messages"]
 
 
-def test_tools_of_another_type_are_kept_and_not_passed_on() -> None:
+def test_tools_of_another_type_are_stored_and_not_offered() -> None:
     other = {"type": "web_search"}
     parsed = OpenAIChat().parse({"model": "m", "messages": [USER], "tools": [other]})
     assert parsed.requests == (parse(),)
@@ -139,12 +139,12 @@ def test_tools_of_another_type_are_kept_and_not_passed_on() -> None:
 
 
 @pytest.mark.parametrize(("top_k", "expected"), [(-1, None), (0, None), (5, 5)])
-def test_top_k_switched_off(top_k: int, expected: int | None) -> None:
+def test_top_k_off(top_k: int, expected: int | None) -> None:
     assert parse(top_k=top_k).sampling.top_k == expected
 
 
 @pytest.mark.parametrize("value", [2, 2.0])
-def test_an_integral_number_is_an_integer(value: float) -> None:
+def test_integral_float_is_an_integer(value: float) -> None:
     assert parse(max_tokens=value).sampling.max_tokens == 2
     assert isinstance(parse(max_tokens=value).sampling.max_tokens, int)
 
@@ -202,7 +202,7 @@ WRONG: list[tuple[Json, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG, ids=[f"{param}-{i}" for i, (_, param) in enumerate(WRONG)])
-def test_a_wrong_field_is_named(fields: Json, param: str) -> None:
+def test_error_names_the_wrong_field(fields: Json, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(**fields)
     assert caught.value.status == 400
@@ -211,7 +211,7 @@ def test_a_wrong_field_is_named(fields: Json, param: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["model", "messages"])
-def test_a_missing_field_is_named(field: str) -> None:
+def test_error_names_the_missing_field(field: str) -> None:
     body = {"model": "m", "messages": [USER]}
     del body[field]
     with pytest.raises(RequestError) as caught:

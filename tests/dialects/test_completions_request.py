@@ -1,4 +1,4 @@
-"""Completions bodies: prompts of every form, the API's own defaults, and the wrong fields by name."""
+"""Completions bodies: prompts of every form, the API's defaults, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parse(**fields: Any) -> ParsedRequest:
     ],
 )
 def test_prompts(prompt: object, expected: list[str | tuple[int, ...]]) -> None:
-    """A list of prompts is a list of calls, each kept by itself."""
+    """Each prompt of a list becomes a call."""
     parsed = parse(prompt=prompt)
     assert [request.prompt for request in parsed.requests if isinstance(request, TextRequest)] == expected
     kept = [json.loads(message) for (message,) in parsed.messages]
@@ -41,7 +41,7 @@ def test_max_tokens(given: int | None, expected: int) -> None:
 
 
 @pytest.mark.parametrize(("given", "wants", "top"), [(None, False, 0), (0, True, 0), (5, True, 5)])
-def test_logprobs_is_a_number_here(given: int | None, wants: bool, top: int) -> None:
+def test_logprobs_is_a_number(given: int | None, wants: bool, top: int) -> None:
     sampling = parse(logprobs=given).requests[0].sampling
     assert (sampling.logprobs, sampling.top_logprobs) == (wants, top)
 
@@ -72,13 +72,13 @@ WRONG: list[tuple[Json, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG, ids=[f"{param}-{i}" for i, (_, param) in enumerate(WRONG)])
-def test_a_wrong_field_is_named(fields: Json, param: str) -> None:
+def test_error_names_the_wrong_field(fields: Json, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_a_missing_prompt_is_named() -> None:
+def test_error_names_a_missing_prompt() -> None:
     with pytest.raises(RequestError) as caught:
         OpenAICompletions().parse({"model": "m"})
     assert (caught.value.param, caught.value.code) == ("prompt", "missing_required_parameter")

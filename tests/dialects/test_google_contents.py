@@ -1,4 +1,4 @@
-"""Contents become the conversation that a model reads."""
+"""Google's contents as messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def result(text: str, name: str = "bash", call_id: str | None = None) -> Json:
 
 
 def results(*contents: Json) -> list[tuple[str, object]]:
-    """(id of the call answered, text) of each tool message."""
+    """Return (call id, text) of each tool message."""
     return [(m["tool_call_id"], m["content"]) for m in conversation(*contents) if m["role"] == "tool"]
 
 
@@ -38,21 +38,21 @@ def results(*contents: Json) -> list[tuple[str, object]]:
 @pytest.mark.parametrize(
     "value", ["be exact", {"parts": [{"text": "be exact"}], "role": "user"}, {"parts": {"text": "be exact"}}]
 )
-def test_the_system_instruction_comes_first(key: str, value: object) -> None:
+def test_system_instruction_comes_first(key: str, value: object) -> None:
     messages = parse({"contents": [HI], key: value}).messages
     assert [(m.role, m.content) for m in messages] == [("system", "be exact"), ("user", "hi")]
 
 
-def test_one_object_counts_as_a_list() -> None:
+def test_one_object_is_a_list_of_one() -> None:
     assert parse({"contents": {"parts": {"text": "hi"}}}).messages == parse({"contents": [HI]}).messages
 
 
-def test_an_absent_role_is_the_users() -> None:
+def test_default_role_is_user() -> None:
     assert conversation({"parts": [{"text": "hi"}]}) == [{"role": "user", "content": "hi"}]
 
 
-def test_neighbouring_model_contents_are_one_message() -> None:
-    """An SDK's chat keeps a streamed answer as one content a chunk."""
+def test_consecutive_model_contents_are_one_message() -> None:
+    """An SDK's chat stores each chunk of a streamed answer as a content."""
     pieces = [model({"text": piece}) for piece in ("hel", "lo", "")]
     assert conversation(HI, *pieces, {"role": "model"}, HI)[1:-1] == [{"role": "assistant", "content": "hello"}]
 
@@ -76,8 +76,8 @@ def test_images_and_files() -> None:
 
 def test_code_parts_are_text() -> None:
     code = {"executableCode": {"language": "PYTHON", "code": "1"}}
-    said = conversation(HI, model(code, {"codeExecutionResult": {"outcome": "OUTCOME_OK", "output": "1"}}))
-    assert said[1]["content"] == "```python\n1\n```" + "```\n1\n```"
+    messages = conversation(HI, model(code, {"codeExecutionResult": {"outcome": "OUTCOME_OK", "output": "1"}}))
+    assert messages[1]["content"] == "```python\n1\n```" + "```\n1\n```"
 
 
 def test_calls_and_results_with_ids_in_any_order() -> None:
@@ -96,52 +96,52 @@ def test_calls_and_results_without_ids_match_by_name_and_order() -> None:
     assert [(m["tool_call_id"], m["content"]) for m in messages[2:]] == [(ids[1], "p"), (ids[0], "1"), (ids[2], "2")]
 
 
-def test_made_up_ids_do_not_change_as_the_history_grows() -> None:
+def test_generated_ids_are_stable_as_the_history_grows() -> None:
     turns = [HI, model(call()), user(result("1")), model(call()), user(result("2"))]
     assert conversation(*turns)[: len(conversation(*turns[:3]))] == conversation(*turns[:3])
 
 
-def test_an_id_on_one_side_only() -> None:
+def test_id_on_one_side_only() -> None:
     first = conversation(HI, model(call()), user(result("1", call_id="mine")))
     assert first[2]["tool_call_id"] == first[1]["tool_calls"][0]["id"]
     assert results(HI, model(call(call_id="a")), user(result("1"))) == [("a", "1")]
 
 
-def test_gemini_cli_writes_the_name_before_the_id() -> None:
+def test_drops_gemini_clis_prefix_of_call_ids() -> None:
     messages = conversation(HI, model(call(call_id="bash__call_7")), user(result("1", call_id="bash__call_7")))
     assert messages[1]["tool_calls"][0]["id"] == "call_7"
     assert messages[2]["tool_call_id"] == "call_7"
 
 
 @pytest.mark.parametrize("call_id", ["a", None])
-def test_a_result_said_twice_is_heard_once(call_id: str | None) -> None:
-    said = result("1", call_id=call_id)
-    once = conversation(HI, model(call(call_id=call_id)), user(said))
-    assert conversation(HI, model(call(call_id=call_id)), user(said, said)) == once
-    assert conversation(HI, model(call(call_id=call_id)), user(said), user(said)) == once
+def test_repeated_result_is_one_message(call_id: str | None) -> None:
+    answer = result("1", call_id=call_id)
+    once = conversation(HI, model(call(call_id=call_id)), user(answer))
+    assert conversation(HI, model(call(call_id=call_id)), user(answer, answer)) == once
+    assert conversation(HI, model(call(call_id=call_id)), user(answer), user(answer)) == once
 
 
-def test_a_repeated_result_is_heard_once_even_turns_later() -> None:
-    said = result("1", call_id="a")
-    contents = [HI, model(call(call_id="a")), user(said), model({"text": "done"}), user(said, {"text": "go on"})]
+def test_result_repeated_turns_later_is_one_message() -> None:
+    answer = result("1", call_id="a")
+    contents = [HI, model(call(call_id="a")), user(answer), model({"text": "done"}), user(answer, {"text": "go on"})]
     assert [m["role"] for m in conversation(*contents)] == ["user", "assistant", "tool", "assistant", "user"]
 
 
-def test_a_second_result_that_says_something_else_is_kept() -> None:
+def test_second_result_with_other_text_is_kept() -> None:
     contents = (HI, model(call(call_id="a")), user(result("1", call_id="a"), result("2", call_id="a")))
     assert results(*contents) == [("a", "1"), ("a", "2")]
 
 
-def test_two_calls_with_the_same_result_are_both_answered() -> None:
+def test_two_calls_with_equal_results_are_both_answered() -> None:
     assert [text for _, text in results(HI, model(call(), call()), user(result("1"), result("1")))] == ["1", "1"]
 
 
-def test_an_id_used_again_in_a_later_turn_answers_that_turn() -> None:
+def test_id_reused_in_a_later_turn_answers_that_turn() -> None:
     turn = (model(call(call_id="a")), user(result("1", call_id="a")))
     assert results(HI, *turn, *turn) == [("a", "1"), ("a", "1")]
 
 
-def test_results_come_right_behind_the_calls() -> None:
+def test_results_directly_follow_the_calls() -> None:
     messages = conversation(HI, model(call(call_id="a")), user({"text": "note"}, result("1", call_id="a")))
     assert [m["role"] for m in messages] == ["user", "assistant", "tool", "user"]
 
@@ -158,15 +158,15 @@ def test_results_come_right_behind_the_calls() -> None:
         (None, ""),
     ],
 )
-def test_what_a_model_reads_of_a_result(response: Json | None, text: str) -> None:
-    said = {"functionResponse": {"name": "bash", "id": "a", "response": response}}
-    assert results(HI, model(call(call_id="a")), user(said)) == [("a", text)]
+def test_text_of_a_result(response: Json | None, text: str) -> None:
+    part = {"functionResponse": {"name": "bash", "id": "a", "response": response}}
+    assert results(HI, model(call(call_id="a")), user(part)) == [("a", text)]
 
 
-def test_a_result_with_an_image() -> None:
+def test_result_with_an_image() -> None:
     image = {"inlineData": {"mimeType": "image/png", "data": "AA=="}}
-    said = {"functionResponse": {"name": "bash", "id": "a", "response": {"output": "see"}, "parts": [image]}}
-    ((_, content),) = results(HI, model(call(call_id="a")), user(said))
+    part = {"functionResponse": {"name": "bash", "id": "a", "response": {"output": "see"}, "parts": [image]}}
+    ((_, content),) = results(HI, model(call(call_id="a")), user(part))
     assert content == [
         {"type": "text", "text": "see"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}},
@@ -177,7 +177,7 @@ def reasoning(*parts: Json) -> object:
     return conversation(HI, model(*parts), HI)[1].get("reasoning_content")
 
 
-def test_reasoning_comes_back_from_signatures() -> None:
+def test_reasoning_is_restored_from_signatures() -> None:
     whole = pack(SignedReasoning(0, "so be it"))
     assert reasoning({"text": "x", "thoughtSignature": whole}) == "so be it"
     assert reasoning({"text": "shortened", "thought": True}, {"text": "x", "thoughtSignature": whole}) == "so be it"
@@ -185,7 +185,7 @@ def test_reasoning_comes_back_from_signatures() -> None:
     assert reasoning({"text": "x", "thoughtSignature": first}, {"text": "y", "thoughtSignature": second}) == "so be it"
 
 
-def test_copied_signatures_change_nothing() -> None:
+def test_repeated_signatures_change_nothing() -> None:
     """Some clients put the first call's signature on every call."""
     whole = pack(SignedReasoning(0, "so be it"))
     assert reasoning(*({**call(), "thoughtSignature": whole} for _ in range(3))) == "so be it"
@@ -197,7 +197,7 @@ def test_foreign_signatures_are_ignored(foreign: str) -> None:
     assert reasoning({"text": "why", "thought": True}, {"text": "x", "thoughtSignature": foreign}) == "why"
 
 
-def test_what_came_is_kept() -> None:
+def test_stores_contents_unchanged() -> None:
     body: Json = {
         "contents": [user({"text": "hi", "unknown": 1})],
         "system_instruction": {"parts": [{"text": "s"}]},
@@ -235,7 +235,7 @@ def test_what_came_is_kept() -> None:
         ([{"role": "model", "parts": []}], "contents"),
     ],
 )
-def test_what_is_wrong_is_named(contents: object, param: str) -> None:
+def test_error_names_the_wrong_field(contents: object, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse({"contents": contents})
     assert caught.value.status == 400

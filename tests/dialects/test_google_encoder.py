@@ -1,4 +1,4 @@
-"""A stream says what the whole answer says however the engine cut it; and what a client puts back is what was said."""
+"""Google's encoder: the stream equals the response, and an answer sent back is the sampled one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from polar_proxy.dialects import Answer
 from polar_proxy.dialects.google import GoogleGenerateContent
 from polar_proxy.dialects.google.signature import SignedReasoning, extend_reasoning, pack, unpack
 from polar_proxy.types import Json, Message, SampleEvent, ToolCall, ToolDelta, TopLogprob
-from tests.dialects.google_helpers import HI, glued, parse, parts_of, read, through
+from tests.dialects.encoding import cut, gather
+from tests.dialects.google_helpers import HI, both_forms, gemini_cli_history, parse, parts_of, read_parts
 
 PROMPT = (7, 8, 9)
 THOUGHTS: Json = {"contents": [HI], "generationConfig": {"thinkingConfig": {"includeThoughts": True}}}
@@ -29,7 +30,7 @@ arguments = st.one_of(
 
 
 @st.composite
-def said(draw: st.DrawFn) -> tuple[str, str, list[ToolCall], str]:
+def choices(draw: st.DrawFn) -> tuple[str, str, list[ToolCall], str]:
     """(reasoning, text, calls, finish reason) of one choice."""
     calls = [
         ToolCall(f"c{number}", f"tool{number}", written)
@@ -38,17 +39,12 @@ def said(draw: st.DrawFn) -> tuple[str, str, list[ToolCall], str]:
     return draw(texts), draw(texts), calls, draw(st.sampled_from(["stop", "length", "tool_calls"]))
 
 
-def cut(draw: st.DrawFn, text: str) -> list[str]:
-    marks = sorted(draw(st.lists(st.integers(0, len(text)), max_size=3)))
-    return [text[start:end] for start, end in zip([0, *marks], [*marks, len(text)], strict=True)]
-
-
 @st.composite
 def answers(draw: st.DrawFn, *, n: int = 1) -> list[SampleEvent]:
-    """The events of n choices, each cut as it pleases and mixed with the others."""
+    """Return the events of n choices, cut at random and mixed."""
     queues = []
     for index in range(n):
-        reasoning, text, calls, reason = draw(said())
+        reasoning, text, calls, reason = draw(choices())
         events = [SampleEvent(index, reasoning=piece) for piece in cut(draw, reasoning)]
         events += [SampleEvent(index, text=piece) for piece in cut(draw, text)]
         for number, call in enumerate(calls):
@@ -68,12 +64,9 @@ def answers(draw: st.DrawFn, *, n: int = 1) -> list[SampleEvent]:
     return mixed
 
 
-def heard(events: list[SampleEvent]) -> Message:
-    """What the engine said in choice 0."""
-    answer = Answer()
-    for item in events:
-        answer.add(item)
-    state = answer.choices[0]
+def sampled_message(events: list[SampleEvent]) -> Message:
+    """Return choice 0 of the engine's answer."""
+    state = gather(events).choices[0]
     return Message(
         "assistant", "".join(state.text), reasoning="".join(state.reasoning) or None, tool_calls=tuple(state.tool_calls)
     )
@@ -81,9 +74,9 @@ def heard(events: list[SampleEvent]) -> Message:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(events=st.integers(1, 3).flatmap(lambda n: answers(n=n)), thoughts=st.booleans(), sse=st.booleans())
-def test_chunks_add_up_to_the_answer(events: list[SampleEvent], thoughts: bool, sse: bool) -> None:
+def test_stream_equals_response_however_events_are_cut(events: list[SampleEvent], thoughts: bool, sse: bool) -> None:
     wants = {"responseLogprobs": True, "logprobs": 1, "thinkingConfig": {"includeThoughts": thoughts}}
-    chunks, whole = through({"contents": [HI], "generationConfig": wants}, events, sse=sse)
+    chunks, whole = both_forms({"contents": [HI], "generationConfig": wants}, events, sse=sse)
     *_, last = chunks
     assert last["usageMetadata"] == whole["usageMetadata"]
     assert [c["index"] for c in last["candidates"]] == [c["index"] for c in whole["candidates"]]
@@ -93,7 +86,7 @@ def test_chunks_add_up_to_the_answer(events: list[SampleEvent], thoughts: bool, 
     for candidate in whole["candidates"]:
         index = candidate["index"]
         own = [c for chunk in chunks for c in chunk["candidates"] if c["index"] == index]
-        assert read(parts_of(chunks, index)) == read(candidate["content"]["parts"])
+        assert read_parts(parts_of(chunks, index)) == read_parts(candidate["content"]["parts"])
         assert all(c["content"]["role"] == "model" and c["content"]["parts"] for c in own)
         assert own[-1]["finishReason"] == candidate["finishReason"]
         assert own[-1]["avgLogprobs"] == candidate["avgLogprobs"]
@@ -116,18 +109,18 @@ def test_chunks_add_up_to_the_answer(events: list[SampleEvent], thoughts: bool, 
     thoughts=False,
     how="glued",
 )
-def test_an_answer_put_back_is_the_answer(events: list[SampleEvent], thoughts: bool, how: str) -> None:
+def test_answer_sent_back_equals_the_sampled_one(events: list[SampleEvent], thoughts: bool, how: str) -> None:
     """Text, reasoning, names, canonical arguments and ids, whatever a client keeps of the parts."""
-    said = heard(events)
-    chunks, whole = through({**THOUGHTS} if thoughts else {"contents": [HI]}, events)
+    said = sampled_message(events)
+    chunks, whole = both_forms({**THOUGHTS} if thoughts else {"contents": [HI]}, events)
     parts = whole["candidates"][0]["content"]["parts"]
     contents: list[Json] = [{"role": "model", "parts": parts}]
     if how == "chunks":
         contents = [candidate["content"] for chunk in chunks for candidate in chunk["candidates"]]
     elif how == "glued":
-        contents = [{"role": "model", "parts": glued(parts_of(chunks))}]
+        contents = [{"role": "model", "parts": gemini_cli_history(parts_of(chunks))}]
     elif how == "glued whole":
-        contents = [{"role": "model", "parts": glued(parts)}]
+        contents = [{"role": "model", "parts": gemini_cli_history(parts)}]
     back = parse({"contents": [HI, *contents, HI]}).messages[1]
     broken = any(not _object(call.arguments) for call in said.tool_calls)
     if "glued" in how and broken:
@@ -157,7 +150,7 @@ def _object(arguments: str) -> bool:
 
 
 @given(st.integers(0, 99), texts, st.none() | st.builds(ToolCall, texts, texts, texts))
-def test_signatures_keep_what_they_were_given(at: int, reasoning: str, call: ToolCall | None) -> None:
+def test_signature_round_trip(at: int, reasoning: str, call: ToolCall | None) -> None:
     signed = SignedReasoning(at, reasoning, call)
     assert unpack(pack(signed)) == signed
     recoded = pack(signed).replace("+", "-").replace("/", "_").rstrip("=")
@@ -165,11 +158,11 @@ def test_signatures_keep_what_they_were_given(at: int, reasoning: str, call: Too
 
 
 @given(st.text(max_size=40) | st.binary(max_size=40).map(lambda data: pack(SignedReasoning())[:9] + data.hex()))
-def test_other_signatures_are_none(signature: str) -> None:
+def test_foreign_signature_is_none(signature: str) -> None:
     assert unpack(signature) is None
 
 
-def test_reasoning_is_joined_without_gaps_and_copies() -> None:
+def test_extend_reasoning_ignores_gaps_and_repetitions() -> None:
     assert extend_reasoning("", SignedReasoning(0, "ab")) == "ab"
     assert extend_reasoning("ab", SignedReasoning(2, "cd")) == "abcd"
     assert extend_reasoning("ab", SignedReasoning(0, "ab")) == "ab"
@@ -185,9 +178,9 @@ def finish(reason: str = "stop") -> SampleEvent:
     return SampleEvent(token_ids=(2,), logprobs=(-0.25,), tokens=("",), finish_reason=reason)
 
 
-def test_the_whole_answer() -> None:
+def test_response() -> None:
     first = SampleEvent(text="hé", token_ids=(5,), logprobs=(-0.5,), tokens=("hé",), prompt_ids=PROMPT, cached_tokens=2)
-    _, whole = through({"contents": [HI]}, [first, finish()])
+    _, whole = both_forms({"contents": [HI]}, [first, finish()])
     assert whole == {
         "candidates": [
             {"content": {"role": "model", "parts": [{"text": "hé"}]}, "index": 0, "finishReason": "STOP"},
@@ -204,20 +197,20 @@ def test_the_whole_answer() -> None:
     }
 
 
-def test_a_call_goes_out_whole_as_soon_as_the_next_begins() -> None:
+def test_call_is_sent_whole_when_the_next_begins() -> None:
     dialect = GoogleGenerateContent("m", stream=True, sse=True)
     encoder = dialect.encoder(dialect.parse({"contents": [HI]}), "call_1", 1)
     assert encoder.feed(0, call_event(0, "bash", '{"a"')) == b""
     assert encoder.feed(0, SampleEvent(tool_calls=(ToolDelta(0, arguments=": 1}"),))) == b""
-    told = encoder.feed(0, call_event(1, "python", "{"))
-    assert b'"functionCall":{"name":"bash","args":{"a": 1},"id":"c0"}' in told
-    assert b"python" not in told
+    sent = encoder.feed(0, call_event(1, "python", "{"))
+    assert b'"functionCall":{"name":"bash","args":{"a": 1},"id":"c0"}' in sent
+    assert b"python" not in sent
 
 
-def test_arguments_are_as_the_model_wrote_them() -> None:
-    """Spaces, order, long numbers: nothing is parsed and printed again, unless line breaks would end the event."""
+def test_arguments_are_the_sampled_text() -> None:
+    """Spaces, order and long numbers are kept, unless a line break would end the event."""
     written = '{"b": 1.50, "a" :12345678901234567890123, "b":2}'
-    chunks, _ = through({"contents": [HI]}, [call_event(0, "bash", written), finish("tool_calls")])
+    chunks, _ = both_forms({"contents": [HI]}, [call_event(0, "bash", written), finish("tool_calls")])
     assert len(chunks) == 1
     dialect = GoogleGenerateContent("m", stream=True, sse=True)
     parsed = dialect.parse({"contents": [HI]})
@@ -225,15 +218,15 @@ def test_arguments_are_as_the_model_wrote_them() -> None:
     answer.add(call_event(0, "bash", written))
     answer.add(finish())
     assert written.encode() in dialect.encoder(parsed, "c", 1).respond([answer])
-    chunks, _ = through({"contents": [HI]}, [call_event(0, "bash", '{\n"a":\r\n1}'), finish()])
-    assert read(parts_of(chunks))["calls"] == [("c0", "bash", {"a": 1})]
+    chunks, _ = both_forms({"contents": [HI]}, [call_event(0, "bash", '{\n"a":\r\n1}'), finish()])
+    assert read_parts(parts_of(chunks))["calls"] == [("c0", "bash", {"a": 1})]
 
 
 @pytest.mark.parametrize("written", ["[1]", '{"a": ', '"x"', "null", "[" * 3000])
-def test_arguments_that_are_no_object_are_text(written: str) -> None:
+def test_arguments_that_are_not_an_object_become_text(written: str) -> None:
     events = [call_event(0, "bash", written), call_event(1, "bash", '{"a":1}'), finish("tool_calls")]
-    for body in through({"contents": [HI]}, events)[0], [through({"contents": [HI]}, events)[1]]:
-        assert read(parts_of(body)) == {
+    for body in both_forms({"contents": [HI]}, events)[0], [both_forms({"contents": [HI]}, events)[1]]:
+        assert read_parts(parts_of(body)) == {
             "text": f"bash({written})",
             "thoughts": "",
             "calls": [("c1", "bash", {"a": 1})],
@@ -241,15 +234,15 @@ def test_arguments_that_are_no_object_are_text(written: str) -> None:
 
 
 @pytest.mark.parametrize(("reason", "finished"), [("tool_calls", True), ("length", False)])
-def test_empty_arguments_mean_none_unless_they_were_cut_off(reason: str, finished: bool) -> None:
-    chunks, _ = through({"contents": [HI]}, [call_event(0, "bash", ""), finish(reason)])
-    found = read(parts_of(chunks))
+def test_empty_arguments_are_an_empty_object_unless_cut(reason: str, finished: bool) -> None:
+    chunks, _ = both_forms({"contents": [HI]}, [call_event(0, "bash", ""), finish(reason)])
+    found = read_parts(parts_of(chunks))
     assert found["calls"] == ([("c0", "bash", {})] if finished else [])
     assert found["text"] == ("" if finished else "bash()")
 
 
-def test_where_reasoning_is_signed() -> None:
-    """On the first text and on the first call, where Google has it; on an empty text if nothing follows."""
+def test_reasoning_is_signed_on_the_first_text_and_call() -> None:
+    """Google puts it there, too. If no part follows, an empty text is signed."""
     events = [
         SampleEvent(reasoning="why"),
         SampleEvent(text="a"),
@@ -258,23 +251,23 @@ def test_where_reasoning_is_signed() -> None:
         call_event(1, "bash", "{}"),
         finish(),
     ]
-    parts = parts_of(through({"contents": [HI]}, events)[0])
+    parts = parts_of(both_forms({"contents": [HI]}, events)[0])
     why = pack(SignedReasoning(0, "why"))
     assert [part.get("thoughtSignature") for part in parts] == [why, None, why, None]
-    parts = parts_of(through({"contents": [HI]}, [SampleEvent(reasoning="why"), finish("length")])[0])
+    parts = parts_of(both_forms({"contents": [HI]}, [SampleEvent(reasoning="why"), finish("length")])[0])
     assert parts == [{"text": "", "thoughtSignature": why}]
     late = [SampleEvent(text="a"), SampleEvent(reasoning="why"), finish()]
-    assert parts_of(through({"contents": [HI]}, late)[0]) == [{"text": "a"}, {"text": "", "thoughtSignature": why}]
+    assert parts_of(both_forms({"contents": [HI]}, late)[0]) == [{"text": "a"}, {"text": "", "thoughtSignature": why}]
 
 
-def test_thoughts_are_shown_only_on_demand() -> None:
+def test_thoughts_are_shown_on_request_only() -> None:
     events = [SampleEvent(reasoning="why"), SampleEvent(text="so"), finish()]
-    assert read(parts_of(through(THOUGHTS, events)[0]))["thoughts"] == "why"
-    assert read(parts_of(through({"contents": [HI]}, events)[0]))["thoughts"] == ""
+    assert read_parts(parts_of(both_forms(THOUGHTS, events)[0]))["thoughts"] == "why"
+    assert read_parts(parts_of(both_forms({"contents": [HI]}, events)[0]))["thoughts"] == ""
 
 
 @pytest.mark.parametrize(
-    ("reason", "told"),
+    ("reason", "expected"),
     [
         ("stop", "STOP"),
         ("tool_calls", "STOP"),
@@ -283,12 +276,12 @@ def test_thoughts_are_shown_only_on_demand() -> None:
         ("abort", "OTHER"),
     ],
 )
-def test_finish_reasons(reason: str, told: str) -> None:
-    chunks, whole = through({"contents": [HI]}, [SampleEvent(text="a"), finish(reason)])
-    assert chunks[-1]["candidates"][0]["finishReason"] == whole["candidates"][0]["finishReason"] == told
+def test_finish_reasons(reason: str, expected: str) -> None:
+    chunks, whole = both_forms({"contents": [HI]}, [SampleEvent(text="a"), finish(reason)])
+    assert chunks[-1]["candidates"][0]["finishReason"] == whole["candidates"][0]["finishReason"] == expected
 
 
-def test_a_stream_says_finished_only_in_its_end() -> None:
+def test_finish_reason_is_sent_after_the_commit_only() -> None:
     for sse in (True, False):
         dialect = GoogleGenerateContent("m", stream=True, sse=sse)
         encoder = dialect.encoder(dialect.parse({"contents": [HI]}), "call_1", 1)
@@ -298,7 +291,7 @@ def test_a_stream_says_finished_only_in_its_end() -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_an_error_in_a_stream(begun: bool) -> None:
+def test_error_inside_a_stream(begun: bool) -> None:
     dialect = GoogleGenerateContent("m", stream=True, sse=True)
     parsed = dialect.parse({"contents": [HI]})
     error = dialect.encoder(parsed, "c", 1).fail("broke", 502)

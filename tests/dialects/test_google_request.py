@@ -54,7 +54,7 @@ def test_both_spellings_and_null() -> None:
     assert asked(generation_config={"max_output_tokens": 3, "top_p": 0.5, "temperature": None}) == camel
 
 
-def test_a_budget_of_zero_switches_thinking_off() -> None:
+def test_budget_of_zero_turns_thinking_off() -> None:
     assert configured(thinkingConfig={"thinkingBudget": 0}).template_kwargs == {"enable_thinking": False}
     assert configured(thinkingConfig={"thinkingBudget": -1, "thinkingLevel": "HIGH"}).template_kwargs == {}
 
@@ -178,7 +178,7 @@ def test_function_calling_modes(calling: Json | None, choice: object, offered: l
         ({"systemInstruction": {"parts": [{"inlineData": {}}]}}, "systemInstruction.parts[0]"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(fields: Json, param: str) -> None:
+def test_error_names_the_wrong_field(fields: Json, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         asked(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -208,7 +208,7 @@ def test_routes(prefix: str, model: str) -> None:
     assert isinstance(count, TokenCount)
 
 
-def test_tuned_models_are_models() -> None:
+def test_route_of_tuned_models() -> None:
     dialect = google_route("/v1beta/tunedModels/mine:generateContent", "")
     assert isinstance(dialect, GoogleGenerateContent)
     assert dialect.model == "mine"
@@ -224,7 +224,7 @@ def test_tuned_models_are_models() -> None:
         "/models/:generateContent",
     ],
 )
-def test_other_paths(path: str) -> None:
+def test_other_paths_are_not_routes(path: str) -> None:
     assert google_route(path, "") is None
 
 
@@ -266,9 +266,9 @@ def test_model_card() -> None:
         (529, "UNAVAILABLE"),
     ],
 )
-def test_errors(status: int, name: str) -> None:
-    for teller in (GoogleGenerateContent("m"), GoogleTokenCount("m")):
-        error = json.loads(teller.error_body(RequestError("why", status=status)))["error"]
+def test_error_status(status: int, name: str) -> None:
+    for dialect in (GoogleGenerateContent("m"), GoogleTokenCount("m")):
+        error = json.loads(dialect.error_body(RequestError("why", status=status)))["error"]
         assert (error["code"], error["status"], error["message"]) == (status, name, "why")
 
 

@@ -1,4 +1,4 @@
-"""A stream says what the whole answer says, however the engine cut its events."""
+"""The encoders of Chat Completions and Completions: the stream equals the response."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from polar_proxy.dialects import Answer, Dialect, OpenAIChat, OpenAICompletions
 from polar_proxy.types import Json, SampleEvent, ToolDelta, TopLogprob
+from tests.dialects.encoding import encode, gather
 
 BODY: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = (7, 8, 9)
@@ -21,7 +22,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 
 @st.composite
 def choices(draw: st.DrawFn, index: int) -> list[SampleEvent]:
-    """The events of one choice: tokens, text, reasoning and tool calls, each cut as it pleases."""
+    """Return the events of one choice: tokens, text, reasoning and tool calls, cut at random."""
     events: list[SampleEvent] = []
     for reasoning in draw(st.lists(texts, max_size=2)):
         events.append(SampleEvent(index, reasoning=reasoning))
@@ -48,7 +49,7 @@ def choices(draw: st.DrawFn, index: int) -> list[SampleEvent]:
 
 @st.composite
 def answers(draw: st.DrawFn, *, n: int) -> list[SampleEvent]:
-    """The events of n choices, mixed, the first one with the prompt."""
+    """Return the events of n choices, mixed; the first one has the prompt."""
     queues = [draw(choices(index)) for index in range(n)]
     mixed: list[SampleEvent] = [SampleEvent(0, prompt_ids=PROMPT, cached_tokens=2)]
     while any(queues):
@@ -58,35 +59,28 @@ def answers(draw: st.DrawFn, *, n: int) -> list[SampleEvent]:
     return mixed
 
 
-def through(dialect: Dialect, body: Json, events: list[SampleEvent]) -> tuple[list[Json], Json]:
-    """(the stream's chunks, the whole answer) for the same events."""
-    parsed = dialect.parse(body)
-    encoder = dialect.encoder(parsed, "call_1", 1)
-    answer = Answer()
-    written = b""
-    for event in events:
-        answer.add(event)
-        written += encoder.feed(0, event)
-    written += encoder.end([answer])
-    lines = written.decode().split("\n\n")
+def both_forms(dialect: Dialect, body: Json, events: list[SampleEvent]) -> tuple[list[Json], Json]:
+    """Return (the chunks of the stream, the response)."""
+    encoded = encode(dialect, body, events)
+    lines = encoded.stream.decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    return chunks, json.loads(dialect.encoder(parsed, "call_1", 1).respond([answer]))
+    return chunks, encoded.response
 
 
-def gathered(chunks: list[Json]) -> dict[int, Json]:
-    """What a client puts together from chat chunks, in the form of the whole answer."""
+def assembled(chunks: list[Json]) -> dict[int, Json]:
+    """Return the choices that a client assembles from chat chunks."""
     out: dict[int, Json] = {}
     calls: dict[int, dict[int, Json]] = defaultdict(dict)
     for chunk in chunks:
         for choice in chunk["choices"]:
             delta, index = choice["delta"], choice["index"]
-            assert (index in out) != (delta.get("role") == "assistant")  # the role opens each choice, once
+            assert (index in out) != (delta.get("role") == "assistant")  # the role comes once, with the first chunk
             now = out.setdefault(
                 index,
                 {"content": "", "reasoning": "", "finish_reason": None, "token_ids": [], "logprobs": []},
             )
-            assert now["finish_reason"] is None  # nothing comes behind the end
+            assert now["finish_reason"] is None  # nothing follows the end
             now["content"] += delta.get("content", "")
             now["reasoning"] += delta.get("reasoning_content", "")
             now["finish_reason"] = choice["finish_reason"]
@@ -108,16 +102,16 @@ def gathered(chunks: list[Json]) -> dict[int, Json]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(events=st.integers(1, 3).flatmap(lambda n: answers(n=n)), usage=st.booleans())
-def test_chat_chunks_add_up_to_the_answer(events: list[SampleEvent], usage: bool) -> None:
+def test_chat_stream_equals_response(events: list[SampleEvent], usage: bool) -> None:
     wants = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True, "stream_options": {"include_usage": usage}}
-    chunks, whole = through(OpenAIChat(), {**BODY, **wants, "stream": True, "n": 3}, events)
+    chunks, whole = both_forms(OpenAIChat(), {**BODY, **wants, "stream": True, "n": 3}, events)
     if usage:
         assert chunks[-1]["choices"] == []
         assert chunks.pop()["usage"] == whole["usage"]
         assert all(chunk["usage"] is None for chunk in chunks)
     else:
         assert not any("usage" in chunk for chunk in chunks)
-    found = gathered(chunks)
+    found = assembled(chunks)
     assert sorted(found) == [choice["index"] for choice in whole["choices"]]
     for choice in whole["choices"]:
         own, message = found[choice["index"]], choice["message"]
@@ -132,9 +126,9 @@ def test_chat_chunks_add_up_to_the_answer(events: list[SampleEvent], usage: bool
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(events=st.integers(1, 2).flatmap(lambda n: answers(n=n)))
-def test_text_chunks_add_up_to_the_answer(events: list[SampleEvent]) -> None:
+def test_completions_stream_equals_response(events: list[SampleEvent]) -> None:
     body = {"model": "m", "prompt": "hi", "stream": True, "logprobs": 1, "return_token_ids": True, "n": 2}
-    chunks, whole = through(OpenAICompletions(), body, events)
+    chunks, whole = both_forms(OpenAICompletions(), body, events)
     for choice in whole["choices"]:
         own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
         assert "".join(c["text"] for c in own) == choice["text"]
@@ -149,8 +143,8 @@ TOKEN = SampleEvent(text="hé", token_ids=(5,), logprobs=(-0.5,), tokens=("hé",
 END = SampleEvent(token_ids=(2,), logprobs=(-0.25,), tokens=("",), finish_reason="stop")
 
 
-def test_what_was_not_asked_for_is_not_told() -> None:
-    chunks, whole = through(OpenAIChat(), BODY, [TOKEN, END])
+def test_tokens_are_sent_on_request_only() -> None:
+    chunks, whole = both_forms(OpenAIChat(), BODY, [TOKEN, END])
     choice = whole["choices"][0]
     assert choice["logprobs"] is None
     assert "token_ids" not in choice
@@ -158,8 +152,8 @@ def test_what_was_not_asked_for_is_not_told() -> None:
     assert all("token_ids" not in c and c["logprobs"] is None for chunk in chunks for c in chunk["choices"])
 
 
-def test_the_whole_answer() -> None:
-    _, whole = through(OpenAIChat(), {**BODY, "logprobs": True}, [TOKEN, END])
+def test_response() -> None:
+    _, whole = both_forms(OpenAIChat(), {**BODY, "logprobs": True}, [TOKEN, END])
     assert whole == {
         "id": "chatcmpl-call_1",
         "object": "chat.completion",
@@ -188,7 +182,7 @@ def test_the_whole_answer() -> None:
     }
 
 
-def test_a_stream_says_finished_only_in_its_end() -> None:
+def test_finish_reason_is_sent_after_the_commit_only() -> None:
     """The finish reason is told after the commit, so `feed` must keep it back."""
     for dialect, body in ((OpenAIChat(), BODY), (OpenAICompletions(), {"model": "m", "prompt": "hi"})):
         encoder = dialect.encoder(dialect.parse(body), "call_1", 1)
@@ -200,29 +194,27 @@ def test_a_stream_says_finished_only_in_its_end() -> None:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_parallel_calls_in_any_order(order: tuple[int, int]) -> None:
     deltas = (ToolDelta(0, "c0", "bash", '{"a":'), ToolDelta(1, "c1", "python", "{}"))
-    answer = Answer()
-    for number in order:
-        answer.add(SampleEvent(tool_calls=(deltas[number],)))
-    answer.add(SampleEvent(tool_calls=(ToolDelta(0, arguments="1}"),), finish_reason="tool_calls"))
+    last = SampleEvent(tool_calls=(ToolDelta(0, arguments="1}"),), finish_reason="tool_calls")
+    answer = gather([*(SampleEvent(tool_calls=(deltas[number],)) for number in order), last])
     assert [(c.id, c.name, c.arguments) for c in answer.choices[0].tool_calls] == [
         ("c0", "bash", '{"a":1}'),
         ("c1", "python", "{}"),
     ]
 
 
-def test_several_prompts_number_their_choices_on() -> None:
+def test_choice_index_counts_through_the_prompts() -> None:
     dialect = OpenAICompletions()
     parsed = dialect.parse({"model": "m", "prompt": ["a", "b"], "n": 2})
-    parts = [Answer(), Answer()]
+    answers = [Answer(), Answer()]
     encoder = dialect.encoder(parsed, "call_1", 1)
     written = b""
-    for part, answer in enumerate(parts):
+    for number, answer in enumerate(answers):
         for index in range(2):
-            event = SampleEvent(index, text=f"{part}{index}", prompt_ids=PROMPT, finish_reason="stop")
+            event = SampleEvent(index, text=f"{number}{index}", prompt_ids=PROMPT, finish_reason="stop")
             answer.add(event)
-            written += encoder.feed(part, event)
-    whole = json.loads(encoder.respond(parts))
+            written += encoder.feed(number, event)
+    whole = json.loads(encoder.respond(answers))
     assert [(c["index"], c["text"]) for c in whole["choices"]] == [(0, "00"), (1, "01"), (2, "10"), (3, "11")]
-    told = [json.loads(line[6:])["choices"][0] for line in written.decode().split("\n\n")[:-1]]
-    assert [(c["index"], c["text"]) for c in told] == [(c["index"], c["text"]) for c in whole["choices"]]
+    streamed = [json.loads(line[6:])["choices"][0] for line in written.decode().split("\n\n")[:-1]]
+    assert [(c["index"], c["text"]) for c in streamed] == [(c["index"], c["text"]) for c in whole["choices"]]
     assert whole["usage"]["prompt_tokens"] == 2 * len(PROMPT)

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, whole and inside a stream that has begun."""
+"""Errors in OpenAI's shape, as a response and inside a stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ both = pytest.mark.parametrize("dialect", [OpenAIChat(), OpenAICompletions()], i
         (502, "server_error"),
     ],
 )
-def test_shape(dialect: Dialect, status: int, kind: str) -> None:
+def test_error_body(dialect: Dialect, status: int, kind: str) -> None:
     error = RequestError("it is wrong", status=status, param="stop", code="wrong")
     assert json.loads(dialect.error_body(error)) == {
         "error": {"message": "it is wrong", "type": kind, "param": "stop", "code": "wrong"}
@@ -35,7 +35,7 @@ def test_shape(dialect: Dialect, status: int, kind: str) -> None:
 
 
 @both
-def test_in_a_stream(dialect: Dialect) -> None:
+def test_error_inside_a_stream(dialect: Dialect) -> None:
     written = dialect.encoder(dialect.parse(BODY), "call_1", 1).fail("the engine broke", 502)
     assert written.startswith(b"data: ")
     assert written.endswith(b"\n\n")

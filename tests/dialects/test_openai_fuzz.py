@@ -1,4 +1,4 @@
-"""Whatever JSON object comes, it is parsed or refused with RequestError; and what is parsed can be kept and placed."""
+"""Fuzz test: every JSON object is parsed or refused with RequestError, and a parsed body can be stored and placed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polar_proxy.dialects import Dialect, OpenAIChat, OpenAICompletions
 from polar_proxy.errors import RequestError
 from polar_proxy.sessions import SessionHistory
 from polar_proxy.types import ChatRequest, Json
-from tests.dialects.hostile_json import DEEP, bodies
+from tests.dialects.hostile_json import DEEP, assert_refusal, bodies
 
 CHAT: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -20,12 +20,12 @@ CHAT: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 @pytest.mark.parametrize("dialect", [OpenAIChat(), OpenAICompletions()], ids=lambda dialect: dialect.name)
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(body=bodies())
-def test_parse_raises_nothing_but_request_errors(dialect: Dialect, body: Json) -> None:
+def test_parse_raises_only_request_errors(dialect: Dialect, body: Json) -> None:
     try:
         parsed = dialect.parse(body)
     except RequestError as refused:
         event("refused")
-        _check_refusal(dialect, refused)
+        assert_refusal(dialect, refused)
         return
     event("parsed")
     assert len(parsed.requests) == len(parsed.messages) >= 1
@@ -34,11 +34,6 @@ def test_parse_raises_nothing_but_request_errors(dialect: Dialect, body: Json) -
         if isinstance(request, ChatRequest):
             SessionHistory().place("call_1", request, now=0.0)
     assert isinstance(orjson.loads(orjson.dumps(parsed.params)), dict)
-
-
-def _check_refusal(dialect: Dialect, refused: RequestError) -> None:
-    assert 400 <= refused.status < 500
-    assert orjson.loads(dialect.error_body(refused))["error"]["message"]
 
 
 def _with(**fields: Any) -> Json:
@@ -56,21 +51,21 @@ def _with(**fields: Any) -> Json:
         pytest.param(_with(tools=[{"type": "x", "deep": DEEP}]), id="deep tool"),
         pytest.param(_with(messages=[{"role": "user", "content": "\ud800"}]), id="lone surrogate"),
         pytest.param(_with(model="\ud800"), id="lone surrogate in the model"),
-        pytest.param(_with(temperature=10**400), id="integer that is no float"),
+        pytest.param(_with(temperature=10**400), id="integer too large for a float"),
         pytest.param(_with(max_tokens=1e300), id="integer of 1000 bits"),
         pytest.param(_with(user=2**64), id="integer of 65 bits in an unknown field"),
-        pytest.param(_with(logit_bias={"one": 1}), id="bias of no token"),
-        pytest.param(_with(logit_bias={"1": True}), id="bias that is no number"),
+        pytest.param(_with(logit_bias={"one": 1}), id="bias without a token id"),
+        pytest.param(_with(logit_bias={"1": True}), id="bias that is not a number"),
         pytest.param(_with(messages=[{"role": "user", "content": [{"type": "text", "text": None}]}]), id="null text"),
         pytest.param(_with(messages=[{"role": "user", "content": [{}]}]), id="part without a type"),
     ],
 )
-def test_what_once_was_another_exception(body: Json) -> None:
+def test_rejects_hostile_chat_bodies(body: Json) -> None:
     with pytest.raises(RequestError):
         OpenAIChat().parse(body)
 
 
-def test_deep_arguments_are_kept_as_they_are_and_can_be_placed() -> None:
+def test_deep_arguments_are_stored_unchanged() -> None:
     arguments = "[" * 400 + "]" * 400
     call = {"id": "c", "type": "function", "function": {"name": "bash", "arguments": arguments}}
     parsed = OpenAIChat().parse(_with(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}]))
@@ -80,8 +75,8 @@ def test_deep_arguments_are_kept_as_they_are_and_can_be_placed() -> None:
     assert SessionHistory().place("call_1", request, now=0.0).edge == "root"
 
 
-def test_values_as_deep_as_are_taken_can_be_wrapped_and_written() -> None:
-    """What parse lets through, a dataset row (which wraps it a few levels deep) can hold."""
+def test_accepted_depth_leaves_room_for_wrapping() -> None:
+    """A dataset row, which adds some levels, can hold every accepted value."""
     accepted = None
     for depth in range(200, 260):
         value: Any = 1
@@ -92,6 +87,6 @@ def test_values_as_deep_as_are_taken_can_be_wrapped_and_written() -> None:
         except RequestError:
             break
     else:
-        raise AssertionError("nothing was too deep")
+        raise AssertionError("no value was too deep")
     assert accepted is not None
     assert orjson.dumps({"calls": [{"messages": [orjson.loads(accepted.messages[0][0])]}]})

@@ -1,4 +1,4 @@
-"""What is stored of a body is the body again: taken apart and put together, it asks the same."""
+"""A body rebuilt from its stored fields gives the same engine request."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ DIALECTS: list[tuple[Dialect, st.SearchStrategy[Json]]] = [
 
 
 def stored(dialect: Dialect, parsed: ParsedRequest) -> list[CallRecord]:
-    """The calls that a parsed body is recorded as, as far as their requests go."""
-    kept = {"dialect": dialect.name, "tools": parsed.tools, "params": orjson.loads(orjson.dumps(parsed.params))}
+    """Return the records of a parsed body's calls."""
+    fields = {"dialect": dialect.name, "tools": parsed.tools, "params": orjson.loads(orjson.dumps(parsed.params))}
     return [
-        replace(call("call_1", 0.0, None), messages=messages, model=request.model, **kept)
+        replace(call("call_1", 0.0, None), messages=messages, model=request.model, **fields)
         for request, messages in zip(parsed.requests, parsed.messages, strict=True)
     ]
 
@@ -58,16 +58,16 @@ def check(dialect: Dialect, body: Json) -> tuple[EngineRequest, ...]:
 @pytest.mark.parametrize(("dialect", "bodies"), DIALECTS, ids=[dialect.name for dialect, _ in DIALECTS])
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_every_body_that_is_taken_is_had_again(
+def test_every_accepted_body_can_be_rebuilt(
     dialect: Dialect, bodies: st.SearchStrategy[Json], data: st.DataObject
 ) -> None:
     try:
-        body = orjson.loads(orjson.dumps(data.draw(bodies)))  # as it comes over the wire, where there is no NaN
+        body = orjson.loads(orjson.dumps(data.draw(bodies)))  # as on the wire, which has no NaN
         check(dialect, body)
     except (TypeError, RequestError):
-        event("not a body")
+        event("refused")
         return
-    event("read back")
+    event("rebuilt")
 
 
 _USER: Json = {"role": "user", "content": "hi"}
@@ -83,7 +83,7 @@ _CLAUDE_TOOL = {"name": "bash", "input_schema": {"type": "object"}}
         pytest.param({"system": "be exact", "tools": [_CLAUDE_TOOL]}, id="system prompt and tools"),
         pytest.param({"system": _CACHED}, id="system blocks"),
         pytest.param({"system": ""}, id="empty system prompt"),
-        pytest.param({"system": []}, id="system prompt of no blocks"),
+        pytest.param({"system": []}, id="system prompt without blocks"),
         pytest.param({"messages": [_SYSTEM, _USER]}, id="system message"),
         pytest.param({"messages": [_SYSTEM]}, id="system message alone"),
         pytest.param({"messages": [{"role": "system", "content": []}, _USER]}, id="empty system message"),
@@ -102,8 +102,10 @@ def test_anthropic_system_prompts(changes: Json) -> None:
         pytest.param({}, id="string"),
         pytest.param({"instructions": "be exact", "input": [{"type": "message", **_USER}]}, id="instructions"),
         pytest.param({"instructions": ""}, id="empty instructions"),
-        pytest.param({"input": [{"type": "instructions"}, _USER]}, id="item of our own type"),
-        pytest.param({"instructions": "x", "input": [{"type": "instructions"}, _USER]}, id="instructions and that"),
+        pytest.param({"input": [{"type": "instructions"}, _USER]}, id="item of type instructions"),
+        pytest.param(
+            {"instructions": "x", "input": [{"type": "instructions"}, _USER]}, id="instructions and that item"
+        ),
         pytest.param({"instructions": "x", "input": [_SYSTEM, _USER]}, id="instructions and a system message"),
     ],
 )
@@ -111,12 +113,12 @@ def test_responses_instructions(changes: Json) -> None:
     check(OpenAIResponses(), {"model": "m", "input": "hi", **changes})
 
 
-def test_a_resumed_conversation_needs_its_reference_no_more() -> None:
+def test_continued_conversation_is_stored_whole() -> None:
     dialect = OpenAIResponses()
     first = dialect.parse({"model": "m", "instructions": "old", "input": "one"})
-    said = {"role": "assistant", "content": "two", "reasoning_content": "hm"}
+    answer = {"role": "assistant", "content": "two", "reasoning_content": "hm"}
     body = {"model": "m", "previous_response_id": "resp_1", "input": "three", "instructions": "new"}
-    (request,) = check(dialect, dialect.prepend_previous(body, PreviousCall(first.messages[0], said)))
+    (request,) = check(dialect, dialect.prepend_previous(body, PreviousCall(first.messages[0], answer)))
     assert isinstance(request, ChatRequest)
     assert [message.content for message in request.messages] == ["new", "one", "two", "three"]
 
@@ -135,13 +137,13 @@ def test_google_system_instructions(changes: Json) -> None:
     check(GoogleGenerateContent("models/x"), {"contents": [test_google_fuzz.HI], **changes})
 
 
-def test_every_prompt_of_a_list_is_a_call() -> None:
+def test_each_prompt_of_a_list_is_a_call() -> None:
     for prompt in ("a", ["a", "b"], [1, 2], [[1], [2, 3]]):
         assert len(check(OpenAICompletions(), {"model": "m", "prompt": prompt, "n": 2})) in (1, 2)
 
 
 @pytest.mark.parametrize("name", [dialect.name for dialect, _ in DIALECTS])
-def test_names(name: str) -> None:
+def test_get_dialect(name: str) -> None:
     assert get_dialect(name).name == name
 
 
@@ -160,7 +162,7 @@ def test_names(name: str) -> None:
         {"dialect": "google_generate_content", "messages": (b"1",)},
     ],
 )
-def test_a_damaged_record_is_told(changes: dict[str, Any]) -> None:
+def test_damaged_record_raises_request_error(changes: dict[str, Any]) -> None:
     user = (orjson.dumps(_USER), orjson.dumps(_USER))
     record = replace(call("call_1", 0.0, None), messages=user, params={"model": "m"})
     assert recorded_request(record)

@@ -1,4 +1,4 @@
-"""A Responses stream says what the whole answer says, however the engine cut its events; and both come back as said."""
+"""The Responses encoder: the stream equals the response, and an answer sent back is the sampled one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from polar_proxy.dialects import Answer
 from polar_proxy.dialects.openai_responses import OpenAIResponses
 from polar_proxy.dialects.openai_responses.custom_input import CustomInputDecoder, custom_input
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, ToolCall, ToolDelta, TopLogprob
+from tests.dialects.encoding import cut, encode
 
 TOOLS: list[Json] = [
     {"type": "function", "name": "bash", "parameters": {"type": "object"}},
@@ -61,62 +62,52 @@ def calls(draw: st.DrawFn) -> tuple[ToolCall, ...]:
 
 
 @dataclass(frozen=True)
-class AnswerText:
+class Sampled:
+    """An answer of the engine."""
+
     reasoning: str
     text: str
     calls: tuple[ToolCall, ...]
     reason: str
 
 
-answers = st.builds(AnswerText, texts, texts, calls(), st.sampled_from(["stop", "length", "tool_calls"]))
-
-
-def cut(draw: st.DrawFn, text: str) -> list[str]:
-    places = sorted(draw(st.lists(st.integers(0, len(text)), max_size=3)))
-    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+answers = st.builds(Sampled, texts, texts, calls(), st.sampled_from(["stop", "length", "tool_calls"]))
 
 
 @st.composite
-def events(draw: st.DrawFn, said: AnswerText) -> list[SampleEvent]:
-    """An answer cut into events as it pleases, in the order in which answers speak."""
+def events(draw: st.DrawFn, sampled: Sampled) -> list[SampleEvent]:
+    """Return an answer cut into events at random: reasoning, text, calls."""
     out = [SampleEvent(prompt_ids=PROMPT, cached_tokens=2)]
-    out += [SampleEvent(reasoning=piece, token_ids=(5,), logprobs=(-0.5,)) for piece in cut(draw, said.reasoning)]
-    out += [SampleEvent(text=piece) for piece in cut(draw, said.text)]
-    for number, call in enumerate(said.calls):
+    out += [SampleEvent(reasoning=piece, token_ids=(5,), logprobs=(-0.5,)) for piece in cut(draw, sampled.reasoning)]
+    out += [SampleEvent(text=piece) for piece in cut(draw, sampled.text)]
+    for number, call in enumerate(sampled.calls):
         pieces = cut(draw, call.arguments)
         out.append(SampleEvent(tool_calls=(ToolDelta(number, call.id, call.name, pieces[0]),)))
         out += [SampleEvent(tool_calls=(ToolDelta(number, arguments=piece),)) for piece in pieces[1:]]
-    return [*out, SampleEvent(finish_reason=said.reason)]
+    return [*out, SampleEvent(finish_reason=sampled.reason)]
 
 
-def through(told: list[SampleEvent], body: Json = BODY) -> tuple[list[Json], Json, Answer]:
-    """(the stream's events, the whole answer, what was recorded) for the same events of the engine."""
-    dialect = OpenAIResponses()
-    parsed = dialect.parse(body)
-    encoder = dialect.encoder(parsed, "call_1", 1)
-    answer, written = Answer(), b""
-    for event in told:
-        answer.add(event)
-        written += encoder.feed(0, event)
-    assert b"response.completed" not in written
-    assert b"response.incomplete" not in written
-    written += encoder.end([answer])
-    heard = []
-    for block in written.decode().split("\n\n")[:-1]:
+def both_forms(samples: list[SampleEvent], body: Json = BODY) -> tuple[list[Json], Json, Answer]:
+    """Return (the events of the stream, the response, the recorded answer)."""
+    encoded = encode(OpenAIResponses(), body, samples)
+    assert b"response.completed" not in encoded.before_end
+    assert b"response.incomplete" not in encoded.before_end
+    streamed = []
+    for block in encoded.stream.decode().split("\n\n")[:-1]:
         name, data = block.split("\ndata: ")
-        heard.append(json.loads(data))
-        assert name == "event: " + heard[-1]["type"]
-    return heard, json.loads(dialect.encoder(parsed, "call_1", 1).respond([answer])), answer
+        streamed.append(json.loads(data))
+        assert name == "event: " + streamed[-1]["type"]
+    return streamed, encoded.response, encoded.answer
 
 
-def gathered(heard: list[Json]) -> Json:
-    """The response object as a client has it that goes by the events alone; checks their order on the way."""
-    assert [event["sequence_number"] for event in heard] == list(range(len(heard)))
-    kinds = [event["type"] for event in heard]
+def assembled(streamed: list[Json]) -> Json:
+    """Return the response object that a client assembles from the events. Asserts their order."""
+    assert [event["sequence_number"] for event in streamed] == list(range(len(streamed)))
+    kinds = [event["type"] for event in streamed]
     assert kinds[:2] == ["response.created", "response.in_progress"]
     items: list[Json] = []
     now: Json = {}
-    for event in heard[2:-1]:
+    for event in streamed[2:-1]:
         kind = event["type"].removeprefix("response.")
         if kind == "output_item.added":
             assert not now  # one item is open at a time
@@ -142,11 +133,11 @@ def gathered(heard: list[Json]) -> Json:
             now["done"] = event.get("text", event.get("arguments", event.get("input")))
             if event["type"] != "response.custom_tool_call_input.done":
                 assert now["text"] == now["done"]
-            elif now["text"] != now["done"]:  # what was decoded turned out to be of another form
+            elif now["text"] != now["done"]:  # the decoded text was not the whole input
                 assert custom_input(now["done"]) is None
     assert not now
-    final: Json = heard[-1]["response"]
-    assert heard[-1]["type"] == f"response.{final['status']}"
+    final: Json = streamed[-1]["response"]
+    assert streamed[-1]["type"] == f"response.{final['status']}"
     assert items == final["output"]
     return final
 
@@ -160,14 +151,14 @@ def _text_of(item: Json) -> str:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=_SLOW)
-@given(data=st.data(), said=answers)
-def test_events_add_up_to_the_answer_however_it_was_cut(data: st.DataObject, said: AnswerText) -> None:
-    first, whole, _ = through(data.draw(events(said)))
-    second, again, _ = through(data.draw(events(said)))
-    one, two = gathered(first), gathered(second)
+@given(data=st.data(), sampled=answers)
+def test_stream_equals_response_however_events_are_cut(data: st.DataObject, sampled: Sampled) -> None:
+    first, whole, _ = both_forms(data.draw(events(sampled)))
+    second, again, _ = both_forms(data.draw(events(sampled)))
+    one, two = assembled(first), assembled(second)
     assert one["output"] == two["output"] == whole["output"] == again["output"]
     assert one == whole
-    ending = ("incomplete", {"reason": "max_output_tokens"}) if said.reason == "length" else ("completed", None)
+    ending = ("incomplete", {"reason": "max_output_tokens"}) if sampled.reason == "length" else ("completed", None)
     assert (whole["status"], whole["incomplete_details"]) == ending
 
 
@@ -183,34 +174,34 @@ def canonical(message: Message) -> Any:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=_SLOW)
-@given(data=st.data(), said=answers, keeps_ids=st.booleans())
-def test_what_a_client_sends_back_is_what_was_said(data: st.DataObject, said: AnswerText, keeps_ids: bool) -> None:
-    heard, _, answer = through(data.draw(events(said)))
-    items = gathered(heard)["output"]
-    if not keeps_ids:  # as opencode; the id alone tells that a custom call's text was its whole argument string
+@given(data=st.data(), sampled=answers, keeps_ids=st.booleans())
+def test_answer_sent_back_equals_the_sampled_one(data: st.DataObject, sampled: Sampled, keeps_ids: bool) -> None:
+    streamed, _, answer = both_forms(data.draw(events(sampled)))
+    items = assembled(streamed)["output"]
+    if not keeps_ids:  # as opencode does; only the id says that a custom call's text was its whole argument string
         items = [{key: value for key, value in item.items() if key != "id"} for item in items]
-        if any(c.name in ("apply_patch", "ns__exec") and custom_input(c.arguments) is None for c in said.calls):
+        if any(c.name in ("apply_patch", "ns__exec") and custom_input(c.arguments) is None for c in sampled.calls):
             return
-    results = [{"type": "function_call_output", "call_id": call.id, "output": "ok"} for call in said.calls]
+    results = [{"type": "function_call_output", "call_id": call.id, "output": "ok"} for call in sampled.calls]
     body = {**BODY, "input": [{"role": "user", "content": "hi"}, *items, *results]}
     (request,) = OpenAIResponses().parse(body).requests
     assert isinstance(request, ChatRequest)
     message = request.messages[1]
     recorded = answer.choices[0].message.to_openai()
-    assert canonical(message) == canonical(Message("assistant", said.text, said.reasoning, said.calls))
+    assert canonical(message) == canonical(Message("assistant", sampled.text, sampled.reasoning, sampled.calls))
     assert (message.content or "") == (recorded["content"] or "")
-    assert len(request.messages) == 2 + len(said.calls)
+    assert len(request.messages) == 2 + len(sampled.calls)
 
 
 @st.composite
 def mixed(draw: st.DrawFn) -> list[SampleEvent]:
-    """Reasoning, text and the pieces of several calls in any order."""
-    said = draw(answers)
+    """Return events of reasoning, text and several calls in any order."""
+    sampled = draw(answers)
     queues = [
-        [SampleEvent(reasoning=piece) for piece in cut(draw, said.reasoning)],
-        [SampleEvent(text=piece) for piece in cut(draw, said.text)],
+        [SampleEvent(reasoning=piece) for piece in cut(draw, sampled.reasoning)],
+        [SampleEvent(text=piece) for piece in cut(draw, sampled.text)],
     ]
-    for number, call in enumerate(said.calls):
+    for number, call in enumerate(sampled.calls):
         arguments = json.dumps({"input": call.arguments})
         first, *rest = cut(draw, arguments)
         queues.append(
@@ -228,18 +219,18 @@ def mixed(draw: st.DrawFn) -> list[SampleEvent]:
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=_SLOW)
-@given(told=mixed())
+@given(samples=mixed())
 @example(
-    told=[
+    samples=[
         SampleEvent(text="a", tool_calls=(ToolDelta(0, "c0", "bash", "{}"),)),
         SampleEvent(text="\n", tool_calls=(ToolDelta(1, "c1", "bash", "{"),)),
         SampleEvent(text="b", tool_calls=(ToolDelta(2, "c2", "bash", "{}"), ToolDelta(1, arguments="}"))),
         SampleEvent(finish_reason="stop"),
     ]
 )
-def test_what_an_engine_says_in_another_order_is_all_told_and_one_message_again(told: list[SampleEvent]) -> None:
-    heard, whole, answer = through(told)
-    items = gathered(heard)["output"]
+def test_any_order_of_events_is_one_message_again(samples: list[SampleEvent]) -> None:
+    streamed, whole, answer = both_forms(samples)
+    items = assembled(streamed)["output"]
     state = answer.choices[0]
     body = {**BODY, "input": [{"role": "user", "content": "hi"}, *items]}
     (request,) = OpenAIResponses().parse(body).requests
@@ -256,9 +247,7 @@ def test_what_an_engine_says_in_another_order_is_all_told_and_one_message_again(
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), text=texts, rest=st.sampled_from(["}", " }", ',"a":1}', "", '"']), ascii_only=st.booleans())
 @example(data=None, text="a😀\n", rest="}", ascii_only=True)
-def test_custom_input_is_decoded_as_it_comes(
-    data: st.DataObject | None, text: str, rest: str, ascii_only: bool
-) -> None:
+def test_custom_input_is_decoded_in_pieces(data: st.DataObject | None, text: str, rest: str, ascii_only: bool) -> None:
     arguments = '{ "input" :' + json.dumps(text, ensure_ascii=ascii_only) + rest
     places = [] if data is None else sorted(data.draw(st.lists(st.integers(0, len(arguments)), max_size=5)))
     places = list(range(len(arguments))) if data is None else places
@@ -269,16 +258,16 @@ def test_custom_input_is_decoded_as_it_comes(
 
 
 @pytest.mark.parametrize("arguments", ['{"input":"a\\ud800"}', '{"input":"a\\x"}', '{"input":"a\nb"}'])
-def test_input_that_is_no_json_string_is_handed_out_as_it_is(arguments: str) -> None:
-    heard, _, _ = through(
+def test_custom_input_of_another_form_is_sent_unchanged(arguments: str) -> None:
+    streamed, _, _ = both_forms(
         [SampleEvent(tool_calls=(ToolDelta(0, "c0", "apply_patch", arguments),)), SampleEvent(finish_reason="stop")]
     )
-    (item,) = gathered(heard)["output"]
+    (item,) = assembled(streamed)["output"]
     assert item["input"] == arguments
 
 
-def test_what_is_told_before_the_commit() -> None:
-    """Deltas at once; the item that is open when the engine ends is closed behind the commit."""
+def test_events_before_the_commit() -> None:
+    """Deltas are sent at once. The item that is open at the end is closed after the commit."""
     encoder = OpenAIResponses().encoder(OpenAIResponses().parse(BODY), "call_1", 1)
     fed = encoder.feed(0, SampleEvent(text="hel", prompt_ids=PROMPT)) + encoder.feed(0, SampleEvent(text="lo"))
     fed += encoder.feed(0, SampleEvent(finish_reason="stop"))
@@ -289,7 +278,7 @@ def test_what_is_told_before_the_commit() -> None:
     assert encoder.end([answer]).count(b"event: response.output_item.done") == 1
 
 
-def test_the_whole_answer() -> None:
+def test_response() -> None:
     token = SampleEvent(text="hé", token_ids=(5,), logprobs=(-0.5,), prompt_ids=PROMPT, cached_tokens=2)
     last = SampleEvent(token_ids=(2,), logprobs=(-0.25,), finish_reason="stop")
     fields: Json = {
@@ -301,7 +290,7 @@ def test_the_whole_answer() -> None:
         "store": False,
         "temperature": 0.5,
     }
-    _, whole, _ = through([token, last], {"model": "m", "input": "hi", **fields})
+    _, whole, _ = both_forms([token, last], {"model": "m", "input": "hi", **fields})
     assert whole == {
         "id": "resp_1",
         "object": "response",
@@ -337,12 +326,12 @@ def test_the_whole_answer() -> None:
     }
 
 
-def test_log_probabilities_are_those_of_the_text() -> None:
+def test_log_probabilities_belong_to_the_text() -> None:
     def event(token: int, spelt: str, **fields: Any) -> SampleEvent:
         other = TopLogprob(token, spelt, -token / 8)
         return SampleEvent(token_ids=(token,), logprobs=(-token / 8,), tokens=(spelt,), top=((other,),), **fields)
 
-    told = [
+    samples = [
         event(1, "<think>"),
         event(2, "ab", reasoning="ab"),
         event(3, "</think>"),
@@ -351,12 +340,12 @@ def test_log_probabilities_are_those_of_the_text() -> None:
         event(6, "", finish_reason="stop"),
     ]
     wants = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    heard, whole, _ = through(told, {**BODY, **wants})
-    assert gathered(heard) == whole
+    streamed, whole, _ = both_forms(samples, {**BODY, **wants})
+    assert assembled(streamed) == whole
     shown = whole["output"][1]["content"][0]["logprobs"]
     assert [(item["token"], item["logprob"]) for item in shown] == [("a", -0.5), ("b", -0.625)]
     assert shown[0]["top_logprobs"] == [{"token": "a", "logprob": -0.5, "bytes": [97]}]
-    deltas = [event["logprobs"] for event in heard if event["type"] == "response.output_text.delta"]
+    deltas = [event["logprobs"] for event in streamed if event["type"] == "response.output_text.delta"]
     assert [item for delta in deltas for item in delta] == shown
 
 
@@ -364,13 +353,13 @@ def test_log_probabilities_are_those_of_the_text() -> None:
     ("status", "code"), [(429, "rate_limit_exceeded"), (400, "invalid_prompt"), (502, "server_error")]
 )
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_failure_in_the_stream(status: int, code: str, begun: bool) -> None:
+def test_error_inside_a_stream(status: int, code: str, begun: bool) -> None:
     encoder = OpenAIResponses().encoder(OpenAIResponses().parse(BODY), "call_1", 1)
     written = encoder.feed(0, SampleEvent(text="hel")) if begun else b""
     written += encoder.fail("the engine broke", status)
-    heard = [json.loads(block.split("\ndata: ")[1]) for block in written.decode().split("\n\n")[:-1]]
-    assert heard[0]["type"] == "response.created"
-    assert heard[-1]["type"] == "response.failed"
-    assert heard[-1]["response"]["status"] == "failed"
-    assert heard[-1]["response"]["error"] == {"code": code, "message": "the engine broke"}
-    assert [event["sequence_number"] for event in heard] == list(range(len(heard)))
+    streamed = [json.loads(block.split("\ndata: ")[1]) for block in written.decode().split("\n\n")[:-1]]
+    assert streamed[0]["type"] == "response.created"
+    assert streamed[-1]["type"] == "response.failed"
+    assert streamed[-1]["response"]["status"] == "failed"
+    assert streamed[-1]["response"]["error"] == {"code": code, "message": "the engine broke"}
+    assert [event["sequence_number"] for event in streamed] == list(range(len(streamed)))

@@ -1,5 +1,5 @@
-"""Whatever JSON object comes as a Responses body, it is parsed or refused with RequestError, and can then be kept,
-answered and continued."""
+"""Fuzz test: every Responses body is parsed or refused with RequestError; a parsed one can be stored, answered and
+continued."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polar_proxy.dialects.openai_responses import OpenAIResponses
 from polar_proxy.dialects.openai_responses.items import seal
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, SampleEvent, ToolDelta
-from tests.dialects.hostile_json import DEEP, VALUES
+from tests.dialects.hostile_json import DEEP, VALUES, assert_refusal, objects
 
 _FIELDS = (
     *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "include"),
@@ -31,12 +31,7 @@ _ITEM_TYPES = (
 )
 
 
-def _thing(**likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Json]:
-    """An object whose keys are known and whose values are right or anything."""
-    return st.fixed_dictionaries({}, optional={key: value | VALUES for key, value in likely.items()})
-
-
-_tool = _thing(
+_tool = objects(
     type=st.sampled_from(["function", "custom", "namespace", "local_shell", "shell", "tool_search", "web_search"]),
     name=st.sampled_from(["bash", "exec"]),
     description=st.just("d"),
@@ -45,15 +40,15 @@ _tool = _thing(
     format=st.just({"type": "grammar", "syntax": "lark", "definition": "start: X"}),
     strict=st.booleans(),
 )
-_tools = st.lists(_tool | _thing(type=st.just("namespace"), name=st.just("ns"), tools=st.lists(_tool, max_size=2)))
-_part = _thing(
+_tools = st.lists(_tool | objects(type=st.just("namespace"), name=st.just("ns"), tools=st.lists(_tool, max_size=2)))
+_part = objects(
     type=st.sampled_from(["input_text", "output_text", "input_image", "input_file", "refusal", "summary_text"]),
     text=st.just("x"),
     image_url=st.just("data:,"),
     refusal=st.just("no"),
 )
 _content = st.just("hi") | st.lists(_part, max_size=2)
-_item = _thing(
+_item = objects(
     type=st.sampled_from(_ITEM_TYPES),
     role=st.sampled_from(["user", "assistant", "system", "developer"]),
     id=st.sampled_from(["msg_1_0", "fc_1_1", "rs_2_0", "other"]),
@@ -66,29 +61,29 @@ _item = _thing(
     arguments=st.just("{}"),
     input=st.just("text"),
     output=_content,
-    action=_thing(type=st.just("exec"), command=st.just(["ls"])),
-    operation=_thing(type=st.just("delete_file"), path=st.just("a")),
+    action=objects(type=st.just("exec"), command=st.just(["ls"])),
+    operation=objects(type=st.just("delete_file"), path=st.just("a")),
     tools=_tools,
 )
-_choice = _thing(
+_choice = objects(
     type=st.sampled_from(["function", "custom", "allowed_tools", "shell"]),
     name=st.sampled_from(["bash", "exec"]),
     mode=st.sampled_from(["auto", "required"]),
     tools=_tools,
 )
 _shaped: st.SearchStrategy[Any] = (
-    st.lists(_item, min_size=1, max_size=3) | _tools | _choice | _thing(effort=st.just("none"), format=st.just({}))
+    st.lists(_item, min_size=1, max_size=3) | _tools | _choice | objects(effort=st.just("none"), format=st.just({}))
 )
 
 
 def bodies() -> st.SearchStrategy[Json]:
-    """A body that is right but for a few fields, which hold anything; values of the right shape are likely inside."""
-    right: Json = {"model": "m", "input": "hi"}
+    """Valid bodies with a few fields replaced by any value, often one of the right shape."""
+    valid: Json = {"model": "m", "input": "hi"}
     fields: st.SearchStrategy[Json] = st.dictionaries(st.sampled_from(_FIELDS), VALUES | _shaped, max_size=2)
     items = st.lists(_item, min_size=1, max_size=4)
     return st.builds(
         lambda wrong, own, tools: {
-            **right,
+            **valid,
             **({"input": own} if own else {}),
             **({"tools": tools} if tools else {}),
             **wrong,
@@ -101,43 +96,38 @@ def bodies() -> st.SearchStrategy[Json]:
 
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(body=bodies())
-def test_parse_raises_nothing_but_request_errors(body: Json) -> None:
+def test_parse_raises_only_request_errors(body: Json) -> None:
     dialect = OpenAIResponses()
     try:
         dialect.previous_call_id(body)
         parsed = dialect.parse(body)
     except RequestError as refused:
         event("refused")
-        _check_refusal(dialect, refused)
+        assert_refusal(dialect, refused)
         return
     event("parsed")
     assert len(parsed.requests) == len(parsed.messages) == 1
     assert all(isinstance(orjson.loads(message), dict) for message in parsed.messages[0])
     assert isinstance(orjson.loads(orjson.dumps(parsed.params)), dict)
     orjson.dumps([message.to_openai() for message in parsed.requests[0].messages])  # type: ignore[union-attr]
-    _can_be_answered(parsed)
-    _can_be_continued(dialect, body, parsed)
+    _assert_answerable(parsed)
+    _assert_continuable(dialect, body, parsed)
 
 
-def _check_refusal(dialect: OpenAIResponses, refused: RequestError) -> None:
-    assert 400 <= refused.status < 500
-    assert orjson.loads(dialect.error_body(refused))["error"]["message"]
-
-
-def _can_be_answered(parsed: ParsedRequest) -> None:
+def _assert_answerable(parsed: ParsedRequest) -> None:
     answer = Answer()
     name = next(iter(parsed.options["tools"].tools), "bash")
-    told = SampleEvent(text="x", tool_calls=(ToolDelta(0, "c1", name, "{}"),), finish_reason="stop")
-    answer.add(told)
+    last = SampleEvent(text="x", tool_calls=(ToolDelta(0, "c1", name, "{}"),), finish_reason="stop")
+    answer.add(last)
     encoder = OpenAIResponses().encoder(parsed, "call_1", 1)
-    assert encoder.feed(0, told) + encoder.end([answer])
+    assert encoder.feed(0, last) + encoder.end([answer])
     assert orjson.loads(encoder.respond([answer]))["id"] == "resp_1"
 
 
-def _can_be_continued(dialect: OpenAIResponses, body: Json, parsed: ParsedRequest) -> None:
-    said = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+def _assert_continuable(dialect: OpenAIResponses, body: Json, parsed: ParsedRequest) -> None:
+    answer = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
     new = {**body, "previous_response_id": "resp_1", "input": "next"}
-    again = dialect.parse(dialect.prepend_previous(new, PreviousCall(parsed.messages[0], said)))
+    again = dialect.parse(dialect.prepend_previous(new, PreviousCall(parsed.messages[0], answer)))
     assert again.messages[0][: len(parsed.messages[0])] == parsed.messages[0]
     assert len(again.messages[0]) == len(parsed.messages[0]) + 3
 
@@ -146,7 +136,7 @@ def _can_be_continued(dialect: OpenAIResponses, body: Json, parsed: ParsedReques
     "body",
     [
         pytest.param({"input": [{"role": "user", "content": "x", "extra": DEEP}]}, id="deep extra field"),
-        pytest.param({"input": [{"type": "web_search_call", "action": DEEP}]}, id="deep harmless item"),
+        pytest.param({"input": [{"type": "web_search_call", "action": DEEP}]}, id="deep ignored item"),
         pytest.param({"metadata": DEEP}, id="deep metadata"),
         pytest.param({"tools": [{"type": "x", "deep": DEEP}]}, id="deep tool"),
         pytest.param({"input": [{"type": "function_call", "name": "a", "arguments": DEEP}]}, id="deep arguments"),
@@ -157,6 +147,6 @@ def _can_be_continued(dialect: OpenAIResponses, body: Json, parsed: ParsedReques
         pytest.param({"user": 2**64}, id="integer of 65 bits"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(body: Json) -> None:
+def test_rejects_bodies_that_cannot_be_stored(body: Json) -> None:
     with pytest.raises(RequestError):
         OpenAIResponses().parse({"model": "m", "input": "hi", **body})

@@ -1,4 +1,4 @@
-"""Responses input items: one answer's items become one message again, and nothing that a model must see is dropped."""
+"""Responses input items as messages: the items of an answer become one message, and no content is dropped."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def messages(*items: Json, **fields: Any) -> tuple[Message, ...]:
     return request.messages
 
 
-def said(text: str, identity: str | None = None) -> Json:
+def message_item(text: str, identity: str | None = None) -> Json:
     item: Json = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
     return item if identity is None else {**item, "id": identity}
 
 
-def called(call_id: str, identity: str | None = None) -> Json:
+def call_item(call_id: str, identity: str | None = None) -> Json:
     item: Json = {"type": "function_call", "call_id": call_id, "name": "bash", "arguments": "{}"}
     return item if identity is None else {**item, "id": identity}
 
 
-def thought(text: str, **fields: Any) -> Json:
+def reasoning_item(text: str, **fields: Any) -> Json:
     return {"type": "reasoning", "summary": [], "encrypted_content": seal(text), **fields}
 
 
@@ -47,7 +47,7 @@ def call(call_id: str) -> ToolCall:
     return ToolCall(call_id, "bash", "{}")
 
 
-def test_messages_of_every_form() -> None:
+def test_messages_of_each_form() -> None:
     found = messages(
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "one"}], "id": "msg_6cc2-0"},
@@ -66,8 +66,8 @@ def test_messages_of_every_form() -> None:
     )
 
 
-def test_the_head_is_one_system_message() -> None:
-    """Templates of open models know no developer role, and many no second system message."""
+def test_first_system_messages_become_one() -> None:
+    """Chat templates of open models have no developer role, and many have no second system message."""
     parts = [{"type": "input_text", "text": "two"}, {"type": "input_text", "text": "three"}]
     found = messages(
         {"role": "system", "content": "one"},
@@ -93,9 +93,16 @@ def test_images_and_files() -> None:
     ]
 
 
-def test_the_items_of_one_answer_are_one_message() -> None:
+def test_items_of_one_answer_are_one_message() -> None:
     found = messages(
-        USER, thought("hm"), said("let me see"), called("c1"), called("c2"), output("c1"), output("c2"), said("done")
+        USER,
+        reasoning_item("hm"),
+        message_item("let me see"),
+        call_item("c1"),
+        call_item("c2"),
+        output("c1"),
+        output("c2"),
+        message_item("done"),
     )
     assert found == (
         HI,
@@ -106,9 +113,9 @@ def test_the_items_of_one_answer_are_one_message() -> None:
     )
 
 
-def test_ids_from_here_tell_two_answers_apart() -> None:
-    """Codex keeps the items of a stream that broke off and asks again: the next answer is one of its own."""
-    found = messages(USER, said("a", "msg_1_0"), called("c1", "fc_2_0"), called("c2", "fc_3_0"))
+def test_polars_ids_separate_two_answers() -> None:
+    """Codex keeps the items of a broken stream and retries: the next answer is separate."""
+    found = messages(USER, message_item("a", "msg_1_0"), call_item("c1", "fc_2_0"), call_item("c2", "fc_3_0"))
     assert found[1:] == (
         Message("assistant", "a"),
         Message("assistant", None, None, (call("c1"),)),
@@ -116,16 +123,30 @@ def test_ids_from_here_tell_two_answers_apart() -> None:
     )
 
 
-def test_ids_from_here_hold_one_answer_together() -> None:
+def test_polars_ids_join_one_answer() -> None:
     found = messages(
-        USER, called("c1", "fc_1_0"), output("c1"), called("c2", "fc_1_1"), said("b", "msg_1_2"), output("c2")
+        USER,
+        call_item("c1", "fc_1_0"),
+        output("c1"),
+        call_item("c2", "fc_1_1"),
+        message_item("b", "msg_1_2"),
+        output("c2"),
     )
     assert found[1] == Message("assistant", "b", None, (call("c1"), call("c2")))
     assert [message.role for message in found] == ["user", "assistant", "tool", "tool"]
 
 
-def test_without_ids_the_order_tells() -> None:
-    found = messages(USER, said("a"), said("b"), called("c1"), said("c"), thought("hm"), output("c1"), called("c2"))
+def test_order_decides_without_ids() -> None:
+    found = messages(
+        USER,
+        message_item("a"),
+        message_item("b"),
+        call_item("c1"),
+        message_item("c"),
+        reasoning_item("hm"),
+        output("c1"),
+        call_item("c2"),
+    )
     assert found[1:] == (
         Message("assistant", "a"),
         Message("assistant", "bc", "hm", (call("c1"),)),
@@ -150,7 +171,7 @@ def test_without_ids_the_order_tells() -> None:
 )
 @pytest.mark.parametrize("kind", ["function_call_output", "custom_tool_call_output", "shell_call_output"])
 def test_tool_outputs(kind: str, value: Any, expected: Any) -> None:
-    found = messages(USER, called("c1"), {"type": kind, "call_id": "c1", "output": value, "id": "fco_1"})
+    found = messages(USER, call_item("c1"), {"type": kind, "call_id": "c1", "output": value, "id": "fco_1"})
     assert found[2] == Message("tool", expected, tool_call_id="c1")
 
 
@@ -169,8 +190,8 @@ def test_outputs_of_built_in_tools() -> None:
 @pytest.mark.parametrize(
     ("item", "expected"),
     [
-        (thought("hm\n"), "hm\n"),
-        (thought("hm", content=None), "hm"),
+        (reasoning_item("hm\n"), "hm\n"),
+        (reasoning_item("hm", content=None), "hm"),
         ({"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "hm"}]}, "hm"),
         ({"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}], "summary": []}, "hm"),
         ({"type": "reasoning", "summary": [], "encrypted_content": "gAAAAABfromelsewhere"}, None),
@@ -179,10 +200,10 @@ def test_outputs_of_built_in_tools() -> None:
     ],
 )
 def test_reasoning(item: Json, expected: str | None) -> None:
-    assert messages(USER, item, said("a")) == (HI, Message("assistant", "a", expected))
+    assert messages(USER, item, message_item("a")) == (HI, Message("assistant", "a", expected))
 
 
-def test_sealed_text() -> None:
+def test_seal_round_trip() -> None:
     assert unseal(seal("é\n" * 1000)) == "é\n" * 1000
     assert len(seal("é\n" * 1000)) < 200
     bomb = "polar1." + base64.urlsafe_b64encode(zlib.compress(bytes((64 << 20) + 1))).decode()
@@ -198,29 +219,29 @@ def test_sealed_text() -> None:
         {"type": "ghost_snapshot", "commit": "abc"},
     ],
 )
-def test_harmless_items_are_ignored_and_kept(item: Json) -> None:
+def test_ignored_items_are_stored(item: Json) -> None:
     assert messages(USER, item) == (HI,)
     parsed = OpenAIResponses().parse({"model": "m", "input": [USER, item]})
     assert json.loads(parsed.messages[0][1]) == item
 
 
-def test_a_reference_is_tolerated_where_the_item_is_there_too() -> None:
+def test_reference_needs_its_item() -> None:
     reference = {"type": "item_reference", "id": "msg_1_0"}
-    assert messages(USER, said("a", "msg_1_0"), reference) == (HI, Message("assistant", "a"))
+    assert messages(USER, message_item("a", "msg_1_0"), reference) == (HI, Message("assistant", "a"))
     with pytest.raises(RequestError) as caught:
         messages(USER, reference)
     assert (caught.value.param, caught.value.code) == ("input[1]", "item_not_found")
 
 
-def test_a_compaction_from_here_is_read_and_another_refused() -> None:
+def test_compaction_of_another_provider_is_refused() -> None:
     assert messages({"type": "compaction", "encrypted_content": seal("summary")}, USER)[0] == Message("user", "summary")
     with pytest.raises(RequestError, match=r"input\[0\]"):
         messages({"type": "compaction", "encrypted_content": "gAAAA"}, USER)
 
 
-def test_arguments_that_are_no_string_become_one() -> None:
+def test_arguments_become_a_string() -> None:
     for arguments, expected in ((None, ""), ({"a": 1}, '{"a":1}'), ("not json", "not json")):
-        (_, message) = messages(USER, {**called("c1"), "arguments": arguments})
+        (_, message) = messages(USER, {**call_item("c1"), "arguments": arguments})
         assert message.tool_calls[0].arguments == expected
 
 
@@ -253,7 +274,7 @@ WRONG: list[tuple[Json, str]] = [
 
 
 @pytest.mark.parametrize(("item", "param"), WRONG, ids=[f"{param}-{i}" for i, (_, param) in enumerate(WRONG)])
-def test_a_wrong_item_is_named(item: Json, param: str) -> None:
+def test_error_names_the_wrong_item(item: Json, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         messages(USER, item)
     assert (caught.value.status, caught.value.param) == (400, param)

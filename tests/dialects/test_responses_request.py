@@ -1,4 +1,4 @@
-"""Responses bodies: the fields, what is tolerated, what is refused and how the field is named."""
+"""Responses bodies: fields, tolerated fields, continued conversations, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ OFFERED: Json = {
 SCHEMA: Json = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def read(**fields: Any) -> ParsedRequest:
+def parse_body(**fields: Any) -> ParsedRequest:
     return OpenAIResponses().parse({"model": "m", "input": "hi", **fields})
 
 
 def parse(**fields: Any) -> ChatRequest:
-    (request,) = read(**fields).requests
+    (request,) = parse_body(**fields).requests
     assert isinstance(request, ChatRequest)
     return request
 
 
-def test_the_least_body() -> None:
+def test_minimal_body() -> None:
     assert parse() == ChatRequest("m", (Message("user", "hi"),))
-    assert [json.loads(item) for item in read().messages[0]] == [{"type": "message", "role": "user", "content": "hi"}]
+    assert [json.loads(item) for item in parse_body().messages[0]] == [
+        {"type": "message", "role": "user", "content": "hi"}
+    ]
 
 
 def test_every_field() -> None:
@@ -77,7 +79,7 @@ def test_reasoning_effort(effort: str | None, expected: Json) -> None:
     assert parse(reasoning={"effort": effort}).template_kwargs == expected
 
 
-def test_unknown_fields_are_tolerated_and_kept() -> None:
+def test_unknown_fields_are_tolerated_and_stored() -> None:
     fields: Json = {
         "store": False,
         "stream": True,
@@ -91,7 +93,7 @@ def test_unknown_fields_are_tolerated_and_kept() -> None:
         "background": False,
         "user": "u",
     }
-    parsed = read(**fields)
+    parsed = parse_body(**fields)
     assert parsed.requests == (parse(),)
     assert parsed.stream
     assert parsed.params == {"model": "m", **fields}
@@ -104,13 +106,13 @@ _NULLABLE = (
 )
 
 
-def test_null_means_absent() -> None:
-    assert read(**dict.fromkeys(_NULLABLE)).requests == read().requests
+def test_null_is_absent() -> None:
+    assert parse_body(**dict.fromkeys(_NULLABLE)).requests == parse_body().requests
 
 
-def test_instructions_are_kept_in_the_conversation_and_not_in_the_parameters() -> None:
-    """They are long and the same in every call: where they stand their bytes are stored once."""
-    parsed = read(instructions="be exact")
+def test_instructions_are_stored_as_an_item() -> None:
+    """They are long and equal in every call. As an item of the conversation they are stored once."""
+    parsed = parse_body(instructions="be exact")
     assert parsed.params == {"model": "m"}
     first, _ = parsed.messages[0]
     assert json.loads(first) == {"type": "instructions", "role": "system", "content": "be exact"}
@@ -153,7 +155,7 @@ WRONG: list[tuple[Json, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), WRONG, ids=[f"{param}-{i}" for i, (_, param) in enumerate(WRONG)])
-def test_a_wrong_field_is_named(fields: Json, param: str) -> None:
+def test_error_names_the_wrong_field(fields: Json, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
@@ -166,7 +168,7 @@ def test_token_count() -> None:
     assert json.loads(count.respond(7)) == {"object": "response.input_tokens", "input_tokens": 7}
 
 
-def test_what_a_body_refers_to() -> None:
+def test_previous_call_id() -> None:
     dialect = OpenAIResponses()
     assert dialect.previous_call_id({"previous_response_id": None}) is None
     assert dialect.previous_call_id({"previous_response_id": "resp_01hv"}) == "call_01hv"
@@ -176,14 +178,14 @@ def test_what_a_body_refers_to() -> None:
         assert (caught.value.status, caught.value.code) == (400, "previous_response_not_found")
 
 
-def test_a_continued_conversation_is_written_out() -> None:
-    """Items as they came, the answer as items, the new input; the earlier instructions are left out."""
+def test_continued_conversation_is_written_out() -> None:
+    """Its items, its answer as items, and the new input. The earlier instructions are left out."""
     dialect = OpenAIResponses()
-    first = read(instructions="first rule", tools=[BASH])
+    first = parse_body(instructions="first rule", tools=[BASH])
     call: Json = {"id": "c1", "type": "function", "function": {"name": "ns__exec", "arguments": "{}"}}
-    said: Json = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
+    answer: Json = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
     body: Json = {"model": "m", "previous_response_id": "resp_1", "input": "go on", "instructions": "second rule"}
-    written = dialect.prepend_previous(body, PreviousCall(first.messages[0], said))
+    written = dialect.prepend_previous(body, PreviousCall(first.messages[0], answer))
     assert [item["type"] for item in written["input"]] == ["message", "reasoning", "function_call", "message"]
     (request,) = dialect.parse(written).requests
     assert isinstance(request, ChatRequest)
@@ -195,7 +197,7 @@ def test_a_continued_conversation_is_written_out() -> None:
     )
 
 
-def test_a_text_completion_cannot_be_continued() -> None:
+def test_text_completion_cannot_be_continued() -> None:
     body: Json = {"model": "m", "previous_response_id": "resp_1", "input": "go on"}
     with pytest.raises(RequestError) as caught:
         OpenAIResponses().prepend_previous(

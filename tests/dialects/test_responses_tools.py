@@ -1,4 +1,4 @@
-"""The tools of a Responses body: what is offered for each kind, and that calls find back to the tool they are of."""
+"""The tools of a Responses body: the function offered for each kind, and the items of their calls."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def names(request: ChatRequest) -> list[str]:
     return [tool["function"]["name"] for tool in request.tools]
 
 
-def test_a_custom_tool_is_a_function_of_one_string() -> None:
+def test_custom_tool_is_a_function_of_one_string() -> None:
     (tool,) = box(PATCH).functions()
     assert tool["function"]["name"] == "apply_patch"
     assert tool["function"]["parameters"]["required"] == ["input"]
@@ -56,7 +56,7 @@ def test_a_custom_tool_is_a_function_of_one_string() -> None:
     assert GRAMMAR in tool["function"]["description"]
 
 
-def test_a_namespace_is_flattened_and_its_calls_carry_both_names() -> None:
+def test_namespace_is_flattened_and_its_calls_carry_both_names() -> None:
     tools = box(SPACE)
     assert list(tools.tools) == ["functions__exec", "functions__wait"]
     custom = call_item(tools, ToolCall("c1", "functions__exec", '{"input":"1+1"}'), "call_x", 0, "completed")
@@ -73,7 +73,7 @@ def test_a_namespace_is_flattened_and_its_calls_carry_both_names() -> None:
     assert (function["type"], function["name"], function["namespace"]) == ("function_call", "wait", "functions")
 
 
-def test_two_tools_of_one_flat_name_stay_two() -> None:
+def test_equal_flat_names_get_a_number() -> None:
     plain: Json = {"type": "function", "name": "functions__exec", "parameters": None}
     tools = box(plain, SPACE)
     assert list(tools.tools) == ["functions__exec", "functions__exec_2", "functions__wait"]
@@ -82,19 +82,19 @@ def test_two_tools_of_one_flat_name_stay_two() -> None:
     assert call_item(tools, ToolCall("c", "functions__exec_2", "{}"), "call_x", 0, "completed")["name"] == "exec"
 
 
-def test_a_namespace_that_ends_in_the_separator_gets_no_other() -> None:
+def test_namespace_that_ends_in_the_separator() -> None:
     assert list(box({**SPACE, "name": "mcp__git__"}).tools) == ["mcp__git__exec", "mcp__git__wait"]
 
 
-def test_additional_tools_inside_the_input_are_offered() -> None:
-    """Codex names its tools this way to newer models."""
+def test_offers_additional_tools_of_the_input() -> None:
+    """Codex sends its tools this way to newer models."""
     item = {"type": "additional_tools", "role": "developer", "tools": [SPACE, PATCH]}
     request = parse(input=[item, {"role": "user", "content": "hi"}])
     assert names(request) == ["functions__exec", "functions__wait", "apply_patch"]
     assert [message.role for message in request.messages] == ["user"]
 
 
-def test_what_a_tool_search_found_is_told_and_offered() -> None:
+def test_found_tools_are_listed_and_offered() -> None:
     search: Json = {"type": "tool_search", "execution": "client", "description": "BM25", "parameters": None}
     found = {"type": "tool_search_output", "call_id": "c1", "execution": "client", "tools": [SPACE]}
     asked = {"type": "tool_search_call", "call_id": "c1", "execution": "client", "arguments": {"query": "js"}}
@@ -120,7 +120,7 @@ def test_what_a_tool_search_found_is_told_and_offered() -> None:
         {"type": "not yet invented"},
     ],
 )
-def test_tools_that_nobody_here_can_run_are_tolerated_and_not_offered(tool: Json) -> None:
+def test_provider_tools_are_tolerated_and_not_offered(tool: Json) -> None:
     parsed = OpenAIResponses().parse({"model": "m", "input": "hi", "tools": [tool], "tool_choice": "auto"})
     (request,) = parsed.requests
     assert request == parse()
@@ -136,7 +136,7 @@ def test_tools_that_nobody_here_can_run_are_tolerated_and_not_offered(tool: Json
         ("apply_patch", {"type": "update_file", "path": "a.py", "diff": "@@"}, "operation"),
     ],
 )
-def test_a_built_in_tool_round_trip(kind: str, arguments: Json, holder: str) -> None:
+def test_built_in_tool_round_trip(kind: str, arguments: Json, holder: str) -> None:
     tools = box({"type": kind})
     item = call_item(tools, ToolCall("c1", kind, json.dumps(arguments)), "call_x", 0, "completed")
     assert item["type"] == f"{kind}_call"
@@ -150,13 +150,13 @@ def test_a_built_in_tool_round_trip(kind: str, arguments: Json, holder: str) -> 
     "arguments",
     ["", "[1]", "broken", "{}", '{"command":"ls"}', '{"command":["ls"],"env":{}}', '{"command":["ls"],"user":null}'],
 )
-def test_arguments_that_a_built_in_call_cannot_hold_go_out_unchanged(arguments: str) -> None:
+def test_arguments_that_do_not_fit_a_built_in_call_are_sent_unchanged(arguments: str) -> None:
     item = call_item(box({"type": "local_shell"}), ToolCall("c1", "local_shell", arguments), "call_x", 0, "completed")
     assert (item["type"], item["name"], item["arguments"]) == ("function_call", "local_shell", arguments)
 
 
 @pytest.mark.parametrize("arguments", ["", "[1]", "*** Begin Patch", "{}", '{"input":1}', '{"input":"a","b":1}'])
-def test_a_custom_call_that_is_not_of_the_form_hands_out_its_arguments_and_gets_them_back(arguments: str) -> None:
+def test_custom_call_of_another_form_round_trip(arguments: str) -> None:
     item = call_item(box(PATCH), ToolCall("c1", "apply_patch", arguments), "call_x", 0, "completed")
     assert (item["type"], item["input"]) == ("custom_tool_call", arguments)
     request = parse(tools=[PATCH], input=[{"role": "user", "content": "hi"}, item])
@@ -164,7 +164,7 @@ def test_a_custom_call_that_is_not_of_the_form_hands_out_its_arguments_and_gets_
 
 
 @pytest.mark.parametrize("choice", ["auto", "none", "required"])
-def test_plain_choices(choice: str) -> None:
+def test_tool_choice_words(choice: str) -> None:
     assert parse(tools=[PATCH], tool_choice=choice).tool_choice == choice
 
 
@@ -176,12 +176,12 @@ def test_plain_choices(choice: str) -> None:
         ({"type": "shell"}, "shell"),
     ],
 )
-def test_a_named_tool(choice: Json, expected: str) -> None:
+def test_tool_choice_by_name(choice: Json, expected: str) -> None:
     request = parse(tools=[PATCH, SPACE, {"type": "shell"}], tool_choice=choice)
     assert request.tool_choice == {"type": "function", "function": {"name": expected}}
 
 
-def test_allowed_tools() -> None:
+def test_tool_choice_allowed_tools() -> None:
     allowed = [{"type": "custom", "name": "apply_patch"}, {"type": "namespace", "name": "functions"}, {"type": "mcp"}]
     choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
     request = parse(tools=[{"type": "shell"}, PATCH, SPACE], tool_choice=choice)
@@ -189,8 +189,8 @@ def test_allowed_tools() -> None:
     assert request.tool_choice == "required"
 
 
-def test_strict_is_passed_on_only_where_it_is_asked_for() -> None:
-    """Templates print the whole definition: what says nothing must not be printed."""
+def test_strict_is_passed_on_if_true() -> None:
+    """Chat templates print the whole definition, so an unset field must be absent."""
     plain: Json = {"type": "function", "name": "a", "parameters": {}, "strict": False, "output_schema": {}}
     one, two = box(plain, {**plain, "name": "b", "strict": True}).functions()
     assert set(one["function"]) == {"name", "parameters"}
