@@ -3,7 +3,7 @@ engines, on a clock that jumps.
 
     python benchmarks/fleet.py [--json] [--sizes 100,1000,10000] [--settings cold-scattered,...] [--seed 1]
 
-See docs/fleet.md for what is real, what is modelled, and the figures.
+See benchmarks/results/fleet.md for what is real, what is modelled, and the figures.
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ class AdmissionSettings(_Section):
 
     engine_kv: float = Field(0.5, gt=0, le=1)
     """Share of the key-value cache that running requests hold above which it is full (vLLM says it): agents that wait
-    for a tool hold none, and their conversations must stay cached, too (docs/fleet.md). 1: not looked at."""
+    for a tool hold none, and their conversations must stay cached, too (benchmarks/results/fleet.md). 1: not looked
+    at."""
     engine_queue: int = Field(16, ge=0)
     """Requests waiting in the engine, for each of its replicas, above which its queue is long (vLLM says it)."""
     memory_mb: int = Field(768, ge=0)

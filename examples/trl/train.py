@@ -8,7 +8,7 @@
 The rollouts are Polar's: `rollout_func` hands out a recorded group for each prompt of the dataset, with the tokens,
 masks and log-probabilities that were recorded, and the reward is the one Polar's evaluators gave. Baseline, loss and
 optimiser are TRL's; `recorded_ratios` makes its importance ratios those to the recorded log-probabilities.
-docs/bridges.md has the same from a server's feed, and AsyncGRPOTrainer, which trains every sequence of a rollout.
+docs/guide/data.md has the same from a server's feed, and AsyncGRPOTrainer, which trains every sequence of a rollout.
 """
 
 from __future__ import annotations

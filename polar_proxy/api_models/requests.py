@@ -117,7 +117,7 @@ class SessionRequest(ApiRequestModel):
 
 
 class TrainingLine(BaseModel):
-    """One line of a trainer's metrics log. Further fields depend on `kind` (docs/training.md)."""
+    """One line of a trainer's metrics log. Further fields depend on `kind` (docs/guide/training.md)."""
 
     model_config = ConfigDict(frozen=True, extra="allow", allow_inf_nan=False, use_attribute_docstrings=True)
 

@@ -50,8 +50,8 @@ def grpo(
     groups: Annotated[int | None, typer.Option(min=1, help="Groups per step.")] = None,
     samples: Annotated[int | None, typer.Option(min=2, help="Rollouts per group.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    loss: Annotated[str | None, typer.Option(help="By name (docs/algorithms.md).")] = None,
-    advantage: Annotated[str | None, typer.Option(help="By name (docs/algorithms.md).")] = None,
+    loss: Annotated[str | None, typer.Option(help="By name (docs/reference/algorithms.md).")] = None,
+    advantage: Annotated[str | None, typer.Option(help="By name (docs/reference/algorithms.md).")] = None,
     max_async_steps: Annotated[
         int | None, typer.Option(min=0, help="Steps that rollouts may run ahead of training; 0: synchronous.")
     ] = None,

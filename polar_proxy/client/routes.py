@@ -1,4 +1,5 @@
-"""The methods of both clients, one for each route of the API. `docs/api.md` has an example of each."""
+"""The methods of both clients, one for each route of the API. `docs/reference/api_examples.md` has an example of
+each."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Everything that Polar keeps: sessions, calls with their exact tokens, rollouts, rewards and traces, in SQL.
 
-One schema for SQLite (a file, the default) and PostgreSQL. `docs/store.md` shows the tables to people.
+One schema for SQLite (a file, the default) and PostgreSQL. `docs/guide/data.md` shows the tables to people.
 """
 
 from polar_proxy.store.database import Durability

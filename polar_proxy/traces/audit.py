@@ -34,7 +34,7 @@ from polar_proxy.types import CallRecord, EngineInfo, Json, LogprobMode, Logprob
 
 TOLERANCE = 1e-2
 """Nats. In fp32 a batched decode and a prefill of the same tokens differ by 1e-5 to 1e-3; an importance ratio that is
-wrong by one per cent is still far inside of every clip range. bf16 needs more (docs/audit.md)."""
+wrong by one per cent is still far inside of every clip range. bf16 needs more (docs/guide/data.md)."""
 CONTEXT_TOKENS = 24
 """How many tokens are shown before a token that differs most."""
 UNKNOWN = "unknown"

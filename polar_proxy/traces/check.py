@@ -1,6 +1,6 @@
 """`python -m polar_proxy.traces.check FILE`: are the rows of a `tokens-jsonl` export what their certificates say?
 
-Needs the rows alone: no database, no engine, no calls. `docs/certificate.md` lists what it finds, and what no
+Needs the rows alone: no database, no engine, no calls. `docs/guide/data.md` lists what it finds, and what no
 certificate can show. `--schema` prints the JSON Schema of certificates.
 """
 

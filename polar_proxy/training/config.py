@@ -108,11 +108,11 @@ class GrpoConfig(BaseModel):
 
     # Advantage and loss
     advantage: str = "grpo"
-    """By name (docs/algorithms.md)."""
+    """By name (docs/reference/algorithms.md)."""
     group_weight: Literal["none", "focal", "variance"] = "none"
-    """Factor for the advantages of a group (docs/algorithms.md)."""
+    """Factor for the advantages of a group (docs/reference/algorithms.md)."""
     loss: str = "dapo"
-    """By name (docs/algorithms.md)."""
+    """By name (docs/reference/algorithms.md)."""
     loss_settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the loss, such as {clip_low = 0.2, clip_high = 0.28}."""
     loss_aggregation: LossAggregation = "token"

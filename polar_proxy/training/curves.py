@@ -47,7 +47,7 @@ STEP_SERIES = (
     "step_seconds",
     "engine_busy_seconds",
 )
-"""The values of a step that become curves (docs/training.md explains them)."""
+"""The values of a step that become curves (docs/guide/training.md explains them)."""
 EVAL_SERIES = ("reward", "reward_interval", "solved_share", "scored", "seconds")
 SYNC_SERIES = ("largest", "mean", "moved", "seconds")
 

@@ -1,4 +1,4 @@
-"""The examples of docs/api.md, run as they stand against a real server."""
+"""The examples of docs/reference/api_examples.md, run as they stand against a real server."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from polar_proxy.client.requests import api_method, api_stream
 from tests.cli.process import ROOT, environment
 from tests.client.server import PolarServer, polar_serve
 
-PAGE = (ROOT / "docs" / "api.md").read_text()
-README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "api_examples.md").read_text()
+GUIDE = (ROOT / "docs" / "guide" / "rollouts.md").read_text()
 THERE = "http://127.0.0.1:8399"
 
 
@@ -70,9 +70,8 @@ assert polar.job(other.job_id).status == "cancelled"
 assert session.key.startswith("sk-polar-")
 assert polar.training_run("run_mine").series["eval"]["reward"] == [0.75]
 """
-    (readme,) = [block for block in blocks("python", README) if "polar_proxy.client" in block]
-    readme = f'key = os.environ["POLAR_API_KEY"]\n{readme.replace("wait=60", "wait=0")}'
-    said = run([sys.executable, "-"], "\n".join([*blocks("python"), check, readme]), server, tmp_path)
+    (guide,) = blocks("python", GUIDE)
+    said = run([sys.executable, "-"], "\n".join([*blocks("python"), check, guide]), server, tmp_path)
     assert " end " in said
 
 

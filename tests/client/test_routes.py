@@ -1,4 +1,5 @@
-"""Client and server know the same routes, by the server's own OpenAPI document; each has its section in docs/api.md."""
+"""Client and server know the same routes, by the server's own OpenAPI document; each has its section in
+docs/reference/api_examples.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ways in which an exported row can be hurt. docs/certificate.md lists them; each must be caught.
+"""Ways in which an exported row can be hurt. docs/guide/data.md lists them; each must be caught.
 
 A wound changes rows in place and returns whether it could; what it takes is drawn from `random`.
 """

@@ -71,7 +71,7 @@ def test_what_is_told() -> None:
 
 
 def test_the_chain_as_the_docs_say() -> None:
-    """Made anew from docs/certificate.md, with nothing of Polar."""
+    """Made anew from docs/guide/data.md, with nothing of Polar."""
 
     def chained(before: bytes, told: Json | bytes, *data: bytes) -> bytes:
         text = told if isinstance(told, bytes) else json.dumps(told, sort_keys=True, separators=(",", ":")).encode()

@@ -131,7 +131,7 @@ def _audited(row: Json, grade: str) -> Json:
 
 
 def test_what_a_certificate_does_not_cover() -> None:
-    """Told in docs/certificate.md: the reward and what else the row says of its rollout are no part of it."""
+    """Told in docs/guide/data.md: the reward and what else the row says of its rollout are no part of it."""
     assert check_row({**ROW, "reward": 1.0, "task_id": "another"}) == []
 
 
