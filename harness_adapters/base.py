@@ -154,7 +154,7 @@ class HarnessAdapter(Protocol):
         ...
 
     def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
-        """Whether `install` would return at once."""
+        """Return whether `install` would return at once."""
         ...
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:

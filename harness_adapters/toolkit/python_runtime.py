@@ -118,7 +118,7 @@ def _fetch(minor: str, folder: Path) -> str:
     with exclusive_lock(folder / ".lock"):
         tools = folder / "uv"
         uv = tools / "bin" / "uv"
-        # uv gets a folder of its own, so that the environment that runs Polar stays as it is.
+        # uv goes into its own folder, so that the environment that runs Polar does not change.
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-input"]
         steps = [] if uv.is_file() else [[*pip, "--target", str(tools), "uv"]]
         steps += [[str(uv), "python", "install", "--no-bin", "--install-dir", str(folder), minor]]

@@ -1,4 +1,4 @@
-"""Installing a Python harness into a cached virtual environment of its own."""
+"""Installing a Python harness into its own cached virtual environment."""
 
 from __future__ import annotations
 

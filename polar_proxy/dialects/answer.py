@@ -95,7 +95,7 @@ class Answer:
 
     @property
     def finished(self) -> bool:
-        """Whether there is a choice and all choices have a finish reason."""
+        """True if there is a choice and all choices have a finish reason."""
         return bool(self.choices) and all(choice.finish_reason is not None for choice in self.choices.values())
 
     @property

@@ -69,7 +69,7 @@ class StreamFields(SamplingFields):
 
     @property
     def stream_usage(self) -> bool:
-        """Whether the stream ends with a usage chunk."""
+        """True if the stream ends with a usage chunk."""
         return bool(self.stream_options.get("include_usage"))
 
 

@@ -40,7 +40,7 @@ def named_sse(name: str, payload: Any) -> bytes:
 
 
 def is_json_object(text: str) -> bool:
-    """Whether `text` is a complete JSON object."""
+    """Return whether `text` is a complete JSON object."""
     try:
         return isinstance(orjson.loads(text), dict)
     except orjson.JSONDecodeError:

@@ -183,7 +183,7 @@ def test_response() -> None:
 
 
 def test_finish_reason_is_sent_after_the_commit_only() -> None:
-    """The finish reason is told after the commit, so `feed` must keep it back."""
+    """`feed` must hold the finish reason back."""
     for dialect, body in ((OpenAIChat(), BODY), (OpenAICompletions(), {"model": "m", "prompt": "hi"})):
         encoder = dialect.encoder(dialect.parse(body), "call_1", 1)
         fed = encoder.feed(0, TOKEN) + encoder.feed(0, END)

@@ -79,7 +79,7 @@ async def run(
 async def run_program(
     argv: tuple[str, ...] | list[str], cwd: Path, env: Mapping[str, str], timeout: float
 ) -> tuple[int | None, str]:
-    """Run a program with its output in a file: processes that it leaves behind would keep a pipe open."""
+    """Run a program with its output in a file: a process that it leaves running would keep a pipe open."""
     log = cwd.with_name("agent.log")
     with log.open("wb") as handle:
         process = await asyncio.create_subprocess_exec(

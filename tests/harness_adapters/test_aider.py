@@ -92,7 +92,7 @@ async def test_real_program_edits_and_commits(
         ["git", "status", "--short"], cwd=ran.workdir, env={"HOME": str(ran.home), "PATH": "/usr/bin:/bin"},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert status.stdout == "", "aider left files of its own in the workspace"
+    assert status.stdout == "", "aider left its files in the workspace"
 
 
 @pytest.mark.by_command

@@ -196,7 +196,7 @@ def _stop_reason(choice: AnswerChoice, begun_calls: Container[int]) -> tuple[str
 
 
 def _is_input(arguments: str) -> bool:
-    """Whether arguments can be an `input`: a JSON object that can be sent back and stored. Empty ones mean `{}`."""
+    """Return whether arguments can be an `input`: a JSON object that can be stored. Empty ones mean `{}`."""
     if not arguments.strip():
         return True
     try:

@@ -23,7 +23,7 @@ _MAX_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class SignedReasoning:
-    """A piece of a turn's reasoning, from character `start` on, and the call that a text part stands for, if any."""
+    """A piece of a turn's reasoning, from character `start` on, and the call that was sent as text, if any."""
 
     start: int = 0
     reasoning: str = ""

@@ -30,12 +30,12 @@ def custom_input(arguments: str) -> str | None:
 
 
 def begins_as_input(arguments: str) -> bool:
-    """Whether the arguments begin as `{"input": "`, so that their text can be streamed."""
+    """Return whether the arguments begin as `{"input": "`, so that their text can be streamed."""
     return _HEAD.match(arguments) is not None
 
 
 def is_broken_input(arguments: str) -> bool:
-    """Whether the arguments begin as expected and continue in another form."""
+    """Return whether the arguments begin as expected and continue in another form."""
     return begins_as_input(arguments) and custom_input(arguments) is None
 
 
@@ -49,7 +49,7 @@ class CustomInputDecoder:
         self._buffer = ""
         self._inside = False
         self.began = False
-        """Whether the arguments begin as expected."""
+        """True once the arguments have begun as expected."""
 
     def feed(self, piece: str) -> str:
         self._buffer += piece

@@ -312,5 +312,5 @@ class _OpenCall:
 
     @property
     def complete(self) -> bool:
-        """Whether the arguments are a complete object, so that no more can follow."""
+        """True if the arguments are a complete object, so that no more can follow."""
         return is_json_object(self.arguments)

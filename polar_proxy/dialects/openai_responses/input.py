@@ -82,7 +82,7 @@ class _ItemReader:
         self.entries: list[Message | _AnswerDraft] = []
         self._draft: _AnswerDraft | None = None
         self._answered = False
-        """Whether tool outputs follow the current draft."""
+        """True if tool outputs follow the current draft."""
 
     def read(self, item: Json, path: str) -> None:
         kind = item.get("type")
@@ -134,7 +134,7 @@ class _ItemReader:
         return draft
 
     def _text_fits(self) -> bool:
-        """Whether text or reasoning may continue the current draft: it has no text yet, or calls after its text."""
+        """Return whether text or reasoning may continue the current draft: it has no text, or calls after its text."""
         return self._draft is not None and (not self._draft.texts or bool(self._draft.calls))
 
     def _append(self, message: Message) -> None:

@@ -1,7 +1,7 @@
 """The response object: a whole answer, and the frame of the event stream.
 
-The log-probabilities of a message are those of the tokens found to spell it, or of all tokens of the answer if its
-tokens cannot be told from the others. Reasoning tokens are counted as 0: engines do not say which tokens are reasoning.
+The log-probabilities of a message are those of the tokens that spell it, or of all tokens of the answer if those
+cannot be identified. Reasoning tokens are counted as 0: engines do not say which tokens are reasoning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ResponseObject:
     echo: Json
     """The request's fields that each object repeats."""
     logprobs: bool
-    """Whether the client asked for log-probabilities."""
+    """True if the client asked for log-probabilities."""
 
     def with_status(
         self,

@@ -88,7 +88,7 @@ BUILT_IN_TOOLS: dict[str, BuiltInTool] = {
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool of the client and the function that stands for it."""
+    """A tool of the client and the function that replaces it."""
 
     kind: str
     """`function`, `custom`, `tool_search`, or a key of `BUILT_IN_TOOLS`."""
