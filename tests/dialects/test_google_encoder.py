@@ -98,7 +98,7 @@ def test_stream_equals_response_however_events_are_cut(events: list[SampleEvent]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(events=answers(), thoughts=st.booleans(), how=st.sampled_from(["whole", "chunks", "glued", "glued whole"]))
+@given(events=answers(), thoughts=st.booleans(), how=st.sampled_from(["whole", "chunks", "Gemini CLI, stream", "Gemini CLI, response"]))
 @example(
     events=[
         SampleEvent(reasoning="why"),
@@ -107,35 +107,35 @@ def test_stream_equals_response_however_events_are_cut(events: list[SampleEvent]
         SampleEvent(finish_reason="stop"),
     ],
     thoughts=False,
-    how="glued",
+    how="Gemini CLI, stream",
 )
 def test_answer_sent_back_equals_the_sampled_one(events: list[SampleEvent], thoughts: bool, how: str) -> None:
     """Text, reasoning, names, canonical arguments and ids, whatever a client keeps of the parts."""
-    said = sampled_message(events)
+    sampled = sampled_message(events)
     chunks, whole = both_forms({**THOUGHTS} if thoughts else {"contents": [HI]}, events)
     parts = whole["candidates"][0]["content"]["parts"]
     contents: list[Json] = [{"role": "model", "parts": parts}]
     if how == "chunks":
         contents = [candidate["content"] for chunk in chunks for candidate in chunk["candidates"]]
-    elif how == "glued":
+    elif how == "Gemini CLI, stream":
         contents = [{"role": "model", "parts": gemini_cli_history(parts_of(chunks))}]
-    elif how == "glued whole":
+    elif how == "Gemini CLI, response":
         contents = [{"role": "model", "parts": gemini_cli_history(parts)}]
-    back = parse({"contents": [HI, *contents, HI]}).messages[1]
-    broken = any(not _object(call.arguments) for call in said.tool_calls)
-    if "glued" in how and broken:
-        event("a call that is text, and glued to other text, stays text")
+    found = parse({"contents": [HI, *contents, HI]}).messages[1]
+    broken = any(not _object(call.arguments) for call in sampled.tool_calls)
+    if how.startswith("Gemini CLI") and broken:
+        event("a call sent as text, and merged with other text, stays text")
         return
-    assert back.reasoning == said.reasoning
-    assert back.content in (said.content, said.content or None)
-    restored = [call if call.arguments.strip() else ToolCall(call.id, call.name, "{}") for call in said.tool_calls]
-    if said.tool_calls and not said.tool_calls[-1].arguments.strip() and back.tool_calls[-1].arguments != "{}":
-        restored[-1] = said.tool_calls[-1]  # cut before its arguments began
-    assert [_canonical(call) for call in back.tool_calls] == [_canonical(call) for call in restored]
+    assert found.reasoning == sampled.reasoning
+    assert found.content in (sampled.content, sampled.content or None)
+    restored = [call if call.arguments.strip() else ToolCall(call.id, call.name, "{}") for call in sampled.tool_calls]
+    if sampled.tool_calls and not sampled.tool_calls[-1].arguments.strip() and found.tool_calls[-1].arguments != "{}":
+        restored[-1] = sampled.tool_calls[-1]  # cut before its arguments began
+    assert [_canonical(call) for call in found.tool_calls] == [_canonical(call) for call in restored]
 
 
 def _canonical(call: ToolCall) -> tuple[str, str, object]:
-    """The call with its arguments as a value, or as they are where they are no JSON."""
+    """Return the call with parsed arguments, or unparsed if they are not JSON."""
     try:
         return call.id, call.name, orjson.loads(call.arguments)
     except orjson.JSONDecodeError:
