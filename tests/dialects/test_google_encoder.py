@@ -18,6 +18,8 @@ from tests.dialects.encoding import cut, gather
 from tests.dialects.google_helpers import HI, both_forms, gemini_cli_history, parse, parts_of, read_parts
 
 PROMPT = (7, 8, 9)
+HISTORIES = ("whole", "chunks", "Gemini CLI, stream", "Gemini CLI, response")
+"""Which parts of an answer a client sends back."""
 THOUGHTS: Json = {"contents": [HI], "generationConfig": {"thinkingConfig": {"includeThoughts": True}}}
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -98,7 +100,7 @@ def test_stream_equals_response_however_events_are_cut(events: list[SampleEvent]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(events=answers(), thoughts=st.booleans(), how=st.sampled_from(["whole", "chunks", "Gemini CLI, stream", "Gemini CLI, response"]))
+@given(events=answers(), thoughts=st.booleans(), how=st.sampled_from(HISTORIES))
 @example(
     events=[
         SampleEvent(reasoning="why"),
