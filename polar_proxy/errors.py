@@ -1,5 +1,15 @@
-"""Typed errors. They are raised once and translated once: to the dialect's shape at the gateway's edge, to one
-clear line at the command line's edge."""
+"""Typed errors. Each is raised once and translated once: by the gateway to the dialect's own format, by the command
+line to one line.
+
+PolarError
+    UsageError          a bad flag, an unknown id
+        BadTaskError    an unusable task
+    StoreError          the database
+    RequestError        a model request
+    EngineError         the inference engine
+    ApiError            a request to the HTTP API
+    TrainingError       a training run
+"""
 
 from __future__ import annotations
 
@@ -7,21 +17,21 @@ from typing import Any
 
 
 class PolarError(Exception):
-    """What went wrong, and what to do about it, in one or two sentences. Base of all that a user may see."""
+    """Base of all errors that a user may see. The message says what happened, what it means and what to do."""
 
     exit_code = 1
     retry_after: str | None = None
-    """The header of that name with which an engine refused, to be passed on."""
+    """The `retry-after` header with which an engine refused, to be passed on to the agent."""
 
 
 class UsageError(PolarError):
-    """The caller asked for something that cannot be (a bad flag, an unknown id)."""
+    """The caller asked for something impossible, such as a bad flag or an unknown id."""
 
     exit_code = 2
 
 
 class BadTaskError(UsageError):
-    """A task cannot be used; the text says why, and the caller adds which task it is."""
+    """A task cannot be used. The message says why; the caller adds which task it is."""
 
 
 class StoreError(PolarError):
@@ -29,7 +39,7 @@ class StoreError(PolarError):
 
 
 class RequestError(PolarError):
-    """A request that cannot be served as asked; becomes a 4xx in the dialect's own shape.
+    """A model request that cannot be served; it becomes a 4xx in the dialect's own format.
 
     `param` names the offending field, `code` is the provider's machine-readable code.
     """
@@ -42,7 +52,7 @@ class RequestError(PolarError):
 
 
 class EngineError(PolarError):
-    """The engine failed, could not be reached, or cannot do what recording needs. `status` is told to the agent."""
+    """The engine failed, could not be reached, or cannot do what recording needs. `status` is sent to the agent."""
 
     def __init__(self, message: str, *, status: int = 502) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
-"""The shared nouns of Polar: plain frozen data, no behaviour beyond conversions, no imports from the house.
+"""The types that all packages share: frozen data without behaviour beyond conversions, and no imports from Polar.
 
-Messages follow the OpenAI Chat Completions form, because every engine speaks it and every other dialect can be
-translated to it without loss of what a model reads.
+Messages follow OpenAI's Chat Completions, because every engine accepts that form and every other dialect can be
+translated to it without losing anything that a model reads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Edge = Literal["root", "continues", "retries", "rewinds", "compacts", "subagent"
 CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens"]
 LogprobMode = Literal["raw", "processed"]
 PromptMode = Literal["render", "continue"]
-"""observe: the engine rendered the prompt; continue: Polar gave it the earlier call's exact tokens and what is new."""
+"""render: the engine rendered the messages. continue: the prompt is the earlier call's exact tokens and what is new."""
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _id_lock = threading.Lock()
@@ -32,7 +32,7 @@ _id_last = 0
 
 
 def new_id(prefix: str) -> str:
-    """A unique id such as `call_01hv...`: sorts by time of creation (strictly, within one process)."""
+    """Return a unique id such as `call_01hv...`. Ids sort by time of creation, strictly within one process."""
     global _id_last
     with _id_lock:
         _id_last = max(time.time_ns() // 1000, _id_last + 1)
@@ -43,7 +43,7 @@ def new_id(prefix: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call as the model made it; `arguments` is the exact string, not parsed and printed again."""
+    """A tool call as the model made it. `arguments` is the exact string, not parsed and serialised again."""
 
     id: str
     name: str
@@ -86,7 +86,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. None means: the engine's (or the session policy's) default."""
+    """Sampling parameters. None stands for the default of the session's policy or the engine."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -100,14 +100,14 @@ class Sampling:
     frequency_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
-    """The client wants to see log-probabilities: events then carry `tokens`. They are recorded in any case."""
+    """The client asks for log-probabilities, so events carry `tokens`. They are recorded in any case."""
     top_logprobs: int = 0
-    """How many alternatives per token the client wants to see (`SampleEvent.top`)."""
+    """How many alternatives per token the client asks for (`SampleEvent.top`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """A conversation to answer, whatever dialect it came in."""
+    """A conversation to answer, in the form that is the same for all dialects."""
 
     model: str
     messages: tuple[Message, ...]
@@ -121,7 +121,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """A raw prompt to continue: text, or exactly these token ids."""
+    """A raw prompt to complete: a text, or exact token ids."""
 
     model: str
     prompt: str | tuple[int, ...]
@@ -133,7 +133,7 @@ EngineRequest = ChatRequest | TextRequest
 
 @dataclass(frozen=True, slots=True)
 class ToolDelta:
-    """A piece of the `index`-th tool call of a choice; `id` and `name` come with its first piece."""
+    """A piece of tool call number `index` of a choice. `id` and `name` come with its first piece."""
 
     index: int
     id: str | None = None
@@ -152,9 +152,9 @@ class TopLogprob:
 class SampleEvent:
     """One step of an engine's answer.
 
-    The ids and log-probabilities of all events of one choice, put in a row, are exactly what was sampled (with the
-    end-of-turn token). Text may lag behind the ids (partial UTF-8, a tool call being held back) and either may be
-    empty. The first event of a call carries `prompt_ids`; the last of each choice carries `finish_reason`.
+    The ids and log-probabilities of all events of one choice, concatenated, are exactly what was sampled, including
+    the end-of-turn token. Text may come later than its ids (partial UTF-8, an unfinished tool call), and either may be
+    empty. The first event of a call carries `prompt_ids`, the last of each choice `finish_reason`.
     """
 
     index: int = 0
@@ -164,25 +164,25 @@ class SampleEvent:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     tokens: tuple[str, ...] = ()
-    """Text of each token of `token_ids`; filled only when the client asked for log-probabilities."""
+    """The text of each of `token_ids`; empty unless the client asked for log-probabilities."""
     top: tuple[tuple[TopLogprob, ...], ...] = ()
     finish_reason: str | None = None
     prompt_ids: Sequence[int] | None = None
     """A tuple or a list; read only."""
     cached_tokens: int | None = None
     stop_sequence: str | None = None
-    """The stop string at which the choice ended, told with its `finish_reason`, where the engine knows which it was."""
+    """The stop string that ended the choice, with its `finish_reason`, if the engine reports it."""
     weight_version: str | None = None
-    """The policy version that sampled these ids, where the engine tells it for every event."""
+    """The policy version that sampled these ids, if the engine reports it with every event."""
     versions: tuple[tuple[int, str], ...] = ()
-    """As `Choice.versions`, told with the `finish_reason` where the engine knows the versions only then."""
+    """As `Choice.versions`, with the `finish_reason`, if the engine reports versions only at the end."""
     usage: tuple[int, int] | None = None
-    """(prompt, answers) in tokens, as an engine counted them that tells no ids; with its last event."""
+    """(prompt tokens, completion tokens), with the last event of an engine that reports no token ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is and what it can do; stored once by its hash and referred to by each call."""
+    """An engine and its capabilities. It is stored once, by its hash, and referred to by each call."""
 
     engine: str
     version: str
@@ -191,14 +191,14 @@ class EngineInfo:
     template_hash: str | None
     logprob_mode: LogprobMode
     capabilities: frozenset[str]
-    """Of: token_ids, logprobs, tools, json_schema, tool_choice_required, token_prompt, score, images, continue (a chat
-    request is sampled from exact ids and its answer parsed as ever), weight_versions (told for every event)."""
+    """Any of: token_ids, logprobs, tools, json_schema, tool_choice_required, token_prompt, score, images, continue (a
+    chat request is sampled from exact ids and its answer parsed as usual), weight_versions (reported per event)."""
     eos_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sampled answer. `token_ids` int32 [n] and `logprobs` float32 [n] belong together, end-of-turn included."""
+    """One sampled answer. `token_ids` int32 [n] and `logprobs` float32 [n] include the end-of-turn token."""
 
     index: int
     message: Json
@@ -206,8 +206,8 @@ class Choice:
     token_ids: TokenIds
     logprobs: Logprobs
     versions: tuple[tuple[int, str], ...] = ()
-    """(first position, policy version) of each run of tokens, where the weights changed while it was sampled; empty:
-    the call's `weight_version` holds for all of it."""
+    """(first position, policy version) of each run of tokens, if the weights changed while it was sampled. Empty if the
+    call's `weight_version` holds for all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,12 +229,12 @@ class CallRecord:
     edge: Edge
     parent_call_id: str | None
     messages: tuple[bytes, ...]
-    """The request's messages in order, each as the JSON bytes that came (a raw prompt is one of them)."""
+    """The request's messages in order, each as the JSON bytes that were received. A raw prompt is one message."""
     tools: bytes | None
     params: Json
     """The rest of the request body."""
     sampling: Json
-    """What was really sent to the engine, after the session's policy."""
+    """The parameters sent to the engine, after the session's policy was applied."""
     prompt_ids: TokenIds | None
     choices: tuple[Choice, ...]
     started_at: float
@@ -243,25 +243,24 @@ class CallRecord:
     """Seconds since the epoch."""
     cached_tokens: int | None = None
     rule: str | None = None
-    """Name of the rule of history that gave it its edge; None for a root that no rule speaks of."""
+    """Name of the rule that decided the edge; None for a root to which no rule applies."""
     ambiguous: bool = False
     """Another edge or parent was possible as well; `rule` says why."""
     thread: str | None = None
-    """The line of conversation: the harness's own id of it, else the call that began it."""
+    """The line of conversation: the harness's own id for it, else the call that began it."""
     fingerprint: Json | None = None
-    """By which history knows the call again after a restart."""
+    """The keys by which the call is found again after a restart (`sessions/call_index.py`)."""
     prompt_mode: PromptMode = "render"
     prompt_reason: str | None = None
-    """Why the prompt was not continued from the base's tokens (`history/continuation.py` lists the reasons); None where
-    it was, or where nobody asked."""
+    """Why the prompt was not continued from the base's tokens (`sessions/continuation.py` lists the reasons)."""
     base_call_id: str | None = None
-    """The answered call whose conversation this one extends by meaning, in either mode; None: it extends none."""
+    """The answered call whose conversation this one extends by meaning, in either mode."""
     base_choice: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredLineage:
-    """Where a call stands in its session, and the fingerprint by which history knows it again."""
+    """A stored call's relation to the other calls of its session."""
 
     call_id: str
     edge: Edge
@@ -278,7 +277,7 @@ SpanKind = Literal["context", "sampled"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a run of a trace's tokens came from: [start, end) of the prompt or of choice `choice` of a call."""
+    """The origin of a run of a trace's tokens: [start, end) of a call's prompt, or of its choice `choice`."""
 
     kind: SpanKind
     call_id: str
@@ -309,8 +308,8 @@ class Trace:
     reward: float | None = None
     grade: str = "exact"
     parent_trace_id: str | None = None
-    """Builder `tree`: the trace that this one branches from; its own tokens stand behind the parent's first ones."""
+    """Builder `tree`: the trace that this one branches from. Its own tokens follow the first tokens of the parent."""
     branch_at: int = 0
-    """How many tokens of the parent's whole path (its own parents included) come before this trace's own."""
+    """How many tokens of the parent's whole path (including its own parents) precede this trace's own tokens."""
     rescored: bool = False
-    """`logprobs` are an engine's later, teacher-forced ones, not those told at sampling."""
+    """`logprobs` come from a later, teacher-forced scoring, not from sampling."""

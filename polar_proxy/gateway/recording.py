@@ -66,7 +66,7 @@ class CallOutcome:
     http_status: int
     error: str | None = None
     reply: RequestError | EngineError | None = None
-    """The error to send to the agent; None if the answer is sent, or if nobody is left to send it to."""
+    """The error to send to the agent; None if the answer is sent, or the agent is gone."""
 
     @classmethod
     def failed(cls, error: RequestError | EngineError) -> CallOutcome:

@@ -48,7 +48,7 @@ class AnswerNode:
     """Key of the conversation that ends with it."""
     assistant_chain: bytes
     """Key of the conversation's assistant turns up to it."""
-    said: bytes
+    digest: bytes
     """Digest of the answer alone."""
     ids: tuple[str, ...]
     """Ids of its tool calls."""
@@ -130,7 +130,7 @@ class CallIndex:
             self.ends.setdefault(answer.end, []).append((node, answer))
             self.assistant_chains.setdefault(answer.assistant_chain, []).append((node, answer))
             if answer.ids or answer.length >= _MIN_TURN:
-                self.last_turns[answer.said, answer.ids] = node
+                self.last_turns[answer.digest, answer.ids] = node
         if node.quotes:
             self.quotable.append(node)
             del self.quotable[:-_QUOTABLE]
@@ -146,7 +146,7 @@ def fingerprint_of(node: CallNode) -> Json:
             {
                 "end": answer.end.hex(),
                 "assistant_chain": answer.assistant_chain.hex(),
-                "said": answer.said.hex(),
+                "digest": answer.digest.hex(),
                 "ids": list(answer.ids),
                 "length": answer.length,
             }
@@ -185,7 +185,7 @@ def node_from_store(row: StoredLineage) -> CallNode | None:
             AnswerNode(
                 bytes.fromhex(answer["end"]),
                 bytes.fromhex(answer["assistant_chain"]),
-                bytes.fromhex(answer["said"]),
+                bytes.fromhex(answer["digest"]),
                 tuple(answer["ids"]),
                 answer["length"],
             )

@@ -1,7 +1,7 @@
-"""What a harness says about a call beside its conversation: which thread, whose child, which attempt.
+"""Client metadata: what a harness says about a call besides its conversation, such as its thread and its attempt.
 
-Read from a fixed list of headers and body fields; nothing else of a request is looked at here, so no key and no
-auth header can get into the history or the store.
+It is read from a fixed list of headers and body fields, so no key and no authorisation header can get into the history
+or the store.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ from typing import Any
 
 import orjson
 
-_LONGEST = 200
-"""Characters of an id that are kept: ids are short, and a client may send anything."""
+_MAX_LENGTH = 200
+"""Characters of an id that are kept. Ids are short, but a client may send anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientMetadata:
-    """None and 0: the harness did not say."""
+    """A field that the harness does not give is None or 0."""
 
     retry: int = 0
-    """How often the client's SDK has sent this request before (`X-Stainless-Retry-Count`)."""
+    """How many times the client's SDK has sent this request before (`X-Stainless-Retry-Count`)."""
     thread: str | None = None
     """The harness's own id for this line of conversation."""
     parent_thread: str | None = None
     """The thread that started this one."""
     subagent: str | None = None
-    """The kind of sub-agent that calls."""
+    """The kind of sub-agent, if one makes the call."""
     request: str | None = None
-    """What the harness calls this request, such as `compaction`."""
+    """The harness's own name for the request, such as `compaction`."""
 
 
 NO_METADATA = ClientMetadata()
 
-# Session ids by header, the first that is there: opencode, Codex, Claude Code, Pi on Responses, Vibe, terminus-2.
+# The first one present is used. Sent by opencode, Codex, Claude Code, Pi on Responses, Vibe, terminus-2.
 _THREAD_HEADERS = (
     "thread-id",
     "x-claude-code-session-id",
@@ -46,7 +46,7 @@ _THREAD_HEADERS = (
 
 
 def read_client_metadata(headers: Mapping[str, str], params: Mapping[str, Any]) -> ClientMetadata:
-    """`headers` with names in lower case (or compared without case); `params` is the body without its messages."""
+    """Return the metadata in `headers` (by lower-case name) and `params` (the body without its messages)."""
     session = next((value for name in _THREAD_HEADERS if (value := headers.get(name))), None)
     metadata = params.get("metadata")
     if session is None and isinstance(metadata, dict):
@@ -56,10 +56,10 @@ def read_client_metadata(headers: Mapping[str, str], params: Mapping[str, Any]) 
     thread, parent, subagent = session, None, None
     if agent := headers.get("x-claude-code-agent-id"):
         thread, parent, subagent = agent, session, "agent"
-    elif above := headers.get("x-codex-parent-thread-id"):
-        parent, subagent = above, headers.get("x-openai-subagent") or "agent"
-    elif above := headers.get("x-parent-session-id"):
-        parent, subagent = above, "agent"
+    elif parent_id := headers.get("x-codex-parent-thread-id"):
+        parent, subagent = parent_id, headers.get("x-openai-subagent") or "agent"
+    elif parent_id := headers.get("x-parent-session-id"):
+        parent, subagent = parent_id, "agent"
     retry = headers.get("x-stainless-retry-count") or "0"
     if thread is None and retry == "0":
         return NO_METADATA
@@ -67,15 +67,15 @@ def read_client_metadata(headers: Mapping[str, str], params: Mapping[str, Any]) 
     request = _text(client.get("request_kind")) if isinstance(client, dict) else None
     return ClientMetadata(
         retry=int(retry) if retry.isascii() and retry.isdigit() and len(retry) < 5 else 0,
-        thread=_cut(thread),
-        parent_thread=_cut(parent),
-        subagent=_cut(subagent),
+        thread=_truncate(thread),
+        parent_thread=_truncate(parent),
+        subagent=_truncate(subagent),
         request=request,
     )
 
 
 def _claude_session(user_id: object) -> str | None:
-    """Claude Code packs device, account and session into one JSON string; only the session is of use."""
+    """Return the session id from Claude Code's `user_id`, a JSON string with device, account and session."""
     if not isinstance(user_id, str) or not user_id.startswith("{"):
         return None
     try:
@@ -86,8 +86,8 @@ def _claude_session(user_id: object) -> str | None:
 
 
 def _text(value: object) -> str | None:
-    return value[:_LONGEST] if isinstance(value, str) and value else None
+    return value[:_MAX_LENGTH] if isinstance(value, str) and value else None
 
 
-def _cut(value: str | None) -> str | None:
-    return value[:_LONGEST] if value else None
+def _truncate(value: str | None) -> str | None:
+    return value[:_MAX_LENGTH] if value else None

@@ -1,7 +1,7 @@
-"""Normalisers: what is left out when messages are compared. Data, each with a name and a reason.
+"""Normalisers: differences between messages that are ignored when they are compared. Data, with a name and a reason.
 
-They decide only whether two messages mean the same. The request itself reaches the model and the store as it came.
-Each can be switched off by its name (`gateway.normalisers_off`).
+They decide only whether two messages mean the same. The request reaches the model and the store unchanged. Each can be
+switched off by its name (`gateway.normalisers_off`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from polar_proxy.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """`pattern` None: not a matter of text; `meaning.py` does it by this name."""
+    """A difference to ignore. Without a `pattern` it is not a matter of text, and is code in `hashing.py`."""
 
     name: str
     reason: str
     seen: str
-    """Harness and version that it was seen with."""
+    """The harness and version it was seen with."""
     roles: frozenset[str] = frozenset()
     guard: str = ""
-    """Text without this has nothing to replace: found faster than a pattern."""
+    """A text without this string has nothing to replace. It is found faster than the pattern."""
     pattern: re.Pattern[str] | None = None
     replacement: str = ""
 
@@ -33,27 +33,27 @@ _OPENING = frozenset({"system", "user"})
 NORMALISERS: tuple[Normaliser, ...] = (
     Normaliser(
         "string_or_blocks",
-        "A text and a list with that text as blocks are the same to every template.",
-        "Claude Code 2.1.329 flips its messages between the two each turn",
+        "A string and a list of text blocks with the same text are the same to every template.",
+        "Claude Code 2.1.329 alternates between the two each turn",
     ),
     Normaliser(
         "cache_marks",
-        "`cache_control` tells a provider where to cache and says nothing to the model.",
+        "`cache_control` says where a provider should cache; the model does not see it.",
         "Claude Code 2.1.329, Pi 0.87.1, opencode 1.18.33, OpenHands 1.16.0: moves each turn",
     ),
     Normaliser(
         "reasoning",
-        "Harnesses drop, cut or sign the thinking of earlier turns, so it cannot tell turns apart.",
+        "Harnesses drop, cut or sign the reasoning of earlier turns, so it cannot distinguish turns.",
         "OpenHands 1.16.0 and aider 0.86.2 drop it, Gemini CLI 0.61.0 keeps its signature only",
     ),
     Normaliser(
         "json_arguments",
-        "Arguments come back parsed and printed again: other spacing, key order and number forms.",
+        "Arguments come back parsed and serialised again: other spacing, key order and number forms.",
         "Qwen Code 0.24.4, Pi 0.87.1, opencode 1.18.33, Cline 3.0.65, Claude Code 2.1.329",
     ),
     Normaliser(
         "trailing_space",
-        "An answer's trailing white space is stripped when it comes back.",
+        "Trailing white space of an answer is stripped when it comes back.",
         "aider 0.86.2",
     ),
     Normaliser(
@@ -63,7 +63,7 @@ NORMALISERS: tuple[Normaliser, ...] = (
     ),
     Normaliser(
         "claude_billing_line",
-        "The first system block has a line for billing that changes with every request.",
+        "The first system block has a billing line that changes with every request.",
         "Claude Code 2.1.329",
         frozenset({"system"}),
         "x-anthropic-billing-header:",
@@ -71,7 +71,7 @@ NORMALISERS: tuple[Normaliser, ...] = (
     ),
     Normaliser(
         "gemini_session_context",
-        "The block with date and directory listing is made anew when a session is resumed.",
+        "The block with date and directory listing is regenerated when a session is resumed.",
         "Gemini CLI 0.61.0",
         frozenset({"user"}),
         "<session_context>",
@@ -80,7 +80,7 @@ NORMALISERS: tuple[Normaliser, ...] = (
     ),
     Normaliser(
         "aider_rules_reminder",
-        "The reminder of the edit format stands on the newest user message only and moves with it.",
+        "The reminder of the edit format is appended to the newest user message only.",
         "aider 0.86.2",
         frozenset({"user"}),
         "# *SEARCH/REPLACE block* Rules:",
@@ -88,7 +88,7 @@ NORMALISERS: tuple[Normaliser, ...] = (
     ),
     Normaliser(
         "launch_datetime",
-        "The time of launch, to the microsecond, is part of the prompt and changes when a session is resumed.",
+        "The launch time, to the microsecond, is part of the prompt and changes when a session is resumed.",
         "OpenHands 1.16.0",
         _OPENING,
         "The current date and time is:",
@@ -97,7 +97,7 @@ NORMALISERS: tuple[Normaliser, ...] = (
     ),
     Normaliser(
         "launch_date",
-        "The date of launch is part of the prompt and changes when a session is resumed on another day.",
+        "The launch date is part of the prompt and changes when a session is resumed on another day.",
         "Claude Code 2.1.329, Qwen Code 0.24.4, Gemini CLI 0.61.0",
         _OPENING,
         "Today's date is ",
@@ -116,7 +116,8 @@ class ActiveNormalisers:
         off = frozenset(off)
         if unknown := off - NAMES:
             raise UsageError(
-                f"There is no normaliser {', '.join(sorted(unknown))}. There are: {', '.join(sorted(NAMES))}."
+                f"gateway.normalisers_off names unknown normalisers: {', '.join(sorted(unknown))}. "
+                f"The known ones are {', '.join(sorted(NAMES))}."
             )
         self.names = NAMES - off
         self._texts: Sequence[tuple[frozenset[str], str, re.Pattern[str], str]] = [
@@ -126,7 +127,7 @@ class ActiveNormalisers:
         ]
 
     def text(self, role: str, text: str) -> str:
-        """The text of a message as it is compared."""
+        """Return the text of a message as it is compared."""
         for roles, guard, pattern, replacement in self._texts:
             if role in roles and guard in text:
                 text = pattern.sub(replacement, text)

@@ -1,6 +1,7 @@
-"""Rules by which a call is known for what it is. Data: each has a name, a reason, and what it was seen with.
+"""Rules that recognise what a call is for: a side call, a request for a summary, a conversation after one.
 
-`tests/sessions/test_rules.py` has an example for each. The name of the rule that decided is stored with the call.
+Rules are data: each has a name, a reason, and the harness and version it was seen with. `tests/sessions/test_rules.py`
+has an example of each. The name of the rule that decided is stored with the call.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from polar_proxy.types import ChatRequest, Message
 RuleKind = Literal["side_call", "compaction_request", "compacted", "continuation", "masked"]
 
 _HEAD = 4000
-"""Characters at the beginning, and at the end, of a text in which a rule's pattern is looked for."""
+"""Characters at the beginning, and at the end, of a text that are searched for a rule's pattern."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """All conditions that are given must hold; patterns are searched near the beginning and the end of a text."""
+    """A rule holds if all its conditions hold. Patterns are searched near the beginning and the end of a text."""
 
     name: str
     kind: RuleKind
@@ -32,15 +33,13 @@ class Rule:
     system: str | None = None
     """Pattern in the system prompt."""
     first: str | None = None
-    """Pattern in one of the first three user messages (a summary may stand behind what the user said)."""
+    """Pattern in one of the first three user messages (a summary may follow what the user said)."""
     last: str | None = None
-    """Pattern in the newest message. For the kinds `continuation` and `masked`: in a message that was changed."""
+    """Pattern in the newest message; for the kinds `continuation` and `masked`, in a message that was changed."""
     tools: bool | None = None
-    """True: has tools; False: has none."""
-    schema: bool | None = None
-    """Whether the answer must be JSON of a schema."""
-    hint: str | None = None
-    """What the harness itself calls the request."""
+    """Whether the request has tools."""
+    request_kind: str | None = None
+    """The harness's own name for the request, see `ClientMetadata.request`."""
 
 
 SIDE_CALLS = (
@@ -55,7 +54,7 @@ SIDE_CALLS = (
     Rule(
         "gemini_router",
         "side_call",
-        "A classifier chooses the model for the turn that follows.",
+        "A classifier chooses the model for the next turn.",
         "Gemini CLI 0.61.0",
         system=r"You are a specialized Task Routing AI|You are the \*\*Lead Orchestrator\*\* for an AI system",
         tools=False,
@@ -71,15 +70,15 @@ SIDE_CALLS = (
     Rule(
         "qwen_memory_extraction",
         "side_call",
-        "What is worth remembering for later sessions is taken from the history; the run does not see the answer.",
+        "Facts for later sessions are extracted from the history; the run does not see the answer.",
         "Qwen Code 0.24.4",
         system=r"You are now acting as the managed memory extraction subagent",
     ),
     Rule(
         "title",
         "side_call",
-        "A call without tools asks for a title of the conversation, which the agent never reads.",
-        "the pattern that titles of several harnesses share",
+        "A call without tools asks for a title of the conversation. The agent never reads it.",
+        "the pattern that several harnesses share for titles",
         last=r"(?i)^\s*(please )?(generate|create|write) a (short |concise |brief )*title for (this|the) "
         r"(conversation|chat|session)",
         tools=False,
@@ -90,7 +89,7 @@ COMPACTION_REQUESTS = (
     Rule(
         "codex_compaction_request",
         "compaction_request",
-        "The history with an order to write a handoff summary, without tools.",
+        "The history with an instruction to write a handoff summary, without tools.",
         "Codex 0.169.0",
         last=r"CONTEXT CHECKPOINT COMPACTION",
     ),
@@ -99,33 +98,33 @@ COMPACTION_REQUESTS = (
         "compaction_request",
         "Codex names the request in its client metadata.",
         "Codex 0.169.0",
-        hint="compaction",
+        request_kind="compaction",
     ),
     Rule(
         "claude_compaction_request",
         "compaction_request",
-        "The order to summarise is appended to the newest message; the tools stay.",
+        "The instruction to summarise is appended to the newest message; the tools stay.",
         "Claude Code 2.1.329",
         last=r"CRITICAL: Respond with TEXT ONLY|Your task is to create a detailed summary of (the|this) conversation",
     ),
     Rule(
         "qwen_compaction_request",
         "compaction_request",
-        "The history under a system prompt of its own, without tools.",
+        "The history under another system prompt, without tools.",
         "Qwen Code 0.24.4",
         system=r"You are the component that summarizes a conversation when its context window is about to overflow",
     ),
     Rule(
         "gemini_compaction_request",
         "compaction_request",
-        "The history under a system prompt of its own that asks for a state snapshot.",
+        "The history under another system prompt, which asks for a state snapshot.",
         "Gemini CLI 0.61.0",
         system=r"distilling chat history into a structured XML <state_snapshot>",
     ),
     Rule(
         "opencode_compaction_request",
         "compaction_request",
-        "The transcript as text, with an order to summarise it, without tools.",
+        "The transcript as text with an instruction to summarise it, without tools.",
         "opencode 1.18.33",
         system=r"^You are a context summarization agent\.",
         tools=False,
@@ -133,7 +132,7 @@ COMPACTION_REQUESTS = (
     Rule(
         "pi_compaction_request",
         "compaction_request",
-        "The transcript as text, with an order to summarise it, without tools.",
+        "The transcript as text with an instruction to summarise it, without tools.",
         "Pi 0.87.1",
         system=r"^You are a context summarization assistant\.",
         tools=False,
@@ -141,7 +140,7 @@ COMPACTION_REQUESTS = (
     Rule(
         "cline_compaction_request",
         "compaction_request",
-        "The session as text, to be summarised for its continuation, without tools.",
+        "The session as text, to be summarised so that it can continue, without tools.",
         "Cline CLI 3.0.65",
         system=r"^Summarize the provided coding session into a concise continuation note",
         tools=False,
@@ -149,7 +148,7 @@ COMPACTION_REQUESTS = (
     Rule(
         "openhands_condenser",
         "compaction_request",
-        "The older events as text, to be told again in a summary that takes their place.",
+        "The older events as text, to be replaced by a summary.",
         "OpenHands SDK 1.21.0",
         last=r"^You are maintaining a context-aware state summary for an interactive agent\.",
         tools=False,
@@ -157,14 +156,14 @@ COMPACTION_REQUESTS = (
     Rule(
         "terminus_handoff",
         "compaction_request",
-        "The history with an order to hand the work off to another agent.",
+        "The history with an instruction to hand the work over to another agent.",
         "terminus-2 of harbor 0.24.0",
         last=r"^You are about to hand off your work to another AI agent\.",
     ),
     Rule(
         "aider_summarises_chat",
         "compaction_request",
-        "The older part of the chat as text, to be told again in fewer words.",
+        "The older part of the chat as text, to be summarised.",
         "aider 0.86.2",
         system=r"^\*Briefly\* summarize this partial conversation about programming\.",
         tools=False,
@@ -175,49 +174,49 @@ COMPACTED = (
     Rule(
         "claude_compacted",
         "compacted",
-        "The summary takes the place of the conversation, in a first message that says so.",
+        "The summary replaces the conversation, in a first message that says so.",
         "Claude Code 2.1.329",
         first=r"This session is being continued from a previous conversation that ran out of context",
     ),
     Rule(
         "codex_compacted",
         "compacted",
-        "A rewritten history: what the user said, then the summary behind a fixed preamble.",
+        "A rewritten history: the user's messages, then the summary after a fixed preamble.",
         "Codex 0.169.0",
         first=r"Another language model started to solve this problem and produced a summary",
     ),
     Rule(
         "pi_compacted",
         "compacted",
-        "The summary stands first, what was kept of the conversation behind it.",
+        "The summary comes first, then what was kept of the conversation.",
         "Pi 0.87.1",
         first=r"The conversation history before this point was compacted into the following summary:",
     ),
     Rule(
         "cline_compacted",
         "compacted",
-        "The summary stands first, the newest turns behind it.",
+        "The summary comes first, then the newest turns.",
         "Cline CLI 3.0.65",
         first=r"^Context summary:\n",
     ),
     Rule(
         "snapshot_compacted",
         "compacted",
-        "A state snapshot stands first, acknowledged by the agent.",
+        "A state snapshot comes first, acknowledged by the agent.",
         "Qwen Code 0.24.4, Gemini CLI 0.61.0",
         first=r"<state_snapshot>",
     ),
     Rule(
         "opencode_compacted",
         "compacted",
-        "A fixed question stands first and the summary is its answer.",
+        "A fixed question comes first, and the summary is its answer.",
         "opencode 1.18.33",
         first=r"^\s*What did we do so far\?",
     ),
     Rule(
         "terminus_takes_over",
         "compacted",
-        "A fresh conversation begins with the handoff of the agent before.",
+        "A new conversation begins with the handoff of the previous agent.",
         "terminus-2 of harbor 0.24.0",
         first=r"^You are picking up work from a previous AI agent on this task",
     ),
@@ -227,7 +226,7 @@ CONTINUATIONS = (
     Rule(
         "claude_cut_off",
         "continuation",
-        "The stream ended early: the text that arrived is kept, and a user message asks to go on.",
+        "The stream ended early: the text that arrived is kept, and a user message asks to continue.",
         "Claude Code 2.1.329",
         last=r"Your response above was cut off mid-stream",
     ),
@@ -244,14 +243,14 @@ MASKED = (
     Rule(
         "gemini_masks_old_outputs",
         "masked",
-        "Old tool outputs are replaced in place once the history is large, which makes the conversation shorter.",
+        "Old tool outputs are replaced in place once the history is large, which shortens the conversation.",
         "Gemini CLI 0.61.0",
         last=r"<tool_output_masked>",
     ),
     Rule(
         "old_outputs_cleared",
         "masked",
-        "Old tool outputs are replaced in place by a fixed text, which makes the conversation shorter.",
+        "Old tool outputs are replaced in place by a fixed text, which shortens the conversation.",
         "opencode 1.18.33, Claude Code 2.1.329",
         last=r"\[Old tool result content cleared",
     ),
@@ -261,32 +260,32 @@ RULES = (*SIDE_CALLS, *COMPACTION_REQUESTS, *COMPACTED, *CONTINUATIONS, *MASKED)
 
 BUILT_IN: dict[str, str] = {
     "extends": "The messages begin with an earlier call's messages and its answer.",
-    "branches": "Like `extends`, where another call has continued the same answer already.",
-    "by_call_ids": "Several earlier calls mean the same; the ids of their tool calls tell which one is extended.",
-    "twins": "Several earlier calls mean the same and nothing tells them apart (ambiguous: the newest is taken that "
-    "has not been continued).",
+    "branches": "As `extends`, but another call has already continued the same answer.",
+    "by_call_ids": "Several earlier calls mean the same; the ids of their tool calls show which one is extended.",
+    "twins": "Several earlier calls mean the same and nothing distinguishes them (ambiguous: the newest that was not "
+    "continued is taken).",
     "sdk_retry_header": "The client's SDK says that it sends this request again.",
     "asked_again_after_failure": "The same request again after the first one failed or lost its client.",
-    "asked_again_in_one_run": "A run asks the same again just after it was answered and did not go on from the answer: "
-    "the connection broke behind the gateway's back, as a rule (ambiguous: it may want a second sample).",
-    "same_request_again": "The same request while the first is being answered or was just answered, and nothing says "
+    "asked_again_in_one_run": "A run repeats a request just after its answer, which it did not continue: usually the "
+    "connection broke unnoticed (ambiguous: it may want a second sample).",
+    "same_request_again": "The same request while the first is being answered or was just answered, without evidence "
     "that it is a retry (ambiguous: it may be one, or a second run).",
-    "partial_answer_kept": "What arrived of an answer that failed is kept in the history.",
-    "answer_cut": "The history keeps the beginning of the last answer only.",
-    "answer_replaced": "Another assistant turn stands where the last answer was.",
-    "answer_removed": "The conversation goes on without the last answer.",
+    "partial_answer_kept": "The history keeps what arrived of an answer that failed.",
+    "answer_cut": "The history keeps only the beginning of the last answer.",
+    "answer_replaced": "Another assistant turn is in the place of the last answer.",
+    "answer_removed": "The conversation continues without the last answer.",
     "harness_says_subagent": "The harness names the call's own thread and the thread that started it.",
-    "prompt_from_tool_call": "The first message is what an earlier answer gave to a tool that starts agents.",
+    "prompt_from_tool_call": "The first message is what an earlier answer passed to a tool that starts agents.",
     "prompt_from_unknown_tool": "The first message quotes a long argument of an earlier tool call, of a tool not known "
     "to start agents (ambiguous).",
-    "opening_regenerated": "All assistant turns are there behind a system prompt or first message that was made anew.",
-    "messages_reworded": "All assistant turns are there; messages of the user between them were changed.",
-    "outputs_changed": "All assistant turns are there; tool outputs between them were changed in a way no rule knows "
+    "opening_regenerated": "All assistant turns are there, after a regenerated system prompt or first message.",
+    "messages_reworded": "All assistant turns are there; user messages between them were changed.",
+    "outputs_changed": "All assistant turns are there; tool outputs between them were changed, by no known rule "
     "(ambiguous).",
-    "older_turns_dropped": "The last assistant turn is an earlier call's answer, but turns before it are gone.",
+    "older_turns_dropped": "The last assistant turn is an earlier call's answer, but turns before it are missing.",
     "quotes_an_answer": "The first messages quote a long earlier answer, which may be a summary (ambiguous).",
 }
-"""Rules that are code in `place.py`: name -> what it says."""
+"""The rules that are code, in `lineage.py`, and what they mean."""
 
 AGENT_TOOLS = frozenset(
     {"agent", "task", "spawn_agent", "invoke_agent", "delegate", "delegate_to_agent", "dispatch_agent", "subagent"}
@@ -297,13 +296,12 @@ AGENT_TOOLS = frozenset(
 
 @dataclass(slots=True)
 class RequestTexts:
-    """The texts of a request that rules look at."""
+    """The parts of a request that rules look at."""
 
     system: str
     first: tuple[str, ...]
     last: str
     tools: bool
-    schema: bool
 
     @classmethod
     def of(cls, messages: tuple[Message, ...], request: ChatRequest | None) -> RequestTexts:
@@ -313,48 +311,46 @@ class RequestTexts:
             if message.role in ("system", "developer"):
                 system.append(text_of(message))
             elif message.role == "user" and len(first) < 3:
-                first.append(_near(text_of(message)))
+                first.append(_ends_of(text_of(message)))
         newest = messages[-1] if messages else None
         return cls(
-            system=_near("\n".join(system)),
+            system=_ends_of("\n".join(system)),
             first=tuple(first),
-            last=_near(text_of(newest)) if newest is not None and newest.role == "user" else "",
+            last=_ends_of(text_of(newest)) if newest is not None and newest.role == "user" else "",
             tools=bool(request and request.tools),
-            schema=bool(request and request.response_format),
         )
 
 
-def match(rules: Iterable[Rule], view: RequestTexts, hints: ClientMetadata) -> Rule | None:
-    """The first rule all of whose conditions hold."""
+def match(rules: Iterable[Rule], texts: RequestTexts, metadata: ClientMetadata) -> Rule | None:
+    """Return the first rule that holds."""
     for rule in rules:
         if (
-            (rule.tools is None or rule.tools == view.tools)
-            and (rule.schema is None or rule.schema == view.schema)
-            and (rule.hint is None or rule.hint == hints.request)
-            and (rule.system is None or _found(rule.system, view.system))
-            and (rule.first is None or any(_found(rule.first, text) for text in view.first))
-            and (rule.last is None or _found(rule.last, view.last))
+            (rule.tools is None or rule.tools == texts.tools)
+            and (rule.request_kind is None or rule.request_kind == metadata.request)
+            and (rule.system is None or _is_in(rule.system, texts.system))
+            and (rule.first is None or any(_is_in(rule.first, text) for text in texts.first))
+            and (rule.last is None or _is_in(rule.last, texts.last))
         ):
             return rule
     return None
 
 
 def match_changed(rules: Iterable[Rule], changed: Iterable[Message]) -> Rule | None:
-    """The first rule whose pattern stands in one of the messages that differ from what was known."""
+    """Return the first rule whose `last` pattern is in one of the messages that changed."""
     texts = [text_of(message) for message in changed]
-    return next((rule for rule in rules if rule.last and any(_found(rule.last, text) for text in texts)), None)
+    return next((rule for rule in rules if rule.last and any(_is_in(rule.last, text) for text in texts)), None)
 
 
-def _found(pattern: str, text: str) -> bool:
+def _is_in(pattern: str, text: str) -> bool:
     return bool(text) and _finder(pattern)(text) is not None
 
 
 @cache
 def _finder(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    """The search for a pattern of a rule. One that is tied to the beginning is not tried at every character."""
+    """Return the search function for a pattern. One anchored at the beginning is not tried at every character."""
     compiled = re.compile(pattern)
     return compiled.match if pattern.startswith("^") and "|" not in pattern else compiled.search
 
 
-def _near(text: str) -> str:
+def _ends_of(text: str) -> str:
     return text if len(text) <= 2 * _HEAD else text[:_HEAD] + "\n" + text[-_HEAD:]

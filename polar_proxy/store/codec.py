@@ -162,7 +162,7 @@ class CellCodec:
 
 _USUAL_JSON = (
     b'{"quotes":[["summary","agent_prompt"]],"compaction":true,"thread":"","assistant_chain":"","form":1,"asked":"0123456789ab'
-    b'cdef","ids":"","answers":[{"end":"","assistant_chain":"","said":"","ids":["call_","toolu_"],"length":100}]}'
+    b'cdef","ids":"","answers":[{"end":"","assistant_chain":"","digest":"","ids":["call_","toolu_"],"length":100}]}'
 )
 """What small JSON values begin with knowing: the keys of fingerprint. Part of the format."""
 

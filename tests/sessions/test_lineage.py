@@ -59,7 +59,7 @@ def test_other_normalisers_after_a_restart_mix_nothing_up() -> None:
 
 
 def test_an_unknown_normaliser_is_refused() -> None:
-    with pytest.raises(UsageError, match="no normaliser nothing"):
+    with pytest.raises(UsageError, match="unknown normalisers: nothing"):
         SessionDriver("nothing")
 
 
