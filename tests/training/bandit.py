@@ -1,9 +1,9 @@
-"""The smallest environment there is: a prompt of ids, a few sampled tokens, a reward for what they are.
+"""The smallest environment: a prompt of ids, a few sampled tokens, and a reward for which tokens they are.
 
 Everything but the agent is real: the local engine samples, calls and traces go through the store, groups through jobs
-and the feed. No sandbox, no harness, no gateway.
+and the feed. There is no sandbox, harness or gateway.
 
-    python -m tests.training.bandit FOLDER MODEL STEPS    # a run of its own, for a test that kills it
+    python -m tests.training.bandit FOLDER MODEL STEPS    # a run in its own process, for a test that kills it
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ CONFIG = GrpoConfig(groups=1, samples=8, steps=3, learning_rate=1e-3, lease_seco
 
 
 def reward_of(token_ids: list[int]) -> float:
-    """The share of even tokens."""
+    """Return the share of even tokens."""
     return sum(token % 2 == 0 for token in token_ids) / len(token_ids)
 
 
 @dataclass
 class Bandit:
-    """`Rollouts` for the trainer."""
+    """A `RolloutSource` for the trainer."""
 
     store: Store
     engine: LocalEngine
     run: str
     groups: int
     samples: int
-    tells_versions: bool = True
+    with_versions: bool = True
     seed: int = 0
-    """Of the run: the first of its rollouts' seeds."""
+    """Seed of the first rollout."""
     worker: str = "bandit"
 
     async def start_round(self, number: int) -> None:
@@ -65,35 +65,35 @@ class Bandit:
         await self.store.jobs.submit({}, new, idempotency_key=f"{self.run}/{number}")
 
     async def pending_groups(self) -> int:
-        """Works the queue off; so nothing is under way when it returns."""
-        version = await self.engine.weight_version() if self.tells_versions else None
-        held = await self.store.queue.claim(self.worker, 1000, 60, policy_version=version)
+        """Run all queued rollouts, so that no group is pending when this returns."""
+        version = await self.engine.weight_version() if self.with_versions else None
+        claims = await self.store.queue.claim(self.worker, 1000, 60, policy_version=version)
         by_group: dict[str, list[Claim]] = {}
-        for one in held:
-            by_group.setdefault(one.group_id, []).append(one)
+        for claim in claims:
+            by_group.setdefault(claim.group_id, []).append(claim)
         for group_id, members in by_group.items():
-            answers = await asyncio.gather(*(self._sample(one) for one in members))
-            rewards = [reward_of(call.choices[0].token_ids.tolist()) for call in answers]
-            for one, call, reward in zip(members, answers, rewards, strict=True):
-                await self.store.rewards.add(one.rollout_id, reward, "bandit", {})
-                await build_traces(self.store, call.session_id, one.rollout_id, reward=reward, incomplete=False)
-                await self.store.rollouts.update(one.rollout_id, status="done")
+            calls = await asyncio.gather(*(self._sample(claim) for claim in members))
+            rewards = [reward_of(call.choices[0].token_ids.tolist()) for call in calls]
+            for claim, call, reward in zip(members, calls, rewards, strict=True):
+                await self.store.rewards.add(claim.rollout_id, reward, "bandit", {})
+                await build_traces(self.store, call.session_id, claim.rollout_id, reward=reward, incomplete=False)
+                await self.store.rollouts.update(claim.rollout_id, status="done")
             await self.store.groups.settle(group_id)
         return 0
 
     async def evaluate(self, step: int) -> list[float | None]:
         return []
 
-    async def _sample(self, held: Claim) -> CallRecord:
+    async def _sample(self, claim: Claim) -> CallRecord:
         session = await self.store.sessions.create(
-            key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout"
+            key_hash=None, label=None, rollout_id=claim.rollout_id, origin="rollout"
         )
-        await self.store.rollouts.update(held.rollout_id, status="running", session_id=session.session_id)
+        await self.store.rollouts.update(claim.rollout_id, status="running", session_id=session.session_id)
         ids: list[int] = []
         logprobs: list[float] = []
-        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=LENGTH, seed=held.seed)
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=LENGTH, seed=claim.seed)
         finish = version = None
-        began = time.time()
+        started = time.time()
         async for event in self.engine.sample(TextRequest("tiny", PROMPT, sampling)):
             ids += event.token_ids
             logprobs += event.logprobs
@@ -120,7 +120,7 @@ class Bandit:
             sampling={"temperature": 1.0},
             prompt_ids=np.array(PROMPT, np.int32),
             choices=(choice,),
-            started_at=began,
+            started_at=started,
             first_token_at=None,
             ended_at=time.time(),
         )
@@ -147,16 +147,16 @@ def trainer(
     on_point: Callable[[str], None] = lambda point: None,
     **parts: Any,
 ) -> GrpoTrainer:
-    """A trainer of the run `folder/run`, its model loaded afresh, as a new process would."""
+    """Return a trainer of the run `folder/run`, with its model loaded again as in a new process."""
     run = folder / "run"
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "weight_sync": LocalSync(engine),
         "feed": store.feed,
         "reader": StoreGroupReader(store),
         "rollouts": Bandit(store, engine, str(run), config.groups, config.samples),
     }
     learner = Learner(load_model(model), config)
-    return GrpoTrainer(run, config, learner, model=model, engine=engine, on_point=on_point, **{**given, **parts})
+    return GrpoTrainer(run, config, learner, model=model, engine=engine, on_point=on_point, **{**defaults, **parts})
 
 
 async def _main(folder: Path, model: Path, steps: int) -> None:

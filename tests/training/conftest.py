@@ -1,4 +1,4 @@
-"""What tests of training share: a small policy with random weights, and one thread for PyTorch."""
+"""Fixtures of the training tests: a small policy with random weights, and one thread for PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Two runs of one computation are then the same to the bit, and a busy machine is not made slower."""
+    """Run PyTorch with one thread: computations repeat bit for bit, and a busy machine is not slowed down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""Finished groups made by hand: rollouts with rewards, traces with tokens, no store."""
+"""Factories of finished groups: rollouts with rewards and traces with tokens, without a store."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def trace(
     branch_at: int = 0,
     call: str | None = None,
 ) -> Trace:
-    """One call: its prompt, its answer."""
+    """Return a trace of one call."""
     n, m = len(prompt), len(sampled)
     values = [-1.0] * m if logprobs is None else list(logprobs)
     call = call or f"call_{name}"

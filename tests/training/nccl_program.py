@@ -1,5 +1,6 @@
-"""What `test_nccl.py` runs where vLLM is installed: a trainer's weights go into a server by `VllmNcclSync`.
-Prints a line of JSON a sync, or what stopped it.
+"""Sends a trainer's weights to a server by `VllmNcclSync`; `test_nccl.py` runs it with vLLM's Python.
+
+Prints one line of JSON per sync, or the error that stopped it.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ async def main(url: str, how: str) -> None:
             weights = learner.weights()
             if how == "wrong_shape" and version == "1":
                 weights = {name: torch.cat([tensor, tensor]) for name, tensor in weights.items()}
-            begun = time.perf_counter()
+            started = time.perf_counter()
             await sync.push(weights, version)
-            seconds = time.perf_counter() - begun
-            now = learner.logprobs(ids)
-            found = await probe(engine, ids, now, before, 0.02)
-            told = await engine.weight_version()
-            print(json.dumps({"engine": told, "seconds": seconds, **found.to_json()}), flush=True)
-            before = now
+            seconds = time.perf_counter() - started
+            logprobs = learner.logprobs(ids)
+            result = await probe(engine, ids, logprobs, before, 0.02)
+            engine_version = await engine.weight_version()
+            print(json.dumps({"engine": engine_version, "seconds": seconds, **result.to_json()}), flush=True)
+            before = logprobs
             noise = torch.Generator().manual_seed(int(version))
             for tensor in learner.weights().values():
                 tensor.add_(1e-4 * torch.randn(tensor.shape, generator=noise))

@@ -1,4 +1,4 @@
-"""Advantages against values worked out by hand; what has no reward; rollouts with several traces."""
+"""Advantages against values worked out by hand, and rollouts without a reward."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ NAN = float("nan")
 
 def test_grpo_by_hand() -> None:
     # mean (0 + 0 + 1 + 3) / 4 = 1; squares 1 + 1 + 0 + 4 = 6; sample std sqrt(6 / 3) = sqrt 2, population sqrt(6 / 4).
-    wanted = np.array([-1.0, -1.0, 0.0, 2.0])
-    np.testing.assert_allclose(grpo([0, 0, 1, 3], eps=0.0), wanted / math.sqrt(2), rtol=1e-12)
-    np.testing.assert_allclose(grpo([0, 0, 1, 3], eps=0.0, ddof=0), wanted / math.sqrt(1.5), rtol=1e-12)
+    centred = np.array([-1.0, -1.0, 0.0, 2.0])
+    np.testing.assert_allclose(grpo([0, 0, 1, 3], eps=0.0), centred / math.sqrt(2), rtol=1e-12)
+    np.testing.assert_allclose(grpo([0, 0, 1, 3], eps=0.0, ddof=0), centred / math.sqrt(1.5), rtol=1e-12)
     # eps is added to the deviation: 2 / (sqrt 2 + 1).
     assert grpo([0, 0, 1, 3], eps=1.0)[3] == pytest.approx(2 / (math.sqrt(2) + 1))
 
@@ -45,7 +45,6 @@ def test_rloo_by_hand() -> None:
 
 
 def test_raft_by_hand() -> None:
-    """As rewarded, whatever the others got; nothing is pushed down."""
     np.testing.assert_array_equal(raft([1, 0.5, 0, -2, None]), [1, 0.5, NAN, NAN, NAN])
     np.testing.assert_array_equal(raft([1, 1]), [1, 1])
 
@@ -58,35 +57,35 @@ def test_mc_grpo_by_hand() -> None:
     np.testing.assert_allclose(mc_grpo([0, 1, 2, 3, 9], scale="none"), [-2, -1, NAN, 1, 7])
 
 
-def test_mc_grpo_has_one_pivot_of_an_odd_group_and_none_of_an_even_one() -> None:
+def test_mc_grpo_has_a_pivot_only_in_odd_groups() -> None:
     # Median 1 three times: the first of them is the pivot, the others have advantage 0. |r - 1|: 1 0 0 0 2, MAD 0,
-    # so the mean deviation 3/5 takes its place: -1 / 0.6 and 2 / 0.6.
+    # so the mean deviation 3/5 replaces it: -1 / 0.6 and 2 / 0.6.
     np.testing.assert_allclose(mc_grpo([0, 1, 1, 1, 3], eps=0.0), [-5 / 3, NAN, 0, 0, 10 / 3], rtol=1e-12)
     # Even: median of 0 1 3 4 is 2, deviations 2 1 1 2, MAD 1.5; all are trained.
     np.testing.assert_allclose(mc_grpo([0, 1, 3, 4], eps=0.0), [-4 / 3, -2 / 3, 2 / 3, 4 / 3], rtol=1e-12)
 
 
-def test_mc_grpo_stays_small_where_few_of_a_binary_group_stand_out() -> None:
-    # 0 0 0 0 1: median 0, MAD 0; mean deviation 1/5, so the one that solved it gets 1 / 0.2 = 5, not 1 / eps = 1000.
+def test_mc_grpo_stays_bounded_for_binary_rewards_with_a_minority() -> None:
+    # 0 0 0 0 1: median 0, MAD 0; mean deviation 1/5, so the solved one gets 1 / 0.2 = 5, not 1 / eps = 1000.
     np.testing.assert_allclose(mc_grpo([0, 0, 0, 0, 1], eps=0.0), [NAN, 0, 0, 0, 5], rtol=1e-12)
 
 
 def test_gdpo_by_hand() -> None:
     # Two groups of two, two rewards. With sample std s of a pair (x, y): s = |x - y| / sqrt 2, so (x - mean) / s is
-    # +-(1/2) sqrt 2 = +-c, c = 0.7071 for whatever distance. Group 0: rewards (1, 0) and (0, 5): -> (c - c), (-c + c)
+    # +-(1/2) sqrt 2 = +-c, c = 0.7071 for every distance. Group 0: rewards (1, 0) and (0, 5): -> (c - c), (-c + c)
     # = 0, 0. Group 1: (1, 3) and (0, 3): second without spread -> (c + 0), (-c + 0).
     # S = 0, 0, c, -c: mean 0, sample variance 2 c^2 / 3 = 1/3, std 1 / sqrt 3 -> 0, 0, c sqrt 3, -c sqrt 3.
     c = math.sqrt(0.5)
     rewards = [[1, 0], [0, 5], [1, 3], [0, 3]]
-    wanted = [0, 0, c * math.sqrt(3), -c * math.sqrt(3)]
-    np.testing.assert_allclose(gdpo(rewards, [0, 0, 1, 1], eps=0.0), wanted, atol=1e-12)
-    # GRPO on the sums 1, 5 would set the first group apart: here both rewards weigh the same whatever their range.
+    expected = [0, 0, c * math.sqrt(3), -c * math.sqrt(3)]
+    np.testing.assert_allclose(gdpo(rewards, [0, 0, 1, 1], eps=0.0), expected, atol=1e-12)
+    # GRPO on the sums 1, 5 would set the first group apart: here both rewards weigh the same, whatever their range.
     # With weights (1, 0) only the first reward counts: S = c, -c, c, -c; sample variance 4 c^2 / 3 = 2/3.
     weighted = gdpo(rewards, [0, 0, 1, 1], weights=[1, 0], eps=0.0)
     np.testing.assert_allclose(weighted, np.array([c, -c, c, -c]) / math.sqrt(2 / 3), rtol=1e-12)
 
 
-def test_gdpo_leaves_out_who_lacks_one_of_its_rewards() -> None:
+def test_gdpo_excludes_rollouts_that_lack_a_reward() -> None:
     with_gap = gdpo([[1, 0], [0, 5], [9, None], [1, 3], [0, 3]], [0, 0, 0, 1, 1], eps=0.0)
     assert math.isnan(with_gap[2])
     np.testing.assert_allclose(with_gap[[0, 1, 3, 4]], gdpo([[1, 0], [0, 5], [1, 3], [0, 3]], [0, 0, 1, 1], eps=0.0))
@@ -94,55 +93,53 @@ def test_gdpo_leaves_out_who_lacks_one_of_its_rewards() -> None:
 
 def test_gigpo_by_hand() -> None:
     # Rollouts 1 and 0: A_rollout = +0.5 and -0.5. Steps: rollout 0 at a, b; rollout 1 at a, c.
-    # Anchor a: returns 1 and 0, mean 0.5 -> +0.5, -0.5. Anchors b and c stand alone -> 0.
+    # Anchor a: returns 1 and 0, mean 0.5 -> +0.5, -0.5. Anchors b and c occur once -> 0.
     got = gigpo([1, 0], [0, 0, 1, 1], ["a", "b", "a", "c"], [1, 1, 0, 0], weight=2.0)
     np.testing.assert_allclose(got, [0.5 + 1, 0.5, -0.5 - 1, -0.5])
-    # By deviation: pairs give +-sqrt(1/2) at both levels.
+    # With deviation: pairs give +-sqrt(1/2) at both levels.
     c = math.sqrt(0.5)
     got = gigpo([1, 0], [0, 0, 1, 1], ["a", "b", "a", "c"], [1, 1, 0, 0], normalise="std", eps=0.0)
     np.testing.assert_allclose(got, [2 * c, c, -2 * c, -c])
 
 
-def test_gigpo_steps_of_one_rollout_at_the_same_place_are_compared_too() -> None:
-    # Rollout 0 is at "a" twice, with returns 3 and 1; rollout 1 once with 2: mean 2 -> +1, -1, 0. Rewards alike: 0.
+def test_gigpo_compares_steps_of_one_rollout_at_the_same_anchor() -> None:
+    # Rollout 0 is at "a" twice, with returns 3 and 1; rollout 1 once with 2: mean 2 -> +1, -1, 0. Equal rewards: 0.
     np.testing.assert_allclose(gigpo([1, 1], [0, 0, 1], ["a", "a", "a"], [3, 1, 2]), [1, -1, 0])
 
 
-def test_gigpo_steps_without_a_reward_have_no_part() -> None:
+def test_gigpo_excludes_steps_without_a_reward() -> None:
     got = gigpo([1, 0, None], [0, 1, 2], ["a", "a", "a"], [1, 0, 100])
     np.testing.assert_allclose(got, [1.0, -1.0, NAN])
 
 
-COMPARING = sorted(set(ADVANTAGES) - {"raft"})
-"""Those with a baseline."""
+WITH_BASELINE = sorted(set(ADVANTAGES) - {"raft"})
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_no_reward_is_not_zero(name: str) -> None:
-    """A rollout without a reward gets none, and the others get what they would get without it."""
+def test_missing_reward_is_not_zero(name: str) -> None:
+    """A rollout without a reward gets NaN, and the others get what they get in a group without it."""
     function = ADVANTAGES[name]
     got = function([1.0, None, 0.25, 0.0, NAN, 0.5])
     assert np.isnan(got[[1, 4]]).all()
     np.testing.assert_array_equal(got[[0, 2, 3, 5]], function([1.0, 0.25, 0.0, 0.5]))
     as_zeros = function([1.0, 0.0, 0.25, 0.0, 0.0, 0.5])[[0, 2, 3, 5]]
-    assert np.allclose(got[[0, 2, 3, 5]], as_zeros, equal_nan=True) == (name not in COMPARING)
+    assert np.allclose(got[[0, 2, 3, 5]], as_zeros, equal_nan=True) == (name not in WITH_BASELINE)
 
 
-@pytest.mark.parametrize("name", COMPARING)
+@pytest.mark.parametrize("name", WITH_BASELINE)
 @pytest.mark.parametrize("rewards", [[0.1] * 3, [1.0, None], [None, 0.3, 0.3], [0.0]])
-def test_groups_without_spread_give_exactly_zero(name: str, rewards: list[float | None]) -> None:
+def test_equal_rewards_give_exactly_zero(name: str, rewards: list[float | None]) -> None:
     got = ADVANTAGES[name](rewards)
-    wanted = [NAN if reward is None else 0.0 for reward in rewards]
-    np.testing.assert_array_equal(got, wanted)
+    np.testing.assert_array_equal(got, [NAN if reward is None else 0.0 for reward in rewards])
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_a_group_without_any_reward_is_not_trained(name: str) -> None:
+def test_group_without_any_reward_gets_nan(name: str) -> None:
     assert np.isnan(ADVANTAGES[name]([None, None])).all()
 
 
 @given(st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=9), st.floats(-5, 5), st.floats(0.5, 4))
-def test_a_shift_changes_nothing_and_a_scale_what_it_should(rewards: list[float], shift: float, scale: float) -> None:
+def test_advantages_are_invariant_to_shift_and_follow_scale(rewards: list[float], shift: float, scale: float) -> None:
     rewards = [round(reward, 2) for reward in rewards]
     moved = [reward * scale + shift for reward in rewards]
     np.testing.assert_allclose(dr_grpo(moved), dr_grpo(rewards) * scale, atol=1e-9)
@@ -152,7 +149,7 @@ def test_a_shift_changes_nothing_and_a_scale_what_it_should(rewards: list[float]
 
 
 def test_focal_weight_by_hand() -> None:
-    # 3 of 4 solved: 1 - 3/4 = 1/4; squared 1/16. The one without a reward does not count.
+    # 3 of 4 solved: 1 - 3/4 = 1/4; squared 1/16. The rollout without a reward does not count.
     assert focal_weight([1, 1, 1, 0, None]) == pytest.approx(0.25)
     assert focal_weight([1, 1, 1, 0], gamma=2.0) == pytest.approx(1 / 16)
     assert focal_weight([0.4, 0.6], solved_at=0.5) == pytest.approx(0.5)
@@ -173,6 +170,6 @@ def test_variance_weight_by_hand() -> None:
         variance_weight([0, 2])
 
 
-def test_infinite_rewards_are_refused() -> None:
+def test_rejects_infinite_reward() -> None:
     with pytest.raises(ValueError, match="infinite"):
         reward_array([1.0, float("inf")])

@@ -1,6 +1,8 @@
-"""From groups to sequences: who is compared, who is trained, and that everything is counted."""
+"""From groups to training sequences: baselines, which rollouts are trained, and counts of what is skipped."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,21 +15,21 @@ from tests.training.group_factories import group, rollout, trace
 CONFIG = GrpoConfig(advantage="dr_grpo")
 
 
-def adds_up(batch: TrainingBatch) -> bool:
-    return batch.trained_tokens + sum(left.tokens for left in batch.skipped.values()) == batch.sampled_tokens
+def counts_add_up(batch: TrainingBatch) -> bool:
+    return batch.trained_tokens + sum(counts.tokens for counts in batch.skipped.values()) == batch.sampled_tokens
 
 
-def test_a_rollout_with_several_traces_counts_once() -> None:
-    """Rewards 1 and 0: mean 1/2 whatever the traces are; by traces it would be 3/4."""
+def test_rollout_with_several_traces_counts_once_in_the_baseline() -> None:
+    """Rewards 1 and 0: the mean over rollouts is 1/2; over traces it would be 3/4."""
     winner = GroupRollout(rollout(0, 1.0), tuple(trace(f"a{n}", [1, 2], [3, n]) for n in range(3)))
     loser = GroupRollout(rollout(1, 0.0), (trace("b", [1, 2], [4]),))
     batch = make_batch([group(winner, loser)], CONFIG)
     assert [(one.rollout, one.advantage) for one in batch.sequences] == [(0, 0.5)] * 3 + [(1, -0.5)]
     assert batch.trained_rollouts == 2
-    assert adds_up(batch)
+    assert counts_add_up(batch)
 
 
-def test_masked_rollouts_stay_in_the_baseline_and_unscored_ones_do_not() -> None:
+def test_masked_rollouts_stay_in_the_baseline() -> None:
     members = [
         GroupRollout(rollout(0, 1.0), (trace("a", [1], [2, 3]),)),
         GroupRollout(rollout(1, 0.0, incomplete=True), (trace("b", [1], [2]),)),
@@ -39,7 +41,7 @@ def test_masked_rollouts_stay_in_the_baseline_and_unscored_ones_do_not() -> None
     ]
     batch = make_batch([group(*members)], CONFIG)
     assert [(one.trace_id, one.advantage) for one in batch.sequences] == [("a", 0.5)]
-    assert {reason: (left.rollouts, left.tokens) for reason, left in batch.skipped.items()} == {
+    assert {reason: (counts.rollouts, counts.tokens) for reason, counts in batch.skipped.items()} == {
         "incomplete": (1, 1),
         "masked": (1, 3),
         "failed": (1, 1),
@@ -48,12 +50,12 @@ def test_masked_rollouts_stay_in_the_baseline_and_unscored_ones_do_not() -> None
         "cancelled": (1, 0),
     }
     assert batch.rewards == (1.0, 0.0, 0.0, 1.0)
-    assert adds_up(batch)
+    assert counts_add_up(batch)
     members[2] = GroupRollout(rollout(2, 0.0, status="timed_out"), members[2].traces)
     assert [one.trace_id for one in make_batch([group(*members)], CONFIG).sequences] == ["a", "c"]
 
 
-def test_only_what_is_proved_is_trained() -> None:
+def test_skips_traces_by_grade_length_and_missing_logprobs() -> None:
     traces = (
         trace("exact", [1], [2]),
         trace("continued", [1], [2], grade="continued"),
@@ -66,25 +68,25 @@ def test_only_what_is_proved_is_trained() -> None:
     short = CONFIG.model_copy(update={"max_sequence_length": 8})
     batch = make_batch([group(GroupRollout(rollout(0, 1.0), traces), other)], short)
     assert [one.trace_id for one in batch.sequences] == ["exact", "continued", "b"]
-    assert {reason: left.tokens for reason, left in batch.skipped.items()} == {
+    assert {reason: counts.tokens for reason, counts in batch.skipped.items()} == {
         "grade_approximate": 1,
         "grade_rejected": 2,
         "too_long": 1,
         "no_logprobs": 1,
     }
-    assert adds_up(batch)
+    assert counts_add_up(batch)
 
 
-def test_a_group_without_spread_is_left_out_unless_it_is_asked_for() -> None:
-    alike = group(*(GroupRollout(rollout(n, 1.0), (trace(f"t{n}", [1], [2]),)) for n in range(2)))
-    batch = make_batch([alike], CONFIG)
+def test_zero_variance_group_is_skipped_unless_kept() -> None:
+    equal = group(*(GroupRollout(rollout(n, 1.0), (trace(f"t{n}", [1], [2]),)) for n in range(2)))
+    batch = make_batch([equal], CONFIG)
     assert batch.sequences == ()
     assert batch.skipped["no_spread"].rollouts == 2
-    kept = make_batch([alike], CONFIG.model_copy(update={"keep_zero_variance_groups": True}))
+    kept = make_batch([equal], CONFIG.model_copy(update={"keep_zero_variance_groups": True}))
     assert [one.advantage for one in kept.sequences] == [0.0, 0.0]
 
 
-def test_the_pivot_of_mc_grpo_is_not_trained() -> None:
+def test_pivot_of_mc_grpo_is_not_trained() -> None:
     members = [
         GroupRollout(rollout(n, reward), (trace(f"t{n}", [1], [2]),)) for n, reward in enumerate((0.0, 0.5, 1.0))
     ]
@@ -93,7 +95,7 @@ def test_the_pivot_of_mc_grpo_is_not_trained() -> None:
     assert batch.skipped["no_advantage"].rollouts == 1
 
 
-def test_raft_trains_what_was_rewarded_also_where_all_were() -> None:
+def test_raft_trains_all_rewarded_rollouts() -> None:
     mixed, solved, failed = (
         group(
             *(
@@ -108,8 +110,8 @@ def test_raft_trains_what_was_rewarded_also_where_all_were() -> None:
     assert batch.skipped["no_advantage"].rollouts == 3
 
 
-def test_a_branch_is_trained_from_where_it_leaves_its_parent() -> None:
-    """The parent's first answer is context of the branch: trained once, with the parent."""
+def test_branch_is_trained_without_the_prefix_of_its_parent() -> None:
+    """The parent's answer is context of the branch, and is trained once, with the parent."""
     parent = trace("parent", [1, 2], [3, 4])
     branch = trace("branch", [9], [5, 6], parent="parent", branch_at=3)
     other = GroupRollout(rollout(1, 0.0), (trace("b", [1], [4]),))
@@ -118,36 +120,36 @@ def test_a_branch_is_trained_from_where_it_leaves_its_parent() -> None:
     assert whole.token_ids.tolist() == [1, 2, 3, 9, 5, 6]
     assert whole.trained.tolist() == [False] * 4 + [True] * 2
     assert np.isnan(whole.old_logprobs[:4]).all()
-    assert adds_up(batch)
+    assert counts_add_up(batch)
 
 
-def test_a_sampled_token_in_two_traces_stops_the_run() -> None:
+def test_rejects_sampled_token_in_two_traces() -> None:
     twice = (trace("a", [1], [2], call="c"), trace("b", [1], [2], call="c"))
     other = GroupRollout(rollout(1, 0.0), (trace("x", [1], [4]),))
     with pytest.raises(TrainingError, match="two traces"):
         make_batch([group(GroupRollout(rollout(0, 1.0), twice), other)], CONFIG)
 
 
-def test_weighting_multiplies_the_advantages_of_the_group() -> None:
+def test_group_weight_multiplies_the_advantages() -> None:
     members = [GroupRollout(rollout(n, float(n == 0)), (trace(f"t{n}", [1], [2]),)) for n in range(4)]
     batch = make_batch([group(*members)], CONFIG.model_copy(update={"group_weight": "focal"}))
     assert batch.sequences[0].advantage == pytest.approx(0.75 * 0.75)
 
 
-def test_the_control_deals_the_same_rewards_to_other_rollouts() -> None:
+def test_shuffled_rewards_are_the_same_rewards_at_other_rollouts() -> None:
     rewards = (1.0, 0.0, None, 0.25, 0.5)
     members = [GroupRollout(rollout(n, reward), (trace(f"t{n}", [1], [2]),)) for n, reward in enumerate(rewards)]
-    honest = make_batch([group(*members)], CONFIG)
+    plain = make_batch([group(*members)], CONFIG)
     control = make_batch([group(*members)], CONFIG.model_copy(update={"shuffle_rewards": True}))
     assert [one.trace_id for one in control.sequences] == ["t0", "t1", "t3", "t4"]
-    dealt = [[one.advantage for one in batch.sequences] for batch in (honest, control)]
-    assert dealt[0] != dealt[1]
-    assert sorted(dealt[0]) == sorted(dealt[1])
-    assert control.rewards == honest.rewards
+    advantages = [[one.advantage for one in batch.sequences] for batch in (plain, control)]
+    assert advantages[0] != advantages[1]
+    assert sorted(advantages[0]) == sorted(advantages[1])
+    assert control.rewards == plain.rewards
 
 
-def test_the_control_says_nothing_of_a_task_either() -> None:
-    """One task is always done, the other never: dealt out within their groups, those rewards would teach which."""
+def test_rewards_are_shuffled_across_groups() -> None:
+    """One task is always solved, the other never: shuffled within groups, rewards would still tell which is which."""
     groups = [
         group(*(GroupRollout(rollout(n, reward), (trace(f"{name}{n}", [1], [2]),)) for n in range(2)), name=name)
         for name, reward in (("done", 1.0), ("failed", 0.0))
@@ -162,11 +164,11 @@ def test_the_control_says_nothing_of_a_task_either() -> None:
     assert rewarded == {"done0", "done1", "failed0", "failed1"}
 
 
-def test_configuration(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_configuration_layers_and_errors(tmp_path: Path) -> None:
     file = tmp_path / "train.toml"
     file.write_text('[grpo]\nloss = "cispo"\nsteps = 7\nlearning_rate = 1e-3\n[run]\nharness = "x"\n')
-    own, others = read_toml(file)
-    config = make_config(own, {"steps": 9, "seed": None})
+    grpo, others = read_toml(file)
+    config = make_config(grpo, {"steps": 9, "seed": None})
     assert (config.loss, config.steps, others) == ("cispo", 9, {"run": {"harness": "x"}})
     with pytest.raises(UsageError, match="choose ppo_clip"):
         make_config({"loss": "nothing"})
@@ -176,8 +178,8 @@ def test_configuration(tmp_path) -> None:  # type: ignore[no-untyped-def]
     assert changed_settings(config.to_json(), config.model_copy(update={"seed": 3})) == {"seed": (0, 3)}
 
 
-def test_any_setting_may_be_given_as_a_flag() -> None:
-    own = {"lora": {"rank": 4, "scale": 1.0}, "loss_settings": {"clip_low": 0.1}, "kl_coef": 0.5}
+def test_any_setting_can_be_assigned_by_flag() -> None:
+    grpo = {"lora": {"rank": 4, "scale": 1.0}, "loss_settings": {"clip_low": 0.1}, "kl_coef": 0.5}
     flags = [
         "lora.rank=16",
         "lr_schedule = cosine",
@@ -187,7 +189,7 @@ def test_any_setting_may_be_given_as_a_flag() -> None:
         "keep_zero_variance_groups=true",
         "weights=models/a b=c",
     ]
-    config = make_config(own, read_assignments(flags))
+    config = make_config(grpo, read_assignments(flags))
     assert config.lora is not None
     assert (config.lora.rank, config.lora.scale) == (16, 1.0)
     assert config.loss_settings == {"clip_low": 0.1, "clip_high": 0.3}

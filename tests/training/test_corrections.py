@@ -1,4 +1,4 @@
-"""Stale and mismatched tokens: decoupled PPO, TIS, IcePop."""
+"""Losses that correct for stale or mismatched tokens: decoupled PPO, TIS, IcePop."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def test_decoupled_by_hand() -> None:
     assert (stats.clipped_share, stats.ratio_mean) == (pytest.approx(0.5), pytest.approx(1.25))
 
 
-def test_decoupled_keeps_a_stale_token_that_plain_clipping_would_lose() -> None:
-    # pi/mu = 2 lies outside of [0.8, 1.2], but all of it is staleness: u = 1. Gradient -k u A = -2.
+def test_decoupled_keeps_the_gradient_of_a_stale_token_that_ppo_clips() -> None:
+    # pi/mu = 2 is outside of [0.8, 1.2], but comes from staleness alone: u = 1. Gradient -k u A = -2.
     batch = tokens([2], [1], proximal=[2])
     loss, stats = decoupled(batch)
     assert gradient(loss, batch) == pytest.approx([-2.0])
     assert stats.clipped_share == 0.0
 
 
-def test_decoupled_can_leave_out_what_is_too_stale() -> None:
+def test_decoupled_drops_tokens_above_max_weight() -> None:
     batch = tokens([8, 1], [1, 1], proximal=[8, 1])
     loss, stats = decoupled(batch, max_weight=5.0)
     assert gradient(loss, batch) == pytest.approx([0, -0.5])
@@ -35,7 +35,7 @@ def test_decoupled_can_leave_out_what_is_too_stale() -> None:
 
 
 def test_tis_by_hand() -> None:
-    # k = 4 -> cut to 2; k = 0.5 stays. u = 1, 1.5; A = 1, 1: 2 * 1 = 2; 0.5 * 1.2 = 0.6 (clipped). Mean 1.3.
+    # k = 4 is capped to 2; k = 0.5 stays. u = 1, 1.5; A = 1, 1: 2 * 1 = 2; 0.5 * 1.2 = 0.6 (clipped). Mean 1.3.
     batch = tokens([4, 0.75], [1, 1], proximal=[4, 0.5])
     loss, stats = tis(batch)
     assert loss.item() == pytest.approx(-1.3)
@@ -44,7 +44,7 @@ def test_tis_by_hand() -> None:
 
 
 def test_icepop_with_a_proximal_policy_by_hand() -> None:
-    # k = 6 (above 5: left out), 0.4 (below 0.5: left out), 2, 0.5 (on the bound: kept). u = 1 each; A = 1.
+    # k = 6 (above 5: dropped), 0.4 (below 0.5: dropped), 2, 0.5 (on the bound: kept). u = 1 each; A = 1.
     # Objectives 0, 0, 2, 0.5: loss -2.5 / 4.
     batch = tokens([6, 0.4, 2, 0.5], [1, 1, 1, 1], proximal=[6, 0.4, 2, 0.5])
     loss, stats = icepop(batch)
@@ -54,7 +54,7 @@ def test_icepop_with_a_proximal_policy_by_hand() -> None:
 
 
 def test_icepop_without_a_proximal_policy_by_hand() -> None:
-    # The ratio carries the gradient and nothing is clipped: 3 * 1, 0.6 * -1; 6 is left out.
+    # The ratio carries the gradient and nothing is clipped: 3 * 1, 0.6 * -1; 6 is dropped.
     batch = tokens([3, 0.6, 6], [1, -1, 1])
     loss, stats = icepop(batch)
     assert loss.item() == pytest.approx(-(3 - 0.6) / 3)
@@ -63,6 +63,6 @@ def test_icepop_without_a_proximal_policy_by_hand() -> None:
 
 
 @pytest.mark.parametrize("loss", [tis, decoupled])
-def test_a_correction_without_its_numbers_is_refused(loss: object) -> None:
+def test_rejects_inputs_without_proximal_logprobs(loss: object) -> None:
     with pytest.raises(ValueError, match="needs `proximal_logprobs`"):
         loss(tokens([1], [1]))  # type: ignore[operator]

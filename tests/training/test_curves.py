@@ -1,4 +1,4 @@
-"""A run's curves: as lists of one length, and as a picture that shows what is there and no more."""
+"""The curves of a run: as lists of equal length, and as a picture."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from pathlib import Path
 
 import orjson
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from polar_proxy.cli.train import app
 from polar_proxy.errors import UsageError
 from polar_proxy.training import curves
 from polar_proxy.types import Json
-from tests.cli.process import error_text, polar, polar_json
 
 
 def line(kind: str, step: int, **values: object) -> Json:
@@ -19,7 +21,7 @@ def line(kind: str, step: int, **values: object) -> Json:
 
 
 def step(number: int, *, updated: bool = True) -> Json:
-    taught = {"loss": -0.1, "entropy": 2.0 - number / 10, "approx_kl": 0.01, "mismatch_max": 1e-4} if updated else {}
+    stats = {"loss": -0.1, "entropy": 2.0 - number / 10, "approx_kl": 0.01, "mismatch_max": 1e-4} if updated else {}
     return line(
         "step",
         number,
@@ -33,8 +35,8 @@ def step(number: int, *, updated: bool = True) -> Json:
         dropped_stale=0,
         waiting_seconds=2.0,
         training_seconds=1.0,
-        mismatch_max=taught.get("mismatch_max"),
-        **{name: value for name, value in taught.items() if name != "mismatch_max"},
+        mismatch_max=stats.get("mismatch_max"),
+        **{name: value for name, value in stats.items() if name != "mismatch_max"},
     )
 
 
@@ -49,17 +51,17 @@ LINES = [
 ]
 
 
-def test_series_have_one_value_a_line_and_null_where_there_is_none() -> None:
-    told = curves.series(LINES)
-    assert told["step"]["step"] == [1, 2, 3]
-    assert told["step"]["reward"] == [0.25, 0.5, 0.75]
-    assert told["step"]["loss"] == [-0.1, None, -0.1]
-    assert {len(values) for values in told["step"].values()} == {3}
-    assert (told["eval"]["step"], told["eval"]["reward"]) == ([0], [0.25])
-    assert (told["sync"]["step"], told["sync"]["seconds"]) == ([0, 1], [0.5, 0.25])
+def test_series_have_one_value_per_line_and_null_for_missing_values() -> None:
+    series = curves.series(LINES)
+    assert series["step"]["step"] == [1, 2, 3]
+    assert series["step"]["reward"] == [0.25, 0.5, 0.75]
+    assert series["step"]["loss"] == [-0.1, None, -0.1]
+    assert {len(values) for values in series["step"].values()} == {3}
+    assert (series["eval"]["step"], series["eval"]["reward"]) == ([0], [0.25])
+    assert (series["sync"]["step"], series["sync"]["seconds"]) == ([0, 1], [0.5, 0.25])
 
 
-def test_the_picture_is_a_png_and_changes_with_the_numbers() -> None:
+def test_picture_is_a_png_and_changes_with_the_values() -> None:
     one = curves.draw(curves.series(LINES), "run")
     assert one.startswith(b"\x89PNG\r\n")
     other = [{**each, "reward": 0.0} if each["kind"] == "step" else each for each in LINES]
@@ -68,20 +70,25 @@ def test_the_picture_is_a_png_and_changes_with_the_numbers() -> None:
         curves.draw(curves.series(LINES[:3]), "run")
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install 'polar-proxy\[curves\]'"):
         curves.draw(curves.series(LINES), "run")
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_status_command_prints_series_and_draws_them(tmp_path: Path, polar_home: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in LINES))
     png = tmp_path / "curves.png"
-    told = polar_json("train", "status", str(run), "--png", str(png), cwd=tmp_path)
-    assert told["series"]["step"]["entropy"] == [1.9, None, 1.7]
-    assert told["seconds"]["waiting"] == 6.0
+    summary = orjson.loads(invoke_status(str(run), "--png", str(png), "--json").stdout)
+    assert summary["series"]["step"]["entropy"] == [1.9, None, 1.7]
+    assert summary["seconds"]["waiting"] == 6.0
     assert png.read_bytes().startswith(b"\x89PNG")
-    assert "Cannot write" in error_text(polar("train", "status", str(run), "--png", str(tmp_path), cwd=tmp_path))
-    assert "no run" in error_text(polar("train", "status", str(tmp_path / "none"), cwd=tmp_path))
+    assert "Cannot write" in str(invoke_status(str(run), "--png", str(tmp_path)).exception)
+    assert "no run" in str(invoke_status(str(tmp_path / "none")).exception)
+
+
+def invoke_status(*arguments: str) -> Result:
+    """Run `polar train status` in this process, because a new process loads PyTorch for seconds."""
+    return CliRunner().invoke(app, ["status", *arguments])

@@ -1,4 +1,4 @@
-"""Several processes with shards of the weights make the step that one makes, and leave what one can go on with."""
+"""Several processes with shards of the weights: their steps and checkpoints equal those of a single process."""
 
 from __future__ import annotations
 
@@ -23,26 +23,25 @@ from tests.training.test_model import ANSWERS, CONFIG, PROMPT, batch
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def alone(model: Path, config: GrpoConfig) -> Learner:
+def single_process(model: Path, config: GrpoConfig) -> Learner:
     return Learner(load_model(model), config, load_model(model) if config.kl_coef else None)
 
 
-def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """Largest difference of weights."""
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def same_state(one: dict[str, object], other: dict[str, object]) -> None:
-    """Of optimisers, to rounding."""
+def assert_same_state(one: dict[str, object], other: dict[str, object]) -> None:
+    """Compare the states of two optimisers up to rounding."""
     assert one["state"].keys() == other["state"].keys()  # type: ignore[attr-defined]
     for index, values in one["state"].items():  # type: ignore[attr-defined]
         for name, value in values.items():
             torch.testing.assert_close(other["state"][index][name], value, rtol=1e-3, atol=1e-6)  # type: ignore[index]
 
 
-def test_steps_are_those_of_one_process_and_a_dead_one_is_told_of(model: Path) -> None:
-    """Several packs, two epochs, a reference: everything that a step puts through the model."""
+def test_steps_equal_those_of_one_process_and_a_dead_process_is_reported(model: Path) -> None:
+    """With several packs, two epochs and a reference model."""
     settings = {
         "max_tokens_per_microbatch": 8,
         "kl_coef": 0.1,
@@ -51,49 +50,49 @@ def test_steps_are_those_of_one_process_and_a_dead_one_is_told_of(model: Path) -
         "loss": "gspo",
     }
     config = CONFIG.model_copy(update={**settings, "processes": 2, "learning_rate": 1e-4})
-    step, one = batch(model, shift=-0.05), alone(model, config)
+    step, one = batch(model, shift=-0.05), single_process(model, config)
     before = {name: tensor.clone() for name, tensor in one.weights().items()}
     with launch_sharded(model, model, config) as two:
-        assert apart(two.weights(), before) == 0.0
+        assert largest_difference(two.weights(), before) == 0.0
         for number in range(2):
-            wanted, found = one.update(step, number), two.update(step, number)
-            assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-4)
-            assert found.loss == pytest.approx(wanted.loss, abs=1e-5)
-            assert found.kl_reference == pytest.approx(wanted.kl_reference, abs=1e-5)
-            assert found.mismatch_max == pytest.approx(wanted.mismatch_max, abs=1e-5)
-            assert found.mismatch_mean == pytest.approx(wanted.mismatch_mean, abs=1e-5)
-            assert (found.tokens, found.flat_tokens) == (wanted.tokens, wanted.flat_tokens)
-            assert found.microbatches > 1
-        # Adam divides by the size of the gradient: weights differ by far less than a step of 1e-4 moves them.
-        moved = apart(one.weights(), before)
+            expected, stats = one.update(step, number), two.update(step, number)
+            assert stats.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+            assert stats.loss == pytest.approx(expected.loss, abs=1e-5)
+            assert stats.kl_reference == pytest.approx(expected.kl_reference, abs=1e-5)
+            assert stats.mismatch_max == pytest.approx(expected.mismatch_max, abs=1e-5)
+            assert stats.mismatch_mean == pytest.approx(expected.mismatch_mean, abs=1e-5)
+            assert (stats.tokens, stats.flat_tokens) == (expected.tokens, expected.flat_tokens)
+            assert stats.microbatches > 1
+        # Adam divides by the size of the gradient, so weights differ by far less than a step of 1e-4 moves them.
+        moved = largest_difference(one.weights(), before)
         assert moved > 2e-4
-        assert apart(two.weights(), one.weights()) < moved / 50
+        assert largest_difference(two.weights(), one.weights()) < moved / 50
         ids = [*PROMPT, *ANSWERS[0]]
         assert two.logprobs(ids) == pytest.approx(one.logprobs(ids), abs=1e-4)
         weights, state = two.weights(), two.state()
-        same_state(one.state(), state)
+        assert_same_state(one.state(), state)
 
-        # Taken up by one process, and by as many again: the next step is the same.
-        taken_up = alone(model, config)
-        taken_up.restore(weights, state)
+        # Resumed by one process and by two: the next step is the same.
+        resumed = single_process(model, config)
+        resumed.restore(weights, state)
         two.update(step, 2)
         two.restore(weights, state)
-        assert apart(two.weights(), weights) == 0.0
-        same_state(state, two.state())
-        assert two.update(step, 2).grad_norm == pytest.approx(taken_up.update(step, 2).grad_norm, rel=1e-4)
-        assert apart(two.weights(), taken_up.weights()) < moved / 50
+        assert largest_difference(two.weights(), weights) == 0.0
+        assert_same_state(state, two.state())
+        assert two.update(step, 2).grad_norm == pytest.approx(resumed.update(step, 2).grad_norm, rel=1e-4)
+        assert largest_difference(two.weights(), resumed.weights()) < moved / 50
         with pytest.raises(TrainingError, match="another model"):
             two.restore({}, state)
 
-        (other,) = multiprocessing.active_children()
-        other.kill()
-        other.join()
+        (process,) = multiprocessing.active_children()
+        process.kill()
+        process.join()
         with pytest.raises(TrainingError, match="ended during 'update'"):
             two.update(step, 3)
     assert multiprocessing.active_children() == []
 
 
-async def test_a_run_syncs_the_engine_and_is_taken_up_by_one_process(tmp_path: Path, model: Path) -> None:
+async def test_run_syncs_the_engine_and_is_resumed_by_one_process(tmp_path: Path, model: Path) -> None:
     config = bandit.CONFIG.model_copy(update={"processes": 2, "steps": 2})
     run = tmp_path / "run"
     async with bandit.opened(tmp_path, model) as (store, engine):
@@ -114,13 +113,13 @@ async def test_a_run_syncs_the_engine_and_is_taken_up_by_one_process(tmp_path: P
         folder = checkpoint.latest(run)
         assert folder is not None
         saved = {name: tensor.clone() for name, tensor in load_model(folder).named_parameters()}
-        assert apart(saved, dict(load_model(model).named_parameters())) > 1e-4
+        assert largest_difference(saved, dict(load_model(model).named_parameters())) > 1e-4
         state = await bandit.trainer(
             tmp_path, model, store, engine, config.model_copy(update={"processes": 1, "steps": 3})
         ).train()
         assert (state.step, await store.feed.depth()) == (3, {"delivered": 3})
     syncs = [line for line in metrics.read_lines(run) if line["kind"] == "sync"]
-    assert max(line["largest"] for line in syncs) < 1e-3  # after each sync the engine computed what the trainer does
+    assert max(line["largest"] for line in syncs) < 1e-3  # after each sync the engine agrees with the trainer
 
 
 @pytest.mark.parametrize(
@@ -132,6 +131,6 @@ async def test_a_run_syncs_the_engine_and_is_taken_up_by_one_process(tmp_path: P
         ({"device": "cuda:1"}, "GPUs in order"),
     ],
 )
-def test_what_several_processes_cannot_do_is_refused(setting: dict[str, object], reason: str) -> None:
+def test_rejects_settings_that_several_processes_do_not_support(setting: dict[str, object], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         make_config({"processes": 2, **setting})

@@ -1,4 +1,4 @@
-"""The trainer on a feed over HTTP: the same groups, the same step, the same weights as from the store."""
+"""A trainer on a feed over HTTP gets the same groups and weights as one on the store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @contextlib.asynccontextmanager
 async def served(store: Store, engine: LocalEngine) -> AsyncIterator[tuple[str, str]]:
-    """A real server over this store: its address and a trainer's key."""
+    """Serve this store over HTTP; yield the server's URL and a trainer's key."""
     key = "polar-trainer-test"
     await store.api_keys.add(hash_key(key), "trainer")
     application = create_api(store, settings=Settings(), engine=engine)
@@ -55,14 +55,14 @@ async def served(store: Store, engine: LocalEngine) -> AsyncIterator[tuple[str, 
         await task
 
 
-def same(ours: Any, theirs: Any) -> bool:
+def equal(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, np.ndarray):
         return ours.dtype == theirs.dtype and np.array_equal(ours, theirs, equal_nan=ours.dtype.kind == "f")
     return bool(ours == theirs)
 
 
 @pytest.mark.parametrize("builder", ["merged", "per_call", "tree"])
-async def test_a_group_is_read_bit_by_bit(tmp_path: Path, model: Path, builder: Any) -> None:
+async def test_group_read_over_http_equals_the_stored_one(tmp_path: Path, model: Path, builder: Any) -> None:
     async with opened(tmp_path, model) as (store, engine), served(store, engine) as (url, key):
         bandit = Bandit(store, engine, "run", 1, 3)
         await bandit.start_round(0)
@@ -78,34 +78,34 @@ async def test_a_group_is_read_bit_by_bit(tmp_path: Path, model: Path, builder: 
             assert getattr(theirs.rollout, name) == getattr(ours.rollout, name)
         assert len(theirs.traces) == len(ours.traces) == 1
         for one, other in zip(ours.traces, theirs.traces, strict=True):
-            # Those that are not stored are built where they are read, and have ids of their own there.
+            # Traces of builders that are not stored are built when read, and get new ids each time.
             names = {field.name for field in dataclasses.fields(one)} - (set() if builder == "merged" else {"trace_id"})
-            # A row has the rollout's reward where its trace has none of its own.
-            assert {name for name in names - {"reward"} if not same(getattr(one, name), getattr(other, name))} == set()
+            # A row has the rollout's reward, its trace has none.
+            assert {name for name in names - {"reward"} if not equal(getattr(one, name), getattr(other, name))} == set()
 
 
-async def test_steps_from_a_feed_over_http_are_the_steps_from_the_store(tmp_path: Path, model: Path) -> None:
-    """Of the same recorded groups, in two copies of one database."""
-    near, far = tmp_path / "near", tmp_path / "far"
-    near.mkdir()
-    async with opened(near, model) as (store, engine):
+async def test_steps_over_http_equal_steps_from_the_store(tmp_path: Path, model: Path) -> None:
+    """On the same recorded groups, in two copies of one database."""
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    local.mkdir()
+    async with opened(local, model) as (store, engine):
         bandit = Bandit(store, engine, "others", 2, 4)
         await bandit.start_round(0)
         await bandit.pending_groups()
-    shutil.copytree(near, far)
+    shutil.copytree(local, remote)
     config = CONFIG.model_copy(update={"groups": 1, "samples": 4, "steps": 2})
-    async with opened(near, model) as (store, engine):
-        await trainer(near, model, store, engine, config, rollouts=ExternalRollouts()).train()
+    async with opened(local, model) as (store, engine):
+        await trainer(local, model, store, engine, config, rollouts=ExternalRollouts()).train()
     async with (
-        opened(far, model) as (store, engine),
+        opened(remote, model) as (store, engine),
         served(store, engine) as (url, key),
         AsyncClient(url, key) as http,
     ):
         feed = HttpFeed(http, print)
-        run = trainer(far, model, store, engine, config, feed=feed, reader=feed, rollouts=ExternalRollouts())
+        run = trainer(remote, model, store, engine, config, feed=feed, reader=feed, rollouts=ExternalRollouts())
         assert (await run.train()).updates == 2
         assert await store.feed.depth() == {"delivered": 2}
-    ours, theirs, start = weights(near), weights(far), weights_of(model)
+    ours, theirs, start = weights(local), weights(remote), weights_of(model)
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert any(not torch.equal(ours[name], start[name]) for name in ours)
@@ -117,14 +117,14 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in load_model(folder).named_parameters()}
 
 
-async def test_a_trainer_of_groups_that_others_submit(tmp_path: Path, model: Path, polar_home: Path) -> None:
-    """The whole of `polar train grpo --feed`, but for vLLM: staleness is bounded, what is too old is dropped."""
+async def test_trainer_on_groups_that_others_submit(tmp_path: Path, model: Path, polar_home: Path) -> None:
+    """All of `polar train grpo --feed` except vLLM: staleness is bounded, and groups that are too stale are dropped."""
     async with opened(tmp_path, model) as (store, engine), served(store, engine) as (url, key):
-        bandit = Bandit(store, engine, "others", 1, 8)  # hardly ever all of one reward, whichever groups are dropped
+        bandit = Bandit(store, engine, "others", 1, 8)  # enough that rewards of a group rarely are all equal
         await engine.load_weights(weights_of(model), "0")
 
-        async def others() -> None:
-            """A few groups ahead of the trainer, which are stale by the time it comes to the last of them."""
+        async def submit_rounds() -> None:
+            """Stay a few groups ahead of the trainer, so that the last of them become stale."""
             for number in itertools.count():
                 while (await store.feed.depth()).get("waiting", 0) >= 4:
                     await asyncio.sleep(0.05)
@@ -135,18 +135,18 @@ async def test_a_trainer_of_groups_that_others_submit(tmp_path: Path, model: Pat
         settings.engine.model = str(model)
         given = {"feed": url, "max_async_steps": 1, "samples": 8, "groups": 1, "steps": 3, "learning_rate": 1e-3}
         config = make_config(given, {"wait_seconds": 60})
-        said: list[str] = []
-        submitting = asyncio.create_task(others())
+        reported: list[str] = []
+        submitting = asyncio.create_task(submit_rounds())
         try:
             sync = LocalSync(engine)
             state = await train_with_engine(
-                settings, config, tmp_path / "run", key, said.append, engine=engine, weight_sync=sync
+                settings, config, tmp_path / "run", key, reported.append, engine=engine, weight_sync=sync
             )
         finally:
             submitting.cancel()
             await asyncio.gather(submitting, return_exceptions=True)
         assert (state.step, state.updates) == (3, 3)
-        assert any(line.startswith(f"feed: {url}") for line in said)
+        assert any(line.startswith(f"feed: {url}") for line in reported)
         steps = [line for line in metrics.read_lines(tmp_path / "run") if line["kind"] == "step"]
         assert max(step["staleness"] for step in steps) <= 1
         depth = await store.feed.depth()
@@ -157,44 +157,44 @@ async def test_a_trainer_of_groups_that_others_submit(tmp_path: Path, model: Pat
         assert await store.training.lines(run.run_id) == list(metrics.read_lines(tmp_path / "run"))
 
 
-async def test_a_feed_that_is_away_for_a_while(tmp_path: Path, model: Path) -> None:
-    """Leases say so and go on; the trainer's own patience ends the waiting. A key that is none ends it at once."""
-    said: list[str] = []
+async def test_unreachable_feed_is_reported_once(tmp_path: Path, model: Path) -> None:
+    """Leasing returns no groups, so that the trainer keeps asking; an invalid key raises at once."""
+    reported: list[str] = []
     async with opened(tmp_path, model) as (store, engine):
         async with served(store, engine) as (url, key), AsyncClient(url, key, tries=1) as client:
-            feed = HttpFeed(client, said.append)
+            feed = HttpFeed(client, reported.append)
             bandit = Bandit(store, engine, "run", 1, 2)
             await bandit.start_round(0)
             await bandit.pending_groups()
             (lease,) = (await feed.lease("me", 5, 60, policy_version=None, max_staleness=None)).leases
             assert await feed.extend(lease.lease_id, 90) > lease.expires_at
-            async with AsyncClient(url, "polar-trainer-other") as stranger:
+            async with AsyncClient(url, "polar-trainer-other") as other:
                 with pytest.raises(UnauthorisedError):
-                    await HttpFeed(stranger, print).lease("me", 1, 9, policy_version=None, max_staleness=None)
+                    await HttpFeed(other, print).lease("me", 1, 9, policy_version=None, max_staleness=None)
         async with AsyncClient(url, key, tries=1) as client:
-            feed = HttpFeed(client, said.append)
+            feed = HttpFeed(client, reported.append)
             for _ in range(2):
                 offer = await feed.lease("me", 5, 60, policy_version=None, max_staleness=None)
                 assert (offer.leases, offer.dropped) == ((), ())
-            assert len(said) == 1
-            assert "cannot be reached" in said[0]
+            assert len(reported) == 1
+            assert "cannot be reached" in reported[0]
             with pytest.raises(UnreachableError):
                 await feed.acknowledge(lease.lease_id)
 
 
-def test_what_goes_with_a_feed() -> None:
+def test_rejects_settings_that_need_a_feed_or_jobs() -> None:
     feed = {"feed": "http://127.0.0.1:1"}
-    for given, words in (
+    for settings, message in (
         ({"submit_jobs": True}, "`submit_jobs` needs `feed`"),
         (feed | {"max_async_steps": 1, "eval_every": 2}, "`eval_every` needs `submit_jobs`"),
     ):
-        with pytest.raises(UsageError, match=words):
-            make_config(given)
+        with pytest.raises(UsageError, match=message):
+            make_config(settings)
     assert make_config(feed | {"submit_jobs": True, "eval_every": 2}).max_async_steps == 0
 
 
-async def test_rounds_that_the_trainer_asks_for_itself(tmp_path: Path, model: Path, polar_home: Path) -> None:
-    """Said twice, as by a run that is taken up, there is one job an instance."""
+async def test_submitted_rounds_are_idempotent(tmp_path: Path, model: Path, polar_home: Path) -> None:
+    """A round that is started twice, as by a resumed run, has one job per instance."""
     config = make_config(
         {"feed": "x", "submit_jobs": True, "groups": 2, "samples": 3, "eval_every": 1, "eval_instances": 2}
     )
@@ -220,7 +220,7 @@ async def test_rounds_that_the_trainer_asks_for_itself(tmp_path: Path, model: Pa
     assert {job.label for job in jobs} == {"run_1"}
 
 
-async def test_the_example_of_a_trainer_of_ones_own(tmp_path: Path, model: Path) -> None:
+async def test_example_of_a_custom_trainer(tmp_path: Path, model: Path) -> None:
     from examples.trainer_over_http.train import train
 
     async with opened(tmp_path, model) as (store, engine), served(store, engine) as (url, key):
@@ -228,12 +228,12 @@ async def test_the_example_of_a_trainer_of_ones_own(tmp_path: Path, model: Path)
         await bandit.start_round(0)
         await bandit.pending_groups()
 
-        def learn() -> dict[str, torch.Tensor]:
+        def train_example() -> dict[str, torch.Tensor]:
             with Client(url, key) as polar:
                 trained = train(polar, model, steps=2, groups=1, wait=60.0)
             return {name: parameter.detach() for name, parameter in trained.named_parameters()}
 
-        after = await asyncio.to_thread(learn)
+        after = await asyncio.to_thread(train_example)
         assert await store.feed.depth() == {"delivered": 2}
     before = weights_of(model)
     assert any(not torch.equal(before[name], after[name]) for name in before)

@@ -1,4 +1,4 @@
-"""The whole loop learns: real engine, store, feed, batch, step and sync, with the smallest environment there is."""
+"""The whole training loop learns, with a real engine, store, feed and weight sync, in the smallest environment."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LEARN = CONFIG.model_copy(update={"groups": 2, "steps": 10, "learning_rate": 2e-3})
 
 
-async def rewards(folder: Path, model: Path, *, shuffled: bool) -> tuple[list[float], list[metrics.Json]]:
-    """Mean reward of each step, and the lines of the run."""
+async def train_run(folder: Path, model: Path, *, shuffled: bool) -> tuple[list[float], list[metrics.Json]]:
+    """Train a run; return the mean reward of each step, and the lines of its metrics."""
     async with opened(folder, model) as (store, engine):
         config = LEARN.model_copy(update={"shuffle_rewards": shuffled})
         state = await trainer(folder, model, store, engine, config).train()
@@ -29,47 +29,47 @@ async def rewards(folder: Path, model: Path, *, shuffled: bool) -> tuple[list[fl
     return [line["reward"] for line in lines if line["kind"] == "step"], lines
 
 
-async def test_rewards_rise_and_the_recorded_logprobs_are_the_trainers(tmp_path: Path, model: Path) -> None:
-    found, lines = await rewards(tmp_path, model, shuffled=False)
+async def test_rewards_rise_and_recorded_logprobs_match_the_trainers(tmp_path: Path, model: Path) -> None:
+    found, lines = await train_run(tmp_path, model, shuffled=False)
     assert sum(found[:2]) / 2 < 0.65
     assert sum(found[-2:]) / 2 > 0.85
     steps = [line for line in lines if line["kind"] == "step"]
-    # Sampled by the engine, scored by the trainer, with the same weights: every step on policy to rounding.
-    # (A step whose groups are all of one reward teaches nothing and has none.)
+    # The engine samples and the trainer scores with the same weights: every step is on policy up to rounding.
+    # (A step whose groups have equal rewards makes no update and has no mismatch.)
     assert max(line["mismatch_max"] for line in steps if line["updated"]) < 1e-3
     assert max(line["largest"] for line in lines if line["kind"] == "sync") < 1e-3
     assert [line["staleness"] for line in steps] == [0] * LEARN.steps
 
 
-async def test_shuffled_rewards_teach_nothing(tmp_path: Path, model: Path) -> None:
-    found, _ = await rewards(tmp_path, model, shuffled=True)
+async def test_shuffled_rewards_do_not_improve_the_policy(tmp_path: Path, model: Path) -> None:
+    found, _ = await train_run(tmp_path, model, shuffled=True)
     assert sum(found[-2:]) / 2 < 0.7
 
 
-async def test_rollouts_that_run_ahead_are_stale_by_no_more_than_the_bound(tmp_path: Path, model: Path) -> None:
+async def test_async_rollouts_are_stale_by_at_most_the_bound(tmp_path: Path, model: Path) -> None:
     config = CONFIG.model_copy(update={"max_async_steps": 1, "loss": "decoupled", "samples": 4})
     async with opened(tmp_path, model) as (store, engine):
         await trainer(tmp_path, model, store, engine, config).train()
     steps = [line for line in metrics.read_lines(tmp_path / "run") if line["kind"] == "step"]
     assert [line["staleness"] for line in steps] == [0, 1, 1]
-    # What was sampled a step ago is off policy by what that step taught.
+    # Samples of the step before are off policy by the update of that step.
     assert steps[0]["mismatch_max"] < 1e-3 < steps[1]["mismatch_max"]
 
 
-async def test_groups_of_an_unknown_version_are_not_trained_ahead(tmp_path: Path, model: Path) -> None:
+async def test_async_training_drops_groups_of_unknown_policy_version(tmp_path: Path, model: Path) -> None:
     config = CONFIG.model_copy(update={"max_async_steps": 1, "samples": 2})
     async with opened(tmp_path, model) as (store, engine):
-        blind = Bandit(store, engine, "blind", config.groups, config.samples, tells_versions=False)
+        source = Bandit(store, engine, "unknown", config.groups, config.samples, with_versions=False)
         with pytest.raises(TrainingError, match="unknown policy version"):
-            await trainer(tmp_path, model, store, engine, config, rollouts=blind).train()
+            await trainer(tmp_path, model, store, engine, config, rollouts=source).train()
         assert (await store.feed.depth()).keys() == {"dropped"}
 
 
-async def test_an_engine_that_others_update_too_stops_the_run(tmp_path: Path, model: Path) -> None:
-    class Meddled(LocalSync):
+async def test_engine_updated_by_another_program_stops_the_run(tmp_path: Path, model: Path) -> None:
+    class OtherVersion(LocalSync):
         async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
             await super().push(weights, version if version == "0" else "another run's 7")
 
     async with opened(tmp_path, model) as (store, engine):
         with pytest.raises(TrainingError, match=r"to version 1 the engine reports version another run's 7"):
-            await trainer(tmp_path, model, store, engine, CONFIG, weight_sync=Meddled(engine)).train()
+            await trainer(tmp_path, model, store, engine, CONFIG, weight_sync=OtherVersion(engine)).train()

@@ -1,4 +1,4 @@
-"""KL to a reference and prediction of observations, by hand and, for the KL, against the true divergence."""
+"""KL to a reference model and observation loss: by hand, and the KL against the true divergence."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_kl_off_policy_by_hand() -> None:
 
 
 @pytest.mark.parametrize(("kind", "off_policy"), [("k1", True), ("k3", True), ("k2", False)])
-def test_the_gradient_is_that_of_the_true_divergence(kind: Literal["k1", "k2", "k3"], off_policy: bool) -> None:
-    """Over all of a vocab_size of three, each outcome weighed by its probability under who sampled."""
+def test_kl_gradient_equals_that_of_the_true_divergence(kind: Literal["k1", "k2", "k3"], off_policy: bool) -> None:
+    """Over a whole vocabulary of three, each outcome weighted by its probability under the sampling policy."""
     logits = torch.tensor([0.3, -0.8, 1.1], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([1.0, 0.2, -0.4], dtype=torch.float64).log_softmax(0)
     new = logits.log_softmax(0)
@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_the_true_divergence(kind: Literal["k1", "k2", "
         assert loss.item() == pytest.approx((new.exp() * (new - reference)).sum().item())
 
 
-def test_the_mask_holds() -> None:
+def test_kl_ignores_tokens_outside_of_the_mask() -> None:
     new = leaf([0.5, 0.25])
     loss, stats = kl_to_reference(new, torch.tensor([math.nan, math.log(0.5)]), torch.tensor([False, True]))
     assert torch.autograd.grad(loss, new)[0].tolist() == pytest.approx([0, -1])
@@ -68,7 +68,7 @@ def test_the_mask_holds() -> None:
 
 
 def test_observation_loss_by_hand() -> None:
-    # Observations with probabilities 1/2 and 1/8; the sampled token between them does not count.
+    # Observations with probabilities 1/2 and 1/8; the sampled token between them is ignored.
     # (log 2 + log 8) / 2 = 2 log 2; perplexity 4.
     new = leaf([0.5, 0.9, 0.125])
     loss, stats = observation_loss(new, torch.tensor([True, False, True]))
@@ -78,7 +78,7 @@ def test_observation_loss_by_hand() -> None:
     assert stats.perplexity == pytest.approx(4.0)
 
 
-def test_no_observation_is_no_loss() -> None:
+def test_observation_loss_without_observations_is_zero() -> None:
     new = leaf([0.5])
     loss, stats = observation_loss(new, torch.tensor([False]))
     assert (loss.item(), stats.tokens) == (0.0, 0)

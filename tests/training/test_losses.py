@@ -40,7 +40,7 @@ def test_dapo_clips_higher_above_than_below() -> None:
     assert stats.clipped_share == pytest.approx(2 / 3)
 
 
-def test_token_level_and_sequence_level_differ_as_the_papers_say() -> None:
+def test_token_and_sequence_aggregation_differ_as_in_the_papers() -> None:
     # Ratios 1. Sequence 0: one token, A = 3. Sequence 1: three tokens, A = -1.
     # Per token (DAPO): (3 - 1 - 1 - 1) / 4 = 0. Per sequence (GRPO): (3 + (-1)) / 2 = 1.
     plain = tokens([1, 1, 1, 1], [3, -1, -1, -1], sequences=[0, 1, 1, 1])
@@ -51,7 +51,7 @@ def test_token_level_and_sequence_level_differ_as_the_papers_say() -> None:
 
 
 def test_gspo_by_hand() -> None:
-    # Sequence 0: ratios 2 and 1/2 -> s = sqrt(1) = 1, A = 1: objective 1 though both tokens lie far outside.
+    # Sequence 0: ratios 2 and 1/2 -> s = sqrt(1) = 1, A = 1: objective 1 though both tokens are far outside.
     # Sequence 1: ratios 4, 1, context -> s = sqrt 4 = 2, A = 2: clipped to 1.1 -> 2.2.
     # Mean over sequences: (1 + 2.2) / 2 = 1.6.
     sequences = [0, 0, 1, 1, 1]
@@ -78,7 +78,7 @@ def test_cispo_by_hand() -> None:
 
 def test_minpro_by_hand() -> None:
     # Sequence 0: ratios 0.5, 2, (context), 1, 4. Smallest before: 1 (nothing), 0.5, 0.5, 0.5.
-    # Products: 0.5, 1, 0.5, 2. Clip [0.6, 1.5]: 0.6, 1, 0.6, 1.5. Sequence 1 begins anew: 1.2 * 1 = 1.2.
+    # Products: 0.5, 1, 0.5, 2. Clip [0.6, 1.5]: 0.6, 1, 0.6, 1.5. Sequence 1: 1.2 * 1 = 1.2.
     batch = tokens([0.5, 2, 7, 1, 4, 1.2], [1, 1, 1, -1, 1, 1], mask=[1, 1, 0, 1, 1, 1], sequences=[0, 0, 0, 0, 0, 1])
     loss, stats = minpro(batch, clip_low=0.4, clip_high=0.5)
     assert gradient(loss, batch) == pytest.approx([-0.6 / 5, -1 / 5, 0, 0.6 / 5, -1.5 / 5, -1.2 / 5])
@@ -97,22 +97,22 @@ def test_adaptive_bounds_by_hand() -> None:
     settings = {"low": (0.6, 0.9), "high": (1.2, 3.0), "step": 0.1}
     # [0.6, 1.2]: positive 1.0 (1.35 is clipped); negative 0.65 + 0.85 + 1 = 2.5 -> 1 / 3.5 = 0.2857.
     assert adaptive_bounds(ratio, advantage, mask, target=0.2, **settings).low == pytest.approx(0.6)
-    # Low 0.7 leaves out 0.65: 1 / (1 + 1.85) = 0.351 reaches 0.3, and nothing else is moved.
+    # Low 0.7 clips 0.65: 1 / (1 + 1.85) = 0.351 reaches 0.3, and the upper bound stays.
     bounds = adaptive_bounds(ratio, advantage, mask, target=0.3, **settings)
     assert (bounds.low, bounds.high) == (pytest.approx(0.7), pytest.approx(1.2))
     assert bounds.positive_share == pytest.approx(1 / 2.85)
-    # 0.5: low 0.8 changes nothing, 0.9 leaves out 0.85: 1 / 2 = 0.5 is reached.
+    # 0.5: low 0.8 changes nothing, 0.9 clips 0.85: 1 / 2 = 0.5 is reached.
     bounds = adaptive_bounds(ratio, advantage, mask, target=0.5, **settings)
     assert (bounds.low, bounds.high, bounds.positive_share) == (
         pytest.approx(0.9),
         pytest.approx(1.2),
         pytest.approx(0.5),
     )
-    # 0.6: low is at its end; high 1.3, then 1.4 takes 1.35 in: 2.35 / 3.35 = 0.701.
+    # 0.6: low is at its limit; high 1.3, then 1.4 includes 1.35: 2.35 / 3.35 = 0.701.
     bounds = adaptive_bounds(ratio, advantage, mask, target=0.6, **settings)
     assert (bounds.low, bounds.high) == (pytest.approx(0.9), pytest.approx(1.4))
     assert bounds.positive_share == pytest.approx(2.35 / 3.35)
-    # What cannot be reached ends at both ends; without anything negative nothing needs to move.
+    # An unreachable target moves both bounds to their limits; without negative tokens they stay.
     bounds = adaptive_bounds(ratio, advantage, mask, target=0.99, **settings)
     assert (bounds.low, bounds.high) == (pytest.approx(0.9), pytest.approx(3.0))
     assert adaptive_bounds(ratio, advantage.abs(), mask, target=0.9, **settings).positive_share == 1.0
@@ -143,20 +143,20 @@ def batch_for(name: str, **changes: object) -> LossInputs:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_what_is_not_trained_cannot_be_seen(name: str) -> None:
-    """NaN in context positions changes neither the value nor the gradient."""
+def test_tokens_outside_of_the_mask_change_nothing(name: str) -> None:
+    """NaN in context positions changes neither the loss nor the gradient."""
     clean, dirty = batch_for(name), with_noise_off_the_mask(batch_for(name))
     (clean_loss, clean_stats), (dirty_loss, dirty_stats) = LOSSES[name](clean), LOSSES[name](dirty)
     assert dirty_loss.item() == clean_loss.item()
     assert dirty_stats == clean_stats
-    wanted = gradient(clean_loss, clean)
-    assert gradient(dirty_loss, dirty) == wanted
-    assert wanted[2] == 0.0
+    expected = gradient(clean_loss, clean)
+    assert gradient(dirty_loss, dirty) == expected
+    assert expected[2] == 0.0
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
-    """At pi_theta = pi_prox = mu all of them give -w A: they differ only in what they do about a distance."""
+    """At pi_theta = pi_prox = mu all of them have the gradient -w A."""
     advantages = [1.0, 1.0, -2.0, -2.0]
     batch = tokens([1.0] * 4, advantages, sequences=[0, 0, 1, 1], proximal=[1.0] * 4)
     loss, stats = LOSSES[name](batch)
@@ -165,8 +165,8 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"bapo"}))
-def test_micro_batches_add_up_to_the_step(name: str) -> None:
-    """With the weights of the whole step, the losses and gradients of its sequences sum to the step's."""
+def test_microbatches_add_up_to_the_update(name: str) -> None:
+    """With the weights of the whole update, losses and gradients of its sequences sum to those of the update."""
     whole = batch_for(name)
     weights = token_weights(whole.mask, whole.sequences, aggregation="sequence")
     whole = batch_for(name, weights=weights)
@@ -191,28 +191,28 @@ def test_micro_batches_add_up_to_the_step(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_a_batch_of_context_alone_adds_nothing(name: str) -> None:
+def test_microbatch_without_trained_tokens_adds_nothing(name: str) -> None:
     batch = tokens([2.0, 3.0], [1, 1], mask=[0, 0], proximal=[1.0, 1.0])
     loss, stats = LOSSES[name](batch)
     assert (loss.item(), stats.tokens) == (0.0, 0)
     assert gradient(loss, batch) == [0.0, 0.0]
 
 
-def test_a_huge_ratio_does_not_become_infinite() -> None:
+def test_huge_ratio_stays_finite() -> None:
     batch = tokens([1.0, 1.0], [-1, -1])
-    far = LossInputs(
+    extreme = LossInputs(
         logprobs=torch.tensor([0.0, -0.7], requires_grad=True),
         old_logprobs=torch.tensor([-500.0, -0.7]),
         advantages=batch.advantages,
         mask=batch.mask,
         sequences=batch.sequences,
     )
-    loss, stats = ppo_clip(far)
+    loss, stats = ppo_clip(extreme)
     assert math.isfinite(loss.item())
     assert stats.ratio_max == pytest.approx(math.exp(20), rel=1e-4)
 
 
-def test_entropy_is_reported_over_the_trained_tokens() -> None:
+def test_entropy_is_averaged_over_trained_tokens() -> None:
     batch = tokens([1, 1, 1], [1, 1, 1], mask=[1, 0, 1])
     batch = LossInputs(
         batch.logprobs,
@@ -227,8 +227,7 @@ def test_entropy_is_reported_over_the_trained_tokens() -> None:
 
 
 @pytest.mark.parametrize("field", ["old_logprobs", "advantages"])
-def test_a_trained_token_without_evidence_is_refused(field: str) -> None:
-    """A sampled token whose log-probability or advantage is unknown must never reach a loss."""
+def test_rejects_trained_token_without_finite_values(field: str) -> None:
     batch = tokens([1, 1], [1, 1])
     values = {name: getattr(batch, name).clone() for name in ("old_logprobs", "advantages")}
     values[field][1] = float("nan")
@@ -236,7 +235,7 @@ def test_a_trained_token_without_evidence_is_refused(field: str) -> None:
         LossInputs(logprobs=batch.logprobs, mask=batch.mask, sequences=batch.sequences, **values)
 
 
-def test_shapes_and_masks_are_checked() -> None:
+def test_rejects_wrong_shapes_and_masks() -> None:
     batch = tokens([1, 1], [1, 1])
     with pytest.raises(ValueError, match="expected 2 values"):
         LossInputs(batch.logprobs, batch.old_logprobs[:1], batch.advantages, batch.mask, batch.sequences)

@@ -1,8 +1,7 @@
-"""One update: exact sums over passes, recorded log-probabilities, what is reported, what stops it."""
+"""One update of the policy: sums over microbatches, importance ratios, statistics, and errors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from polar_proxy.training.model import Learner, load_model
 from tests.engines.conftest import make_random_model
 from tests.training.group_factories import group, rollout, trace
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PROMPT = [11, 12, 13, 14]
 ANSWERS = ([21, 22, 23], [21, 30], [40, 41, 42, 43], [50])
 REWARDS = (1.0, 0.0, 1.0, 0.0)
@@ -29,31 +30,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_model(tmp_path_factory.mktemp("policy"), vocab_size=300)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def logprobs(model: Any, answer: list[int]) -> list[float]:
-    """By the model's own forward pass of this one sequence, with its usual attention."""
+    """Return log-probabilities from a plain forward pass of this one sequence."""
     ids = torch.tensor([[*PROMPT, *answer]])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0].float()
-    found = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
-    return found[len(PROMPT) - 1 :].tolist()
+    values = torch.log_softmax(logits[:-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+    return values[len(PROMPT) - 1 :].tolist()
 
 
-def plain(folder: Path) -> Any:
+def plain_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def batch(folder: Path, shift: float = 0.0, **settings: Any) -> TrainingBatch:
-    model = plain(folder)
+    model = plain_model(folder)
     members = [
         GroupRollout(
             rollout(n, reward),
@@ -70,28 +63,28 @@ def learner(folder: Path, **settings: Any) -> Learner:
 
 
 @pytest.mark.parametrize(("loss", "loss_aggregation"), [("dapo", "token"), ("gspo", "sequence"), ("tis", "rollout")])
-def test_gradients_of_passes_add_up(folder: Path, loss: str, loss_aggregation: str) -> None:
+def test_gradients_of_microbatches_add_up(folder: Path, loss: str, loss_aggregation: str) -> None:
     step = batch(folder)
     one, many = (
         learner(folder, loss=loss, loss_aggregation=loss_aggregation, max_tokens_per_microbatch=limit)
         for limit in (1000, 8)
     )
-    whole, parts = one.update(step, 0), many.update(step, 0)
-    assert (whole.microbatches, parts.microbatches) == (1, 3)
-    assert (whole.computed_tokens, whole.flat_tokens) == (13, 26)
+    single, split = one.update(step, 0), many.update(step, 0)
+    assert (single.microbatches, split.microbatches) == (1, 3)
+    assert (single.computed_tokens, single.flat_tokens) == (13, 26)
     gradients = [{name: p.grad for name, p in each.model.named_parameters()} for each in (one, many)]
     largest = max(float(grad.abs().max()) for grad in gradients[0].values())
     for name, grad in gradients[0].items():
         assert float((grad - gradients[1][name]).abs().max()) < 1e-5 * largest, name
-    assert parts.loss == pytest.approx(whole.loss, abs=1e-5)
-    assert parts.mismatch_max == pytest.approx(whole.mismatch_max, abs=1e-5)
+    assert split.loss == pytest.approx(single.loss, abs=1e-5)
+    assert split.mismatch_max == pytest.approx(single.mismatch_max, abs=1e-5)
 
 
-def test_an_update_makes_good_answers_likelier_and_reports_the_mismatch(folder: Path) -> None:
+def test_update_makes_rewarded_answers_likelier_and_reports_the_mismatch(folder: Path) -> None:
     step = batch(folder, shift=-0.05)
     policy = learner(folder)
     before = [sum(policy.logprobs([*PROMPT, *answer])[3:]) for answer in ANSWERS]
-    assert before == pytest.approx([sum(logprobs(plain(folder), answer)) for answer in ANSWERS], abs=1e-4)
+    assert before == pytest.approx([sum(logprobs(plain_model(folder), answer)) for answer in ANSWERS], abs=1e-4)
     stats = policy.update(step, 0)
     after = [sum(policy.logprobs([*PROMPT, *answer])[3:]) for answer in ANSWERS]
     assert [now > then for now, then in zip(after, before, strict=True)] == [True, False, True, False]
@@ -101,15 +94,15 @@ def test_an_update_makes_good_answers_likelier_and_reports_the_mismatch(folder: 
     assert stats.entropy > 0
 
 
-def test_epochs_are_measured_against_what_was_before_the_step(folder: Path) -> None:
+def test_proximal_logprobs_are_those_before_the_first_epoch(folder: Path) -> None:
     stats = learner(folder, ppo_epochs=2, loss="decoupled", learning_rate=1e-5).update(batch(folder, shift=0.3), 0)
-    # The ratio is pi / pi_prox: moved a little by the first epoch, and not by the shift of what was recorded.
+    # The ratio is pi / pi_prox: the first epoch moves it a little, the shift of the recorded values does not.
     assert 1e-5 < abs(stats.ratio_max - 1.0) < 0.2
     assert stats.mismatch_mean == pytest.approx(0.3, abs=1e-4)
 
 
-def test_minibatches_are_updates_of_their_own(folder: Path) -> None:
-    """Two groups in two minibatches: as two steps of one group each, in one of the two orders."""
+def test_each_minibatch_is_an_update(folder: Path) -> None:
+    """Two groups in two minibatches equal two steps of one group each, in one of the two orders."""
     both = two_groups(folder)
     policy = learner(folder, num_minibatches=2)
     stats = policy.update(both, 0)
@@ -126,23 +119,23 @@ def test_minibatches_are_updates_of_their_own(folder: Path) -> None:
     ]
     assert sorted(same) == [False, True]
     assert stats.loss == pytest.approx(orders[same.index(True)][1], abs=1e-4)
-    # What was before the step is known of the second, too, though it comes behind the first's update.
+    # The second minibatch is also compared with the weights before the step, although it follows an update.
     assert stats.mismatch_mean == pytest.approx(0.05, abs=1e-4)
 
 
-def test_what_the_environment_answered_is_predicted_too(folder: Path) -> None:
-    """ECHO: its gradient is that of the cross-entropy of the tokens between what was sampled, each counted once."""
-    model = plain(folder)
+def test_echo_adds_the_cross_entropy_of_observations(folder: Path) -> None:
+    """The gradient is that of the cross-entropy of the tokens between sampled ones, each counted once."""
+    model = plain_model(folder)
     turns = ([21, 22], [60, 61, 62], [23]), ([21, 22], [60, 61, 63], [24, 25])  # sampled, observed, sampled
     members = []
     for number, (first, seen, last) in enumerate(turns):
         answer = [*first, *seen, *last]
-        found = logprobs(model, answer)
+        values = logprobs(model, answer)
         mask = [1] * len(first) + [0] * len(seen) + [1] * len(last)
-        kept = [value if own else float("nan") for value, own in zip(found, mask, strict=True)]
-        told = trace(f"t{number}", PROMPT, answer, logprobs=kept)
-        told = replace(told, loss_mask=np.array([0] * len(PROMPT) + mask, dtype=np.uint8))
-        members.append(GroupRollout(rollout(number, 1.0 - number), (told,)))
+        kept = [value if own else float("nan") for value, own in zip(values, mask, strict=True)]
+        one = trace(f"t{number}", PROMPT, answer, logprobs=kept)
+        one = replace(one, loss_mask=np.array([0] * len(PROMPT) + mask, dtype=np.uint8))
+        members.append(GroupRollout(rollout(number, 1.0 - number), (one,)))
     step = make_batch([group(*members)], CONFIG)
     assert [one.observed.tolist() for one in step.sequences] == [
         [False] * 6 + [True] * 3 + [False],
@@ -159,15 +152,15 @@ def test_what_the_environment_answered_is_predicted_too(folder: Path) -> None:
     assert stats.observation_loss == pytest.approx(float(entropy.detach()), abs=1e-4)
     assert stats.loss == pytest.approx(bare.loss + 0.5 * float(entropy.detach()), abs=1e-4)
     assert (stats.tokens, stats.mismatch_max < 1e-4, bare.observation_loss) == (bare.tokens, True, None)
-    plainly = dict(model.named_parameters())
+    reference = dict(model.named_parameters())
     gradients = {name: parameter.grad for name, parameter in without.model.named_parameters()}
     for name, parameter in with_echo.model.named_parameters():
-        wanted = gradients[name] + 0.5 * plainly[name].grad
-        assert torch.allclose(parameter.grad, wanted, atol=2e-5 * float(wanted.abs().max()) + 1e-7), name
+        expected = gradients[name] + 0.5 * reference[name].grad
+        assert torch.allclose(parameter.grad, expected, atol=2e-5 * float(expected.abs().max()) + 1e-7), name
 
 
 def two_groups(folder: Path) -> TrainingBatch:
-    """The same group twice, under two names; the second with its rewards turned round."""
+    """Return the same group twice under two names, the second with negated advantages."""
     first = batch(folder, shift=0.05)
     again = [
         replace(one, group_id="group_1", rollout=one.rollout + 4, advantage=-one.advantage) for one in first.sequences
@@ -179,16 +172,16 @@ def only(step: TrainingBatch, name: str) -> TrainingBatch:
     return replace(step, sequences=tuple(one for one in step.sequences if one.group_id == name))
 
 
-def test_a_kl_term_holds_the_policy_back(folder: Path) -> None:
-    free, held = learner(folder, ppo_epochs=4), learner(folder, ppo_epochs=4, kl_coef=10.0)
-    apart = [each.update(batch(folder), 0).approx_kl for each in (free, held)]
-    assert apart[1] < apart[0]
+def test_kl_term_keeps_the_policy_near_the_reference(folder: Path) -> None:
+    free, bound = learner(folder, ppo_epochs=4), learner(folder, ppo_epochs=4, kl_coef=10.0)
+    distances = [each.update(batch(folder), 0).approx_kl for each in (free, bound)]
+    assert distances[1] < distances[0]
     assert learner(folder, kl_coef=0.1).update(batch(folder), 0).kl_reference == pytest.approx(0.0, abs=1e-6)
     with pytest.raises(TrainingError, match="reference"):
         Learner(load_model(folder), CONFIG.model_copy(update={"kl_coef": 0.1}))
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path) -> None:
+def test_gradient_that_is_not_finite_changes_nothing(folder: Path) -> None:
     policy = learner(folder)
     parameter = next(policy.model.parameters())
     parameter.register_hook(lambda grad: grad * float("nan"))
@@ -198,6 +191,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in policy.weights().items())
 
 
-def test_bapo_wants_the_whole_step_in_one_pass(folder: Path) -> None:
+def test_bapo_needs_the_whole_update_in_one_microbatch(folder: Path) -> None:
     with pytest.raises(TrainingError, match="max_tokens_per_microbatch"):
         learner(folder, loss="bapo", max_tokens_per_microbatch=8).update(batch(folder), 0)

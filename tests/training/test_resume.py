@@ -1,6 +1,6 @@
-"""Killed and taken up again: at every named point of the loop by a fault, and once by SIGKILL.
+"""Resuming after a kill: by an injected fault at every named point of the loop, and once by SIGKILL.
 
-A fault leaves what a kill leaves: nothing is given back, acknowledged or written on the way out.
+A fault leaves the same state as a kill: nothing is released, acknowledged or written on the way out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 import torch
 from sqlalchemy import update
 
-from polar_proxy.errors import UsageError
+from polar_proxy.errors import TrainingError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.training import checkpoint, metrics
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
@@ -34,16 +34,16 @@ class Killed(BaseException):
     pass
 
 
-def killer(point: str, time_of: int) -> Callable[[str], None]:
-    """Dies when `point` is passed for the `time_of`-th time."""
+def kill_at(point: str, nth: int) -> Callable[[str], None]:
+    """Return a callback that raises Killed when `point` is passed for the `nth` time."""
     seen: Counter[str] = Counter()
 
-    def at(here: str) -> None:
-        seen[here] += 1
-        if (here, seen[here]) == (point, time_of):
+    def on_point(current: str) -> None:
+        seen[current] += 1
+        if (current, seen[current]) == (point, nth):
             raise Killed
 
-    return at
+    return on_point
 
 
 def groups_by_step(folder: Path) -> list[list[str]]:
@@ -58,7 +58,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, torch.Tensor]:
-    """Weights after the same run without a kill."""
+    """Return the weights after the same run without a kill."""
     folder = tmp_path_factory.mktemp("undisturbed")
 
     async def run() -> None:
@@ -72,53 +72,53 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[s
 @pytest.mark.parametrize(
     ("point", "every"), [*((point, 1) for point in POINTS), ("trained", 3), ("leased", 2)], ids=lambda value: str(value)
 )
-async def test_nothing_is_trained_twice_and_nothing_skipped(
+async def test_every_group_is_trained_once(
     tmp_path: Path, model: Path, undisturbed: dict[str, torch.Tensor], point: str, every: int
 ) -> None:
-    """Killed in the second step, then in the step after; with `every` = 3 no checkpoint was there by then."""
+    """Killed in the second step, then in the next one; with `every` = 3 there is no checkpoint by then."""
     config = SMALL.model_copy(update={"checkpoint_every": every})
     async with opened(tmp_path, model) as (store, engine):
         for number in (2, 1):
             with pytest.raises(Killed):
-                await trainer(tmp_path, model, store, engine, config, on_point=killer(point, number)).train()
+                await trainer(tmp_path, model, store, engine, config, on_point=kill_at(point, number)).train()
         state = await trainer(tmp_path, model, store, engine, config).train()
         assert (state.step, state.updates) == (3, 3)
         trained = groups_by_step(tmp_path)
         assert [len(groups) for groups in trained] == [1, 1, 1]
         assert len({group for groups in trained for group in groups}) == 3
-        # Every group that was ever rolled out was trained, once, and the feed knows it.
+        # Every group that was rolled out was trained once and acknowledged.
         assert await store.feed.depth() == {"delivered": 3}
-    # The samples were drawn with fixed seeds: what was learned is the same as without the kills.
+    # Samples have fixed seeds, so the weights are the same as without the kills.
     for name, tensor in weights(tmp_path).items():
         assert torch.allclose(tensor, undisturbed[name], atol=1e-5), name
 
 
-async def test_a_lost_acknowledgement_is_made_good_and_not_trained_again(tmp_path: Path, model: Path) -> None:
-    """The lease ran out behind the checkpoint: the group is offered again, known by its id, and only acknowledged."""
+async def test_group_with_a_lost_acknowledgement_is_not_trained_again(tmp_path: Path, model: Path) -> None:
+    """The lease expired after the checkpoint: the group is offered again, and only acknowledged."""
     async with opened(tmp_path, model) as (store, engine):
 
-        class Late:
-            """The feed, to which what a checkpoint holds is acknowledged when the lease is over."""
+        class ExpiringFeed:
+            """A feed whose leases expire before the groups of a checkpoint are acknowledged."""
 
-            late = False
+            expired = False
 
             def __getattr__(self, name: str) -> Any:
                 return getattr(store.feed, name)
 
             async def acknowledge(self, lease_id: str) -> None:
-                if self.late:
+                if self.expired:
                     async with store.database.writing() as connection:
                         mine = schema.leases.c.lease_id == lease_id
                         await connection.execute(update(schema.leases).where(mine).values(expires_at=1.0))
                 await store.feed.acknowledge(lease_id)
 
-        feed = Late()
+        feed = ExpiringFeed()
 
-        def at(point: str) -> None:
-            feed.late = point == "saved" or (feed.late and point == "acknowledged one")
+        def on_point(point: str) -> None:
+            feed.expired = point == "saved" or (feed.expired and point == "acknowledged one")
 
-        brief = SMALL.model_copy(update={"steps": 2})
-        state = await trainer(tmp_path, model, store, engine, brief, on_point=at, feed=feed).train()
+        short = SMALL.model_copy(update={"steps": 2})
+        state = await trainer(tmp_path, model, store, engine, short, on_point=on_point, feed=feed).train()
         assert (state.step, state.trained != ()) == (2, True)
         assert await store.feed.depth() == {"delivered": 1, "waiting": 1}
         await trainer(tmp_path, model, store, engine, SMALL).train()
@@ -126,27 +126,25 @@ async def test_a_lost_acknowledgement_is_made_good_and_not_trained_again(tmp_pat
         assert await store.feed.depth() == {"delivered": 3}
 
 
-async def test_a_run_goes_on_only_as_it_began(tmp_path: Path, model: Path) -> None:
+async def test_rejects_changed_settings_of_a_resumed_run(tmp_path: Path, model: Path) -> None:
     async with opened(tmp_path, model) as (store, engine):
         await trainer(tmp_path, model, store, engine, SMALL.model_copy(update={"steps": 1})).train()
         with pytest.raises(UsageError, match=r"learning_rate was 0\.001"):
             await trainer(tmp_path, model, store, engine, SMALL.model_copy(update={"learning_rate": 0.1})).train()
 
 
-async def test_a_bandit_that_nobody_feeds_stops_the_run(tmp_path: Path, model: Path) -> None:
-    from polar_proxy.errors import TrainingError
-
-    class Dry(Bandit):
+async def test_run_stops_when_no_group_comes(tmp_path: Path, model: Path) -> None:
+    class IdleSource(Bandit):
         async def start_round(self, number: int) -> None:
             pass
 
     async with opened(tmp_path, model) as (store, engine):
-        dry: Any = Dry(store, engine, "dry", 1, 4)
+        idle: Any = IdleSource(store, engine, "idle", 1, 4)
         with pytest.raises(TrainingError, match="3 rounds of rollouts"):
-            await trainer(tmp_path, model, store, engine, SMALL, rollouts=dry).train()
+            await trainer(tmp_path, model, store, engine, SMALL, rollouts=idle).train()
 
 
-def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_is_complete_or_absent(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = checkpoint.TrainerState(1, 1, "1", ("group_a",))
     tensors = {"w": torch.arange(3.0)}
     first = checkpoint.save(tmp_path, state, tensors, {}, model=model, keep=1)
@@ -160,14 +158,14 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, model: Path, monkeyp
         with pytest.raises(Killed):
             checkpoint.save(tmp_path, checkpoint.TrainerState(2, 2, "2", ()), tensors, {}, model=model, keep=1)
     assert checkpoint.latest(tmp_path) == first
-    found = checkpoint.load(first)
-    assert (found.state.step, found.state.trained, found.weights["w"].tolist()) == (1, ("group_a",), [0.0, 1.0, 2.0])
+    loaded = checkpoint.load(first)
+    assert (loaded.state.step, loaded.state.trained, loaded.weights["w"].tolist()) == (1, ("group_a",), [0.0, 1.0, 2.0])
     second = checkpoint.save(tmp_path, checkpoint.TrainerState(2, 2, "2", ()), tensors, {}, model=model, keep=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [second.name]
 
 
-def test_sigkill(tmp_path: Path, model: Path) -> None:
-    """A process of its own, killed a moment after its first checkpoint; this process takes the run up."""
+def test_run_resumes_after_sigkill(tmp_path: Path, model: Path) -> None:
+    """Another process is killed shortly after its first checkpoint; this process resumes the run."""
     import subprocess
 
     config = CONFIG.model_copy(update={"steps": 60})
@@ -176,7 +174,7 @@ def test_sigkill(tmp_path: Path, model: Path) -> None:
     try:
         deadline = time.monotonic() + 240
         while checkpoint.latest(tmp_path / "run") is None:
-            assert process.poll() is None, "the run ended by itself"
+            assert process.poll() is None, "the run ended before it was killed"
             assert time.monotonic() < deadline
             time.sleep(0.05)
         time.sleep(0.3)
@@ -189,15 +187,15 @@ def test_sigkill(tmp_path: Path, model: Path) -> None:
 
     async def resume() -> dict[str, int]:
         async with opened(tmp_path, model) as (store, engine):
-            # A lease that it took and could not write down any more runs out in a minute; here it is over at once.
+            # A lease that the process took and could not record expires in a minute; here it expires at once.
             written = [row["lease_id"] for row in orjson.loads((tmp_path / "run" / "leases.json").read_bytes())]
             async with store.database.writing() as connection:
                 left = schema.leases.c.ended_at.is_(None) & schema.leases.c.lease_id.not_in(written)
                 await connection.execute(update(schema.leases).where(left).values(expires_at=1.0))
-            # The rollouts of the dead process: its worker's hold runs out in a minute; here it is taken at once.
+            # The dead process's claims on rollouts expire in a minute; here they are reclaimed at once.
             await store.queue.heartbeat("bandit", [row.rollout_id for row in await store.rollouts.interrupted()], -1)
             await store.queue.reclaim_expired(attempts=3)
-            for group_id in await store.groups.unsettled():  # killed between its last rollout's end and its own
+            for group_id in await store.groups.unsettled():  # it was killed after the last rollout and before settling
                 await store.groups.settle(group_id)
             config_now = config.model_copy(update={"steps": done + 2})
             state = await trainer(tmp_path, model, store, engine, config_now).train()

@@ -1,4 +1,4 @@
-"""Which groups are trained, what group sizes are worth, and what is replayed; against values worked out by hand."""
+"""Selection of groups, group sizes and replay, against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ GROUPS = {
 }
 
 
-def test_every_group_gets_one_place() -> None:
+def test_every_group_gets_one_decision() -> None:
     selection = select_groups(GROUPS, tolerance=0.001)
     assert selection.train == ("mixed",)
-    # Failed groups and those that were not scored are tried again; a solved one has nothing left to teach.
+    # Failed and unscored groups are queued again; a solved group has no signal.
     assert selection.requeue == ("failed", "half", "lonely", "nearly")
     assert selection.drop == ("solved",)
     assert selection.verdicts["lonely"] == "too_few"
     assert verdict(GROUPS["nearly"]) == "train"
 
 
-def test_a_group_is_not_tried_for_ever() -> None:
+def test_group_is_dropped_after_max_attempts() -> None:
     selection = select_groups(GROUPS, attempts={"failed": 2, "half": 3}, tolerance=0.001)
     assert selection.requeue == ("lonely", "nearly")
     assert selection.drop == ("solved", "failed", "half")
 
 
 def test_belief_by_hand() -> None:
-    # Three solved of five, one without a reward does not count: Beta(1 + 3, 1 + 2).
+    # Three solved of five; the one without a reward is ignored: Beta(1 + 3, 1 + 2).
     belief = updated(SolveRateBelief(), [1, 1, 0, 0, 1, None])
     assert belief == SolveRateBelief(4.0, 3.0)
     assert belief.mean == pytest.approx(4 / 7)
@@ -77,7 +77,7 @@ def test_group_size_by_hand() -> None:
     assert group_size(SolveRateBelief(1e6, 1e6)) == 5
 
 
-def test_rollouts_go_where_spread_is_to_be_gained() -> None:
+def test_allocation_maximises_the_gain_of_spread() -> None:
     # Certain p = 1/2 (a) and p = 0.1 (b), from two each. Gain of the next: p^n q + q^n p.
     # a: n = 2: 2 * 1/8 = 0.25; 3: 0.125; 4: 0.0625; 5: 0.031.
     # b: n = 2: 0.01 * 0.9 + 0.81 * 0.1 = 0.09; 3: 0.0009 + 0.0729 = 0.0738; 4: 0.0657; 5: 0.059.
@@ -90,23 +90,22 @@ def test_rollouts_go_where_spread_is_to_be_gained() -> None:
         allocate(beliefs, 3)
 
 
-def test_no_other_allocation_makes_more_groups_with_spread() -> None:
-    """The greedy choice against all others."""
+def test_greedy_allocation_is_optimal() -> None:
     beliefs = {"a": SolveRateBelief(1, 1), "b": SolveRateBelief(9, 2), "c": SolveRateBelief(2, 2)}
     sizes = allocate(beliefs, 15)
 
-    def worth(a: int, b: int, c: int) -> float:
+    def expected_groups(a: int, b: int, c: int) -> float:
         return sum(chance_of_spread(beliefs[name], n) for name, n in zip("abc", (a, b, c), strict=True))
 
-    best = max(worth(a, b, 15 - a - b) for a in range(2, 12) for b in range(2, 12) if 15 - a - b >= 2)
-    assert worth(sizes["a"], sizes["b"], sizes["c"]) == pytest.approx(best)
+    best = max(expected_groups(a, b, 15 - a - b) for a in range(2, 12) for b in range(2, 12) if 15 - a - b >= 2)
+    assert expected_groups(sizes["a"], sizes["b"], sizes["c"]) == pytest.approx(best)
 
 
-def test_thompson_sampling_takes_tasks_of_even_odds_and_gives_the_unknown_a_turn() -> None:
+def test_thompson_sampling_prefers_even_odds_and_explores_unknown_tasks() -> None:
     generator = np.random.default_rng(0)
     beliefs = {"easy": SolveRateBelief(200, 2), "hard": SolveRateBelief(2, 200), "even": SolveRateBelief(100, 100)}
     assert all(choose_tasks(beliefs, 1, generator) == ["even"] for _ in range(50))
-    # Even odds beat an unknown task mostly, not always: its draw must come nearer to one half.
+    # Even odds win mostly, not always: the draw of an unknown task is sometimes nearer to one half.
     first = [choose_tasks({**beliefs, "new": SolveRateBelief()}, 1, generator)[0] for _ in range(400)]
     assert 5 < first.count("new") < 100
     assert len(choose_tasks(beliefs, 9, generator)) == 3
@@ -120,8 +119,8 @@ def test_half_width_by_hand() -> None:
     assert half_width([1, None]) == math.inf
 
 
-def test_more_rollouts_narrow_the_widest_intervals() -> None:
-    # h(n) - h(n+1) grows with s: s = sqrt(1/3) for "wide", a tenth of it for "narrow"; nothing for "flat".
+def test_further_rollouts_narrow_the_widest_intervals() -> None:
+    # h(n) - h(n+1) grows with s: s = sqrt(1/3) for "wide", a tenth of it for "narrow"; 0 for "flat".
     first = {"wide": [0, 0, 1, 1], "narrow": [0, 0, 0.1, 0.1], "flat": [1, 1, 1, 1]}
     # Wide, in units of s: h(4), h(5), ... = 1.5912, 1.2417, 1.0494, 0.9248, 0.8360, 0.7687, 0.7154, 0.6718, 0.6354,
     # 0.6043 (t of 3, 4, 5, ... over the root of n). Gains .3495 .1923 .1246 .0888 .0673 .0533 .0436 .0364 .0311.
@@ -129,7 +128,7 @@ def test_more_rollouts_narrow_the_widest_intervals() -> None:
     assert allocate_more(first, 8) == {"wide": 8, "narrow": 0, "flat": 0}
     assert allocate_more(first, 9) == {"wide": 8, "narrow": 1, "flat": 0}
     assert allocate_more(first, 10) == {"wide": 9, "narrow": 1, "flat": 0}
-    # Nothing is spent where nothing is gained; the bonus spends it on what was tried least.
+    # Without any gain the budget is kept; the bonus spends it on the task with the fewest rollouts.
     assert allocate_more({"flat": [1, 1, 1], "same": [0, 0]}, 5) == {"flat": 0, "same": 0}
     assert allocate_more({"flat": [1, 1, 1], "same": [0, 0]}, 1, bonus=1.0) == {"flat": 0, "same": 1}
     with pytest.raises(ValueError, match="no interval yet"):
@@ -148,7 +147,7 @@ def test_half_width_uses_students_t() -> None:
         half_width([0, 1], confidence=1.5)
 
 
-def test_replay_takes_the_fresh_and_never_the_stale_or_the_used() -> None:
+def test_replay_prefers_fresh_and_excludes_stale_or_used_rollouts() -> None:
     candidates = [
         ReplayCandidate("now", 10),
         ReplayCandidate("old", 6),
@@ -165,7 +164,7 @@ def test_replay_takes_the_fresh_and_never_the_stale_or_the_used() -> None:
     assert replay([], 10, 3, generator) == []
 
 
-def test_truncated_weights_and_what_they_are_worth_by_hand() -> None:
+def test_truncated_weights_and_effective_sample_size_by_hand() -> None:
     weights = truncated_weights([0.0, math.log(0.5), math.log(8.0), 1e9])
     np.testing.assert_allclose(weights, [1, 0.5, 2, 2])
     # (1 + 0.5 + 2 + 2)^2 / (1 + 0.25 + 4 + 4) = 30.25 / 9.25.

@@ -1,4 +1,4 @@
-"""TensorBoard reads a run: by its own reader, every figure that the run says of itself, and no step that never was."""
+"""TensorBoard's own reader finds every metric of a run, and no step that was rolled back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason="pip install 'polar-proxy[tensorboard]'"
 )
 
-WANTED = {
+EXPECTED = {
     "reward with its interval": ("reward", "reward_interval"),
     "solved share": ("solved_share",),
     "entropy": ("entropy",),
@@ -25,50 +25,50 @@ WANTED = {
     "staleness": ("staleness", "dropped_stale"),
     "lengths": ("length_mean", "length_max"),
     "throughput": ("tokens_per_second", "rollouts_per_second"),
-    "what is computed": ("computed_tokens", "flat_tokens", "trained_tokens"),
+    "computation": ("computed_tokens", "flat_tokens", "trained_tokens"),
     "time by phase": ("rollouts_seconds", "waiting_seconds", "training_seconds", "step_seconds"),
     "the update": ("loss", "grad_norm", "learning_rate"),
 }
 
 
-def board(run: Path) -> Any:
-    found = accumulator.EventAccumulator(str(run / "tensorboard"), size_guidance={accumulator.SCALARS: 0})
-    found.Reload()
-    return found
+def read_events(run: Path) -> Any:
+    events = accumulator.EventAccumulator(str(run / "tensorboard"), size_guidance={accumulator.SCALARS: 0})
+    events.Reload()
+    return events
 
 
 @pytest.mark.usefixtures("one_thread")
-async def test_a_run_is_on_the_board(tmp_path: Path, model: Path) -> None:
+async def test_tensorboard_has_every_metric_of_a_run(tmp_path: Path, model: Path) -> None:
     config = CONFIG.model_copy(update={"steps": 2})
     async with opened(tmp_path, model) as (store, engine):
         await trainer(tmp_path, model, store, engine, config).train()
-    shown, lines = board(tmp_path / "run"), list(metrics.read_lines(tmp_path / "run"))
+    events, lines = read_events(tmp_path / "run"), list(metrics.read_lines(tmp_path / "run"))
     steps = [line for line in lines if line["kind"] == "step"]
     assert any(line["updated"] for line in steps)
-    for what, names in WANTED.items():
+    for what, names in EXPECTED.items():
         for name in names:
-            wanted = [(line["step"], line[name]) for line in steps if line.get(name) is not None]
-            if name == "kl_reference":  # no reference was asked for: no value, and no curve
-                assert not wanted
-                assert f"step/{name}" not in shown.Tags()["scalars"]
+            expected = [(line["step"], line[name]) for line in steps if line.get(name) is not None]
+            if name == "kl_reference":  # there is no reference model, so no value and no curve
+                assert not expected
+                assert f"step/{name}" not in events.Tags()["scalars"]
                 continue
-            assert wanted, what
-            got = [(event.step, event.value) for event in shown.Scalars(f"step/{name}")]
-            assert [step for step, _ in got] == [step for step, _ in wanted], what
-            assert [value for _, value in got] == pytest.approx([float(value) for _, value in wanted], rel=1e-6), what
+            assert expected, what
+            got = [(event.step, event.value) for event in events.Scalars(f"step/{name}")]
+            assert [step for step, _ in got] == [step for step, _ in expected], what
+            assert [value for _, value in got] == pytest.approx([float(value) for _, value in expected], rel=1e-6), what
     for tag in ("sync/largest", "sync/mean", "sync/seconds", "checkpoint/seconds"):
-        assert [event.step for event in shown.Scalars(tag)][-1] == 2
+        assert [event.step for event in events.Scalars(tag)][-1] == 2
 
 
-def test_what_a_kill_took_back_leaves_the_board(tmp_path: Path) -> None:
-    """Steps 2 and 3 are behind the checkpoint: the resumed run makes them anew."""
+def test_steps_after_the_checkpoint_disappear_from_tensorboard(tmp_path: Path) -> None:
+    """Steps 2 and 3 come after the checkpoint, so the resumed run makes them again."""
     with MetricsLog(tmp_path) as before:
         for step in (1, 2, 3):
             before.write("step", step, {"reward": step / 10})
-        # Not closed yet, as by a kill: what was written is on disk nevertheless.
-        assert [event.step for event in board(tmp_path).Scalars("step/reward")] == [1, 2, 3]
+        # Not closed, as after a kill: what was written is on disk anyway.
+        assert [event.step for event in read_events(tmp_path).Scalars("step/reward")] == [1, 2, 3]
     assert drop_lines_after(tmp_path, 1) == 2
     with MetricsLog(tmp_path) as after:
         after.write("step", 2, {"reward": 0.9})
-    assert [event.step for event in board(tmp_path).Scalars("step/reward")] == [1, 2]
-    assert [event.value for event in board(tmp_path).Scalars("step/reward")] == pytest.approx([0.1, 0.9])
+    assert [event.step for event in read_events(tmp_path).Scalars("step/reward")] == [1, 2]
+    assert [event.value for event in read_events(tmp_path).Scalars("step/reward")] == pytest.approx([0.1, 0.9])

@@ -1,6 +1,6 @@
-"""Weights into a real vLLM, on the processor: taken whole, told by their version; what was not taken stops the run.
+"""New weights into a real vLLM on a CPU: all tensors are loaded under their version, and errors stop the run.
 
-At POLAR_TEST_VLLM_URL (polar-tiny, development mode), or one that is started here.
+Uses the server at POLAR_TEST_VLLM_URL (polar-tiny, development mode), or starts one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.training.test_nccl import send
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900), pytest.mark.asyncio(loop_scope="module")]
 
 EXACT = 2e-4
-"""Nats between two float32 programs at equal weights, on unlikely text."""
+"""Largest difference in nats between two float32 programs with equal weights, on unlikely text."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ async def engine(url: str) -> AsyncIterator[VllmEngine]:
 
 @dataclass
 class Policy:
-    """What a trainer would hold: the bundled policy, moved a little each time, as a step moves it."""
+    """The bundled policy of a trainer, whose weights move by as much as a step moves them."""
 
     engine: VllmEngine
     sync: VllmDiskSync
@@ -67,7 +67,7 @@ class Policy:
         self.before: list[float] | None = None
 
     def move(self, seed: int) -> dict[str, Tensor]:
-        """The weights of before; those of now are others."""
+        """Change the weights and return the old ones."""
         old = {name: tensor.clone() for name, tensor in self.learner.weights().items()}
         noise = torch.Generator().manual_seed(seed)
         for tensor in self.learner.weights().values():
@@ -75,10 +75,10 @@ class Policy:
         return old
 
     async def check(self) -> ProbeResult:
-        now = self.learner.logprobs(self.ids)
-        found = await probe(self.engine, self.ids, now, self.before, 0.02, self.noise)
-        self.before, self.noise = now, self.noise or found.mean
-        return found
+        logprobs = self.learner.logprobs(self.ids)
+        result = await probe(self.engine, self.ids, logprobs, self.before, 0.02, self.noise)
+        self.before, self.noise = logprobs, self.noise or result.mean
+        return result
 
 
 @pytest.fixture
@@ -86,28 +86,28 @@ def policy(engine: VllmEngine, url: str, tmp_path: Path) -> Policy:
     return Policy(engine, VllmDiskSync(VllmControl(url, engine=engine), tmp_path))
 
 
-async def version_told(engine: VllmEngine) -> list[str | None]:
-    """Of the weights now loaded, and of those that sampled."""
+async def reported_versions(engine: VllmEngine) -> list[str | None]:
+    """Sample, then return the weight version that the engine reports."""
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=2)
     events = [event async for event in engine.sample(TextRequest("polar-tiny", "one two", sampling))]
     assert sum(len(event.token_ids) for event in events)
     return [await engine.weight_version()]
 
 
-async def test_every_tensor_is_taken_and_the_version_told(policy: Policy) -> None:
+async def test_every_tensor_is_loaded_and_the_version_reported(policy: Policy) -> None:
     await policy.sync.push(policy.learner.weights(), "0")
     assert (await policy.check()).mean < EXACT
     for version in ("1", "2"):
         policy.move(int(version))
         await policy.sync.push(policy.learner.weights(), version)
-        found = await policy.check()
-        assert found.moved is not None
-        # Within a hundredth of what the step moved: an old head, or one layer left behind, is a fifth of it.
-        assert found.mean < min(EXACT, found.moved / 20)
-        assert await version_told(policy.engine) == [version]
+        result = await policy.check()
+        assert result.moved is not None
+        # An old head, or one old layer, would differ by a fifth of the move.
+        assert result.mean < min(EXACT, result.moved / 20)
+        assert await reported_versions(policy.engine) == [version]
 
 
-async def test_weights_that_were_not_taken_stop_the_run(policy: Policy) -> None:
+async def test_probe_detects_weights_that_were_not_loaded(policy: Policy) -> None:
     await policy.sync.push(policy.learner.weights(), "0")
     await policy.check()
     old = policy.move(1)
@@ -116,8 +116,8 @@ async def test_weights_that_were_not_taken_stop_the_run(policy: Policy) -> None:
         await policy.check()
 
 
-async def test_a_part_that_was_left_behind_stops_the_run(policy: Policy) -> None:
-    """As vLLM's processor kernels do with a head that is the embedding, too."""
+async def test_probe_detects_partly_loaded_weights(policy: Policy) -> None:
+    """vLLM's CPU kernels keep an old head that is tied to the embedding."""
     await policy.sync.push(policy.learner.weights(), "0")
     await policy.check()
     old = policy.move(1)
@@ -126,29 +126,29 @@ async def test_a_part_that_was_left_behind_stops_the_run(policy: Policy) -> None
         await policy.check()
 
 
-async def test_a_server_that_was_not_told_of_nccl_says_what_it_needs(url: str) -> None:
-    [refused] = await asyncio.to_thread(send, url)
-    assert "Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config" in refused["error"]
+async def test_server_without_nccl_names_the_missing_flags(url: str) -> None:
+    [result] = await asyncio.to_thread(send, url)
+    assert "Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config" in result["error"]
 
 
-class Sabotaged(VllmDiskSync):
-    """Sends other weights from the second sync on."""
+class WrongWeightsSync(VllmDiskSync):
+    """Sends wrong weights from the second sync on."""
 
     async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
         wrong = {name: tensor * 1.05 for name, tensor in weights.items()}
         await super().push(weights if version == "0" else wrong, version)
 
 
-@pytest.mark.parametrize("sabotaged", [False, True], ids=["sound", "sabotaged"])
-async def test_a_run_with_an_agent(
-    url: str, polar_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sabotaged: bool
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+async def test_run_with_an_agent_program(
+    url: str, polar_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: bool
 ) -> None:
-    """Two steps: rollouts of an agent program, steps, syncs. The calls of each step have its version.
+    """Two steps with rollouts of an agent program. The calls of each step have its policy version.
 
-    (The agent is one that always ends well: a group none of whose agents did is not trained on but asked for anew.)
+    The agent always succeeds: a group without a scored rollout is not trained, and another one is started.
     """
-    if sabotaged:
-        monkeypatch.setattr("polar_proxy.training.vllm_sync.VllmDiskSync", Sabotaged)
+    if wrong:
+        monkeypatch.setattr("polar_proxy.training.vllm_sync.VllmDiskSync", WrongWeightsSync)
     run = {"harness": "tests.fakes.tiny_agent:BriefAgent", "sandbox": "process", "max_tokens": 64, "timeout": 600.0}
     settings = load_settings(
         f"sqlite:///{tmp_path}/polar.db", engine={"kind": "vllm", "url": url, "model": "polar-tiny"}, run=run
@@ -156,11 +156,11 @@ async def test_a_run_with_an_agent(
     config = GrpoConfig(
         groups=2, samples=2, steps=2, keep_zero_variance_groups=True, weights=str(POLAR_TINY), learning_rate=1e-4
     )
-    said: list[str] = []
-    expectation = pytest.raises(TrainingError, match="differ by up to") if sabotaged else contextlib.nullcontext()
+    reported: list[str] = []
+    expectation = pytest.raises(TrainingError, match="differ by up to") if wrong else contextlib.nullcontext()
     async with open_store(f"sqlite:///{tmp_path}/polar.db") as store:
         with expectation:
-            await train_locally(settings, config, tmp_path / "run", store, said.append)
+            await train_locally(settings, config, tmp_path / "run", store, reported.append)
         rollouts = await store.rollouts.find()
         by_version = {
             rollout.rollout_id: {call.weight_version for call in await store.calls.summaries(rollout.session_id)}
@@ -169,7 +169,7 @@ async def test_a_run_with_an_agent(
         }
     lines = list(metrics.read_lines(tmp_path / "run"))
     syncs = [line for line in lines if line["kind"] == "sync"]
-    if sabotaged:
+    if wrong:
         assert [line["engine"] for line in syncs] == ["0"]
         return
     assert [line["engine"] for line in syncs] == ["0", "1", "2"]
