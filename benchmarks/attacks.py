@@ -3,7 +3,7 @@
     python benchmarks/attacks.py --json                          # process, and bubblewrap and docker where they run
     python benchmarks/attacks.py --sandboxes bubblewrap
 
-Real rollouts by `polar serve --work` with its settings as they come. docs/security.md has the table.
+Real rollouts by `polar serve --rollout-workers N` with its settings as they come. docs/security.md has the table.
 """
 
 from __future__ import annotations

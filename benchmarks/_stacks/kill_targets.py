@@ -78,7 +78,7 @@ class ServerProcess:
 
 
 class ServiceProcess(ServerProcess):
-    """`polar serve --work`."""
+    """`polar serve --rollout-workers N`."""
 
     name = "service"
 
@@ -90,7 +90,7 @@ class ServiceProcess(ServerProcess):
         self.db, self.url = db, f"http://127.0.0.1:{port}"
         program = [sys.executable, "-c", "import sys; from polar_proxy.cli import main; sys.exit(main())", "serve"]
         engine = ["--engine", "vllm", "--engine-url", engine_url, "--model", model]
-        more = ["--work", "--concurrency", str(concurrency), "--port", str(port), "--db", db]
+        more = ["--rollout-workers", str(concurrency), "--port", str(port), "--db", db]
         more += ["--require-known-keys"] if closed else []
         environment = {"POLAR_HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp")}
         super().__init__([*program, *engine, *more], folder, f"{self.url}/healthz", **environment)

@@ -38,7 +38,8 @@ class Cluster:
         self._own = Path(tempfile.mkdtemp(prefix="pr-", dir="/tmp"))
         self.address = f"127.0.0.1:{free_port()}"
         service.command += ["--executor", "ray", "--ray-address", self.address]
-        service.command.remove("--work")
+        workers = service.command.index("--rollout-workers")  # the nodes run the rollouts
+        del service.command[workers : workers + 2]
         key = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(24)}
         self._environment = service.environment | key | {"RAY_USAGE_STATS_ENABLED": "0"}
         service.environment = self._environment

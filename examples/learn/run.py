@@ -17,7 +17,7 @@ import json
 import sys
 from pathlib import Path
 
-from polar_proxy.cli import common
+from polar_proxy.cli.common import load_settings, open_or_create
 from polar_proxy.config import Settings
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.training.checkpoint import TrainerState
@@ -45,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 async def train(settings: Settings, config: GrpoConfig, folder: Path) -> TrainerState:
-    async with common.writer(settings) as store:
+    async with open_or_create(settings) as store:
         return await train_locally(settings, config, folder, store, lambda line: print(line, file=sys.stderr))
 
 
@@ -64,7 +64,7 @@ def main() -> None:
     control = "-shuffled" if arguments.shuffle_rewards else ""
     folder = (arguments.out / f"learn-{arguments.engine}-{arguments.seed}{control}").absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    settings = common.load_settings(
+    settings = load_settings(
         f"sqlite:///{folder}/polar.db",
         engine={"kind": arguments.engine, "url": arguments.engine_url, "model": arguments.model},
         run={**tables["run"], **({"sandbox": arguments.sandbox} if arguments.sandbox else {})},

@@ -1,6 +1,6 @@
 """A trainer of your own on Polar's feed, in one page: lease groups, read their rows, take a step, acknowledge.
 
-    polar serve --work &
+    polar serve --rollout-workers 2 &
     polar submit swe-task --instances 4 --samples 4 --offered
     python examples/trainer_over_http/train.py --steps 2
 

@@ -1,90 +1,193 @@
-"""`polar key`: keys of the HTTP API."""
+"""`polar key`, `polar session`, `polar service`: API keys, session keys, and pausing or draining servers."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from polar_proxy.cli import common
-from polar_proxy.cli.common import DbOption, JsonOption
+from polar_proxy.cli.common import (
+    DbOption,
+    JsonOption,
+    PastReasoningOption,
+    PromptModeOption,
+    UrlOption,
+    load_client_settings,
+    load_settings,
+    with_client,
+    with_store,
+)
+from polar_proxy.cli.output import format_time, make_table, out, print_json, print_note
 from polar_proxy.errors import UsageError
-from polar_proxy.store.api_keys import ApiKeyRow
 
-app = typer.Typer(help="Keys of the HTTP API.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from polar_proxy.api_models import Role, Scope, ServiceState
+
+key_app = typer.Typer(help="Manage keys of the HTTP API.", no_args_is_help=True)
+session_app = typer.Typer(help="Create sessions for agents that you start yourself.", no_args_is_help=True)
+service_app = typer.Typer(help="Pause, resume and drain servers.", no_args_is_help=True)
+
+AllServersOption = Annotated[
+    bool, typer.Option("--all", help="All servers of the database. Required without --url, except for status.")
+]
+PauseForOption = Annotated[float | None, typer.Option("--for", help="Resume automatically after N seconds.")]
 
 
-@app.command("new")
-def new(
-    role: Annotated[str, typer.Option(help="admin (everything) or trainer (reads, the feed, rewards, pauses).")],
-    label: Annotated[str | None, typer.Option(help="A name to find it by.")] = None,
+# API keys
+
+
+@key_app.command("new")
+def new_key(
+    role: Annotated[str, typer.Option(help="admin (everything) or trainer (read, feed, rewards, pauses).")],
+    label: Annotated[str | None, typer.Option(help="A name to find the key by.")] = None,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key and print it. It is shown once and stored only as a hash."""
-    settings = common.load_settings(db)
+    """Create an API key and print it. The key is shown once; only its hash is stored."""
+    settings = load_settings(db)
     if role not in ("admin", "trainer"):
         raise UsageError(f"--role is admin or trainer, not {role!r}.")
+    from polar_proxy.api import new_api_key
+    from polar_proxy.sessions import hash_key
 
-    async def make() -> tuple[ApiKeyRow, str]:
-        from polar_proxy.api import new_api_key
-        from polar_proxy.sessions import hash_key
-
-        key = new_api_key("admin" if role == "admin" else "trainer")
-        async with common.writer(settings) as store:
-            return await store.api_keys.add(hash_key(key), "admin" if role == "admin" else "trainer", label), key
-
-    row, key = common.run_async(make())
+    checked: Role = "admin" if role == "admin" else "trainer"
+    key = new_api_key(checked)
+    row = with_store(settings, lambda store: store.api_keys.add(hash_key(key), checked, label), create=True)
     if as_json:
-        common.print_json({**asdict(row), "key": key})
+        print_json({**asdict(row), "key": key})
     else:
-        common.err.print(f"[dim]{row.role} key {row.name}:[/]", highlight=False)
+        print_note(f"{row.role} key {row.name}:")
         typer.echo(key)
 
 
-@app.command("list")
+@key_app.command("list")
 def list_keys(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """All keys, revoked ones included. The keys themselves are not kept."""
-    settings = common.load_settings(db)
-
-    async def look() -> list[ApiKeyRow]:
-        async with common.reader(settings) as store:
-            return await store.api_keys.all()
-
-    rows = common.run_async(look())
+    """List all API keys, including revoked ones. The keys themselves are not stored."""
+    rows = with_store(load_settings(db), lambda store: store.api_keys.all())
     if as_json:
-        common.print_json({"keys": [asdict(row) for row in rows]})
+        print_json({"keys": [asdict(row) for row in rows]})
         return
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    for name in ("key", "role", "made", "revoked", "label"):
-        table.add_column(name, no_wrap=True)
+    table = make_table("key", "role", "created", "revoked", "label")
     for row in rows:
-        table.add_row(row.name, row.role, _when(row.created_at), _when(row.revoked_at), row.label or "")
-    common.out.print(table)
+        table.add_row(row.name, row.role, format_time(row.created_at), format_time(row.revoked_at), row.label or "")
+    out.print(table)
 
 
-@app.command("revoke")
-def revoke(
-    name: Annotated[str, typer.Argument(help="As `polar key list` names it.")],
+@key_app.command("revoke")
+def revoke_key(
+    name: Annotated[str, typer.Argument(help="Name of the key, as `polar key list` prints it.")],
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let this key in no more, from now on."""
-    settings = common.load_settings(db)
-
-    async def end() -> ApiKeyRow:
-        async with common.writer(settings) as store:
-            return await store.api_keys.revoke(name)
-
-    row = common.run_async(end())
+    """Revoke an API key. It is refused from now on."""
+    row = with_store(load_settings(db), lambda store: store.api_keys.revoke(name), create=True)
     if as_json:
-        common.print_json(asdict(row))
+        print_json(asdict(row))
     else:
-        common.err.print(f"[dim]{row.role} key {row.name} is revoked[/]", highlight=False)
+        print_note(f"{row.role} key {row.name} is revoked")
 
 
-def _when(seconds: float | None) -> str:
-    return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+# Sessions
+
+
+@session_app.command("new")
+def new_session(
+    label: Annotated[str | None, typer.Option(help="A name to find the session by.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Sampling temperature; overrides what the agent asks for.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Upper limit of tokens in one answer.")] = None,
+    prompt_mode: PromptModeOption = None,
+    past_reasoning: PastReasoningOption = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Create a session and print its key. The key is shown once; only its hash is stored."""
+    modes = {"prompt_mode": prompt_mode, "past_reasoning": past_reasoning}
+    settings = load_settings(db, gateway=dict(modes))  # validates the modes
+    policy = {"temperature": temperature, "max_tokens": max_tokens}
+    policy |= {name: getattr(settings.gateway, name) for name, value in modes.items() if value is not None}
+    from polar_proxy.sessions import hash_key, new_key
+
+    key = new_key()
+    given = {name: value for name, value in policy.items() if value is not None}
+    session = with_store(
+        settings,
+        lambda store: store.sessions.create(key_hash=hash_key(key), label=label, policy=given or None, origin="key"),
+        create=True,
+    )
+    if as_json:
+        print_json({"session_id": session.session_id, "key": key})
+    else:
+        print_note(f"session {session.session_id}; its key:")
+        typer.echo(key)
+
+
+# Servers
+
+
+@service_app.command("status")
+def service_status(url: UrlOption = None, db: DbOption = None, as_json: JsonOption = False) -> None:
+    """Show the state of the server, and of all servers of its database."""
+    _print_state(with_client(load_client_settings(url, db), lambda client: client.service()), as_json)
+
+
+@service_app.command("pause")
+def pause_service(
+    all_servers: AllServersOption = False,
+    seconds: PauseForOption = None,
+    wait_idle: Annotated[
+        float | None,
+        typer.Option(help="Wait up to N seconds until no rollout runs; if some still run, nothing stays paused."),
+    ] = None,
+    url: UrlOption = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Start no more rollouts of any job; running rollouts continue."""
+    scope = _scope(all_servers)
+    state = with_client(
+        load_client_settings(url, db),
+        lambda client: client.pause_service(seconds=seconds, wait_idle=wait_idle, scope=scope),
+    )
+    _print_state(state, as_json)
+
+
+@service_app.command("resume")
+def resume_service(
+    all_servers: AllServersOption = False, url: UrlOption = None, db: DbOption = None, as_json: JsonOption = False
+) -> None:
+    """Start rollouts again, after a pause or a drain of the same servers."""
+    scope = _scope(all_servers)
+    settings = load_client_settings(url, db)
+    _print_state(with_client(settings, lambda client: client.resume_service(scope=scope)), as_json)
+
+
+@service_app.command("drain")
+def drain_service(
+    all_servers: AllServersOption = False,
+    timeout: Annotated[
+        float, typer.Option(min=0, help="Start rollouts again if some still run after N seconds.")
+    ] = 600.0,
+    url: UrlOption = None,
+    db: DbOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Start no more rollouts, and wait until none runs."""
+    scope = _scope(all_servers)
+    settings = load_client_settings(url, db)
+    _print_state(with_client(settings, lambda client: client.drain(timeout=timeout, scope=scope)), as_json)
+
+
+def _scope(all_servers: bool) -> Scope:
+    return "all" if all_servers else "server"
+
+
+def _print_state(state: ServiceState, as_json: bool) -> None:
+    if as_json:
+        print_json(state.model_dump())
+        return
+    own = "no rollout workers" if state.state is None else f"{state.state}, {state.in_flight} rollouts in flight"
+    out.print(f"this server: {own}")
+    out.print(f"all servers: {state.fleet.state}, {state.fleet.in_flight} rollouts in flight")

@@ -1,50 +1,69 @@
-"""What every verb shares: settings from flags, one event loop, one way to print, one place where errors become text."""
+"""What commands share: options, settings, the event loop, and the connection to a store or an API."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-import sys
-from collections.abc import Coroutine
-from typing import Annotated, Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
-import orjson
 import typer
-import uvloop
 from pydantic import ValidationError
-from rich.console import Console
 
+from polar_proxy.cli.output import err
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
-from polar_proxy.store import Store, default_url, normalise_url, open_store
+
+if TYPE_CHECKING:  # sqlalchemy, httpx and fastapi take a second to import, and `polar --help` needs none of them
+    from polar_proxy.client import AsyncClient
+    from polar_proxy.store import Store
 
 T = TypeVar("T")
 
-out = Console()
-err = Console(stderr=True)
+PATIENT_TRIES = 12
+"""Tries of a request that may have to wait, about a minute, for a server that restarts."""
+
+# Options
 
 DbOption = Annotated[
     str | None, typer.Option("--db", help="Database: a file, sqlite:///FILE or postgresql://...", show_default=False)
 ]
+UrlOption = Annotated[
+    str | None,
+    typer.Option("--url", help="Server to talk to (or POLAR_URL). Default: use the database.", show_default=False),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
+EngineOption = Annotated[str | None, typer.Option("--engine", help="local, vllm, openai, or module:Class.")]
+EngineUrlOption = Annotated[str | None, typer.Option("--engine-url", help="URL of the engine (vllm, openai).")]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="local: a folder of weights; vllm, openai: name of the served model.")
+]
 PromptModeOption = Annotated[
     str | None,
     typer.Option(
-        help="continue: sample each turn from the exact tokens of the last. render: let the engine render it.",
+        help="continue: begin each turn with the exact tokens of the last one; render: let the engine render it.",
         show_default=False,
     ),
 ]
 PastReasoningOption = Annotated[
     str | None,
-    typer.Option(
-        help="Reasoning of earlier turns: keep it, or strip it if the template does.",
-        show_default=False,
-    ),
+    typer.Option(help="Reasoning of earlier turns in continued prompts: keep or strip.", show_default=False),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+SandboxOption = Annotated[str | None, typer.Option("--sandbox", help="auto, docker, bubblewrap or process.")]
+WhereOption = Annotated[
+    str | None,
+    typer.Option("--where", metavar="CONDITIONS", help="Only rollouts that match, such as 'reward>=1, harness=codex'."),
+]
+SessionsOption = Annotated[list[str] | None, typer.Option("--session", help="Only this session. Repeatable.")]
+
+
+# Settings
 
 
 def load_settings(db: str | None = None, **sections: dict[str, Any]) -> Settings:
-    """Settings with the given flags on top; a flag that is None was not given."""
+    """Return the settings with the given flags on top. A flag that is None was not given. Raises UsageError."""
     given: dict[str, Any] = {
         name: {key: value for key, value in section.items() if value is not None} for name, section in sections.items()
     }
@@ -55,41 +74,36 @@ def load_settings(db: str | None = None, **sections: dict[str, Any]) -> Settings
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        got = "" if "key" in where else f" (got {first.get('input')!r})"  # secrets are not shown
+        got = "" if "key" in where else f" (got {first.get('input')!r})"  # never print a secret
         raise UsageError(f"Bad setting {where}: {first['msg']}{got}.") from error
-    except ValueError as error:  # not TOML, or a section in the environment that is no JSON
+    except ValueError as error:  # not TOML, or a section in the environment that is not JSON
         raise UsageError(f"The settings (polar.toml, POLAR_... variables) cannot be read: {error}.") from error
 
 
-def database_url(settings: Settings) -> str:
-    return settings.db or default_url(settings.home)
+def load_client_settings(url: str | None, db: str | None, **sections: dict[str, Any]) -> Settings:
+    """`load_settings` for commands that take --url: a flag overrides POLAR_URL and POLAR_DB."""
+    if url is not None and db is not None:
+        raise UsageError("Give --url (a server) or --db (a database), not both.")
+    settings = load_settings(db, **sections)
+    if db is not None:
+        settings.url = None
+    elif url is not None:
+        settings.url = url
+    return settings
 
 
-def reader(settings: Settings) -> Store:
-    """The store for looking at; it must exist already."""
-    return _store(settings, create=False)
-
-
-def writer(settings: Settings) -> Store:
-    """The store for recording; made or brought up to date when needed."""
-    return _store(settings, create=True)
-
-
-def _store(settings: Settings, *, create: bool) -> Store:
-    url = database_url(settings)
-    # Artifacts lie beside an SQLite file; a database server has no such place on this machine.
-    beside = normalise_url(url).startswith("sqlite")
-    return open_store(url, create=create, artifacts=None if beside else settings.home / "artifacts")
+# Running
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
-    """Run to the end; SIGINT and SIGTERM cancel it, so that everything is closed in order. Exit code 130 then."""
+    """Run `main` to its end. SIGINT and SIGTERM cancel it, so that it closes everything; the exit code is then 130."""
+    import uvloop
 
     async def guarded() -> T:
         task = asyncio.current_task()
         assert task is not None
         for name in (signal.SIGINT, signal.SIGTERM):
-            # Also where SIGINT came in ignored, as it does to background jobs of a shell without job control.
+            # A handler also works if SIGINT was ignored at start, as in background jobs of a shell without job control.
             asyncio.get_running_loop().add_signal_handler(name, task.cancel)
         return await main
 
@@ -101,7 +115,94 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
         raise typer.Exit(130) from None
 
 
-def print_json(value: Any) -> None:
-    """Exactly one JSON document on standard output."""
-    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode() + "\n")
-    sys.stdout.flush()
+# The store
+
+
+def database_url(settings: Settings) -> str:
+    from polar_proxy.store import default_url
+
+    return settings.db or default_url(settings.home)
+
+
+def open_existing(settings: Settings) -> Store:
+    """Return the store for reading. Entering it fails if the database does not exist."""
+    return _open_store(settings, create=False)
+
+
+def open_or_create(settings: Settings) -> Store:
+    """Return the store for recording. Entering it creates the database, or upgrades it to this version's schema."""
+    return _open_store(settings, create=True)
+
+
+def _open_store(settings: Settings, *, create: bool) -> Store:
+    from polar_proxy.store import normalise_url, open_store
+
+    url = database_url(settings)
+    # Artifacts of SQLite are stored beside the file; for PostgreSQL they are stored in the home.
+    is_file = normalise_url(url).startswith("sqlite")
+    return open_store(url, create=create, artifacts=None if is_file else settings.home / "artifacts")
+
+
+def with_store(settings: Settings, work: Callable[[Store], Awaitable[T]], *, create: bool = False) -> T:
+    """Open the store, run `work` with it, and return its result."""
+
+    async def main() -> T:
+        async with _open_store(settings, create=create) as store:
+            return await work(store)
+
+    return run_async(main())
+
+
+# The API
+
+
+@contextlib.asynccontextmanager
+async def connect(settings: Settings, *, create: bool = False, patient: bool = False) -> AsyncIterator[AsyncClient]:
+    """Yield a client of the server at `settings.url`, or of an API in this process on the database.
+
+    `create`: create the database if it is missing. `patient`: wait about a minute for a server that restarts.
+    """
+    from polar_proxy.client import AsyncClient
+    from polar_proxy.client.requests import MAX_TRIES
+
+    if settings.url is not None:
+        tries = PATIENT_TRIES if patient else MAX_TRIES
+        async with AsyncClient(settings.url, api_key_for(settings), tries=tries) as client:
+            yield client
+        return
+    from polar_proxy.api import allow_all, create_api
+    from polar_proxy.client.inprocess import InProcessTransport
+
+    async with _open_store(settings, create=create) as store:
+        application = create_api(store, settings=settings, auth=allow_all)
+        async with AsyncClient("http://in-process", transport=InProcessTransport(application)) as client:
+            yield client
+
+
+def with_client(settings: Settings, work: Callable[[AsyncClient], Coroutine[Any, Any, T]], **how: bool) -> T:
+    """Connect (see `connect`), run `work` with the client, and return its result."""
+
+    async def main() -> T:
+        async with connect(settings, **how) as client:
+            return await work(client)
+
+    return run_async(main())
+
+
+def api_key_for(settings: Settings) -> str | None:
+    """Return the configured API key; for a server on this machine, by default the key that `polar serve` stored."""
+    is_local = is_local_url(settings.url or "")
+    if settings.api_key is not None:
+        return settings.api_key
+    file = settings.home / "api-key"
+    return file.read_text().strip() if is_local and file.exists() else None
+
+
+def is_local_url(url: str) -> bool:
+    """Return whether the server is on this machine. Raises UsageError for an invalid URL."""
+    from polar_proxy.gateway import is_loopback
+
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"{url!r} is not the URL of a server: write http://HOST:PORT.")
+    return is_loopback(parts.hostname)

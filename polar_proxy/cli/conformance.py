@@ -1,111 +1,116 @@
-"""`polar conformance`: every real agent against the real gateway, measured, as a table."""
+"""`polar conformance`: run the real agents against the real gateway, measure what arrives, and write the tables."""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import orjson
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from harness_adapters.base import HarnessAdapter, HarnessError, get_adapter, list_adapters, split_version
-from polar_proxy.cli import common, fidelity
-from polar_proxy.cli.common import JsonOption
+from polar_proxy.cli.common import EngineUrlOption, JsonOption, ModelOption, load_settings, run_async
+from polar_proxy.cli.harness import require_sandbox_kind
+from polar_proxy.cli.output import err, make_table, out, print_json
 from polar_proxy.config import Settings
-from polar_proxy.conformance import (
-    CHECK_NAMES,
-    PROFILES,
-    CheckResult,
-    HarnessRow,
-    ScenarioRunner,
-    document,
-    markdown,
-    measure,
-    merged,
-)
-from polar_proxy.conformance.fidelity import TEMPLATES
-from polar_proxy.engines.base import Engine
-from polar_proxy.engines.factory import make_engine
-from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import UsageError
-from polar_proxy.store import open_store
 from polar_proxy.types import Json
-from sandboxes import choose
+
+if TYPE_CHECKING:
+    from harness_adapters.base import HarnessAdapter
+    from polar_proxy.conformance import HarnessRow, ScenarioRunner
+    from polar_proxy.conformance.fidelity import FidelityJob
+    from polar_proxy.engines.base import Engine
+    from polar_proxy.types import EngineInfo
 
 _COLOURS = {"ok": "green", "failed": "red", "n/a": "dim", "gives up": "cyan", "not run": "yellow"}
 
 
+@dataclass(frozen=True, slots=True)
+class ConformanceOptions:
+    """The options of both measurements."""
+
+    adapters: list[tuple[HarnessAdapter, str | None]]
+    """Each with the version that was asked for."""
+    sandbox: str
+    patience: float
+    out_dir: Path | None
+
+
 def conformance(
     harness: Annotated[
-        list[str] | None, typer.Option(help="NAME[@VERSION] or module:Class; may be given again. all: every one.")
+        list[str] | None, typer.Option(help="NAME[@VERSION] or module:Class. Repeatable. Default: all harnesses.")
     ] = None,
     engine: Annotated[str, typer.Option(help="scripted, local, vllm, or module:Class.")] = "scripted",
-    engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm).")] = None,
-    model: Annotated[str | None, typer.Option(help="local: a folder; vllm: the served name.")] = None,
-    check: Annotated[list[str] | None, typer.Option(help="Only this check; may be given again.")] = None,
+    engine_url: EngineUrlOption = None,
+    model: ModelOption = None,
+    check: Annotated[list[str] | None, typer.Option(help="Make only this check; write no file. Repeatable.")] = None,
     sandbox: Annotated[str, typer.Option(help="auto, docker, bubblewrap or process.")] = "auto",
-    slow: Annotated[float, typer.Option(min=0, help="Seconds that a slow first byte takes.")] = 20.0,
-    patience: Annotated[float, typer.Option(min=0.1, help="Multiplies all time limits.")] = 1.0,
+    slow: Annotated[float, typer.Option(min=0, help="Delay of a slow first byte, in seconds.")] = 20.0,
+    patience: Annotated[float, typer.Option(min=0.1, help="Factor for all time limits.")] = 1.0,
     out_dir: Annotated[
-        Path | None, typer.Option(help="Where conformance.md and .json are written; docs for the scripted engine.")
+        Path | None,
+        typer.Option(help="Folder of conformance.md and .json. Default: docs for the scripted engine, else none."),
     ] = None,
-    tokens: Annotated[
-        bool, typer.Option("--fidelity", help="Measure drift of tokens instead; needs scripts/fidelity.sh's server.")
+    fidelity: Annotated[
+        bool, typer.Option("--fidelity", help="Measure token drift instead. With vllm: see scripts/fidelity.sh.")
     ] = False,
     template: Annotated[
-        list[str] | None, typer.Option(help="With --fidelity: keeps, strips; both if not given.")
+        list[str] | None, typer.Option(help="With --fidelity: keeps or strips. Repeatable. Default: both.")
     ] = None,
-    at_once: Annotated[int, typer.Option(min=1, help="With --fidelity: how many agents run at a time.")] = 1,
+    at_once: Annotated[int, typer.Option(min=1, help="With --fidelity: agents at a time.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Run the real agents through Polar and measure what arrives: calls, edges, retries, losses.
 
-    Writes conformance.md and conformance.json; harnesses that were not run keep the rows they have there. With --check
-    only a part is measured, and nothing is written; with an engine that is not scripted most checks cannot be made, and
-    nothing is written but to an --out-dir that was given. Exit code 0 when no check failed and no call was lost or
-    doubled. --fidelity plays other answers, in both prompt modes, and counts the training sequences that drift splits;
-    exit code 0 when there is none in continue mode.
+    Writes conformance.md and conformance.json; harnesses that are not run keep their rows there. Most checks need the
+    scripted engine. The exit code is 0 if no check failed and no call was lost or doubled.
+
+    --fidelity plays other answers, in both prompt modes, counts the training sequences that drift splits, and writes
+    fidelity.md and fidelity.json. The exit code is 0 if drift split none in continue mode.
     """
-    wanted = check or list(CHECK_NAMES)
-    if unknown := [name for name in wanted if name not in CHECK_NAMES]:
-        raise UsageError(f"There is no check {unknown[0]!r}: {', '.join(CHECK_NAMES)}.")
-    if sandbox not in ("auto", "docker", "bubblewrap", "process"):
-        raise UsageError(f"There is no sandbox {sandbox!r}: auto, docker, bubblewrap or process.")
-    settings = common.load_settings(None, engine={"kind": engine, "url": engine_url, "model": model})
-    adapters = _adapters(harness or ["all"])
-    if tokens:
-        templates = template or list(TEMPLATES)
-        _fidelity(settings, fidelity.FidelityOptions(adapters, templates, sandbox, at_once, patience, out_dir), as_json)
-        return
-    if check:
-        out_dir = None
-    elif out_dir is None and engine == "scripted":
-        out_dir = Path("docs")
-    found = common.run_async(_run(settings, adapters, wanted, sandbox, slow, patience, out_dir))
-    if as_json:
-        common.print_json(found)
+    from polar_proxy.conformance import CHECK_NAMES
+
+    checks = check or list(CHECK_NAMES)
+    if unknown := [name for name in checks if name not in CHECK_NAMES]:
+        raise UsageError(f"There is no check {unknown[0]!r}: choose {', '.join(CHECK_NAMES)}.")
+    require_sandbox_kind(sandbox)
+    settings = load_settings(None, engine={"kind": engine, "url": engine_url, "model": model})
+    adapters = _get_adapters(harness or ["all"])
+    if fidelity:
+        options = ConformanceOptions(adapters, sandbox, patience, out_dir)
+        found = run_async(_measure_fidelity(settings, options, template, at_once))
+        good = _is_faithful(found)
+        show: Callable[[Json], None] = _print_fidelity
+        files = "fidelity"
     else:
-        _print(found, out_dir)
-    if not all(_good(row) for row in found["harnesses"]):
+        if check:
+            out_dir = None
+        elif out_dir is None and engine == "scripted":
+            out_dir = Path("docs")
+        options = ConformanceOptions(adapters, sandbox, patience, out_dir)
+        found = run_async(_measure(settings, options, checks, slow))
+        good = all(_is_good(row) for row in found["harnesses"])
+        show, files = _print_table, "conformance"
+    if as_json:
+        print_json(found)
+    else:
+        show(found)
+        if out_dir is not None:
+            out.print(f"written: {out_dir}/{files}.md, {out_dir}/{files}.json")
+    if not good:
         raise typer.Exit(1)
 
 
-def _fidelity(settings: Settings, wanted: fidelity.FidelityOptions, as_json: bool) -> None:
-    found = common.run_async(fidelity.run(settings, wanted))
-    if as_json:
-        common.print_json(found)
-    else:
-        fidelity.show(found, wanted.out_dir)
-    if not fidelity.good(found):
-        raise typer.Exit(1)
+def _get_adapters(names: list[str]) -> list[tuple[HarnessAdapter, str | None]]:
+    from harness_adapters.base import HarnessError, get_adapter, list_adapters, split_version
+    from polar_proxy.conformance import PROFILES
 
-
-def _adapters(names: list[str]) -> list[tuple[HarnessAdapter, str | None]]:
     if "all" in names:
         names = [name for name in PROFILES if name in list_adapters()]
     try:
@@ -114,55 +119,54 @@ def _adapters(names: list[str]) -> list[tuple[HarnessAdapter, str | None]]:
         raise UsageError(str(error)) from error
 
 
-async def _run(
-    settings: Settings,
-    adapters: list[tuple[HarnessAdapter, str | None]],
-    checks: list[str],
-    sandbox: str,
-    slow: float,
-    patience: float,
-    out_dir: Path | None,
-) -> Json:
-    """One harness at a time. The files are written after each, so that a stop keeps what was measured."""
-    choice = await asyncio.to_thread(choose, sandbox)  # type: ignore[arg-type]
+# Conformance
+
+
+async def _measure(settings: Settings, options: ConformanceOptions, checks: list[str], slow: float) -> Json:
+    """Run one harness at a time. The files are written after each, so that an interruption keeps the rows so far."""
+    from polar_proxy.conformance import ScenarioRunner, document, markdown, merged
+    from polar_proxy.engines.factory import make_engine
+    from polar_proxy.store import open_store
+    from sandboxes import choose
+
+    choice = await asyncio.to_thread(choose, options.sandbox)  # type: ignore[arg-type]
     engine = make_engine(settings.engine)
     found: Json = {"schema": 1, "harnesses": []}
     with tempfile.TemporaryDirectory(prefix="polar-conformance-") as folder:
         async with (
             open_store(f"sqlite:///{folder}/conformance.db") as store,
-            ScenarioRunner(engine, store, choice.kind, patience=patience) as bench,
+            ScenarioRunner(engine, store, choice.kind, patience=options.patience) as runner,
         ):
-            for number, (adapter, version) in enumerate(adapters, 1):
-                row = await _one(bench, settings, adapter, version, checks, slow, f"{number}/{len(adapters)}")
-                made = document(
-                    [row],
-                    engine=_named(engine),
-                    sandbox=choice.kind,
-                    slow=slow,
-                    measured=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            for number, (adapter, version) in enumerate(options.adapters, 1):
+                title = f"{number}/{len(options.adapters)} {adapter.name}"
+                row = await _measure_harness(runner, settings, adapter, version, checks, slow, title)
+                new = document(
+                    [row], engine=_describe(engine.info), sandbox=choice.kind, slow=slow, measured=_timestamp()
                 )
-                found = merged(found, made)
-                if out_dir is not None:
-                    await asyncio.to_thread(_write, out_dir, made)
+                found = merged(found, new)
+                if options.out_dir is not None:
+                    await asyncio.to_thread(_write, options.out_dir / "conformance", new, merged, markdown)
     return found
 
 
-async def _one(
-    bench: ScenarioRunner,
+async def _measure_harness(
+    runner: ScenarioRunner,
     settings: Settings,
     adapter: HarnessAdapter,
     version: str | None,
     checks: list[str],
     slow: float,
-    place: str,
+    title: str,
 ) -> HarnessRow:
-    name = f"{place} {adapter.name}"
-    with common.err.status(escape(name)) as status:
+    from harness_adapters.base import HarnessError
+    from polar_proxy.conformance import CheckResult, HarnessRow, measure
+
+    with err.status(escape(title)) as status:
 
         def progress(text: str) -> None:
-            status.update(escape(f"{name}: {text}"))
-            if not common.err.is_terminal:
-                common.err.print(f"{name}: {text}", highlight=False, markup=False)
+            status.update(escape(f"{title}: {text}"))
+            if not err.is_terminal:
+                err.print(f"{title}: {text}", markup=False)
 
         try:
             if not await asyncio.to_thread(adapter.is_installed, settings.harness_cache, version):
@@ -170,42 +174,149 @@ async def _one(
             installed = await asyncio.to_thread(adapter.install, settings.harness_cache, version)
         except HarnessError as error:
             row = HarnessRow(adapter.name, version or adapter.default_version, "-", "-")
-            row.checks = dict.fromkeys(checks, CheckResult("not run", f"could not be installed: {str(error)[:300]}"))
+            problem = CheckResult("not run", f"could not be installed: {str(error)[:300]}")
+            row.checks = dict.fromkeys(checks, problem)
         else:
-            row = await measure(bench, adapter, installed, checks, slow=slow, progress=progress)
+            row = await measure(runner, adapter, installed, checks, slow=slow, progress=progress)
     state = "[green]ok[/]" if row.good else "[red]failed[/]"
-    told = f"{row.calls} calls, {row.lost} lost, {row.doubled} doubled, {row.seconds:.0f} s"
-    common.err.print(f"{escape(name)} {escape(row.version)}: {state} ({told})", highlight=False)
+    counts = f"{row.calls} calls, {row.lost} lost, {row.doubled} doubled, {row.seconds:.0f} s"
+    err.print(f"{escape(title)} {escape(row.version)}: {state} ({counts})")
     return row
 
 
-def _named(engine: Engine) -> str:
-    info = engine.info
-    return info.engine if isinstance(engine, ScriptedEngine) else f"{info.engine} {info.version}, {info.model}"
-
-
-def _write(folder: Path, made: Json) -> None:
-    path = folder / "conformance.json"
-    old = orjson.loads(path.read_bytes()) if path.is_file() else None
-    found = merged(old, made)
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
-    (folder / "conformance.md").write_text(markdown(found))
-
-
-def _good(row: Json) -> bool:
-    failed = any(cell["status"] == "failed" for cell in row["checks"].values())
+def _is_good(row: Json) -> bool:
+    failed = any(result["status"] == "failed" for result in row["checks"].values())
     return not (failed or row["lost"] or row["doubled"])
 
 
-def _print(found: Json, out_dir: Path | None) -> None:
+def _print_table(found: Json) -> None:
     for row in found["harnesses"]:
-        told = f"{row['dialect']}, streamed: {row['streamed']}, {row['calls']} calls, {row['lost']} lost"
-        common.out.print(f"[bold]{escape(row['name'])}[/] {row['version']} ({told}, {row['doubled']} doubled)")
-        table = Table(box=None, padding=(0, 1), show_header=False)
-        for name, cell in row["checks"].items():
-            colour = _COLOURS[cell["status"]]
-            table.add_row("", name, f"[{colour}]{cell['status']}[/]", escape(cell["detail"]))
-        common.out.print(table)
-    if out_dir is not None:
-        common.out.print(f"written: {out_dir}/conformance.md, {out_dir}/conformance.json", highlight=False)
+        counts = f"{row['calls']} calls, {row['lost']} lost, {row['doubled']} doubled"
+        heading = f"({row['dialect']}, streamed: {row['streamed']}, {counts})"
+        out.print(f"[bold]{escape(row['name'])}[/] {row['version']} {heading}")
+        table = make_table("", "check", "result", "detail", wrap=("detail",))
+        table.show_header = False
+        for name, result in row["checks"].items():
+            colour = _COLOURS[result["status"]]
+            table.add_row("", name, f"[{colour}]{result['status']}[/]", escape(result["detail"]))
+        out.print(table)
+
+
+# Fidelity
+
+
+async def _measure_fidelity(
+    settings: Settings, options: ConformanceOptions, templates: list[str] | None, at_once: int
+) -> Json:
+    """Play all jobs. The files are written after each, so that an interruption keeps the rows so far."""
+    from polar_proxy.conformance.fidelity import (
+        CUT_EVERY,
+        TEMPLATES,
+        ForcedVllmEngine,
+        document,
+        markdown,
+        merged,
+        play,
+    )
+    from polar_proxy.engines.scripted import ScriptedEngine
+    from sandboxes import choose
+
+    kind, url = settings.engine.kind, settings.engine.url
+    if kind not in ("vllm", "scripted"):
+        raise UsageError(
+            "--fidelity needs an engine whose answers can be prescribed: vllm (scripts/fidelity.sh) or scripted."
+        )
+    if kind == "vllm" and not url:
+        raise UsageError("--engine vllm needs --engine-url; scripts/fidelity.sh starts a server and runs this.")
+    if unknown := [name for name in templates or () if name not in TEMPLATES]:
+        raise UsageError(f"There is no template {unknown[0]!r}: choose {', '.join(TEMPLATES)}.")
+    choice = await asyncio.to_thread(choose, options.sandbox)  # type: ignore[arg-type]
+    jobs = await _fidelity_jobs(settings, options, templates or list(TEMPLATES))
+
+    def make_fidelity_engine(template: str) -> Engine:
+        if kind == "scripted":
+            return ScriptedEngine()
+        path = TEMPLATES[template]
+        text = None if path is None else path.read_text()
+        return ForcedVllmEngine(str(url), model=settings.engine.model, template=text)
+
+    def started(job: FidelityJob) -> None:
+        err.print(f"{job.adapter.name}, {job.template}, {job.mode}", markup=False)
+
+    found: Json = {"schema": 1, "rows": []}
+    async for played in play(
+        jobs, make_fidelity_engine, choice.kind, at_once=at_once, patience=options.patience, began=started
+    ):
+        row = played.row
+        outcome = (
+            row.fault or f"{row.calls} calls, {row.drifted} splits by drift, {row.traces} traces, {row.seconds:.0f} s"
+        )
+        err.print(f"{row.harness}, {row.template}, {row.mode}: {outcome}", markup=False)
+        new = document(
+            [row],
+            engine=_describe(played.engine),
+            sandbox=choice.kind,
+            cut_every=CUT_EVERY if kind == "vllm" else 0,
+            measured=_timestamp(),
+        )
+        found = merged(found, new)
+        if options.out_dir is not None:
+            await asyncio.to_thread(_write, options.out_dir / "fidelity", new, merged, markdown)
+    return found
+
+
+async def _fidelity_jobs(settings: Settings, options: ConformanceOptions, templates: list[str]) -> list[FidelityJob]:
+    """Return the jobs of all harnesses that can be installed."""
+    from harness_adapters.base import HarnessError
+    from polar_proxy.conformance.fidelity import MODES, FidelityJob
+
+    jobs = []
+    for adapter, version in options.adapters:
+        try:
+            installed = await asyncio.to_thread(adapter.install, settings.harness_cache, version)
+        except HarnessError as error:
+            err.print(f"[red]{escape(adapter.name)}[/]: not run: {escape(str(error)[:300])}")
+            continue
+        jobs += [FidelityJob(adapter, installed, template, mode) for template in templates for mode in MODES]
+    return jobs
+
+
+def _is_faithful(found: Json) -> bool:
+    """Return whether no job failed, no sequence was split by drift in continue mode, and all tokens add up."""
+    return all(
+        row["fault"] is None and row["adds_up"] and not (row["mode"] == "continue" and row["drifted"])
+        for row in found["rows"]
+    )
+
+
+def _print_fidelity(found: Json) -> None:
+    table = make_table("harness", "template", "mode", "calls", "continued", "drift", "traces", "recorded", "trained")
+    for row in found["rows"]:
+        bad = row["mode"] == "continue" and row["drifted"]
+        drift = f"[red]{row['drifted']}[/]" if bad else str(row["drifted"])
+        numbers = [str(row[key]) for key in ("traces", "recorded", "trained")]
+        table.add_row(
+            row["harness"], row["template"], row["mode"], str(row["calls"]), str(row["bases"]), drift, *numbers
+        )
+    out.print(table)
+
+
+# Both
+
+
+def _describe(info: EngineInfo) -> str:
+    return info.engine if info.engine == "scripted" else f"{info.engine} {info.version}, {info.model}"
+
+
+def _timestamp() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _write(path: Path, new: Json, merged: Callable[[Json | None, Json], Json], markdown: Callable[[Json], str]) -> None:
+    """Merge the new rows into `path`.json, and write `path`.md from it."""
+    json_file = path.with_suffix(".json")
+    old = orjson.loads(json_file.read_bytes()) if json_file.is_file() else None
+    found = merged(old, new)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    json_file.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
+    path.with_suffix(".md").write_text(markdown(found))

@@ -1,220 +1,181 @@
-"""`polar db`: the database itself."""
+"""`polar db`: the schema and size of the database, removal of old data, and archives."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import Progress, TaskID
 
-from polar_proxy.cli import common
-from polar_proxy.cli.common import DbOption, JsonOption
+from polar_proxy.cli.common import (
+    DbOption,
+    JsonOption,
+    SessionsOption,
+    WhereOption,
+    database_url,
+    load_settings,
+    run_async,
+    with_store,
+)
+from polar_proxy.cli.output import out, print_json, progress_bars
 from polar_proxy.errors import UsageError
-from polar_proxy.store import display_url, normalise_url, upgrade
-from polar_proxy.store.archive import ArchiveCounts
-from polar_proxy.store.maintenance import PruneResult, VacuumResult
-from polar_proxy.store.verify import IntegrityFault
-from polar_proxy.store.verify import ProgressCallback as Told
-from polar_proxy.types import Json
 
-app = typer.Typer(help="The database: its size and schema, what is old in it, copies of it.", no_args_is_help=True)
+if TYPE_CHECKING:
+    from polar_proxy.store.archive import ArchiveCounts
+
+app = typer.Typer(help="Inspect, check, prune and archive the database.", no_args_is_help=True)
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
-WhereOption = Annotated[
-    str | None, typer.Option(metavar="CONDITIONS", help="Of rollouts, such as 'reward<1, harness=codex'.")
-]
 
 
 @app.command("path")
-def path(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """Say which database is used."""
-    url = display_url(normalise_url(common.database_url(common.load_settings(db))))
+def print_path(db: DbOption = None, as_json: JsonOption = False) -> None:
+    """Print which database is used."""
+    from polar_proxy.store import display_url, normalise_url
+
+    url = display_url(normalise_url(database_url(load_settings(db))))
     if as_json:
-        common.print_json({"db": url})
+        print_json({"db": url})
     else:
         typer.echo(url)
 
 
 @app.command("upgrade")
-def upgrade_command(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """Make the database, or bring it to this version's schema."""
-    url = common.database_url(common.load_settings(db))
-    revision = common.run_async(upgrade(url))
+def upgrade_schema(db: DbOption = None, as_json: JsonOption = False) -> None:
+    """Create the database, or upgrade it to this version's schema."""
+    from polar_proxy.store import display_url, normalise_url, upgrade
+
+    url = database_url(load_settings(db))
+    revision = run_async(upgrade(url))
     if as_json:
-        common.print_json({"db": display_url(normalise_url(url)), "revision": revision})
+        print_json({"db": display_url(normalise_url(url)), "revision": revision})
     else:
         typer.echo(f"schema revision {revision}")
 
 
 @app.command("stats")
-def stats(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """Rows, bytes and tokens."""
-    settings = common.load_settings(db)
-
-    async def work() -> Json:
-        async with common.reader(settings) as store:
-            return await store.maintenance.stats()
-
-    found = common.run_async(work())
+def print_stats(db: DbOption = None, as_json: JsonOption = False) -> None:
+    """Count rows, bytes and tokens."""
+    stats = with_store(load_settings(db), lambda store: store.maintenance.stats())
     if as_json:
-        common.print_json(found)
+        print_json(stats)
         return
-    for name, value in found.items():
+    for name, value in stats.items():
         if isinstance(value, dict):
-            common.out.print(f"[bold]{escape(name)}[/]")
+            out.print(f"[bold]{escape(name)}[/]")
             for key, number in value.items():
-                common.out.print(f"  {key}: {number}", highlight=False)
+                out.print(f"  {key}: {number}")
         else:
-            common.out.print(f"{name}: {value}", highlight=False)
+            out.print(f"{name}: {value}")
 
 
 @app.command("vacuum")
 def vacuum(
-    full: Annotated[bool, typer.Option("--full", help="Rewrite the whole file; writers wait for it.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Rewrite the whole file. Writers wait meanwhile.")] = False,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove what nothing refers to any more and give the room back. Gateways may go on writing."""
-    settings = common.load_settings(db)
-
-    async def work() -> VacuumResult:
-        with _progress() as told:
-            async with common.writer(settings) as store:
-                return await store.maintenance.vacuum(full=full, progress=told)
-
-    done = common.run_async(work())
-    if as_json:
-        common.print_json(asdict(done))
-        return
-    say = common.out.print
-    say(f"removed {done.nodes} nodes, {done.settings} settings, {done.engines} engines", highlight=False)
-    say(f"{done.bytes_before} bytes before, {done.bytes_after} now", highlight=False)
-    if done.free_bytes and not full:
-        say(
-            f"{done.free_bytes} bytes are free within the file; `polar db vacuum --full` gives them back",
-            highlight=False,
+    """Remove rows that nothing refers to, and free their space. Gateways may keep writing."""
+    with progress_bars() as update:
+        done = with_store(
+            load_settings(db), lambda store: store.maintenance.vacuum(full=full, progress=update), create=True
         )
+    if as_json:
+        print_json(asdict(done))
+        return
+    out.print(f"removed {done.nodes} nodes, {done.settings} settings, {done.engines} engines")
+    out.print(f"{done.bytes_before} bytes before, {done.bytes_after} now")
+    if done.free_bytes and not full:
+        out.print(f"{done.free_bytes} bytes are free within the file; `polar db vacuum --full` releases them")
 
 
 @app.command("prune")
 def prune(
-    older_than: Annotated[str, typer.Option(metavar="AGE", help="Such as 30d, 12h or 2w; 0s: all that ended.")],
+    older_than: Annotated[
+        str, typer.Option(metavar="AGE", help="Such as 30d, 12h or 2w; 0s: everything that has ended.")
+    ],
     where: WhereOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove rollouts and sessions that ended long ago, with all that belongs to them; never one that still runs."""
-    settings = common.load_settings(db)
+    """Remove rollouts and sessions that ended long ago, with everything that belongs to them."""
     before = time.time() - parse_age(older_than)
-
-    async def work() -> PruneResult:
-        with _progress() as told:
-            async with common.writer(settings) as store:
-                return await store.maintenance.prune(before, where=where, dry_run=dry_run, progress=told)
-
-    done = common.run_async(work())
+    with progress_bars() as update:
+        done = with_store(
+            load_settings(db),
+            lambda store: store.maintenance.prune(before, where=where, dry_run=dry_run, progress=update),
+            create=True,
+        )
     if as_json:
-        common.print_json({**asdict(done), "dry_run": dry_run})
+        print_json({**asdict(done), "dry_run": dry_run})
         return
     what = f"{len(done.rollouts)} rollouts and {len(done.sessions)} sessions with {done.calls} calls"
-    common.out.print(f"would remove {what}" if dry_run else f"removed {what}, {done.files} files", highlight=False)
+    out.print(f"would remove {what}" if dry_run else f"removed {what}, {done.files} files")
     if done.calls and not dry_run:
-        common.out.print("their room is given back by `polar db vacuum`", highlight=False)
+        out.print("`polar db vacuum` frees their space")
 
 
 @app.command("verify")
 def verify(db: DbOption = None, as_json: JsonOption = False) -> None:
-    """Hash every chain again, unpack every cell, count every counter. Exit code 1 when something is wrong."""
-    settings = common.load_settings(db)
-
-    async def work() -> list[IntegrityFault]:
-        with _progress() as told:
-            async with common.reader(settings) as store:
-                return await store.maintenance.verify(told)
-
-    faults = common.run_async(work())
+    """Check all stored hashes, cells and counters. The exit code is 1 if something is wrong."""
+    with progress_bars() as update:
+        faults = with_store(load_settings(db), lambda store: store.maintenance.verify(update))
     if as_json:
-        common.print_json({"faults": [asdict(fault) for fault in faults]})
+        print_json({"faults": [asdict(fault) for fault in faults]})
     else:
         for fault in faults:
-            common.out.print(f"{escape(fault.what)}: {escape(fault.problem)}", highlight=False, soft_wrap=True)
-        common.out.print(f"{len(faults)} faults" if faults else "everything is as it was stored", highlight=False)
+            out.print(f"{escape(fault.what)}: {escape(fault.problem)}", soft_wrap=True)
+        out.print(f"{len(faults)} faults" if faults else "no faults found")
     if faults:
         raise typer.Exit(1)
 
 
 @app.command("export")
-def export_command(
+def export_archive(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The archive to write.")],
     where: WhereOption = None,
-    session: Annotated[list[str] | None, typer.Option(help="A session; may be given several times.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+    session: SessionsOption = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a selection (without one: everything) as one archive for `polar db import`. Keys are not in it."""
-    settings = common.load_settings(db)
-
-    async def work() -> ArchiveCounts:
-        async with common.reader(settings) as store:
-            return await store.maintenance.export_archive(
-                file, where=where, sessions=session or (), overwrite=overwrite
-            )
-
-    _tell(common.run_async(work()), "written", as_json)
+    """Write the selected data, by default everything, to one archive for `polar db import`. Keys are left out."""
+    counts = with_store(
+        load_settings(db),
+        lambda store: store.maintenance.export_archive(file, where=where, sessions=session or (), overwrite=overwrite),
+    )
+    _print_counts(counts, "written", as_json)
 
 
 @app.command("import")
-def import_command(
+def import_archive(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An archive of `polar db export`.")],
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take in an archive. What is there already stays; where it differs, nothing is imported."""
-    settings = common.load_settings(db)
-
-    async def work() -> ArchiveCounts:
-        async with common.writer(settings) as store:
-            return await store.maintenance.import_archive(file)
-
-    _tell(common.run_async(work()), "new", as_json)
+    """Import an archive. Data that is already there stays; if it differs from the archive, nothing is imported."""
+    counts = with_store(load_settings(db), lambda store: store.maintenance.import_archive(file), create=True)
+    _print_counts(counts, "new", as_json)
 
 
 def parse_age(text: str) -> float:
-    """`30d` as seconds. Raises UsageError for what is no age."""
+    """Return an age such as `30d` in seconds. Raises UsageError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
     if match is None:
-        raise UsageError(f"{text!r} is no age: write a number and one of {', '.join(_UNITS)}, such as 30d")
+        raise UsageError(f"{text!r} is not an age: write a number and one of {', '.join(_UNITS)}, such as 30d.")
     return float(match[1]) * _UNITS[match[2]]
 
 
-def _tell(moved: ArchiveCounts, what: str, as_json: bool) -> None:
+def _print_counts(counts: ArchiveCounts, what: str, as_json: bool) -> None:
     if as_json:
-        common.print_json(asdict(moved))
+        print_json(asdict(counts))
         return
-    for table, count in moved.rows.items():
-        common.out.print(f"  {table}: {count}", highlight=False)
-    known = f", {moved.known} were there already" if moved.known else ""
-    common.out.print(f"{sum(moved.rows.values())} rows {what}, {moved.files} files{known}", highlight=False)
-
-
-@contextmanager
-def _progress() -> Iterator[Told]:
-    """A bar on standard error for each kind of work, as soon as there is some."""
-    bars: dict[str, TaskID] = {}
-    with Progress(console=common.err, transient=True) as shown:
-
-        def told(what: str, done: int, total: int) -> None:
-            if what not in bars:
-                bars[what] = shown.add_task(what)
-            shown.update(bars[what], completed=done, total=max(total, done))
-
-        yield told
+    for table, count in counts.rows.items():
+        out.print(f"  {table}: {count}")
+    known = f", {counts.known} were already there" if counts.known else ""
+    out.print(f"{sum(counts.rows.values())} rows {what}, {counts.files} files{known}")

@@ -1,10 +1,13 @@
-"""`polar serve`: the gateway and the HTTP API. `polar session new`: a key for an agent."""
+"""`polar serve`: the gateway, the HTTP API and optional rollout workers. `polar node`: a machine of a Ray cluster."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import importlib.util
+import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,41 +15,60 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from polar_proxy.cli import common
-from polar_proxy.cli.common import DbOption, JsonOption, PastReasoningOption, PromptModeOption
+from polar_proxy.cli.common import (
+    DbOption,
+    EngineOption,
+    EngineUrlOption,
+    JsonOption,
+    ModelOption,
+    PastReasoningOption,
+    PromptModeOption,
+    load_settings,
+    open_or_create,
+    run_async,
+)
+from polar_proxy.cli.output import out, print_json, print_note
 from polar_proxy.config import Settings
-from polar_proxy.errors import UsageError
+from polar_proxy.errors import PolarError, UsageError
 
 if TYPE_CHECKING:
-    from polar_proxy.api import ApiContext
     from polar_proxy.gateway import Gateway
 
-session_app = typer.Typer(help="Make session keys.", no_args_is_help=True)
+_RAY_EXIT_SECONDS = 2.0
+"""After so long Ray's workers have noticed that their node is gone, and their sandboxes count as orphans."""
+
+
+class NodeEndedError(PolarError):
+    """Ray ended on this machine."""
 
 
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(min=0, max=65535, help="0 takes any free port.")] = None,
-    engine: Annotated[str | None, typer.Option(help="local, vllm, openai, or module:Class.")] = None,
-    engine_url: Annotated[str | None, typer.Option(help="Where the engine listens (vllm, openai).")] = None,
-    model: Annotated[str | None, typer.Option(help="local: a folder; vllm, openai: the served name.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0 takes any free port.")] = None,
+    engine: EngineOption = None,
+    engine_url: EngineUrlOption = None,
+    model: ModelOption = None,
     require_known_keys: Annotated[
-        bool | None, typer.Option("--require-known-keys", help="Refuse unknown keys on loopback too.")
+        bool | None, typer.Option("--require-known-keys", help="Refuse unknown session keys on loopback too.")
     ] = None,
     prompt_mode: PromptModeOption = None,
     past_reasoning: PastReasoningOption = None,
     db: DbOption = None,
-    work: Annotated[bool, typer.Option("--work", help="Also run the rollouts that `polar submit` queues.")] = False,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Agents at a time, with --work.")] = None,
-    backlog: Annotated[
-        int | None, typer.Option(min=1, help="With --work: finished groups that may wait for a trainer.")
+    rollout_workers: Annotated[
+        int | None, typer.Option(min=1, help="Also run the rollouts that `polar submit` queues, N at a time.")
     ] = None,
-    executor: Annotated[str, typer.Option(help="With ray, the nodes of a Ray cluster do the work.")] = "local",
-    ray_address: Annotated[str, typer.Option(help="HOST:PORT of that cluster, or this machine's own.")] = "auto",
+    backlog: Annotated[
+        int | None,
+        typer.Option(min=1, help="Start no rollout while N finished groups wait for a trainer."),
+    ] = None,
+    executor: Annotated[str, typer.Option(help="ray: run the rollouts on the nodes of a Ray cluster.")] = "local",
+    ray_address: Annotated[
+        str, typer.Option(help="HOST:PORT of the Ray cluster; auto: the cluster of this machine.")
+    ] = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Serve the gateway and the HTTP API until stopped. With --json, one line of JSON when it is ready."""
-    settings = common.load_settings(
+    """Serve the gateway and the HTTP API until stopped. --json prints one JSON document when the server is ready."""
+    settings = load_settings(
         db,
         gateway={
             "host": host,
@@ -57,116 +79,123 @@ def serve(
             "shared": True if executor == "ray" else None,
         },
         engine={"kind": engine, "url": engine_url, "model": model},
-        run={"concurrency": concurrency, "backlog": backlog},
+        run={"concurrency": rollout_workers, "backlog": backlog},
     )
     if executor not in ("local", "ray"):
-        raise UsageError(f"There is no executor {executor!r}: local or ray.")
-    common.run_async(_serve(settings, as_json, work=work, ray_address=ray_address if executor == "ray" else None))
+        raise UsageError(f"There is no executor {executor!r}: choose local or ray.")
+    ray = ray_address if executor == "ray" else None
+    run_async(_serve(settings, as_json, with_workers=rollout_workers is not None, ray_address=ray))
 
 
-async def _serve(settings: Settings, as_json: bool, *, work: bool, ray_address: str | None) -> None:
-    from polar_proxy.api import ApiContext, create_router
+async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_address: str | None) -> None:
+    from polar_proxy.api import ApiContext, BackgroundLoops, create_router, local_admin_key
+    from polar_proxy.api.metrics import ServiceCollector
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.gateway import Gateway
     from polar_proxy.rollouts import RolloutService, ServiceLimits, recover
 
-    async with common.writer(settings) as store:
+    async with open_or_create(settings) as store, contextlib.AsyncExitStack() as stack:
         for line in await recover(store):
-            _note(line)
-        async with make_engine(settings.engine) as engine, contextlib.AsyncExitStack() as stack:
-            gateway = Gateway(engine, store, settings.gateway)
-            service: RolloutService | None = None
-            if work:
-                limits = ServiceLimits.of(settings.run.concurrency, settings.admission, bake=settings.run.bake)
-                limits = replace(limits, scheduler=replace(limits.scheduler, backlog=settings.run.backlog))
-                service = RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=_note)
-            # Before the gateway listens: a client that waits for this server would be told that it has no API.
-            api = ApiContext(store, settings, service, engine)
-            gateway.include(create_router(api))
-            await stack.enter_async_context(gateway)
-            if service is not None:
-                await stack.enter_async_context(service)
-            key_file = await stack.enter_async_context(_kept(api, gateway))
-            if as_json:
-                ready = {
+            print_note(line)
+        engine = await stack.enter_async_context(make_engine(settings.engine))
+        gateway = Gateway(engine, store, settings.gateway)
+        service: RolloutService | None = None
+        if with_workers:
+            limits = ServiceLimits.of(settings.run.concurrency, settings.admission, bake=settings.run.bake)
+            limits = replace(limits, scheduler=replace(limits.scheduler, backlog=settings.run.backlog))
+            service = RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=print_note)
+        # The API is added before the gateway listens, so that a client that waits for this server never gets a 404.
+        context = ApiContext(store, settings, service, engine)
+        gateway.include(create_router(context))
+        await stack.enter_async_context(gateway)
+        if service is not None:
+            await stack.enter_async_context(service)
+        key_file = await local_admin_key(store, settings.home)
+        loops = await stack.enter_async_context(BackgroundLoops(context))
+        counts = (lambda: None) if service is None else service.counts
+        gateway.metrics.registry.register(ServiceCollector(counts, lambda: loops.feed_depth))
+        if as_json:
+            print_json(
+                {
                     "url": gateway.url,
                     "db": store.display_url,
                     "model": engine.info.model,
                     "open": gateway.sessions.open_to_all,
                     "api_key_file": str(key_file),
                 }
-                common.print_json(ready)
-            else:
-                _welcome(gateway, store.display_url, engine.info.model, key_file)
-            if ray_address is not None:
-                from polar_proxy.rollouts.cluster import Cluster
-
-                await stack.enter_async_context(Cluster(settings, store, ray_address, note=_note))
-            # Ends by cancellation (SIGINT, SIGTERM): what is in hand then goes back into the queue.
-            await asyncio.Event().wait()
-
-
-@contextlib.asynccontextmanager
-async def _kept(api: ApiContext, gateway: Gateway) -> AsyncIterator[Path]:
-    """What the HTTP API does beside answering, until the block ends; gives the file with this machine's admin key."""
-    from polar_proxy.api import BackgroundLoops, local_admin_key
-    from polar_proxy.api.metrics import ServiceCollector
-
-    service = api.service
-    key_file = await local_admin_key(api.store, api.settings.home)
-    async with BackgroundLoops(api) as keeping:
-        counts = (lambda: None) if service is None else service.counts
-        gateway.metrics.registry.register(ServiceCollector(counts, lambda: keeping.feed_depth))
-        yield key_file
-
-
-def _note(line: str) -> None:
-    common.err.print(f"[dim]{escape(line)}[/]", highlight=False)
-
-
-def _welcome(gateway: Gateway, db: str, model: str, key_file: Path) -> None:
-    say = common.out.print
-    say(f"[bold]Polar[/] serves {escape(model)} at {gateway.url} and records into {escape(db)}", highlight=False)
-    say("point an agent at it:", highlight=False)
-    say(f"  export OPENAI_BASE_URL={gateway.url}/v1", highlight=False, soft_wrap=True)
-    if gateway.sessions.open_to_all:
-        say("  export OPENAI_API_KEY=any-name-you-like    # one session per key", highlight=False)
-    else:
-        say("  export OPENAI_API_KEY=$(polar session new)   # only keys made so are taken", highlight=False)
-    say(f"the API: {gateway.url}/docs, with the key in {escape(str(key_file))}", highlight=False, soft_wrap=True)
-    say("then: polar sessions, polar show SESSION, polar export. Ctrl-C stops.", highlight=False)
-
-
-@session_app.command("new")
-def session_new(
-    label: Annotated[str | None, typer.Option(help="A name to find it by.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Replaces what the client asks for.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Upper bound of one answer.")] = None,
-    prompt_mode: PromptModeOption = None,
-    past_reasoning: PastReasoningOption = None,
-    db: DbOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Make a session and print its key. The key is shown once and stored only as a hash."""
-    modes = {"prompt_mode": prompt_mode, "past_reasoning": past_reasoning}
-    settings = common.load_settings(db, gateway=dict(modes))  # checks them
-    policy: dict[str, object] = {"temperature": temperature, "max_tokens": max_tokens}
-    policy |= {name: getattr(settings.gateway, name) for name, value in modes.items() if value is not None}
-    policy = {name: value for name, value in policy.items() if value is not None}
-
-    async def make() -> tuple[str, str]:
-        from polar_proxy.sessions import hash_key, new_key
-
-        key = new_key()
-        async with common.writer(settings) as store:
-            session = await store.sessions.create(
-                key_hash=hash_key(key), label=label, rollout_id=None, policy=policy or None, origin="key"
             )
-        return session.session_id, key
+        else:
+            _print_welcome(gateway, store.display_url, engine.info.model, key_file)
+        if ray_address is not None:
+            from polar_proxy.rollouts.cluster import Cluster
 
-    session_id, key = common.run_async(make())
-    if as_json:
-        common.print_json({"session_id": session_id, "key": key})
+            await stack.enter_async_context(Cluster(settings, store, ray_address, note=print_note))
+        # SIGINT or SIGTERM cancels this wait; rollouts in flight then go back to the queue.
+        await asyncio.Event().wait()
+
+
+def _print_welcome(gateway: Gateway, db: str, model: str, key_file: Path) -> None:
+    out.print(f"[bold]Polar[/] serves {escape(model)} at {gateway.url} and records into {escape(db)}")
+    out.print("point an agent at it:")
+    out.print(f"  export OPENAI_BASE_URL={gateway.url}/v1", soft_wrap=True)
+    if gateway.sessions.open_to_all:
+        out.print("  export OPENAI_API_KEY=any-name-you-like    # one session per key")
     else:
-        common.err.print(f"[dim]session {session_id}; its key:[/]", highlight=False)
-        typer.echo(key)
+        out.print("  export OPENAI_API_KEY=$(polar session new)   # unknown keys are refused")
+    out.print(f"the API: {gateway.url}/docs, with the key in {escape(str(key_file))}", soft_wrap=True)
+    out.print("then: polar sessions, polar show SESSION, polar export. Ctrl-C stops.")
+
+
+def node(
+    ray_options: Annotated[
+        list[str] | None, typer.Argument(help="Options of `ray start`, after --: its ports, object store, ...")
+    ] = None,
+    *,
+    ray_address: Annotated[str, typer.Option(help="HOST:PORT of the cluster, as `ray start --head` prints it.")],
+    sandboxes: Annotated[
+        int | None, typer.Option(min=1, help="Agents at a time. Default: by processors and free memory.")
+    ] = None,
+    scoring: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rollouts of other nodes to score here at a time. Default: number of processors."),
+    ] = None,
+) -> None:
+    """Add this machine to a Ray cluster until stopped.
+
+    `polar serve --executor ray` then runs a gateway, agents and evaluators here too. If the engine has another address
+    on this machine, set POLAR_ENGINE__URL or polar.toml here.
+    """
+    run_async(_join_cluster(ray_address, sandboxes, scoring, ray_options or []))
+
+
+async def _join_cluster(address: str, sandboxes: int | None, scoring: int | None, options: list[str]) -> None:
+    from polar_proxy.rollouts.admission import free_memory_mb
+    from polar_proxy.rollouts.cluster import SANDBOX_RESOURCE, SCORING_RESOURCE, agent_capacity
+    from sandboxes import orphans
+
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("`polar node` needs Ray on every machine: pip install 'polar-proxy[ray]'.")
+    cpus = os.cpu_count() or 1
+    capacity = sandboxes or agent_capacity(cpus, (free_memory_mb() or 0) << 20)
+    if capacity < 1:
+        raise UsageError("This machine has too little free memory for one sandbox. Set --sandboxes to override this.")
+    print_note(f"{capacity} agents at a time")
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+        *("--address", address),
+        *("--resources", json.dumps({SANDBOX_RESOURCE: capacity, SCORING_RESOURCE: scoring or cpus})),
+        *options,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=sys.stderr,
+        start_new_session=True,
+    )
+    try:
+        code = await process.wait()
+        raise NodeEndedError(f"Ray ended here (exit code {code}): is there a cluster at {address}?")
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
+        await asyncio.sleep(_RAY_EXIT_SECONDS)
+        for item in await orphans.sweep():
+            print_note(f"removed a leftover {item}")

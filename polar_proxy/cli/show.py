@@ -1,114 +1,111 @@
-"""`polar sessions`, `polar show`: looking at what was recorded."""
+"""`polar sessions` and `polar show`: what was recorded."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from polar_proxy.cli import common
-from polar_proxy.cli.common import DbOption, JsonOption
-from polar_proxy.cli.live import last_command
+from polar_proxy.cli.common import DbOption, JsonOption, load_settings, with_store
+from polar_proxy.cli.output import format_number, format_time, last_command, make_table, out, print_json
 from polar_proxy.errors import UsageError
-from polar_proxy.export import conversation
-from polar_proxy.store import SessionSummary, Store
-from polar_proxy.types import CallRecord, Json
+from polar_proxy.types import Json
+
+if TYPE_CHECKING:
+    from polar_proxy.store import Store
+    from polar_proxy.types import CallRecord
+
+_NUMBERS = ("calls", "failed", "prompt", "sampled", "s")
 
 
 def sessions(
-    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Show the newest N.")] = 20,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List sessions, newest first."""
-    settings = common.load_settings(db)
-
-    async def work() -> list[SessionSummary]:
-        async with common.reader(settings) as store:
-            return await store.sessions.recent(limit=limit)
-
-    rows = common.run_async(work())
+    rows = with_store(load_settings(db), lambda store: store.sessions.recent(limit=limit))
     if as_json:
-        common.print_json({"sessions": [asdict(row) for row in rows]})
+        print_json({"sessions": [asdict(row) for row in rows]})
         return
-    table = _table("session", "label", "opened", "calls", "failed", "prompt", "sampled", "last call", "rollout")
+    columns = ("session", "label", "opened", "calls", "failed", "prompt", "sampled", "last call", "rollout")
+    table = make_table(*columns, right=_NUMBERS)
     for row in rows:
         table.add_row(
             row.session_id,
             escape(row.label or row.origin),
-            _when(row.created_at),
+            format_time(row.created_at),
             str(row.calls),
             str(row.failed_calls),
             str(row.prompt_tokens),
             str(row.completion_tokens),
-            _when(row.last_call_at),
+            format_time(row.last_call_at),
             row.rollout_id or "-",
         )
-    common.out.print(table)
+    out.print(table)
 
 
 def show(
     ident: Annotated[str, typer.Argument(metavar="ROLLOUT|SESSION|CALL", help="An id, as listed.")],
-    tokens: Annotated[bool, typer.Option(help="Call: every token id with its log-probability.")] = False,
+    tokens: Annotated[bool, typer.Option(help="For a call: print every token id with its log-probability.")] = False,
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a rollout, a session or a call, whole."""
-    settings = common.load_settings(db)
+    """Show a rollout, a session or a call in full."""
+    kind = ident.partition("_")[0]
+    loaders = {"roll": _load_rollout, "sess": _load_session, "call": _load_call}
+    if kind not in loaders:
+        raise UsageError(f"{ident!r} is not an id: ids begin with roll_, sess_ or call_ (see `polar sessions`).")
 
-    async def work() -> tuple[str, Json]:
-        async with common.reader(settings) as store:
-            kind = ident.partition("_")[0]
-            loaders = {"roll": _rollout, "sess": _session, "call": _call}
-            if kind not in loaders:
-                raise UsageError(f"{ident!r} is no id: ids begin with roll_, sess_ or call_ (see `polar sessions`).")
-            found = await loaders[kind](store, ident)
-            if found is None:
-                raise UsageError(f"There is no {ident} in {store.display_url}.")
-            return kind, found
+    async def load(store: Store) -> Json:
+        found = await loaders[kind](store, ident)
+        if found is None:
+            raise UsageError(f"There is no {ident} in {store.display_url}.")
+        return found
 
-    kind, found = common.run_async(work())
+    found = with_store(load_settings(db), load)
     if as_json:
-        common.print_json(found)
+        print_json(found)
     elif kind == "call":
         _print_call(found, tokens)
+    elif kind == "roll":
+        _print_rollout(found)
     else:
-        _print_run(found)
+        _print_session(found)
 
 
-async def _rollout(store: Store, ident: str) -> Json | None:
-    row = await store.rollouts.get(ident)
+async def _load_rollout(store: Store, rollout_id: str) -> Json | None:
+    row = await store.rollouts.get(rollout_id)
     if row is None:
         return None
     task = await store.tasks.get(row.task_id)
-    session = await _session(store, row.session_id) if row.session_id else None
     return {
         **asdict(row),
         "instruction": task.instruction if task else None,
-        "rewards": [asdict(reward) for reward in await store.rewards.of_rollout(ident)],
-        "events": [asdict(event) for event in await store.rollouts.events(ident)],
-        "artifacts": [{**asdict(item), "path": str(item.path)} for item in await store.artifacts.of_rollout(ident)],
-        "session": session,
+        "rewards": [asdict(reward) for reward in await store.rewards.of_rollout(rollout_id)],
+        "events": [asdict(event) for event in await store.rollouts.events(rollout_id)],
+        "artifacts": [
+            {**asdict(item), "path": str(item.path)} for item in await store.artifacts.of_rollout(rollout_id)
+        ],
+        "session": await _load_session(store, row.session_id) if row.session_id else None,
     }
 
 
-async def _session(store: Store, ident: str) -> Json | None:
-    summary = await store.sessions.summary(ident)
+async def _load_session(store: Store, session_id: str) -> Json | None:
+    summary = await store.sessions.summary(session_id)
     if summary is None:
         return None
-    calls = await store.calls.of_session(ident)
-    commands = {call.call_id: last_command(call.choices[0].message) if call.choices else "" for call in calls}
-    traces = await store.traces.find(session_id=ident)
+    calls = await store.calls.of_session(session_id)
+    answers = {call.call_id: last_command(call.choices[0].message) if call.choices else "" for call in calls}
+    rows = await store.calls.summaries(session_id)
+    traces = await store.traces.find(session_id=session_id)
     return {
         **asdict(summary),
-        "calls": [{**asdict(row), "said": commands.get(row.call_id, "")} for row in await store.calls.summaries(ident)],
+        "calls": [{**asdict(row), "said": answers.get(row.call_id, "")} for row in rows],
         "traces": [
             {
                 "trace_id": trace.trace_id,
@@ -121,20 +118,22 @@ async def _session(store: Store, ident: str) -> Json | None:
             }
             for trace in traces
         ],
-        "excluded": dict(await store.traces.exclusions(ident)),
+        "excluded": dict(await store.traces.exclusions(session_id)),
     }
 
 
-async def _call(store: Store, ident: str) -> Json | None:
-    call = await store.calls.get(ident)
+async def _load_call(store: Store, call_id: str) -> Json | None:
+    call = await store.calls.get(call_id)
     return None if call is None else call_json(call)
 
 
 def call_json(call: CallRecord) -> Json:
-    """A call with everything, as JSON: arrays as lists.
+    """Return a call with everything, as JSON.
 
-    `messages` and `tools` are as they came, in the dialect's own form; `conversation` holds both in OpenAI's.
+    `messages` and `tools` are as the agent sent them, in the dialect's own form; `conversation` has both in OpenAI's.
     """
+    from polar_proxy.export import conversation
+
     return {
         "call_id": call.call_id,
         "session_id": call.session_id,
@@ -173,57 +172,63 @@ def call_json(call: CallRecord) -> Json:
     }
 
 
-def _print_run(found: Json) -> None:
-    say = common.out.print
-    session: Any = found
-    if "rollout_id" in found and "status" in found:
-        reward = "-" if found["reward"] is None else f"{found['reward']:g}"
-        say(f"[bold]{found['rollout_id']}[/]  {found['status']}  reward {reward}", highlight=False)
-        say(f"task {found['task_id']}  harness {found['harness']}  sandbox {found['sandbox']}", highlight=False)
-        say(f"engine {found['engine']}  model {found['model']}", highlight=False)
-        if found["error"]:
-            say(f"[yellow]{escape(found['error'])}[/]", highlight=False)
-        if found["instruction"]:
-            say(f"\n{escape(found['instruction'].strip())}\n", highlight=False)
-        for item in found["artifacts"]:
-            say(f"artifact {item['name']}: {item['path']}", highlight=False, soft_wrap=True)
-        session = found["session"]
-    if session is None:
-        return
-    say(f"session {session['session_id']}", highlight=False)
-    table = _table("call", "edge", "status", "prompt", "sampled", "s", "finish", "said")
+def _print_rollout(rollout: Json) -> None:
+    out.print(f"[bold]{rollout['rollout_id']}[/]  {rollout['status']}  reward {format_number(rollout['reward'])}")
+    out.print(f"task {rollout['task_id']}  harness {rollout['harness']}  sandbox {rollout['sandbox']}")
+    out.print(f"engine {rollout['engine']}  model {rollout['model']}")
+    if rollout["error"]:
+        out.print(f"[yellow]{escape(rollout['error'])}[/]")
+    if rollout["instruction"]:
+        out.print(f"\n{escape(rollout['instruction'].strip())}\n")
+    for item in rollout["artifacts"]:
+        out.print(f"artifact {item['name']}: {item['path']}", soft_wrap=True)
+    if rollout["session"] is not None:
+        _print_session(rollout["session"])
+
+
+def _print_session(session: Json) -> None:
+    out.print(f"session {session['session_id']}")
+    table = make_table("call", "edge", "status", "prompt", "sampled", "s", "finish", "answer", right=_NUMBERS)
     for call in session["calls"]:
-        row = [call["call_id"], call["edge"], call["status"], str(call["prompt_tokens"] or "-")]
-        seconds = f"{call['ended_at'] - call['started_at']:.2f}"
         table.add_row(
-            *row, str(call["completion_tokens"]), seconds, call["finish_reason"] or "-", escape(call["said"][:60])
+            call["call_id"],
+            call["edge"],
+            call["status"],
+            str(call["prompt_tokens"] or "-"),
+            str(call["completion_tokens"]),
+            f"{call['ended_at'] - call['started_at']:.2f}",
+            call["finish_reason"] or "-",
+            escape(call["said"][:60]),
         )
-    say(table)
+    out.print(table)
     for trace in session["traces"]:
-        told = f"{trace['tokens']} tokens, {trace['trained_tokens']} trained, {len(trace['calls'])} calls"
-        say(f"trace {trace['trace_id']}: {trace['grade']}, {told}", highlight=False)
+        size = f"{trace['tokens']} tokens, {trace['trained_tokens']} trained, {len(trace['calls'])} calls"
+        out.print(f"trace {trace['trace_id']}: {trace['grade']}, {size}")
     for call_id, reason in session["excluded"].items():
-        say(f"not trained: {call_id} ({reason})", highlight=False)
+        out.print(f"not trained: {call_id} ({reason})")
 
 
 def _print_call(call: Json, tokens: bool) -> None:
-    say = partial(common.out.print, highlight=False, soft_wrap=True)  # what was said has its own line breaks alone
+    say = partial(out.print, soft_wrap=True)  # recorded texts keep their own line breaks
     say(f"[bold]{call['call_id']}[/]  {call['status']}  {call['dialect']} {call['path']}")
     say(f"session {call['session_id']}  edge {call['edge']}  parent {call['parent_call_id'] or '-'}")
     if call["error"]:
         say(f"[yellow]{escape(call['error'])}[/]")
     if problem := call["conversation"].get("unparsed"):
-        say(f"[yellow]shown as it came, since it cannot be read: {escape(problem)}[/]")
+        say(f"[yellow]shown as received, because it cannot be parsed: {escape(problem)}[/]")
     if names := _tool_names(call["conversation"]["tools"]):
         say(f"tools {escape(', '.join(names))}")
     for message in call["conversation"]["messages"]:
-        heading, text = ("raw", orjson.dumps(message).decode()) if problem else (_heading(message), _readable(message))
+        if problem:
+            heading, text = "raw", orjson.dumps(message).decode()
+        else:
+            heading, text = _heading(message), _message_text(message)
         say(f"\n[cyan]{escape(heading)}[/]")
         say(escape(text))
     for choice in call["choices"]:
-        said = f"choice {choice['index']}, {len(choice['token_ids'])} tokens, {choice['finish_reason']}"
-        say(f"\n[green]assistant[/] [dim]({said})[/]")
-        say(escape(_readable(choice["message"])))
+        details = f"choice {choice['index']}, {len(choice['token_ids'])} tokens, {choice['finish_reason']}"
+        say(f"\n[green]assistant[/] [dim]({details})[/]")
+        say(escape(_message_text(choice["message"])))
         if tokens:
             pairs = zip(choice["token_ids"], choice["logprobs"], strict=True)
             say(" ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs))
@@ -235,35 +240,23 @@ def _tool_names(tools: Any) -> list[str]:
 
 
 def _heading(message: Json) -> str:
-    """The role; of a tool's result also the call that it answers."""
-    answers = message.get("tool_call_id")
-    return f"{message['role']} {answers}" if answers else str(message["role"])
+    """Return the role, and for a tool result the id of its call."""
+    call_id = message.get("tool_call_id")
+    return f"{message['role']} {call_id}" if call_id else str(message["role"])
 
 
-def _readable(message: Json) -> str:
-    """Reasoning in brackets, the text, then the calls."""
+def _message_text(message: Json) -> str:
+    """Return the reasoning in parentheses, then the text, then the tool calls."""
     reasoning = message.get("reasoning_content")
     calls = [
         f"-> {call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls") or []
     ]
-    text = _text(message.get("content"))
+    text = _content_text(message.get("content"))
     return "\n".join(part for part in (f"({reasoning})" if reasoning else "", text, *calls) if part)
 
 
-def _text(content: Any) -> str:
-    """Content parts a line each; an image or a file by its kind, since its data says nothing to a reader."""
+def _content_text(content: Any) -> str:
+    """Return one line for each content part; images and files appear as their type."""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return content if isinstance(content, str) else orjson.dumps(content).decode() if content else ""
     return "\n".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
-
-
-def _table(*columns: Sequence[str] | str) -> Table:
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    for name in columns:
-        right = name in ("calls", "failed", "prompt", "sampled", "s")
-        table.add_column(str(name), justify="right" if right else "left", no_wrap=True)
-    return table
-
-
-def _when(seconds: float | None) -> str:
-    return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -59,7 +59,7 @@ def test_right(polar_home: Path) -> None:
     code, out = audit("--session", session_id, "--json")
     found = orjson.loads(out)
     assert (code, found["traces"], found["grades"], found["skipped"]) == (0, 1, {"exact": 1}, {})
-    assert found["tokens"] == len("This is the scripted engine of Polar.") + 1
+    assert found["tokens"] == len("hello") + 1
     assert found["max_abs_diff"] < 1e-6
     assert found["mean_abs_diff"] <= found["max_abs_diff"]
     assert found["engine"]["engine"] == "scripted"
@@ -72,12 +72,12 @@ def test_wrong(polar_home: Path) -> None:
     found = orjson.loads(out)
     assert (code, found["grades"]) == (1, {"rejected": 1})
     worst = found["worst"][0]
-    assert (worst["token"], worst["position"]) == ("s", 3)
-    assert worst["before"].endswith("assistant:Thi")
+    assert (worst["token"], worst["position"]) == ("l", 3)
+    assert worst["before"].endswith("assistant:hel")
     assert worst["diff"] == pytest.approx(0.25, abs=1e-5)
     code, out = audit("--session", session_id)
     assert code == 1
-    assert "assistant:This" in out
+    assert "assistant:hell" in out
     assert "rejected trc_" in out
     (kept,) = sqlite3.connect(polar_home / "polar.db").execute("select certificate from traces where grade='rejected'")
     assert orjson.loads(kept[0])["audit"]["max_abs_diff"] == pytest.approx(worst["diff"])

@@ -65,5 +65,5 @@ def test_a_fault_is_named_and_the_exit_code_is_1(db: Path) -> None:
 def test_ages() -> None:
     assert (parse_age("30d"), parse_age("1.5h"), parse_age("2w"), parse_age("0s")) == (2_592_000, 5400, 1_209_600, 0)
     for text in ("30", "d", "-1d", "a week"):
-        with pytest.raises(UsageError, match="no age"):
+        with pytest.raises(UsageError, match="not an age"):
             parse_age(text)

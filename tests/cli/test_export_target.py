@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.cli.export import _target
+from polar_proxy.cli.export import _open_output
 from polar_proxy.errors import UsageError
 
 
 def _write(file: str, *lines: bytes, fail: bool = False) -> None:
-    with _target(file) as target:
+    with _open_output(file) as target:
         for line in lines:
             target.write(line)
         if fail:
@@ -23,7 +23,7 @@ def _write(file: str, *lines: bytes, fail: bool = False) -> None:
 def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(b"old")
-    with _target(str(path)) as target:
+    with _open_output(str(path)) as target:
         target.write(b"new")
         target.flush()
         assert path.read_bytes() == b"old"

@@ -134,8 +134,8 @@ def test_check_of_what_would_run(ask: Any) -> None:
 def test_check_of_a_version_that_nobody_ran(ask: Any) -> None:
     code, found, _ = ask("check", own("Careful") + "@1.20", "--sandbox", "process")
     states = {check["name"]: check for check in found["checks"]}
-    assert states["tested_versions"]["state"] == "note"
-    assert "1.0 to 1.4" in states["tested_versions"]["detail"]
+    assert states["tested"]["state"] == "note"
+    assert "1.0 to 1.4" in states["tested"]["detail"]
     assert states["starts"]["state"] == "failed", "it says that it is another version"
     assert (code, found["ok"]) == (1, False)
 
@@ -145,8 +145,8 @@ def test_check_of_a_version_that_nobody_ran(ask: Any) -> None:
     [
         ("Needy", "needs no-such-program", "missing", "not on PATH in the process sandbox"),
         ("Crashing", "starts", "failed", "exit code 3: missing library"),
-        ("Telling", "launch", "failed", "the key stands in the argument list"),
-        ("Vanished", "launch", "missing", "no-such-program is not there"),
+        ("Telling", "launch", "failed", "the key is in the argument list"),
+        ("Vanished", "launch", "missing", "no-such-program is not in the process sandbox"),
     ],
 )
 def test_check_names_what_is_wrong(ask: Any, name: str, failing: str, state: str, told: str) -> None:

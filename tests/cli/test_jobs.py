@@ -54,7 +54,7 @@ def test_what_cannot_be(polar_home: Path) -> None:
         (("submit", "swe-task", "--harness", "no-such"), "no-such"),
         (("cancel", "roll_none"), "no job, group or rollout"),
         (("results", "job_none"), "no job job_none"),
-        (("status", "--state", "tired"), "never 'tired'"),
+        (("status", "--state", "tired"), "no job state 'tired'"),
     ):
         with pytest.raises(UsageError, match=words):
             polar(*arguments)

@@ -11,7 +11,7 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
-from polar_proxy.cli import connect
+from polar_proxy.cli import common
 from polar_proxy.cli.app import app
 from polar_proxy.client import UnauthorisedError, UnreachableError
 from polar_proxy.errors import UsageError
@@ -98,7 +98,7 @@ def test_who_may_not_and_what_is_not_there(server: PolarServer, monkeypatch: pyt
         polar("results", "job_none", "--url", server.url)
     with pytest.raises(UsageError, match="not both"):
         polar("status", "--url", server.url, "--db", "x.db")
-    with pytest.raises(UsageError, match="is no address of a server"):
+    with pytest.raises(UsageError, match="is not the URL of a server"):
         polar("status", "--url", "localhost")
 
 
@@ -125,8 +125,8 @@ def test_the_key_of_this_machine_stays_here(polar_home: Path) -> None:
     (polar_home / "api-key").write_text("polar-admin-here\n")
 
     def key(url: str, **more: Any) -> str | None:
-        settings = connect.load_settings(url, None)
-        return connect.key_for(settings.model_copy(update=more))
+        settings = common.load_client_settings(url, None)
+        return common.api_key_for(settings.model_copy(update=more))
 
     for url in ("http://127.0.0.1:8399", "http://localhost:8399", "http://[::1]:8399"):
         assert key(url) == "polar-admin-here"

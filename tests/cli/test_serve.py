@@ -62,7 +62,7 @@ def test_serve_ask_stop_look(serving: tuple[subprocess.Popen[str], dict[str, Any
     assert call_id in shown.stdout
     said = polar("show", call_id, "--tokens", cwd=tmp_path)
     assert "say [bold]hi[/]" in said.stdout
-    assert "107:-0.107" in said.stdout  # "h" and its log-probability
+    assert "107:-0.108" in said.stdout  # "h" and its log-probability
 
     report = polar_json("export", "--format", "tokens-jsonl", "--out", "rows.jsonl", cwd=tmp_path)
     assert (report["rows"], report["sessions"], report["left_out"]) == (1, 1, {})

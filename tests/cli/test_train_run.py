@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 import pytest
 
-from polar_proxy.cli.train import summary
+from polar_proxy.training.metrics import run_summary
 from tests.cli.test_train import invoked
 
 
@@ -25,7 +25,7 @@ def test_a_run_of_real_rollouts_and_its_continuation(polar_home: Path, tmp_path:
     def train(steps: int) -> Any:
         done = invoked("grpo", "--config", str(file), "--run", str(run), "--steps", str(steps))
         assert done.exception is None, done.output
-        return summary(run)
+        return run_summary(run)
 
     once = train(1)
     assert (once["steps"], once["updates"], once["rollouts"], len(once["heldout"])) == (1, 1, 2, 2)
@@ -37,4 +37,4 @@ def test_a_run_of_real_rollouts_and_its_continuation(polar_home: Path, tmp_path:
     assert [held["step"] for held in twice["heldout"]] == [0, 1, 2]
     told = invoked("status", str(run), "--json")
     assert orjson.loads(told.stdout) == twice
-    assert "held out, after 2 steps" in invoked("status", str(run)).stdout
+    assert "held-out reward after 2 steps" in invoked("status", str(run)).stdout

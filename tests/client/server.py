@@ -1,4 +1,4 @@
-"""A real `polar serve --work` as a process of its own: the small agent in process sandboxes, a scripted policy."""
+"""A real `polar serve` with rollout workers in its own process: a small agent, process sandboxes, a scripted policy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PolarServer:
 def polar_serve(home: Path, *arguments: str) -> Iterator[PolarServer]:
     """`home`: the test's own, to which POLAR_HOME and POLAR_DB point already."""
     env = environment() | {"POLAR_RUN__HARNESS": "tests.fakes.tiny_agent:TinyAgent", "POLAR_RUN__SANDBOX": "process"}
-    command = [POLAR, "serve", "--work", "--engine", ENGINE, "--port", "0", "--json", *arguments]
+    command = [POLAR, "serve", "--rollout-workers", "2", "--engine", ENGINE, "--port", "0", "--json", *arguments]
     home.mkdir(parents=True, exist_ok=True)
     log = home / "serve.log"
     with (

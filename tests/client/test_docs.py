@@ -48,7 +48,7 @@ def run(command: list[str], script: str, server: PolarServer, folder: Path) -> s
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="install curl and jq")
 def test_the_examples_for_the_shell(server: PolarServer, tmp_path: Path) -> None:
     first, *rest = blocks("sh")
-    assert "polar serve --work &" in first  # the server of this test stands for it
+    assert "polar serve --rollout-workers 2 &" in first  # the server of this test stands for it
     said = run(["bash", "-seuo", "pipefail"], "\n".join(rest), server, tmp_path)
     assert re.search(r"^event: end$", said, re.M)
     assert "acknowledged" in said.split("returned")[1]

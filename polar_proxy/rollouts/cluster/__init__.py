@@ -1,4 +1,4 @@
-"""Many machines: the work of `polar serve --work` as actors on an existing Ray cluster, PostgreSQL as the store.
+"""Many machines: rollout workers as actors on an existing Ray cluster, with PostgreSQL as the store.
 
     polar serve --executor ray     the head: API, a gateway, and `Cluster`, which keeps one actor on each node
       node actor                   `working`: a gateway, the engine's client and a RolloutService, as on one machine

@@ -1,0 +1,250 @@
+"""What commands print: JSON documents, tables, progress bars and live views. No other module formats output twice."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from polar_proxy.types import Json
+
+if TYPE_CHECKING:
+    from polar_proxy.api_models import Event, Job
+    from polar_proxy.types import CallRecord
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+_END_COLOURS = {"done": "green", "failed": "red", "timed_out": "yellow", "cancelled": "yellow"}
+_CHECK_COLOURS = {"ok": "green", "note": "cyan", "missing": "yellow", "failed": "red"}
+_MAX_LIVE_ROWS = 24
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document on standard output."""
+    sys.stdout.write(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode() + "\n")
+    sys.stdout.flush()
+
+
+def print_note(text: str) -> None:
+    """Print a line for people on standard error."""
+    err.print(f"[dim]{escape(text)}[/]", soft_wrap=True)
+
+
+def print_refused_task(text: str) -> None:
+    err.print(f"[yellow]refused[/] {escape(text)}", soft_wrap=True)
+
+
+def print_check(name: str, state: str, detail: str, fix: str) -> None:
+    """Print one line of `polar doctor` or `polar harness check`, and what to do about it."""
+    out.print(f"[{_CHECK_COLOURS[state]}]{state:<7}[/] {name}: {escape(detail)}", soft_wrap=True)
+    if fix and state not in ("ok", "note"):
+        out.print(f"          -> {escape(fix)}", soft_wrap=True)
+
+
+def make_table(*columns: str, right: Collection[str] = (), wrap: Collection[str] = ()) -> Table:
+    """Return a table without borders. Columns in `right` are aligned to the right; those in `wrap` may wrap."""
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name not in wrap, overflow="fold")
+    return table
+
+
+def format_time(seconds: float | None) -> str:
+    return "-" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def format_number(value: float | None, form: str = "g") -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+def format_counts(counts: Mapping[str, int]) -> str:
+    """Return such as `2 done, 1 failed`, or `-` for no counts."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "-"
+
+
+def last_command(message: Json) -> str:
+    """Return the command of an answer's last tool call, or else its text, in one line."""
+    calls = message.get("tool_calls") or []
+    if calls:
+        arguments = calls[-1]["function"]["arguments"]
+        try:
+            value = orjson.loads(arguments)
+        except orjson.JSONDecodeError:
+            value = arguments
+        if isinstance(value, dict):
+            value = value.get("command") or value.get("cmd") or arguments
+        return " ".join(str(value).split())[:120]
+    return " ".join(str(message.get("content") or "").split())[:120]
+
+
+# Progress
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[int, str], None]]:
+    """`with progress_bar("audit", 20) as update: update(1, "3 traces")`. Shown on a terminal only."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    bar = Progress(*columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal)
+    task = bar.add_task("", total=total)
+    with bar:
+        yield lambda done, text: bar.update(task, completed=done, description=text)
+
+
+@contextlib.contextmanager
+def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function of (kind of work, done, total); each kind gets a bar when its work begins."""
+    bars: dict[str, TaskID] = {}
+    with Progress(console=err, transient=True) as progress:
+
+        def update(kind: str, done: int, total: int) -> None:
+            if kind not in bars:
+                bars[kind] = progress.add_task(kind)
+            progress.update(bars[kind], completed=done, total=max(total, done))
+
+        yield update
+
+
+@contextlib.contextmanager
+def spinner(text: str, *, quiet: bool) -> Iterator[None]:
+    """Show that something takes minutes: a spinner on a terminal, else one line."""
+    if quiet or not err.is_terminal:
+        print_note(f"{text} (once; a minute or two)")
+        yield
+        return
+    columns = (SpinnerColumn(), TextColumn(escape(text)), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        progress.add_task(text, total=None)
+        yield
+
+
+@contextlib.contextmanager
+def _live(table: Callable[[], RenderableType], shown: bool) -> Iterator[None]:
+    if not shown:
+        yield
+        return
+    with Live(get_renderable=table, console=err, refresh_per_second=4, transient=True):
+        yield
+
+
+@dataclass(slots=True)
+class RolloutProgressLine:
+    """What `RolloutProgressView` shows of one rollout."""
+
+    task: str
+    status: str = "queued"
+    calls: int = 0
+    tokens: int = 0
+    command: str = ""
+    since: float = field(default_factory=time.monotonic)
+
+
+class RolloutProgressView:
+    """The progress of `polar run`: a live table on a terminal, else one line for each stage of a rollout.
+
+    It is the rollout service's ProgressReporter and an observer of the gateway's calls.
+    """
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._is_live = err.is_terminal and not quiet
+        self._lines: dict[str, RolloutProgressLine] = {}
+        self._rollout_of: dict[str, str] = {}
+        """Rollout id by session id."""
+
+    def show(self) -> contextlib.AbstractContextManager[None]:
+        return _live(self._table, self._is_live)
+
+    def stage(self, rollout_id: str, status: str, detail: str = "") -> None:
+        line = self._lines.get(rollout_id)
+        if line is None:
+            line = self._lines[rollout_id] = RolloutProgressLine(task=detail or rollout_id)
+        elif line.status == "queued":
+            line.since = time.monotonic()
+        line.status = status
+        if not self._is_live and status != "queued":
+            end = f" ({line.calls} calls, {line.tokens} tokens) {detail}" if status in _END_COLOURS else ""
+            err.print(f"{line.task} {rollout_id}: {status}{end}", markup=False)
+
+    def session(self, rollout_id: str, session_id: str) -> None:
+        self._rollout_of[session_id] = rollout_id
+
+    def output(self, rollout_id: str, data: bytes) -> None:
+        """Ignored: the agent's output is kept as an artifact, and the table shows its commands instead."""
+
+    def call(self, record: CallRecord) -> None:
+        """Count a recorded model call."""
+        rollout_id = self._rollout_of.get(record.session_id)
+        if rollout_id is None:
+            return
+        line = self._lines[rollout_id]
+        line.calls += 1
+        line.tokens += sum(len(choice.token_ids) for choice in record.choices)
+        if record.choices:
+            line.command = last_command(record.choices[0].message) or line.command
+
+    def _table(self) -> Table:
+        table = make_table("task", "stage", "calls", "tokens", "s", "last command", right=("calls", "tokens", "s"))
+        lines = self._lines.values()
+        active = [line for line in lines if line.status not in _END_COLOURS and line.status != "queued"]
+        for line in active[:_MAX_LIVE_ROWS]:
+            numbers = (str(line.calls), str(line.tokens), f"{time.monotonic() - line.since:.0f}")
+            table.add_row(escape(line.task), f"[cyan]{line.status}[/]", *numbers, escape(line.command))
+        finished = sum(line.status in _END_COLOURS for line in lines)
+        queued = sum(line.status == "queued" for line in lines)
+        table.caption = f"{finished} finished, {len(active)} active, {queued} queued"
+        return table
+
+
+class JobProgressView:
+    """The progress of `polar watch`: a live table on a terminal, else one line for each event."""
+
+    def __init__(self, job: Job, *, quiet: bool) -> None:
+        self._job = job
+        self._quiet = quiet
+        self._is_live = err.is_terminal and not quiet
+        self._stages: dict[str, str] = {}
+        self._since: dict[str, float] = {}
+
+    def show(self) -> contextlib.AbstractContextManager[None]:
+        return _live(self._table, self._is_live)
+
+    def update(self, event: Event) -> None:
+        data = event.data
+        if event.event == "stage":
+            self._stages[data["rollout_id"]] = data["to"]
+            self._since[data["rollout_id"]] = time.monotonic()
+        if self._is_live or self._quiet:
+            return
+        match event.event:
+            case "stage":
+                cause = f" ({data['cause']})" if data.get("cause") else ""
+                line = f"{data['rollout_id']}: {data['to']}{cause}"
+            case "group":
+                line = f"{data['group_id']}: {data.get('status')}"
+            case "job":
+                line = f"{data['job_id']}: {data.get('status')}"
+            case _:
+                return
+        err.print(line, markup=False, soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = make_table("rollout", "stage", "s")
+        active = {one: to for one, to in self._stages.items() if to not in _END_COLOURS and to != "queued"}
+        for rollout_id, stage in list(active.items())[:_MAX_LIVE_ROWS]:
+            table.add_row(rollout_id, f"[cyan]{stage}[/]", f"{time.monotonic() - self._since[rollout_id]:.0f}")
+        ends = Counter(to for to in self._stages.values() if to in _END_COLOURS)
+        counts = [f"[{colour}]{ends[name]} {name}[/]" for name, colour in _END_COLOURS.items() if ends[name]]
+        queued = sum(self._job.rollouts.values()) - len(active) - ends.total()
+        table.caption = ", ".join([*counts, f"{len(active)} active", f"{queued} queued"])
+        return table

@@ -1,0 +1,115 @@
+"""Check that a harness would start in a sandbox, without calling a model: `polar harness check`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Literal
+
+from harness_adapters.base import HarnessAdapter, HarnessError, Installation, LaunchContext
+from sandboxes import Mount, ResourceLimits, Sandbox, SandboxError, SandboxSpec, choose, open_sandbox
+from sandboxes.base import SandboxKind
+
+_TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightCheck:
+    """The result of one check."""
+
+    name: str
+    state: Literal["ok", "missing", "failed", "note"]
+    detail: str
+    fix: str = ""
+
+
+def check_version(adapter: HarnessAdapter, installed: Installation) -> list[PreflightCheck]:
+    """Return a note if the adapter was not tested with the installed version."""
+    low, high = adapter.info.tested_versions
+    if low == high == "any" or _version_key(low) <= _version_key(installed.version) <= _version_key(high):
+        return []
+    detail = f"this adapter was tested with {low} to {high}, not with {installed.version}"
+    return [PreflightCheck("tested", "note", detail)]
+
+
+async def check_in_sandbox(
+    adapter: HarnessAdapter, installed: Installation, kind: SandboxKind | Literal["auto"]
+) -> list[PreflightCheck]:
+    """Open a sandbox and check the required programs, the version, and a planned launch."""
+    try:
+        choice = await asyncio.to_thread(choose, kind)
+        spec = SandboxSpec(
+            mounts=tuple(Mount(path, str(path)) for path in installed.mounts),
+            limits=ResourceLimits(memory_mb=None if choice.kind == "process" else 4096),
+        )
+        async with await open_sandbox(choice.kind, spec) as sandbox:
+            return [
+                PreflightCheck("sandbox", "ok", choice.reason),
+                *[await _check_program(sandbox, program) for program in adapter.info.needs],
+                *await _check_start(adapter, installed, sandbox),
+                await _check_launch(adapter, installed, sandbox),
+            ]
+    except (SandboxError, OSError) as error:
+        return [PreflightCheck("sandbox", "failed", str(error), "polar doctor")]
+
+
+async def _check_program(sandbox: Sandbox, program: str) -> PreflightCheck:
+    result = await sandbox.exec(["sh", "-c", 'command -v "$1"', "sh", program], timeout=_TIMEOUT_SECONDS)
+    if result.exit_code == 0:
+        return PreflightCheck(f"needs {program}", "ok", result.stdout.decode(errors="replace").strip())
+    place = {"docker": "in the sandbox's image", "bubblewrap": "on this machine", "process": "on this machine"}
+    fix = f"install {program} {place[sandbox.kind]} with its package manager (apt-get install {program})"
+    return PreflightCheck(f"needs {program}", "missing", f"not on PATH in the {sandbox.kind} sandbox", fix)
+
+
+async def _check_start(adapter: HarnessAdapter, installed: Installation, sandbox: Sandbox) -> list[PreflightCheck]:
+    """Run the harness's version command, if it has one, and compare the version."""
+    values = {"{program}": str(installed.program), "{root}": str(installed.root)}
+    argv = []
+    for word in adapter.info.version_command:
+        for placeholder, value in values.items():
+            word = word.replace(placeholder, value)
+        argv.append(word)
+    if not argv:
+        return []
+    result = await sandbox.exec(argv, env={"HOME": sandbox.home}, timeout=_TIMEOUT_SECONDS)
+    output = (result.stdout + result.stderr).decode(errors="replace").strip()
+    if result.timed_out or result.exit_code != 0:
+        cause = "did not end" if result.timed_out else f"exit code {result.exit_code}"
+        return [PreflightCheck("starts", "failed", f"{' '.join(argv)}: {cause}: {output[-400:]}")]
+    line = next((line.strip() for line in output.splitlines() if installed.version in line), "")
+    if not line:
+        detail = f"it prints {output[-200:]!r}, not {installed.version}"
+        return [PreflightCheck("starts", "failed", detail, "remove it and install it again")]
+    return [PreflightCheck("starts", "ok", line[:200])]
+
+
+async def _check_launch(adapter: HarnessAdapter, installed: Installation, sandbox: Sandbox) -> PreflightCheck:
+    """Plan a launch, write its files and look for its program, but start nothing."""
+    key = "sk-not-a-key-0123456789"
+    context = LaunchContext(
+        base_url="http://127.0.0.1:9/v1",
+        api_key=key,
+        model="model",
+        instruction="Say hello.",
+        home=sandbox.home,
+        workdir=sandbox.workdir,
+    )
+    try:
+        plan = adapter.launch(installed, context)
+    except HarnessError as error:
+        return PreflightCheck("launch", "failed", str(error))
+    if any(key in word for word in plan.argv):
+        return PreflightCheck("launch", "failed", "the key is in the argument list, where every user can read it")
+    for name, text in plan.files.items():
+        await sandbox.write(f"{sandbox.home}/{name}", text.encode(), 0o600)
+    program = plan.argv[0]
+    found = await sandbox.exec(["sh", "-c", 'command -v "$1"', "sh", program], env=plan.env, timeout=_TIMEOUT_SECONDS)
+    if found.exit_code != 0:
+        return PreflightCheck("launch", "missing", f"{program} is not in the {sandbox.kind} sandbox")
+    shown = " ".join(plan.argv[:3])
+    return PreflightCheck("launch", "ok", f"{shown} ... ({len(plan.files)} files, {len(plan.env)} variables)")
+
+
+def _version_key(version: str) -> list[int]:
+    return [int("".join(c for c in part if c.isdigit()) or 0) for part in version.split(".")]
