@@ -81,9 +81,9 @@ class RunSettings(RolloutSpec):
     """Rollouts of each task."""
     backlog: int | None = Field(None, ge=1)
     """Start no new rollouts while this many finished groups wait for a trainer. Default: no limit."""
-    bake: bool = False
-    """Docker sandboxes: agents are made part of the image, once for each (`polar harness bake`), and not mounted from
-    this machine's disk: for a Docker engine that does not see it."""
+    prebuild: bool = False
+    """Build the harness into the image of docker sandboxes, once for each (`polar harness prebuild`), in place of
+    mounting it from this machine's disk: for a Docker engine that cannot see that disk."""
 
     def job_spec(self, **given: Any) -> JobSpec:
         """Return a job with these settings, in which `given` replaces what it names."""

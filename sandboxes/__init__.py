@@ -1,4 +1,8 @@
-"""Sandboxes: where an agent's programs run. `base` has the contract, `choice` the way in."""
+"""Sandboxes: where an agent's programs run.
+
+`base` has the contract, `choice` opens a sandbox of a kind that this machine has, `orphans` removes what a dead owner
+left. The kinds are `docker`, `bubblewrap` and `process`.
+"""
 
 from sandboxes.base import (
     ExecResult,

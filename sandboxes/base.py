@@ -1,17 +1,17 @@
-"""The contract of a sandbox: an empty place in which a program can be run, watched and ended.
+"""The contract of a sandbox: an empty environment in which a program runs, is watched and is ended.
 
-Promises that every kind keeps, and that `tests/sandboxes/test_sandbox_contract.py` checks for each of them:
+Promises that every kind keeps; `tests/sandboxes/test_sandbox_contract.py` checks them for each:
 
 * `home` and `workdir` are empty, writable and belong to this sandbox alone.
-* Nothing of the owner's environment gets in, except what the specification gives.
+* None of the owner's environment variables are visible inside, except those that the specification gives.
 * All commands of one sandbox see the same files and the same network.
 * The exit status is the program's own: `128 + n` after signal n, 127 if the program was not found, 126 if it could not
   be started, with the reason on stderr.
-* A command that runs out of time, or whose task is cancelled, is ended at once together with everything that it
-  started; before that is done the sandbox runs no other. What a command leaves running after a normal end stays until
+* A command that times out, or whose task is cancelled, is ended at once together with all processes that it started;
+  the sandbox runs no other command before that. Processes that a command leaves running after a normal end stay until
   `kill_all` or `close`, as with `docker exec`.
-* Output is bounded: the tail is kept, and `truncated` says so.
-* After `close` nothing is left. After `kill -9` of the owner nothing is left once `orphans.sweep` has run.
+* Output is bounded: the tail is kept, and `truncated` is set.
+* Nothing is left after `close`, nor after `kill -9` of the owner once `orphans.sweep` has run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+
+if TYPE_CHECKING:
+    from sandboxes.orphans import SandboxRegistry
 
 SandboxKind = Literal["docker", "bubblewrap", "process"]
 OutputCallback = Callable[[bytes], None]
@@ -35,25 +38,25 @@ OutputCallback = Callable[[bytes], None]
 OUTPUT_LIMIT = 4 << 20
 READ_LIMIT = 64 << 20
 SANDBOX_ID_VARIABLE = "POLAR_SANDBOX_ID"
-"""Environment variable that every process of a sandbox is started with; `orphans` finds strays by it."""
+"""Environment variable that every process of a sandbox is started with. `orphans` finds stray processes by it."""
 
 T = TypeVar("T")
 
 
 class SandboxError(Exception):
-    """A sandbox could not do what was asked; the text says why and what helps."""
+    """A sandbox operation failed. The text gives the reason and the remedy."""
 
 
 class SandboxUnavailable(SandboxError):
-    """This kind of sandbox cannot be used on this machine now."""
+    """This kind of sandbox is not available on this machine now."""
 
 
 class SandboxEnded(SandboxError):
-    """The sandbox went away while it was in use (closed, killed, or the program inside killed its init process)."""
+    """The sandbox ended while in use: it was closed or killed, or a program inside killed its init process."""
 
 
 class FileTooLarge(SandboxError):
-    """A file inside is larger than the reader is willing to take."""
+    """A file inside is larger than the limit of the read."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,9 @@ class Mount:
 
 @dataclass(frozen=True)
 class ResourceLimits:
-    """Upper bounds of one sandbox; None is no bound. `Sandbox.unenforced` names those that a kind cannot hold.
+    """Upper bounds of one sandbox; None is no bound. `Sandbox.unenforced` lists those that a kind cannot enforce.
 
-    `file_mb` is the size of any one file. Memory includes what lies in /tmp where that is in memory (bubblewrap).
+    `file_mb` bounds the size of each file. Memory includes files in /tmp where that is in memory (bubblewrap).
     """
 
     memory_mb: int | None = 4096
@@ -80,7 +83,7 @@ class ResourceLimits:
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What a sandbox is made of. `image` is for docker alone; None is the default image of `sandboxes/images`."""
+    """What to make a sandbox of. `image` is for docker only; None is the default image of `sandboxes/images`."""
 
     image: str | None = None
     mounts: tuple[Mount, ...] = ()
@@ -88,12 +91,13 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     workdir: str | None = None
-    """Absolute path of the working folder; None: the kind's own. In docker: the image's folder, with what it holds."""
+    """Absolute path of the working folder; None: the kind's default. In docker it is the image's folder, with its
+    files."""
     folders: tuple[str, ...] = ()
     """Further empty, writable folders, absolute."""
 
     def check(self) -> None:
-        """Raise `SandboxError` for a mount or folder that cannot work, before anything is started."""
+        """Raise `SandboxError` for a mount or folder that is invalid or missing, before anything is started."""
         for folder in (*self.folders, *([self.workdir] if self.workdir else [])):
             if not posixpath.isabs(folder) or posixpath.normpath(folder) == "/":
                 raise SandboxError(f"a folder of a sandbox must be absolute and not /: {folder!r}")
@@ -106,7 +110,7 @@ class SandboxSpec:
 
 @dataclass(frozen=True)
 class ExecResult:
-    """How a command ended. `truncated`: stdout or stderr was longer than the limit and only its tail is here."""
+    """How a command ended. `truncated`: stdout or stderr was longer than the limit, and only its tail was kept."""
 
     exit_code: int
     stdout: bytes
@@ -117,7 +121,7 @@ class ExecResult:
 
 
 class OutputTail:
-    """Collects bytes and keeps the last `limit` of them."""
+    """Collects bytes and keeps the last `limit`."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -143,7 +147,7 @@ class OutputTail:
 
 
 async def uncancellable(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end even if the caller is cancelled meanwhile; the cancellation is raised afterwards.
+    """Run `work` to its end even if the caller is cancelled meanwhile, and raise the cancellation afterwards.
 
     For clean-up that must not stop half-way: killing, removing, unregistering.
     """
@@ -151,7 +155,7 @@ async def uncancellable(work: Coroutine[Any, Any, T]) -> T:
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await asyncio.wait({task})  # unlike `await task`, neither hands the cancellation on nor raises its error
+            await asyncio.wait({task})  # unlike `await task`, this neither cancels the task nor raises its error
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
@@ -164,20 +168,20 @@ def new_sandbox_id() -> str:
 
 
 def check_tree_paths(files: Mapping[str, bytes]) -> None:
-    """Refuse keys of `write_tree` which leave its root: they come from task data."""
+    """Raise ValueError for a name that leaves the root of `write_tree`: the names come from task data."""
     for name in files:
         if posixpath.isabs(name) or ".." in name.split("/") or posixpath.normpath(name) == ".":
             raise ValueError(f"write_tree: {name!r} is not a relative path below the root")
 
 
 class Sandbox(ABC):
-    """One open sandbox. Made by `open_sandbox`; closed by `close` or by leaving `async with`."""
+    """One open sandbox. `open_sandbox` makes it; `close`, or leaving `async with`, ends it."""
 
     kind: ClassVar[SandboxKind]
     isolation: str
-    """One honest sentence: what is kept apart and what is not."""
+    """One sentence: what is isolated and what is not."""
     unenforced: tuple[str, ...]
-    """The limits asked for that this sandbox cannot hold, each with the reason."""
+    """The requested limits that this sandbox cannot enforce, each with the reason."""
     id: str
     home: str
     workdir: str
@@ -192,7 +196,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """End everything inside and remove it. Idempotent; completes even when cancelled."""
+        """End all processes inside and remove the sandbox. Idempotent; completes even if cancelled."""
 
     @abstractmethod
     async def exec(
@@ -208,50 +212,90 @@ class Sandbox(ABC):
     ) -> ExecResult:
         """Run a program (no shell) and wait for its end.
 
-        `env` is added to the sandbox's own; `cwd` is absolute or relative to `workdir`; `timeout` in seconds.
-        `on_output` gets the bytes of stdout and stderr as they come, in the event loop: it has to be quick. An error
-        that it raises ends the command and comes out here. `output_limit` bounds stdout and stderr each.
-        Raises `SandboxEnded` if the sandbox goes away meanwhile.
+        `env` is added to the sandbox's own; `cwd` is absolute or relative to `workdir`; `timeout` is in seconds.
+        `on_output` gets the bytes of stdout and stderr as they arrive, in the event loop: it must be quick. An error
+        that it raises ends the command and is raised here. `output_limit` bounds stdout and stderr each.
+        Raise `SandboxEnded` if the sandbox ends meanwhile.
         """
 
     @abstractmethod
     async def kill_all(self) -> None:
-        """End every process that commands have started, background ones too; files stay.
+        """End every process that commands have started, background ones too. Files stay.
 
-        For the moment between the end of an agent and the reading of what it left.
+        Call it between the end of an agent and the reading of its files.
         """
 
     @abstractmethod
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        """Write a file; missing folders are made. The path is resolved inside the sandbox, links included."""
+        """Write a file and make missing folders. The path is resolved inside the sandbox, links included."""
 
     @abstractmethod
     async def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
-        """Read a regular file; the path is resolved inside the sandbox, links included.
+        """Read a regular file. The path is resolved inside the sandbox, links included.
 
-        Raises `FileNotFoundError`, `IsADirectoryError`, or `FileTooLarge` beyond `limit` bytes.
+        Raise `FileNotFoundError`, `IsADirectoryError`, or `FileTooLarge` for more than `limit` bytes.
         """
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:
-        """Write many files below `root` (`workdir` if None). Raises ValueError for a name that leaves the root."""
+        """Write many files below `root` (`workdir` if None). Raise ValueError for a name that leaves the root."""
         check_tree_paths(files)
         for name, data in files.items():
             await self.write(posixpath.join(root or self.workdir, name), data)
 
     @abstractmethod
     async def listen(self, port: int = 0) -> socket.socket | None:
-        """A listening TCP socket on 127.0.0.1 *of the sandbox's network*, on which this process accepts.
+        """Return a TCP socket that listens on 127.0.0.1 *of the sandbox's network*; this process accepts on it.
 
-        None when the sandbox shares the host's network: bind an ordinary socket then. The caller closes it.
+        None if the sandbox shares the host's network: bind an ordinary socket then. The caller closes the socket.
         """
 
     def path(self, path: str) -> str:
-        """Absolute form of a path inside."""
+        """Return the absolute form of a path inside."""
         return posixpath.join(self.workdir, path)
 
 
+class ManagedSandbox(Sandbox):
+    """A sandbox with a record in the registry, opened by `open` and closed exactly once."""
+
+    def __init__(self, spec: SandboxSpec, registry: SandboxRegistry) -> None:
+        self.id = new_sandbox_id()
+        self.spec = spec
+        self.unenforced = ()
+        self._registry = registry
+        self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, spec: SandboxSpec, registry: SandboxRegistry) -> Self:
+        """Open a sandbox. If that fails or is cancelled, remove what there is of it."""
+        spec.check()
+        sandbox = cls(spec, registry)
+        try:
+            await sandbox._start()
+        except BaseException:
+            await uncancellable(sandbox.close())
+            raise
+        return sandbox
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._end())
+        await uncancellable(_wait(self._closing))
+
+    @abstractmethod
+    async def _start(self) -> None:
+        """Register the sandbox, then make it ready for commands."""
+
+    @abstractmethod
+    async def _end(self) -> None:
+        """End everything inside, remove it, then unregister it. Called once, also after a failed `_start`."""
+
+
+async def _wait(task: asyncio.Task[None]) -> None:
+    await asyncio.shield(task)
+
+
 def command_environment(base: Mapping[str, str], sandbox: Sandbox, *more: Mapping[str, str] | None) -> dict[str, str]:
-    """The environment of a command: the kind's base, home, then what specification and call give, then the marker."""
+    """Return the environment of a command: the kind's base, HOME, then `more`, then the sandbox id."""
     env = {**base, "HOME": sandbox.home}
     for extra in more:
         env.update(extra or {})
@@ -262,7 +306,7 @@ def command_environment(base: Mapping[str, str], sandbox: Sandbox, *more: Mappin
 
 
 def check_argv(argv: Sequence[str]) -> list[str]:
-    """The arguments as a list; a bare string is refused, for it would run its first letter."""
+    """Return the arguments as a list. A plain string is refused, because its first letter would be run."""
     if isinstance(argv, str) or not argv:
         raise ValueError("argv is a non-empty sequence of strings")
     args = [os.fspath(a) for a in argv]

@@ -1,8 +1,8 @@
-"""`bubblewrap`: Linux namespaces without a daemon. About ten milliseconds to start, as root or as any user.
+"""`bubblewrap`: Linux namespaces without a daemon. Starts in about ten milliseconds, as root or as any user.
 
-The root is made from an allow-list, not from the host's root: only the system's programs and libraries appear, read
-only. Everything else of the host (homes, /run and its sockets, /tmp, /var, /srv, checkouts, databases) does not exist
-inside, unless it is mounted on purpose.
+The root file system is made from an allow-list: only the system's programs and libraries appear, read-only. The rest
+of the host (homes, /run and its sockets, /tmp, /var, /srv, checkouts, databases) does not exist inside unless it is
+mounted.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from . import cgroups, orphans
-from .base import SandboxError, SandboxSpec
-from .process import process_limits
-from .supervised import SupervisedSandbox
+from sandboxes import cgroups, orphans
+from sandboxes.base import SandboxError, SandboxSpec
+from sandboxes.process import SupervisedSandbox, process_limits
 
 HOME = "/home/agent"
 WORKDIR = "/workspace"
@@ -42,24 +41,24 @@ class BubblewrapSandbox(SupervisedSandbox):
         self.base_env = {"PATH": SEARCH_PATH, "LANG": "C.UTF-8", "TERM": "dumb", "TMPDIR": "/tmp"}
 
     def _prepare(self) -> list[str]:
-        places = {"home": HOME, "workspace": self.workdir}
-        places |= {f"folder-{number}": folder for number, folder in enumerate(self.spec.folders)}
+        folders = {"home": HOME, "workspace": self.workdir}
+        folders |= {f"folder-{number}": folder for number, folder in enumerate(self.spec.folders)}
         binds = []
-        for name, place in places.items():
-            if any(Path(place).is_relative_to(system) for system in SYSTEM):
-                raise SandboxError(f"bubblewrap shows the host's own {place}, read-only; use docker for a folder there")
+        for name, target in folders.items():
+            if any(Path(target).is_relative_to(system) for system in SYSTEM):
+                raise SandboxError(f"bubblewrap shows the host's own {target} read-only; use docker for a folder there")
             (self.base / name).mkdir(mode=0o755)
-            binds += ["--bind", str(self.base / name), place]
+            binds += ["--bind", str(self.base / name), target]
         self._limit()
         for mount in self.spec.mounts:
             binds += ["--ro-bind" if mount.read_only else "--bind", str(mount.source.absolute()), mount.target]
-        # The root itself is a small tmpfs that only carries mount points; last, it is made read-only.
-        return [*command(), *binds, "--remount-ro", "/"]
+        # The root is a small tmpfs with nothing but mount points. It is made read-only last.
+        return [*bwrap_command(), *binds, "--remount-ro", "/"]
 
     def _limit(self) -> None:
-        """Control groups if this user may make them, else what limits of single processes can do."""
+        """Limit the sandbox by control groups if this user may make them, else by limits of each process."""
         limits = self.spec.limits
-        folders = cgroups.places(self.id, limits)
+        folders = cgroups.group_folders(self.id, limits)
         if folders:
             self._record.cgroups = [str(folder) for folder in folders]
             self._registry.write(self._record)
@@ -82,14 +81,14 @@ class BubblewrapSandbox(SupervisedSandbox):
         return limits
 
     async def listen(self, port: int = 0) -> socket.socket | None:
-        _, fds = await self._live().call(op="listen", port=port)
+        _, fds = await self._require_open().call(op="listen", port=port)
         listening = socket.socket(fileno=fds[0])
         listening.setblocking(False)
         return listening
 
 
-def command() -> list[str]:
-    """bwrap with everything but the mounts of one sandbox."""
+def bwrap_command() -> list[str]:
+    """Return the bwrap command line, without the mounts of one sandbox."""
     program = shutil.which("bwrap")
     if program is None:
         raise SandboxError("bwrap is not installed")
@@ -101,22 +100,25 @@ def command() -> list[str]:
         elif os.path.isdir(name):
             args += ["--ro-bind", name, name]
     args += ["--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--tmpfs", "/var/tmp", "--dir", "/run"]
-    for path in hidden():
+    for path in unreadable_files():
         args += ["--tmpfs", path] if os.path.isdir(path) else ["--ro-bind", "/dev/null", path]
     return [*args, "--setenv", "PATH", SEARCH_PATH]
 
 
 @cache
 def _features(program: str) -> tuple[str, ...]:
-    """Options that older versions lack."""
+    """Return the options that older versions lack."""
     text = subprocess.run([program, "--help"], capture_output=True, text=True, check=False)
-    # Without it, programs inside could make user namespaces of their own and reach more of the kernel.
+    # Without it, programs inside could make their own user namespaces and reach more of the kernel.
     return ("--disable-userns",) if "--disable-userns" in text.stdout + text.stderr else ()
 
 
 @cache
-def hidden() -> tuple[str, ...]:
-    """What in /etc not everybody may read (shadow, private keys): root's sandboxes do not get to read it either."""
+def unreadable_files() -> tuple[str, ...]:
+    """Return the paths in /etc that not every user may read (shadow, private keys).
+
+    They are hidden, because a sandbox that root opens could read them.
+    """
     found: list[str] = []
     for folder, folders, files in os.walk("/etc"):
         for name in (*folders, *files):
@@ -131,16 +133,16 @@ def hidden() -> tuple[str, ...]:
 
 
 def why_not() -> str | None:
-    """The reason why bubblewrap cannot be used here, or None. Blocking, some 100 ms."""
+    """Return why bubblewrap cannot be used here, or None. Blocking, about 100 ms."""
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
     try:
-        done = subprocess.run([*command(), "--", "true"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run([*bwrap_command(), "--", "true"], capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
         return "bwrap does not answer"
     if done.returncode != 0:
         return f"bwrap fails: {done.stderr.strip() or done.returncode}"
-    # A system may let bwrap make namespaces and yet not let this process enter them: only a trial tells.
+    # A system may let bwrap make namespaces and yet not let this process enter them: only a trial shows that.
     with tempfile.TemporaryDirectory(prefix="polar-trial-") as folder, ThreadPoolExecutor(1) as pool:
         try:
             pool.submit(asyncio.run, _trial(Path(folder))).result()

@@ -1,8 +1,8 @@
-"""Limits on a whole sandbox by Linux control groups, for whoever may make them (root); version 1 and 2.
+"""Limits on a whole sandbox by Linux control groups, version 1 and 2, for users who may make them (root).
 
-Version 1 is met where each controller is mounted by itself; the group is made below the one that this process is in.
-Version 2: below the root of the mounted hierarchy if it delegates the controllers, because a group that holds
-processes (this one) cannot hand controllers to its children.
+In version 1 each controller is mounted by itself, and the group is made below the one that this process is in. In
+version 2 it is made below the root of the mounted hierarchy if that delegates the controllers, because a group with
+processes (this one) cannot give controllers to its children.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PERIOD = 100_000
 
 @dataclass
 class ControlGroup:
-    """The folders of one group (one in version 2, one for each controller in version 1)."""
+    """The folders of one control group: one in version 2, one for each controller in version 1."""
 
     dirs: list[Path]
 
@@ -34,7 +34,7 @@ class ControlGroup:
 
 
 def remove(folder: Path, seconds: float = 30.0) -> None:
-    """Remove an empty group; the kernel may need a moment after the last process is gone."""
+    """Remove an empty group. The kernel may need a moment after the last process ended."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -50,7 +50,7 @@ def remove(folder: Path, seconds: float = 30.0) -> None:
 
 
 def settings(limits: ResourceLimits, version: int) -> dict[str, list[tuple[str, str, bool]]]:
-    """controller -> (file, value, required). Swap files exist only where swap accounting is on."""
+    """Return controller -> (file, value, required). Swap files exist only where swap accounting is on."""
     found: dict[str, list[tuple[str, str, bool]]] = {}
     if limits.memory_mb is not None:
         size = str(limits.memory_mb << 20)
@@ -72,7 +72,7 @@ def settings(limits: ResourceLimits, version: int) -> dict[str, list[tuple[str, 
 
 
 def parents(controllers: set[str], root: Path = ROOT, own: str | None = None) -> dict[str, Path] | None:
-    """The folder in which a group for each controller can be made, or None if there is none for one of them."""
+    """Return the folder in which a group for each controller can be made, or None if one of them has none."""
     unified = root / "cgroup.subtree_control"
     if unified.exists():
         return dict.fromkeys(controllers, root) if controllers <= set(unified.read_text().split()) else None
@@ -81,22 +81,22 @@ def parents(controllers: set[str], root: Path = ROOT, own: str | None = None) ->
     for line in own.splitlines():
         _, names, path = line.split(":", 2)
         for name in names.split(","):
-            # Inside a container the path may be the host's, while the mount shows this container's own group as root.
+            # Inside a container the path may be the host's, while the mount shows the container's own group as root.
             for folder in (root / name / path.lstrip("/"), root / name):
                 if name in controllers and name not in found and os.access(folder, os.W_OK) and folder.is_dir():
                     found[name] = folder
     return found if set(found) == controllers else None
 
 
-def places(ident: str, limits: ResourceLimits, root: Path = ROOT, own: str | None = None) -> list[Path] | None:
-    """The folders that `create` will make; known beforehand, so that they can be registered before they exist."""
+def group_folders(ident: str, limits: ResourceLimits, root: Path = ROOT, own: str | None = None) -> list[Path] | None:
+    """Return the folders that `create` will make, so that they can be registered before they exist."""
     controllers = set(settings(limits, 1))
     folders = parents(controllers, root, own) if controllers and root.is_dir() else None
     return None if folders is None else sorted({folder / ident for folder in folders.values()})
 
 
 def create(folders: list[Path], limits: ResourceLimits) -> ControlGroup | None:
-    """Make the group and set its limits; None if this user may not (a read-only or foreign hierarchy)."""
+    """Make the group and set its limits. Return None if this user may not (a read-only or foreign hierarchy)."""
     group = ControlGroup([])
     try:
         for folder in folders:

@@ -1,4 +1,4 @@
-"""Which kinds of sandbox this machine has, and opening one."""
+"""Which kinds of sandbox this machine has, and `open_sandbox`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from sandboxes import bubblewrap, docker, docker_engine, orphans
 from sandboxes.base import Sandbox, SandboxKind, SandboxSpec, SandboxUnavailable
-
-from . import bubblewrap, docker, docker_engine, orphans
-from .process import ProcessSandbox
+from sandboxes.process import ProcessSandbox
 
 STRONGEST_FIRST: tuple[SandboxKind, ...] = ("docker", "bubblewrap", "process")
 HOW_TO_GET: dict[SandboxKind, str] = {
@@ -24,7 +23,7 @@ HOW_TO_GET: dict[SandboxKind, str] = {
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a kind can be used now; if not, why and what helps."""
+    """Whether a kind can be used now; if not, why, and how to get it."""
 
     kind: SandboxKind
     ok: bool
@@ -34,24 +33,24 @@ class Availability:
 
 @dataclass(frozen=True)
 class SandboxChoice:
-    """The kind that was taken; `reason` is one line for people, with what was passed over and why."""
+    """The chosen kind. `reason` is one line for people: which kinds were passed over, and why."""
 
     kind: SandboxKind
     reason: str
 
 
 def available(image: str | None = None) -> list[Availability]:
-    """All kinds, strongest first. Blocking (up to some 100 ms): call it from a thread where an event loop runs."""
+    """Return all kinds, strongest first. Blocking (up to some 100 ms): call it in a thread if an event loop runs."""
     return [_availability(kind, image) for kind in STRONGEST_FIRST]
 
 
 def choose(kind: SandboxKind | Literal["auto"] = "auto", image: str | None = None) -> SandboxChoice:
-    """The kind asked for, or the strongest that works here. Raises `SandboxUnavailable`. Blocking."""
+    """Return the requested kind, or the strongest that works here. Raise `SandboxUnavailable`. Blocking."""
     if kind != "auto":
         found = _availability(kind, image)
         if not found.ok:
             raise SandboxUnavailable(f"no {kind} sandbox: {found.why_not}. To get it: {found.how_to_get}")
-        return SandboxChoice(kind, f"{kind}, as asked for")
+        return SandboxChoice(kind, f"{kind}, as requested")
     passed_over: list[str] = []
     for candidate in STRONGEST_FIRST:
         found = _availability(candidate, image)
@@ -70,8 +69,8 @@ async def open_sandbox(
 ) -> Sandbox:
     """Open a sandbox, ready for commands: `async with await open_sandbox("auto", spec) as sandbox: ...`.
 
-    `state_dir` holds the register of open sandboxes and the files of `process` and `bubblewrap`; give the same one to
-    `orphans.sweep`. Raises `SandboxUnavailable` if there is no such sandbox here, `SandboxError` if it does not start.
+    `state_dir` has the registry of open sandboxes and the files of `process` and `bubblewrap`; give the same folder to
+    `orphans.sweep`. Raise `SandboxUnavailable` if this machine has no such kind, `SandboxError` if it does not start.
     """
     spec = spec or SandboxSpec()
     chosen = kind
@@ -84,7 +83,7 @@ async def open_sandbox(
         return await docker.DockerSandbox.open(spec, registry)
     if chosen == "bubblewrap":
         if not await asyncio.to_thread(bubblewrap.installed):
-            await asyncio.to_thread(choose, chosen)  # raises with the reason and the cure
+            await asyncio.to_thread(choose, chosen)  # raises with the reason and the remedy
         return await bubblewrap.BubblewrapSandbox.open(spec, registry)
     return await ProcessSandbox.open(spec, registry)
 
@@ -105,7 +104,7 @@ def _docker_why_not(image: str | None) -> str | None:
             await docker_engine.find_image(engine, image)
 
     try:
-        # A loop of its own in a thread of its own: this function may be called where a loop is running already.
+        # In a new event loop and thread, because the caller may already run in an event loop.
         with ThreadPoolExecutor(1) as pool:
             pool.submit(asyncio.run, probe()).result()
     except SandboxUnavailable as error:

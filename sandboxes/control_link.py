@@ -1,4 +1,4 @@
-"""The owner's ends of a supervised sandbox, in the event loop: the control socket and the pipes of output."""
+"""The owner's ends of a supervised sandbox, in the event loop: the control socket and the output pipes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+from sandboxes import supervisor
 from sandboxes.base import OutputCallback, OutputTail, SandboxEnded, uncancellable
-
-from . import supervisor
 
 Reply = tuple[dict[str, Any], list[int]]
 
 
 class OutputPipe:
-    """Reads one pipe into a bounded tail; after `discard` it goes on reading, so that background writers live on."""
+    """Reads one pipe into a bounded tail. After `discard` it still reads, so that background writers do not block."""
 
     def __init__(self, limit: int, failed: asyncio.Future[Any], callback: OutputCallback | None) -> None:
         self.fd, self.writer = os.pipe()
@@ -42,7 +41,7 @@ class OutputPipe:
         if self._callback is not None:
             try:
                 self._callback(data)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it comes out of `exec`
+            except Exception as error:  # noqa: BLE001 - `exec` raises it
                 self._callback = None
                 if not self._failed.done():
                     self._failed.set_exception(error)
@@ -65,7 +64,7 @@ class OutputPipe:
 
 
 class ControlLink:
-    """The control socket: requests out, replies by id. One per sandbox, of the event loop that made it."""
+    """The control socket of one sandbox: sends requests, and matches replies by id. Belongs to one event loop."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -112,7 +111,7 @@ class ControlLink:
                     continue
                 except ConnectionError:
                     break
-                # A message cut in two would derail the stream: the rest goes out even if the caller is cancelled.
+                # Half a message would corrupt the stream: the rest is sent even if the caller is cancelled.
                 if sent < len(data):
                     await uncancellable(self._loop.sock_sendall(self._sock, data[sent:]))
                 return
@@ -149,5 +148,5 @@ class ControlLink:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(SandboxEnded("the sandbox ended: it was closed, or its init process was killed"))
-                future.exception()  # an abandoned call is no "exception was never retrieved"
+                future.exception()  # retrieved, so that an abandoned call is not logged
         self._waiting.clear()

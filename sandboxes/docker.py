@@ -1,54 +1,58 @@
 """`docker`: a container without a network, driven through the engine's API.
 
-Inside nothing but a POSIX shell and the usual small tools is needed (see `docker_scripts`).
+The image needs only a POSIX shell with cat, head, mkdir, tar, tr and grep: see the scripts at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import posixpath
 import socket
 import tarfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from sandboxes import netns, orphans
 from sandboxes.base import (
     OUTPUT_LIMIT,
     READ_LIMIT,
     SANDBOX_ID_VARIABLE,
     ExecResult,
     FileTooLarge,
+    ManagedSandbox,
     OutputCallback,
-    Sandbox,
     SandboxEnded,
     SandboxError,
     SandboxSpec,
     check_argv,
     check_tree_paths,
     command_environment,
-    new_sandbox_id,
     uncancellable,
 )
-from sandboxes.docker_engine import CommandStream, docker_client, find_image, module, remove_container, translated
-
-from . import docker_scripts as scripts
-from . import netns, orphans
+from sandboxes.docker_engine import (
+    CommandStream,
+    docker_client,
+    find_image,
+    pack_archive,
+    remove_container,
+    require_aiodocker,
+    translate_errors,
+)
 
 if TYPE_CHECKING:
     import aiodocker
 
 HOME = "/home/agent"
 WORKDIR = "/workspace"
-EXEC_MARKER = "POLAR_EXEC_ID"
+COMMAND_ID_VARIABLE = "POLAR_EXEC_ID"
 END_SECONDS = 10.0
 PROBE = ["true"]
 
 
-class DockerSandbox(Sandbox):
+class DockerSandbox(ManagedSandbox):
     kind = "docker"
     isolation = (
         "Own processes, network (loopback only) and files of an image, no capabilities, the engine's system-call "
@@ -56,70 +60,54 @@ class DockerSandbox(Sandbox):
     )
 
     def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
-        self.id = new_sandbox_id()
-        self.spec = spec
+        super().__init__(spec, registry)
         self.home, self.workdir = HOME, spec.workdir or WORKDIR
         self._volumes = (HOME, *([] if spec.workdir else [WORKDIR]), *spec.folders)
-        self.unenforced = ()
-        self._registry = registry
         self._record = orphans.SandboxRecord.mine(self.id, self.kind)
         self._stack = contextlib.AsyncExitStack()
         self._engine: aiodocker.Docker | None = None
         self._container: Any = None
         self._main = "1"
-        self._closing: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[int]] = set()
-        """What follows the commands that run."""
+        """The tasks that follow running commands."""
         self._ending: set[asyncio.Task[None]] = set()
-        """The ends of commands whose tasks were cancelled; one that failed stays, and whoever comes next is told."""
+        """Tasks that end cancelled commands. One that failed stays here, and the next command raises its error."""
 
-    # ------------------------------------------------------------ life
-
-    @classmethod
-    async def open(cls, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> Self:
-        spec.check()
-        self = cls(spec, registry)
-        try:
-            await self._start()
-        except BaseException:
-            await uncancellable(self.close())
-            raise
-        return self
+    # ------------------------------------------------------------ life cycle
 
     async def _start(self) -> None:
         engine = self._engine = await self._stack.enter_async_context(docker_client())
         image = await find_image(engine, self.spec.image)
-        self._record.container = self.id  # the name: known before there is a container
+        self._record.container = self.id  # its name, known before the container exists
         await uncancellable(asyncio.to_thread(self._registry.write, self._record))
         try:
-            # Cancelled half-way, the engine would make the container after we had looked for it in vain.
+            # Not cancelled half-way: the engine could create the container after the clean-up looked for it.
             creating = engine.containers.create(self._config(image), name=self.id)
             self._container = await uncancellable(creating)
             await uncancellable(self._container.start())
-        except module().DockerError as error:
+        except require_aiodocker().DockerError as error:
             raise SandboxError(f"the engine did not start a container of {image}: {error.message}") from error
-        # The volumes come owned by root; an image's own user has to be able to write to them.
-        done = await self._script(scripts.FIRST, *self._volumes)
+        # The volumes are owned by root at first; an image's own user must be able to write to them.
+        done = await self._script(FIND_MAIN_PROCESS, *self._volumes)
         self._main = done.stdout.split()[0].decode() if done.stdout else "1"
         if done.exit_code:
             await self._own_volumes()
 
     async def _own_volumes(self) -> None:
-        """Open these folders to the image's user. Root inside has no capability; the engine's archive call has."""
+        """Give the volumes to the image's user, through an archive: root inside has no capability to change owners."""
         who = await self.exec(["sh", "-c", "id -u; id -g"], cwd="/")
         uid, gid = (int(n) for n in who.stdout.split())
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as tar:
-            for folder in self._volumes:
-                entry = tarfile.TarInfo(folder.lstrip("/"))
-                entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, 0o755, uid, gid
-                tar.addfile(entry)
-        await self._container.put_archive("/", buffer.getvalue())
+        folders = []
+        for folder in self._volumes:
+            entry = tarfile.TarInfo(folder.lstrip("/"))
+            entry.type, entry.mode, entry.uid, entry.gid = tarfile.DIRTYPE, 0o755, uid, gid
+            folders.append((entry, b""))
+        await self._container.put_archive("/", pack_archive(folders))
 
     def _config(self, image: str) -> dict[str, Any]:
         limits = self.spec.limits
         mounts: list[dict[str, Any]] = [
-            # Empty even where the image has such a folder, and quicker than the image's layers.
+            # Empty even if the image has such a folder, and faster than the image's layers.
             {"Type": "volume", "Target": target, "VolumeOptions": {"NoCopy": True}}
             for target in self._volumes
         ]
@@ -134,7 +122,7 @@ class DockerSandbox(Sandbox):
             "SecurityOpt": ["no-new-privileges"],
             "Mounts": mounts,
             "Ulimits": [{"Name": "core", "Soft": 0, "Hard": 0}],
-            # No copy of all output in the engine's own log.
+            # The engine keeps no copy of the output in its own log.
             "LogConfig": {"Type": "none"},
         }
         if limits.memory_mb is not None:
@@ -157,12 +145,7 @@ class DockerSandbox(Sandbox):
             "HostConfig": host,
         }
 
-    async def close(self) -> None:
-        if self._closing is None:
-            self._closing = asyncio.ensure_future(self._close())
-        await uncancellable(_join(self._closing))
-
-    async def _close(self) -> None:
+    async def _end(self) -> None:
         try:
             if self._record.container is not None and self._engine is not None:
                 await remove_container(self._engine, self.id)
@@ -176,7 +159,7 @@ class DockerSandbox(Sandbox):
         orphans.remove_dir(self._registry.state_dir / self.id)
         self._registry.remove(self.id)
 
-    def _live(self) -> Any:
+    def _require_open(self) -> Any:
         if self._container is None or self._closing is not None:
             raise SandboxEnded("the sandbox is closed")
         return self._container
@@ -196,21 +179,17 @@ class DockerSandbox(Sandbox):
     ) -> ExecResult:
         for ending in tuple(self._ending):
             await asyncio.shield(ending)
-        container = self._live()
+        container = self._require_open()
         ident = uuid.uuid4().hex
-        variables = {**command_environment({}, self, self.spec.env, env), EXEC_MARKER: ident}
+        variables = {**command_environment({}, self, self.spec.env, env), COMMAND_ID_VARIABLE: ident}
         where = self.path(cwd or self.workdir)
         args = check_argv(argv)
-        shell = (
-            ["sh", "-c", scripts.RUN_STDIN, "sh", where, str(len(stdin))]
-            if stdin
-            else ["sh", "-c", scripts.RUN, "sh", where]
-        )
+        shell = ["sh", "-c", RUN_WITH_STDIN, "sh", where, str(len(stdin))] if stdin else ["sh", "-c", RUN, "sh", where]
         start = time.monotonic()
         run = CommandStream(stdin, on_output, output_limit)
         task: asyncio.Task[int] | None = None
         try:
-            with translated():
+            with translate_errors():
                 execution = await container.exec([*shell, *args], environment=variables, stdin=bool(stdin), workdir="/")
                 task = asyncio.ensure_future(run.follow(execution))
                 self._running.add(task)
@@ -224,25 +203,25 @@ class DockerSandbox(Sandbox):
                 exit_code = task.result()
         except asyncio.CancelledError:
             if task is not None and self._closing is None:
-                self._end(ident, task)
+                self._end_in_background(ident, task)
             raise
         except BaseException as error:
             if task is not None and self._closing is None:
-                # Also when the reader failed (an error of the callback): the program may still be running.
+                # Also if only the reader failed (an error of the callback): the program may still run.
                 try:
                     await uncancellable(self._kill(ident, task))
                 except SandboxError as failed:
                     error.add_note(f"and the command could not be ended: {failed}")
             raise
-        if exit_code == 137 and not timed_out and args != PROBE and await self._ended():
+        if exit_code == 137 and not timed_out and args != PROBE and await self._container_ended():
             raise SandboxEnded("the container ended while the command ran")
         truncated = run.out.truncated or run.err.truncated
         seconds = time.monotonic() - start
         return ExecResult(exit_code, run.out.value(), run.err.value(), timed_out, seconds, truncated)
 
-    def _end(self, ident: str, task: asyncio.Task[int]) -> None:
-        """End a cancelled command. It is not waited for: as a rule the sandbox is closed next, which ends everything by
-        one call of the engine where this takes three."""
+    def _end_in_background(self, ident: str, task: asyncio.Task[int]) -> None:
+        """End a cancelled command without waiting: usually the sandbox is closed next, with one call of the engine
+        where this takes three."""
 
         def ended(ending: asyncio.Task[None]) -> None:
             if ending.cancelled() or ending.exception() is None:
@@ -251,17 +230,18 @@ class DockerSandbox(Sandbox):
         ending = asyncio.ensure_future(self._kill(ident, task))
         ending.add_done_callback(ended)
         self._ending.add(ending)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen: nobody asks for it any more
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved: it is not awaited
 
     async def _kill(self, ident: str, task: asyncio.Task[int]) -> None:
-        """End a command's tree and wait for its end; whatever resists takes the sandbox with it."""
+        """End a command's process tree and wait for its end. Close the sandbox if a process resists."""
         deadline = time.monotonic() + END_SECONDS
         while True:
-            # Not by `exec`, which waits for this.
-            with translated():
-                killing = ["sh", "-c", scripts.KILL, "sh", self._main, f"{EXEC_MARKER}={ident}"]
-                await CommandStream(b"", None, OUTPUT_LIMIT).follow(await self._live().exec(killing, workdir="/"))
-            # Again if need be: the engine may have been about to start the program.
+            # Not through `exec`, which waits for this.
+            with translate_errors():
+                killing = ["sh", "-c", KILL, "sh", self._main, f"{COMMAND_ID_VARIABLE}={ident}"]
+                execution = await self._require_open().exec(killing, workdir="/")
+                await CommandStream(b"", None, OUTPUT_LIMIT).follow(execution)
+            # Repeated if needed: the engine may have been about to start the program.
             await asyncio.wait({task}, timeout=0.5)
             if task.done():
                 break
@@ -270,51 +250,51 @@ class DockerSandbox(Sandbox):
                 await self.close()
                 raise SandboxEnded("a command could not be killed, so the sandbox was closed")
         if not task.cancelled():
-            task.exception()  # seen: what matters of it has been raised already
+            task.exception()  # retrieved: the error that matters was raised already
 
-    async def _ended(self) -> bool:
-        """Whether the container died, and not only the command.
+    async def _container_ended(self) -> bool:
+        """Return whether the container ended, and not only the command.
 
-        The engine calls a container that was just killed running for a moment longer; a new command tells at once if
-        it still is. That may fail for other reasons, such as a process limit: then the engine's word counts.
+        The engine reports a killed container as running for a moment longer; a new command shows at once whether it
+        still is. That command may fail for other reasons, such as a process limit: then the engine's report counts.
         """
         with contextlib.suppress(SandboxError):
             if (await self.exec(PROBE, cwd="/")).exit_code == 0:
                 return False
         deadline = time.monotonic() + 2.0
         while self._closing is None and time.monotonic() < deadline:
-            with translated():
+            with translate_errors():
                 if not (await self._container.show())["State"]["Running"]:
                     return True
             await asyncio.sleep(0.1)
         return self._closing is not None
 
     async def _script(self, script: str, *args: str, stdin: bytes = b"", limit: int = OUTPUT_LIMIT) -> ExecResult:
-        """A few lines of shell of our own, as the sandbox's user."""
+        """Run one of the scripts below as the sandbox's user."""
         return await self.exec(["sh", "-c", script, "sh", *args], cwd="/", stdin=stdin, output_limit=limit)
 
     async def kill_all(self) -> None:
-        await self._script(scripts.KILL, self._main, "")
+        await self._script(KILL, self._main, "")
 
     # ------------------------------------------------------------ files and network
 
     async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
-        done = await self._script(scripts.WRITE, self.path(path), f"{mode:o}", stdin=data)
+        done = await self._script(WRITE, self.path(path), f"{mode:o}", stdin=data)
         if done.exit_code:
             raise OSError(f"cannot write {path} in the sandbox: {done.stderr.decode(errors='replace').strip()}")
 
     async def write_tree(self, files: Mapping[str, bytes], root: str | None = None) -> None:
-        """One archive for all: each call of the engine costs as much as a thousand small files."""
+        """Send one archive with all files: a call of the engine costs as much as a thousand small files."""
         check_tree_paths(files)
         if not files:
             return
-        data = await asyncio.to_thread(_archive, files)
-        done = await self._script(scripts.UNPACK, self.path(root or self.workdir), stdin=data)
+        data = await asyncio.to_thread(_pack_files, files)
+        done = await self._script(UNPACK, self.path(root or self.workdir), stdin=data)
         if done.exit_code:
             raise OSError(f"cannot write files in the sandbox: {done.stderr.decode(errors='replace').strip()}")
 
     async def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
-        done = await self._script(scripts.READ, self.path(path), str(limit + 1), limit=limit + 1)
+        done = await self._script(READ, self.path(path), str(limit + 1), limit=limit + 1)
         if done.exit_code == 2:
             raise FileNotFoundError(2, "no such file in the sandbox", path)
         if done.exit_code == 21:
@@ -327,27 +307,73 @@ class DockerSandbox(Sandbox):
         return done.stdout
 
     async def listen(self, port: int = 0) -> socket.socket | None:
-        with translated():
-            state = (await self._live().show())["State"]
+        with translate_errors():
+            state = (await self._require_open().show())["State"]
         if not state["Running"]:
             raise SandboxEnded("the container has ended")
         try:
             return await asyncio.to_thread(netns.listen, state["Pid"], self.id, port)
-        except netns.CannotEnter as error:
+        except netns.CannotEnterNamespace as error:
             assert self._engine is not None
             labels = {**orphans.owner_labels(self._record), orphans.LABEL: f"{self.id}-net"}
             return await netns.listen_by_helper(self._engine, self.id, port, labels, error)
 
 
-def _archive(files: Mapping[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, data in files.items():
-            entry = tarfile.TarInfo(posixpath.normpath(name))
-            entry.size, entry.mode, entry.mtime = len(data), 0o644, int(time.time())
-            tar.addfile(entry, io.BytesIO(data))
-    return buffer.getvalue()
+def _pack_files(files: Mapping[str, bytes]) -> bytes:
+    now = int(time.time())
+    entries = []
+    for name, data in files.items():
+        entry = tarfile.TarInfo(posixpath.normpath(name))
+        entry.mode, entry.mtime = 0o644, now
+        entries.append((entry, data))
+    return pack_archive(entries)
 
 
-async def _join(task: asyncio.Task[None]) -> None:
-    await asyncio.shield(task)
+# ---------------------------------------------------------------- shell scripts that run inside the container
+
+# `cd` here and not by the engine, which would create a missing folder. The shell reports a program that cannot start.
+RUN = 'cd "$1" || exit 126; shift; exec "$@"'
+# The clients of the engine do not agree on how stdin ends, so the shell reads exactly the bytes that were sent.
+RUN_WITH_STDIN = 'cd "$1" || exit 126; n=$2; shift 2; head -c "$n" | "$@"'
+
+# Ending the client of an exec, or its connection, leaves the program running: it must be killed from inside. Kills the
+# processes whose environment has the line $2, and all their descendants, until none is left; without $2, everything.
+# Spares init, $1 (the container's own program) and this shell. Zombies are dead already.
+KILL = r"""
+me=$$; keep=$1; mark=$2
+while :; do
+  hit=" "; more=1
+  for d in /proc/[0-9]*; do
+    p=${d#/proc/}
+    case $p in 1|"$me"|"$keep") continue;; esac
+    if [ -z "$mark" ]; then
+      IFS= read -r line <"$d/stat" || continue
+      set -- ${line##*) }
+      [ "$1" = Z ] || hit="$hit$p "
+    elif tr '\0' '\n' <"$d/environ" | grep -qx -- "$mark"; then
+      hit="$hit$p "
+    fi
+  done
+  while [ $more = 1 ]; do
+    more=0
+    for d in /proc/[0-9]*; do
+      p=${d#/proc/}
+      case $hit in *" $p "*) continue;; esac
+      IFS= read -r line <"$d/stat" || continue
+      set -- ${line##*) }
+      [ "$1" = Z ] && continue
+      case $hit in *" $2 "*) hit="$hit$p "; more=1;; esac
+    done
+  done
+  [ "$hit" = " " ] && exit 0
+  kill -9 $hit
+done 2>/dev/null
+"""
+# The container's own program is the only process besides init when the first command runs.
+FIND_MAIN_PROCESS = (
+    "for d in /proc/[0-9]*; do p=${d#/proc/}; case $p in 1|$$) ;; *) echo $p;; esac; done; "
+    'for f; do test -w "$f" || exit 1; done'
+)
+READ = '[ -e "$1" ] || exit 2; [ -d "$1" ] && exit 21; [ -f "$1" ] || exit 22; head -c "$2" -- "$1"'
+WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat >"$1" && chmod "$2" -- "$1"'
+UNPACK = 'mkdir -p -- "$1" && tar -xof - -C "$1"'

@@ -1,6 +1,6 @@
-"""The Docker engine: reaching it, its errors as ours, following one command, removing containers.
+"""The Docker engine: connecting, translating its errors, following one command, removing containers.
 
-aiodocker and not docker-py: an agent's command runs for minutes and many run at once, which with docker-py costs a
+Uses aiodocker and not docker-py: an agent's command runs for minutes and many run at once, which costs docker-py a
 thread each, and its exec socket loses output that arrives together with the response header.
 """
 
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+import tarfile
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sandboxes import images, orphans
 from sandboxes.base import OutputCallback, OutputTail, SandboxEnded, SandboxError, SandboxUnavailable
-
-from . import images, orphans
 
 if TYPE_CHECKING:
     import aiodocker
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 1.0
-"""A command is over, and its output is believed to have come when nothing more did for so long."""
+"""After the end of a command, its output counts as complete when nothing more arrived for this long."""
 
 
-def module() -> Any:
+def require_aiodocker() -> Any:
+    """Return the aiodocker module. Raise `SandboxUnavailable` if it is not installed."""
     try:
         import aiodocker
     except ImportError as error:
@@ -36,8 +38,8 @@ def module() -> Any:
 
 @contextlib.asynccontextmanager
 async def docker_client() -> AsyncIterator[aiodocker.Docker]:
-    """A client of the engine that DOCKER_HOST or the current context names. Raises `SandboxUnavailable`."""
-    library = module()
+    """Connect to the engine that DOCKER_HOST or the current context names. Raise `SandboxUnavailable`."""
+    library = require_aiodocker()
     try:
         engine: aiodocker.Docker = library.Docker()
     except (AssertionError, ValueError) as error:  # aiodocker asserts that it found an address
@@ -51,22 +53,22 @@ async def docker_client() -> AsyncIterator[aiodocker.Docker]:
 
 
 async def find_image(engine: aiodocker.Docker, image: str | None) -> str:
-    """The image to run, checked to be there. Raises `SandboxUnavailable` with the way to get it."""
+    """Return the name of an image that exists. Raise `SandboxUnavailable` with the command that gets it."""
     name = image or images.tag()
     try:
         await engine.images.inspect(name)
-    except module().DockerError as error:
+    except require_aiodocker().DockerError as error:
         if error.status != 404:
             raise
-        cure = f"docker pull {image}" if image else "python -m sandboxes.images.build"
-        raise SandboxUnavailable(f"the image {name} is not on this machine (get it with: {cure})") from error
+        command = f"docker pull {image}" if image else "python -m sandboxes.images.build"
+        raise SandboxUnavailable(f"the image {name} is not on this machine (get it with: {command})") from error
     return name
 
 
 @contextlib.contextmanager
-def translated() -> Iterator[None]:
-    """The engine's errors as ours."""
-    library = module()
+def translate_errors() -> Iterator[None]:
+    """Raise the engine's errors as SandboxError or SandboxEnded."""
+    library = require_aiodocker()
     try:
         yield
     except library.DockerError as error:
@@ -81,8 +83,11 @@ def translated() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def _stream_of(execution: Any) -> AsyncIterator[Any]:
-    """Start a command; its connection is gone when this is left. (A connection with input that nobody takes any more
-    would stay open for ever, and the client would wait for that when it is closed.)"""
+    """Start a command, and abort its connection at the end.
+
+    A connection with input that the program no longer reads would stay open for ever, and closing the client would
+    wait for it.
+    """
     transport: Any = None
     try:
         async with execution.start(detach=False) as stream:
@@ -94,7 +99,7 @@ async def _stream_of(execution: Any) -> AsyncIterator[Any]:
 
 
 class CommandStream:
-    """The output of one command."""
+    """The input and output of one command."""
 
     def __init__(self, stdin: bytes, callback: OutputCallback | None, limit: int) -> None:
         self.out, self.err = OutputTail(limit), OutputTail(limit)
@@ -103,10 +108,10 @@ class CommandStream:
         self._messages = 0
 
     async def follow(self, execution: Any) -> int:
-        """Start the command, collect its output, return its exit status.
+        """Start the command, collect its output, and return its exit status.
 
-        The stream ends only when the last holder of the output does, which may be a background process; so the
-        engine is also asked, ever more seldom, whether the command itself is over.
+        The stream ends only when the last holder of the output does, which may be a background process. So the engine
+        is also asked, at growing intervals, whether the command itself has ended.
         """
         async with _stream_of(execution) as stream:
             reader = asyncio.ensure_future(self._read(stream))
@@ -115,7 +120,7 @@ class CommandStream:
                 pause = 0.25
                 while not (await asyncio.wait({reader}, timeout=pause))[0]:
                     if not (await execution.inspect())["Running"]:
-                        await self._drained(reader)
+                        await self._wait_until_silent(reader)
                         break
                     pause = min(2.0, pause * 1.5)
                 if reader.done():
@@ -127,8 +132,11 @@ class CommandStream:
                         await asyncio.wait({task})
         return await self._exit_code(execution)
 
-    async def _drained(self, reader: asyncio.Future[None]) -> None:
-        """Until the stream ends or falls silent, twice over: what came while this process stood still is read first."""
+    async def _wait_until_silent(self, reader: asyncio.Future[None]) -> None:
+        """Wait until the stream ends, or is silent for two intervals.
+
+        Two, because output may have arrived while this process was suspended and is read in the first.
+        """
         silent = 0
         while silent < 2 and not reader.done():
             before = self._messages
@@ -155,12 +163,22 @@ class CommandStream:
             for offset in range(0, len(self._stdin), 1 << 16):
                 await stream.write_in(self._stdin[offset : offset + (1 << 16)])
         except (ConnectionError, RuntimeError):
-            return  # the program ended without reading it all: its exit status tells
+            return  # the program ended without reading all of it: its exit status says why
+
+
+def pack_archive(entries: Iterable[tuple[tarfile.TarInfo, bytes]]) -> bytes:
+    """Return a tar archive, as the engine takes it, of these entries with their contents."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for entry, data in entries:
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()
 
 
 async def remove_container(engine: aiodocker.Docker, name: str) -> bool:
-    """Kill and remove a container with its volumes; False if there is none."""
-    library = module()
+    """Kill and remove a container with its volumes. Return False if there is none."""
+    library = require_aiodocker()
     try:
         await engine.containers.container(name).delete(force=True, v=True)
     except library.DockerError as error:
@@ -175,9 +193,9 @@ async def remove_container(engine: aiodocker.Docker, name: str) -> bool:
 async def sweep_containers(
     records: Sequence[orphans.SandboxRecord], removed: list[orphans.RemovedItem], problems: list[str]
 ) -> set[str]:
-    """Remove the containers of dead owners, by record and by label.
+    """Remove the containers of dead owners, found by record and by label.
 
-    Returns the names that have to wait, because no engine answers.
+    Return the names that must wait because no engine answers.
     """
     named = {record.container for record in records if record.container}
     try:
@@ -195,6 +213,6 @@ async def sweep_containers(
                     problems.append(f"{name}: {error}")
     except SandboxUnavailable as error:
         if named:
-            log.warning("left-over containers %s stay until a Docker engine answers: %s", sorted(named), error)
+            log.warning("orphaned containers %s stay until a Docker engine answers: %s", sorted(named), error)
         return named
     return set()

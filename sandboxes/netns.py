@@ -1,11 +1,11 @@
 """A listening socket inside another network namespace, served by this process.
 
-The namespace of a sandbox has a loopback interface and nothing else. A socket keeps the namespace it was made in, so a
-thread visits the namespace for the moment of `bind`; afterwards the owner accepts on it like on any other socket.
-Nothing runs inside for it, and no firewall rule is needed. The socket keeps the namespace alive: close it.
+The namespace of a sandbox has only a loopback interface. A socket stays in the namespace in which it was made, so a
+thread enters the namespace only for `bind`; afterwards the owner accepts on the socket like on any other. No process
+runs inside for it, and no firewall rule is needed. The socket keeps the namespace alive: close it.
 
-Entering needs root. A user who may only talk to the Docker engine gets the same socket from a helper container that
-shares the sandbox's network for a moment: it binds, and hands the socket out through a Unix socket on a shared folder.
+Entering needs root. A user who may only use the Docker engine gets the socket from a helper container that shares the
+sandbox's network: it binds, and passes the socket out through a Unix socket in a shared folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sandboxes.base import SANDBOX_ID_VARIABLE, SandboxError, uncancellable
-
-from .docker_engine import find_image, remove_container, translated
+from sandboxes.docker_engine import find_image, remove_container, translate_errors
 
 if TYPE_CHECKING:
     import aiodocker
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 CLONE_NEWNET = 0x40000000
 
 
-class CannotEnter(SandboxError):
-    """This process may not, or cannot, enter the namespace itself."""
+class CannotEnterNamespace(SandboxError):
+    """This process cannot enter the namespace itself."""
 
 
 def listen(pid: int, ident: str, port: int) -> socket.socket:
@@ -40,7 +39,7 @@ def listen(pid: int, ident: str, port: int) -> socket.socket:
     result: list[socket.socket | OSError] = []
 
     def visit() -> None:
-        # A thread of its own, which ends: setns changes the calling thread alone, for good.
+        # In a new thread, which then ends: setns changes the calling thread permanently.
         try:
             result.append(_bind(pid, port))
         except OSError as error:
@@ -50,22 +49,25 @@ def listen(pid: int, ident: str, port: int) -> socket.socket:
     thread.start()
     thread.join()
     if isinstance(result[0], PermissionError):
-        raise CannotEnter("entering a container's network needs root (CAP_SYS_ADMIN)") from result[0]
+        raise CannotEnterNamespace("entering a container's network needs root (CAP_SYS_ADMIN)") from result[0]
     if isinstance(result[0], OSError):
         raise result[0]
     return result[0]
 
 
 def _check(pid: int, ident: str) -> None:
-    """The engine may live in another machine or process namespace, where its pid means some other process."""
+    """Raise if the pid is not a process of the sandbox.
+
+    The engine may run on another machine or in another process namespace, where its pid is some other process.
+    """
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except PermissionError as error:
-        raise CannotEnter("entering a container's network needs root") from error
+        raise CannotEnterNamespace("entering a container's network needs root") from error
     except (FileNotFoundError, ProcessLookupError):
         environment = []
     if f"{SANDBOX_ID_VARIABLE}={ident}".encode() not in environment:
-        raise CannotEnter(
+        raise CannotEnterNamespace(
             f"process {pid} of the container is not a process of this machine: the Docker engine has to run on the "
             "same Linux, not in a virtual machine or on another host"
         )
@@ -107,9 +109,9 @@ HELPER_SECONDS = 30.0
 
 
 async def listen_by_helper(
-    engine: aiodocker.Docker, sandbox: str, port: int, labels: dict[str, str], why: CannotEnter
+    engine: aiodocker.Docker, sandbox: str, port: int, labels: dict[str, str], why: CannotEnterNamespace
 ) -> socket.socket:
-    """The same as `listen` without root, from a helper container of the default image (it has a Python)."""
+    """Do the same as `listen` without root, with a helper container of the default image, which has a Python."""
     image = await find_image(engine, None)
     name = f"{sandbox}-net"
     loop = asyncio.get_running_loop()
@@ -117,7 +119,7 @@ async def listen_by_helper(
         contextlib.ExitStack() as stack,
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as door,
     ):
-        # Short, for the path of a Unix socket; the outer folder is private, so that the inner one can be open.
+        # The path is short, as Unix sockets require. The outer folder is private, so the inner one may be open.
         outer = stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-net-"))
         inner = Path(outer) / "s"
         inner.mkdir()
@@ -137,7 +139,7 @@ async def listen_by_helper(
             },
         }
         try:
-            with translated():
+            with translate_errors():
                 container = await uncancellable(engine.containers.create(config, name=name))
                 await uncancellable(container.start())
                 ended = asyncio.ensure_future(container.wait())
@@ -146,9 +148,9 @@ async def listen_by_helper(
                 for task in (ended, handover):
                     task.cancel()
                 if not handover.done() or handover.cancelled():
-                    said = "".join(await container.log(stdout=True, stderr=True)).strip()
+                    log = "".join(await container.log(stdout=True, stderr=True)).strip()
                     raise SandboxError(
-                        f"no socket in the container's network: {why}; a helper container did not help: {said}"
+                        f"no socket in the container's network: {why}; the helper container failed: {log}"
                     )
             with handover.result()[0] as connection:
                 connection.setblocking(True)

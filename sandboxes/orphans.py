@@ -1,8 +1,8 @@
-"""What a dead owner left behind: found and removed; what belongs to a living owner is never touched.
+"""Orphaned sandboxes: find and remove what dead owners left, and never touch what belongs to a living owner.
 
-Every sandbox is registered in a folder of small JSON files before anything of it starts, and unregistered after all
-of it is gone. A record names its owner so that a reused pid, a reboot, another machine on a shared disk, or another
-process namespace cannot be mistaken for the owner's death: (machine, boot, process namespace, pid, start time).
+Every sandbox is registered in a folder of small JSON files before anything of it starts, and unregistered after all of
+it is removed. A record identifies its owner by machine, boot, process namespace, pid and start time, so that a reused
+pid, a reboot, another machine on a shared disk or another process namespace is not mistaken for the owner's death.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sandboxes.base import SANDBOX_ID_VARIABLE, SandboxError
-
-from .supervisor.shim import descendants
+from sandboxes.supervisor.shim import descendants
 
 LABEL = "polar.sandbox"
 OWNER_LABEL = "polar.owner"
@@ -34,7 +33,7 @@ LINUX = sys.platform == "linux"
 
 @dataclass(frozen=True)
 class RemovedItem:
-    """One thing that `sweep` removed: what = process | container | directory | cgroup | record."""
+    """One thing that `sweep` removed. `what`: process, container, directory, cgroup or record."""
 
     sandbox: str
     what: str
@@ -43,7 +42,7 @@ class RemovedItem:
 
 @dataclass(frozen=True)
 class OwnerProcess:
-    """A process, told apart from every other one."""
+    """The process that owns a sandbox, identified uniquely."""
 
     machine: str
     boot: str
@@ -53,12 +52,12 @@ class OwnerProcess:
 
     @classmethod
     def me(cls) -> OwnerProcess:
-        machine, boot, namespace = _here()
+        machine, boot, namespace = _this_machine()
         return cls(machine, boot, namespace, os.getpid(), start_time(os.getpid()) or "")
 
     def dead(self) -> bool:
-        """True only if that is certain. False also for owners that cannot be judged from here."""
-        machine, boot, namespace = _here()
+        """Return True only if the owner is certainly dead; False also if that is unknown from here."""
+        machine, boot, namespace = _this_machine()
         if self.machine != machine:
             return False
         if self.boot != boot:
@@ -73,7 +72,8 @@ class OwnerProcess:
 
 
 @cache
-def _here() -> tuple[str, str, str]:
+def _this_machine() -> tuple[str, str, str]:
+    """Return (machine, boot, process namespace)."""
     if not LINUX:
         import platform
 
@@ -88,7 +88,7 @@ def _boot() -> str:
 
 
 def start_time(pid: int) -> str | None:
-    """When a process started, in the system's own units; None if there is no such process (a zombie is none)."""
+    """Return when a process started, in the system's own units, or None if it does not exist or is a zombie."""
     if not LINUX:
         done = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
         return done.stdout.strip() or None
@@ -101,7 +101,8 @@ def start_time(pid: int) -> str | None:
 
 @dataclass
 class SandboxRecord:
-    """All that exists of one sandbox outside this process. `processes`: [pid, start time] of what the owner started."""
+    """Everything of one sandbox outside this process. `processes`: (pid, start time) of those that the owner
+    started."""
 
     id: str
     kind: str
@@ -121,7 +122,7 @@ class SandboxRecord:
 
 
 class SandboxRegistry:
-    """The records below `state_dir`. Blocking: call it from a thread."""
+    """The records of sandboxes below `state_dir`. Blocking: call it from a thread."""
 
     def __init__(self, state_dir: Path) -> None:
         self.state_dir = state_dir.absolute()
@@ -139,7 +140,7 @@ class SandboxRegistry:
             (self.records / f"{ident}.{suffix}").unlink(missing_ok=True)
 
     def dead(self) -> list[SandboxRecord]:
-        """The records whose owner is certainly dead."""
+        """Return the records whose owner is certainly dead."""
         return [record for record in self.all() if record.owner.dead()]
 
     def all(self) -> list[SandboxRecord]:
@@ -148,9 +149,11 @@ class SandboxRegistry:
             try:
                 data = json.loads(path.read_text())
             except FileNotFoundError:
-                continue  # its owner closed it just now
+                continue  # its owner closed it meanwhile
             if data.get("version") != 1:
-                raise SandboxError(f"{path} was written by a newer version; sweep with that one")
+                raise SandboxError(
+                    f"{path} was written by a newer version of Polar: run the clean-up with that version"
+                )
             data["owner"] = OwnerProcess.parse(data["owner"])
             data["processes"] = [(int(pid), start) for pid, start in data["processes"]]
             found.append(SandboxRecord(**data))
@@ -158,19 +161,19 @@ class SandboxRegistry:
 
 
 def default_state_dir() -> Path:
-    """A private folder of this user in the system's temporary directory."""
+    """Return a private folder of this user in the system's temporary directory."""
     path = Path(tempfile.gettempdir()) / f"polar-sandboxes-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     if path.lstat().st_uid != os.getuid() or not stat.S_ISDIR(path.lstat().st_mode):
-        raise SandboxError(f"{path} belongs to somebody else; give a state_dir of your own")
+        raise SandboxError(f"{path} belongs to another user: give another state_dir")
     return path
 
 
 async def sweep(state_dir: Path | None = None) -> list[RemovedItem]:
-    """Remove what dead owners of this state directory left, and containers of dead owners whoever registered them.
+    """Remove the sandboxes of dead owners in this state directory, and all containers of dead owners.
 
-    Returns what was removed. Raises `SandboxError` when something could not be; everything else is removed before.
-    Containers of an engine that does not answer now stay registered for the next sweep, with a warning in the log.
+    Return what was removed. Raise `SandboxError` if something could not be removed, after everything else was.
+    Containers of an engine that does not answer stay registered for the next sweep, with a warning in the log.
     """
     if state_dir is None:
         state_dir = await asyncio.to_thread(default_state_dir)
@@ -179,7 +182,7 @@ async def sweep(state_dir: Path | None = None) -> list[RemovedItem]:
     removed: list[RemovedItem] = []
     problems: list[str] = []
     await asyncio.to_thread(_sweep_local, records, removed, problems)
-    from . import docker_engine  # it imports this module
+    from sandboxes import docker_engine  # it imports this module
 
     waiting = await docker_engine.sweep_containers(records, removed, problems)
     for record in records:
@@ -187,13 +190,13 @@ async def sweep(state_dir: Path | None = None) -> list[RemovedItem]:
             await asyncio.to_thread(registry.remove, record.id)
             removed.append(RemovedItem(record.id, "record", f"owner {record.owner.pid}"))
     if problems:
-        raise SandboxError("left-over sandboxes could not be removed: " + "; ".join(problems))
+        raise SandboxError("orphaned sandboxes could not be removed: " + "; ".join(problems))
     return removed
 
 
 def _sweep_local(records: list[SandboxRecord], removed: list[RemovedItem], problems: list[str]) -> None:
     for record in records:
-        # The marked trees first: without its supervisor a tree would be harder to find.
+        # The marked processes first: without its supervisor a process tree is harder to find.
         for ident, pid in kill_marked({record.id}):
             removed.append(RemovedItem(ident, "process", str(pid)))
         for pid, start in record.processes:
@@ -207,7 +210,7 @@ def _sweep_local(records: list[SandboxRecord], removed: list[RemovedItem], probl
 
 
 def _remove_folders(record: SandboxRecord, removed: list[RemovedItem]) -> None:
-    from . import cgroups
+    from sandboxes import cgroups
 
     for name in record.cgroups:
         if Path(name).is_dir():
@@ -220,7 +223,8 @@ def _remove_folders(record: SandboxRecord, removed: list[RemovedItem]) -> None:
 
 
 def marked_processes(idents: set[str]) -> Iterator[tuple[str, int]]:
-    """(sandbox id, pid) of the processes that carry the marker of one of these sandboxes. Zombies carry none."""
+    """Yield (sandbox id, pid) of the processes whose environment has the id of one of these sandboxes, except
+    zombies."""
     if not LINUX:
         return
     for entry in os.listdir("/proc"):
@@ -232,15 +236,16 @@ def _marker(pid: int) -> str:
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return ""  # gone, or another user's
+        return ""  # the process ended, or is another user's
     prefix = SANDBOX_ID_VARIABLE.encode() + b"="
     return next((v[len(prefix) :].decode(errors="replace") for v in variables if v.startswith(prefix)), "")
 
 
 def kill_marked(idents: set[str], seconds: float = 30.0) -> list[tuple[str, int]]:
-    """End every process with one of these markers and all below them, repeated until none is left.
+    """Kill every process with one of these sandbox ids and all its descendants, until none is left.
 
-    Stopped first, killed then: a killed parent would let go of children whose environment shows no marker.
+    All are stopped before any is killed: the children of a killed process are no longer its descendants, and their own
+    environment may not have the id.
     """
     killed: dict[tuple[int, str], str] = {}
     deadline = time.monotonic() + seconds
@@ -254,13 +259,13 @@ def kill_marked(idents: set[str], seconds: float = 30.0) -> list[tuple[str, int]
             if _signal(*process, signal.SIGKILL):
                 killed[process] = ident
         if time.monotonic() > deadline:
-            raise SandboxError(f"processes of {sorted(set(stopped.values()))} do not end: {sorted(stopped)}")
+            raise SandboxError(f"processes of {sorted(set(stopped.values()))} could not be killed: {sorted(stopped)}")
         time.sleep(0.005)
     return [(ident, pid) for (pid, _start), ident in killed.items()]
 
 
 def _trees(idents: set[str]) -> dict[tuple[int, str], str]:
-    """(pid, start) -> sandbox of the processes with a marker and of all below them; never this process."""
+    """Return (pid, start time) -> sandbox id of the marked processes and their descendants, except this process."""
     found: dict[tuple[int, str], str] = {}
     for ident, pid in list(marked_processes(idents)):
         for member in {pid, *descendants(pid)} - {os.getpid()}:
@@ -270,7 +275,7 @@ def _trees(idents: set[str]) -> dict[tuple[int, str], str]:
 
 
 def _signal(pid: int, start: str, number: signal.Signals) -> bool:
-    """Signal a process through a handle on it, so that a reused pid is never hit; False if it is gone."""
+    """Signal a process through a handle, so that a reused pid is never signalled. Return False if it has ended."""
     if not LINUX:
         if start_time(pid) == start:
             os.kill(pid, number)
@@ -292,9 +297,9 @@ def _signal(pid: int, start: str, number: signal.Signals) -> bool:
 
 
 def remove_dir(path: Path) -> None:
-    """Remove a tree, also where a program inside took the owner's own permissions from a folder."""
+    """Remove a folder tree, also if a program inside removed the owner's permissions from a folder."""
     try:
-        shutil.rmtree(path, onerror=_gone_is_fine)
+        shutil.rmtree(path, onerror=_ignore_missing)
     except PermissionError:
         os.chmod(path, 0o700)
         for folder, folders, _files in os.walk(path):
@@ -302,14 +307,14 @@ def remove_dir(path: Path) -> None:
                 inner = os.path.join(folder, name)
                 if not os.path.islink(inner):
                     os.chmod(inner, 0o700)
-        shutil.rmtree(path, onerror=_gone_is_fine)
+        shutil.rmtree(path, onerror=_ignore_missing)
 
 
-def _gone_is_fine(_function: object, _name: str, error: tuple[Any, BaseException, Any]) -> None:
+def _ignore_missing(_function: object, _name: str, error: tuple[Any, BaseException, Any]) -> None:
     if not isinstance(error[1], FileNotFoundError):
         raise error[1]
 
 
 def owner_labels(record: SandboxRecord) -> dict[str, str]:
-    """Container labels that say whose it is, should the record be lost."""
+    """Return container labels that identify the owner in case the record is lost."""
     return {LABEL: record.id, OWNER_LABEL: json.dumps(asdict(record.owner))}

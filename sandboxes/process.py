@@ -1,17 +1,235 @@
-"""`process`: an ordinary process with a home of its own. Works everywhere, isolates nothing."""
+"""`process`: ordinary processes with a home of their own. Works everywhere, isolates nothing.
+
+`SupervisedSandbox` is also the base of `bubblewrap`. A supervisor (`sandboxes/supervisor`) starts, watches and ends the
+programs; their output comes through pipes straight to this process.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import posixpath
 import socket
+import subprocess
+import sys
+import tempfile
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from . import orphans
-from .base import SandboxError, SandboxSpec
-from .supervised import SupervisedSandbox
+from sandboxes import cgroups, orphans
+from sandboxes.base import (
+    OUTPUT_LIMIT,
+    READ_LIMIT,
+    SANDBOX_ID_VARIABLE,
+    ExecResult,
+    FileTooLarge,
+    ManagedSandbox,
+    OutputCallback,
+    SandboxEnded,
+    SandboxError,
+    SandboxSpec,
+    check_argv,
+    command_environment,
+    uncancellable,
+)
+from sandboxes.control_link import ControlLink, OutputPipe, Reply
 
-# What a program needs to run at all. Keys, tokens, proxies and configuration of the owner stay out.
-PASSED_ON = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
+DRAIN_SECONDS = 0.1
+"""How long to wait for the end of the output after the program ended. Its own output is in the pipe by then: this is
+for helpers that still flush (`> >(tee log)`). Only a background process that keeps the pipe open makes a command wait
+so long."""
+END_SECONDS = 30.0
+"""Far more than any end takes, also on a busy machine. A process that lasts longer cannot be killed, and the sandbox is
+closed."""
+
+# Loads the supervisor package by itself, without `sandboxes/__init__` and its imports: it starts in half the time.
+START = "import sys; sys.path.append(sys.argv[1]); from supervisor.server import main; sys.exit(main(sys.argv[2]))"
+
+INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
+"""What a program needs to run at all. The owner's keys, tokens, proxies and configuration stay out."""
+
+
+class SupervisedSandbox(ManagedSandbox):
+    """Life cycle, commands and files. A subclass says what to start and what the inside looks like."""
+
+    base_env: dict[str, str]
+
+    def __init__(self, spec: SandboxSpec, registry: orphans.SandboxRegistry) -> None:
+        super().__init__(spec, registry)
+        self._link: ControlLink | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipes: set[OutputPipe] = set()
+        self._record = orphans.SandboxRecord.mine(self.id, self.kind)
+        self._cgroup: cgroups.ControlGroup | None = None
+        self.base = registry.state_dir / self.id
+
+    # ------------------------------------------------------------ life cycle
+
+    @abstractmethod
+    def _prepare(self) -> list[str] | None:
+        """Make the folders, in a thread. Return the bwrap command line, or None."""
+
+    @abstractmethod
+    def _rlimits(self) -> dict[str, int]:
+        """Return the limits of each process of a command: name in `resource` -> value."""
+
+    async def _start(self) -> None:
+        self._record.dirs.append(str(self.base))
+        bwrap = await uncancellable(asyncio.to_thread(self._make))
+        mine, theirs = socket.socketpair()
+        try:
+            self._link = ControlLink(mine)
+            await uncancellable(asyncio.to_thread(self._spawn, theirs))
+        finally:
+            theirs.close()
+        procs = self._cgroup.procs if self._cgroup else []
+        ready, future = self._link.expect()
+        await self._link.send({"id": ready, "bwrap": bwrap, "cgroup_procs": procs})
+        try:
+            reply, _ = await future
+        except SandboxEnded:
+            log = await asyncio.to_thread((self.base / "supervisor.log").read_text, errors="replace")
+            raise SandboxError(f"the {self.kind} sandbox did not start: {log.strip()[-2000:]}") from None
+        assert self._process is not None
+        pids = [self._process.pid] + ([reply["init"]] if reply["init"] else [])
+        self._record.add_processes(pids)
+        await uncancellable(asyncio.to_thread(self._registry.write, self._record))
+
+    def _make(self) -> list[str] | None:
+        self._registry.write(self._record)
+        self.base.mkdir(mode=0o700)
+        return self._prepare()
+
+    def _spawn(self, control: socket.socket) -> None:
+        folder = str(Path(__file__).parent)
+        with (self.base / "supervisor.log").open("wb") as log:
+            # Assigned here and not returned: a cancelled caller would lose the process.
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", START, folder, str(control.fileno())],
+                pass_fds=[control.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                cwd="/",
+                env={"PATH": os.defpath, SANDBOX_ID_VARIABLE: self.id},
+                start_new_session=True,
+            )
+
+    async def _end(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        if self._process is not None:
+            await asyncio.to_thread(_end_process, self._process)
+        for pipe in tuple(self._pipes):
+            pipe.close()
+        await asyncio.to_thread(self._remove)
+
+    def _remove(self) -> None:
+        # The sandbox id finds what outlived the supervisor, or was left by one that had to be killed.
+        orphans.kill_marked({self.id})
+        if self._cgroup is not None:
+            self._cgroup.remove()
+        orphans.remove_dir(self.base)
+        self._registry.remove(self.id)
+
+    def _require_open(self) -> ControlLink:
+        if self._link is None or self._closing is not None:
+            raise SandboxEnded("the sandbox is closed")
+        return self._link
+
+    # ------------------------------------------------------------ commands
+
+    async def exec(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        timeout: float | None = None,
+        stdin: bytes = b"",
+        on_output: OutputCallback | None = None,
+        output_limit: int = OUTPUT_LIMIT,
+    ) -> ExecResult:
+        link = self._require_open()
+        message = {
+            "op": "exec",
+            "argv": check_argv(argv),
+            "env": command_environment(self.base_env, self, self.spec.env, env),
+            "cwd": self.path(cwd or self.workdir),
+            "rlimits": self._rlimits(),
+        }
+        source = await _stdin_file(stdin)
+        ident, done = link.expect()
+        callback_failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        out, err = (OutputPipe(output_limit, callback_failed, on_output) for _ in range(2))
+        self._pipes |= {out, err}
+        start = time.monotonic()
+        try:
+            # Sent even if cancelled meanwhile, so that it is known whether there is something to kill.
+            await uncancellable(link.send({"id": ident, **message}, [source, out.writer, err.writer]))
+            for pipe in (out, err):
+                pipe.close_writer()
+            either: set[asyncio.Future[Any]] = {done, callback_failed}
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if callback_failed.done():
+                callback_failed.result()  # raises the callback's error; the command is killed below
+            timed_out = not done.done()
+            if timed_out:
+                await uncancellable(self._kill(link, ident, done))
+            reply, _ = done.result()
+            seconds = time.monotonic() - start
+            await _wait_for_output(out, err)
+            if callback_failed.done():
+                callback_failed.result()
+            if reply.get("note"):
+                err.tail.add(f"{reply['note']}\n".encode())
+            truncated = out.tail.truncated or err.tail.truncated
+            return ExecResult(reply.get("exit", 137), out.tail.value(), err.tail.value(), timed_out, seconds, truncated)
+        except BaseException as error:
+            if not done.done() and not link.ended.is_set():
+                try:
+                    await uncancellable(self._kill(link, ident, done))
+                except SandboxError as failed:
+                    error.add_note(f"and the command could not be ended: {failed}")
+            raise
+        finally:
+            os.close(source)
+            done.cancel()
+            callback_failed.cancel()
+            for pipe in (out, err):
+                pipe.close_writer()
+                pipe.discard()
+            self._pipes = {pipe for pipe in self._pipes if not pipe.ended.is_set()}
+
+    async def _kill(self, link: ControlLink, ident: int, done: asyncio.Future[Reply]) -> None:
+        """End a command's process tree and wait for its end. Close the sandbox if a process resists."""
+        await link.call(op="kill", target=ident)
+        await asyncio.wait({done}, timeout=END_SECONDS)
+        if not done.done():
+            await self.close()
+            raise SandboxEnded("a command could not be killed, so the sandbox was closed")
+
+    async def kill_all(self) -> None:
+        await self._require_open().call(op="kill", target=None)
+        deadline = time.monotonic() + END_SECONDS
+        while (await self._require_open().call(op="running"))[0]["running"]:
+            if time.monotonic() > deadline:
+                await self.close()
+                raise SandboxEnded("a process could not be killed, so the sandbox was closed")
+            await asyncio.sleep(0.005)
+
+    # ------------------------------------------------------------ files
+
+    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        _, fds = await self._require_open().call(op="open", path=self.path(path), write=True, mode=mode)
+        await uncancellable(asyncio.to_thread(_write_fd, fds[0], data))
+
+    async def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
+        _, fds = await self._require_open().call(op="open", path=self.path(path), write=False)
+        return await uncancellable(asyncio.to_thread(_read_fd, fds[0], limit, path))
 
 
 class ProcessSandbox(SupervisedSandbox):
@@ -25,8 +243,8 @@ class ProcessSandbox(SupervisedSandbox):
         super().__init__(spec, registry)
         self.home = str(self.base / "home")
         self.workdir = str(self.base / "workspace")
-        passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-        self.base_env = {"PATH": os.defpath, "TERM": "dumb", "TMPDIR": str(self.base / "tmp"), **passed}
+        inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
+        self.base_env = {"PATH": os.defpath, "TERM": "dumb", "TMPDIR": str(self.base / "tmp"), **inherited}
         limits = spec.limits
         if limits.cpus is not None:
             self.unenforced += ("cpus: needs control groups; use bubblewrap or docker",)
@@ -38,7 +256,7 @@ class ProcessSandbox(SupervisedSandbox):
     def _prepare(self) -> None:
         if own := (*self.spec.folders, *([self.spec.workdir] if self.spec.workdir else [])):
             raise SandboxError(
-                f"a process sandbox has no file system of its own, so there can be no {own[-1]} of its own; "
+                f"a process sandbox has no file system of its own, so it cannot have its own {own[-1]}; "
                 "use bubblewrap or docker"
             )
         for mount in self.spec.mounts:
@@ -56,12 +274,12 @@ class ProcessSandbox(SupervisedSandbox):
         return process_limits(self.spec)
 
     async def listen(self, port: int = 0) -> socket.socket | None:
-        self._live()
+        self._require_open()
         return None
 
 
 def process_limits(spec: SandboxSpec) -> dict[str, int]:
-    """Memory and file size as limits of each process.
+    """Return memory and file size as limits of each process.
 
     RLIMIT_DATA and not RLIMIT_AS: Node and Go reserve far more addresses than they ever touch.
     """
@@ -71,3 +289,41 @@ def process_limits(spec: SandboxSpec) -> dict[str, int]:
     if spec.limits.file_mb is not None:
         limits["RLIMIT_FSIZE"] = spec.limits.file_mb << 20
     return limits
+
+
+async def _wait_for_output(*pipes: OutputPipe) -> None:
+    waits = [asyncio.ensure_future(pipe.ended.wait()) for pipe in pipes]
+    await asyncio.wait(waits, timeout=DRAIN_SECONDS)
+    for wait in waits:
+        wait.cancel()
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+async def _stdin_file(data: bytes) -> int:
+    """Return the program's stdin as an unlinked file: its end comes by itself, and nothing has to be pumped."""
+    if not data:
+        return os.open(os.devnull, os.O_RDONLY)
+    with tempfile.TemporaryFile() as file:
+        await uncancellable(asyncio.to_thread(file.write, data))
+        file.seek(0)
+        return os.dup(file.fileno())
+
+
+def _write_fd(fd: int, data: bytes) -> None:
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+
+
+def _read_fd(fd: int, limit: int, path: str) -> bytes:
+    with os.fdopen(fd, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise FileTooLarge(f"{path} is larger than {limit} bytes")
+    return data

@@ -133,9 +133,9 @@ class AttemptRunner:
         pool: SandboxPool,
         listener: ProgressReporter,
         elsewhere: RemoteScorer | None = None,
-        baked: PrebuiltImageCache | None = None,
+        prebuilt: PrebuiltImageCache | None = None,
     ) -> None:
-        """`elsewhere`: who judges what finds no place to be scored in here. `baked`: images that hold the agent, for
+        """`elsewhere`: who judges what finds no place to be scored in here. `prebuilt`: images that hold the agent, for
         docker sandboxes; None: it is mounted."""
         self._store = store
         self._gateway = gateway
@@ -144,7 +144,7 @@ class AttemptRunner:
         self._pool = pool
         self._listener = listener
         self._elsewhere = elsewhere
-        self._baked = baked
+        self._baked = prebuilt
         self._environments: dict[SandboxKind, TaskSandboxes] = {}
 
     async def __call__(self, held: Claim, gates: StageLimits, ticket: AdmissionRequest) -> None:

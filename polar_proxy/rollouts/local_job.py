@@ -49,7 +49,7 @@ async def run_job(
     note(f"sandbox: {choice.reason}")
     spec = spec.model_copy(update={"sandbox": choice.kind})
     limits = replace(
-        ServiceLimits.of(settings.run.concurrency, settings.admission, bake=settings.run.bake),
+        ServiceLimits.of(settings.run.concurrency, settings.admission, prebuild=settings.run.prebuild),
         refill=False,
         engine_patience=60.0,
     )

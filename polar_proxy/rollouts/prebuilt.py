@@ -45,11 +45,11 @@ class PrebuiltImageCache:
 
     async def _bake(self, base: str | None, paths: tuple[Path, ...]) -> PrebuiltImage:
         async with docker_engine.docker_client() as engine:
-            baked = await prebuild(engine, base, paths)
-        if baked.made:
+            prebuilt = await prebuild(engine, base, paths)
+        if prebuilt.made:
             self.count.made += 1
-            log.info("%s was made of %s in %.0f s", baked.image, baked.base, baked.seconds)
+            log.info("%s was made of %s in %.0f s", prebuilt.image, prebuilt.base, prebuilt.seconds)
         else:
             self.count.found += 1
-        self.count.seconds += baked.seconds
-        return baked
+        self.count.seconds += prebuilt.seconds
+        return prebuilt

@@ -139,15 +139,15 @@ class ServiceLimits:
     """Seconds for which rollouts wait for an engine that does not answer."""
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
     """When no further agent joins those that run."""
-    bake: bool = False
-    """Docker sandboxes: agents are part of their image, not mounted from this machine's disk (`baked`)."""
+    prebuild: bool = False
+    """Docker sandboxes: agents are part of their image, not mounted from this machine's disk (`prebuilt`)."""
 
     @classmethod
-    def of(cls, agents: int, admission: AdmissionSettings | None = None, *, bake: bool = False) -> Self:
+    def of(cls, agents: int, admission: AdmissionSettings | None = None, *, prebuild: bool = False) -> Self:
         """For so many agents at a time: as many again are prepared, or scored, while they run. On the shelf is room for
         the evaluator of each and for the agent that comes after it."""
         scheduler = WorkerLimits(in_flight=2 * agents, preparing=min(agents, 4), running=agents, scoring=agents)
-        return cls(scheduler, shelf=2 * agents, admission=admission or AdmissionSettings(), bake=bake)
+        return cls(scheduler, shelf=2 * agents, admission=admission or AdmissionSettings(), prebuild=prebuild)
 
 
 class RolloutService:
@@ -177,7 +177,7 @@ class RolloutService:
         self.harnesses = HarnessInstaller(harnesses, note)
         self.pool = SandboxPool(limits.shelf, refill=limits.refill, opener=opener)
         self._watch = EngineMonitor(engine, limits.engine_patience, limits.admission)
-        self._baked = PrebuiltImageCache() if limits.bake else None
+        self._baked = PrebuiltImageCache() if limits.prebuild else None
         room = MemoryAdmission(limits.admission.memory_mb, limits.admission.memory_reserve_mb)
         self._settled = asyncio.Event()
         self._checked_version: str | None = None
@@ -221,7 +221,7 @@ class RolloutService:
             **self.scheduler.counts(),
             "pool": self.pool.counts(),
             "engine": None if load is None else asdict(load),
-            "baked": None if self._baked is None else asdict(self._baked.count),
+            "prebuilt": None if self._baked is None else asdict(self._baked.count),
         }
 
     async def submit(

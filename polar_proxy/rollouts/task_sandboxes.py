@@ -109,7 +109,7 @@ class TaskSandboxes:
                     await _build_image(engine, Path(environment.build), image)
             if environment.workdir is not None or environment.repository is not None:
                 return image, environment.workdir
-            with docker_engine.translated():
+            with docker_engine.translate_errors():
                 found = await engine.images.inspect(await docker_engine.find_image(engine, image))
         workdir = found["Config"].get("WorkingDir") or "/"
         if workdir == "/":
@@ -118,10 +118,10 @@ class TaskSandboxes:
 
 
 async def _build_image(engine: Any, folder: Path, tag: str) -> None:
-    with contextlib.suppress(docker_engine.module().DockerError):
+    with contextlib.suppress(docker_engine.require_aiodocker().DockerError):
         await engine.images.inspect(tag)
         return
-    context = await asyncio.to_thread(_archive, folder)
+    context = await asyncio.to_thread(_pack_folder, folder)
     async with asyncio.timeout(_BUILD_SECONDS):
         await _build(engine, folder, tag, context)
 
@@ -131,20 +131,19 @@ async def _build(engine: Any, folder: Path, tag: str, context: io.BytesIO) -> No
     try:
         async for line in engine.images.build(fileobj=context, encoding="identity", tag=tag, stream=True, rm=True):
             lines.append(str(line.get("stream", "")))
-    except docker_engine.module().DockerError as error:
+    except docker_engine.require_aiodocker().DockerError as error:
         said = "".join(lines)[-1000:].strip()
         raise WorkspaceError(f"the image of {folder} cannot be built: {error.message}\n{said}".strip()) from error
 
 
-def _archive(folder: Path) -> io.BytesIO:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, (data, program) in folder_files(folder).items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(data), 0o755 if program else 0o644
-            tar.addfile(entry, io.BytesIO(data))
-    buffer.seek(0)
-    return buffer
+def _pack_folder(folder: Path) -> io.BytesIO:
+    """Return the folder as a build context."""
+    entries = []
+    for name, (data, executable) in folder_files(folder).items():
+        entry = tarfile.TarInfo(name)
+        entry.mode = 0o755 if executable else 0o644
+        entries.append((entry, data))
+    return io.BytesIO(docker_engine.pack_archive(entries))
 
 
 # ---------------------------------------------------------------- repositories

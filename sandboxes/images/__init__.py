@@ -1,4 +1,4 @@
-"""The default image of docker sandboxes: its recipe, and the tag that names exactly this recipe."""
+"""The default image of docker sandboxes: its recipe, and a tag that is a hash of the recipe."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def packages() -> list[str]:
 
 
 def tag() -> str:
-    """Changes whenever the recipe does: an image under this tag was made from it."""
+    """Return the tag of the default image. It changes with the recipe, so an image with this tag was made from it."""
     recipe = DOCKERFILE.read_bytes() + b"\0" + PACKAGES.read_bytes()
     return f"polar-sandbox:{hashlib.sha256(recipe).hexdigest()[:12]}"

@@ -1,7 +1,7 @@
-"""Make the default image of docker sandboxes: `python -m sandboxes.images.build [--force]`.
+"""Build the default image of docker sandboxes: `python -m sandboxes.images.build [--force]`.
 
-With a registry in reach: `docker build` of the Dockerfile. Without one (closed networks, CI) but with a Debian mirror:
-the same packages by mmdebstrap (as root), imported. Both give the image the tag of the recipe, printed at the end.
+If a registry is reachable: `docker build` of the Dockerfile. If only a Debian mirror is (closed networks, CI): the same
+packages by mmdebstrap (as root), imported. Both give the image the tag of the recipe, which is printed at the end.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import DOCKERFILE, HERE, packages, tag
+from sandboxes.images import DOCKERFILE, HERE, packages, tag
 
 SUITE = "bookworm"
-# Signed Release files and this machine's own mirrors, where it is the same distribution.
+# Has signed Release files and this machine's own mirrors, if it is the same distribution.
 HOST_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 
 
 class BuildFailed(Exception):
-    """Neither way worked; the text says why for each."""
+    """Neither way worked. The text says why for each."""
 
 
 def exists(image: str) -> bool:
@@ -30,7 +30,7 @@ def exists(image: str) -> bool:
 
 
 def _run(command: list[str], *, timeout: float) -> None:
-    """Run a command; its output goes to the terminal as well as into the error."""
+    """Run a command. Raise BuildFailed with the end of its output if it fails."""
     print("+", " ".join(command), file=sys.stderr, flush=True)
     try:
         done = subprocess.run(
@@ -48,9 +48,9 @@ def by_dockerfile(image: str) -> None:
 
 def by_mmdebstrap(image: str) -> None:
     if os.getuid() != 0:
-        raise BuildFailed("the way without a registry needs root")
+        raise BuildFailed("building without a registry needs root")
     if shutil.which("mmdebstrap") is None:
-        raise BuildFailed("the way without a registry needs mmdebstrap (apt-get install mmdebstrap)")
+        raise BuildFailed("building without a registry needs mmdebstrap (apt-get install mmdebstrap)")
     sources = [str(HOST_SOURCES)] if HOST_SOURCES.exists() and SUITE in HOST_SOURCES.read_text() else []
     with tempfile.TemporaryDirectory(prefix="polar-image-") as folder:
         archive = str(Path(folder) / "root.tar")
@@ -60,7 +60,7 @@ def by_mmdebstrap(image: str) -> None:
 
 
 def build(*, force: bool = False) -> str:
-    """Make the image unless it is there; returns its tag. Raises `BuildFailed`."""
+    """Build the image unless it exists, and return its tag. Raise `BuildFailed`."""
     image = tag()
     if shutil.which("docker") is None:
         raise BuildFailed("the docker command is not installed")
@@ -79,11 +79,11 @@ def build(*, force: bool = False) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--force", action="store_true", help="make it again even if it is there")
+    parser.add_argument("--force", action="store_true", help="build it again even if it exists")
     try:
         print(build(force=parser.parse_args().force))
     except BuildFailed as error:
-        print(f"no image: {error}", file=sys.stderr)
+        print(f"the image was not built: {error}", file=sys.stderr)
         return 1
     return 0
 

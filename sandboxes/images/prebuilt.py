@@ -1,7 +1,7 @@
-"""Images with programs baked in: an image, and files and folders of this machine at their own places in it.
+"""Prebuilt images: a base image with files and folders of this machine at their own paths.
 
-Made once for each content: the tag is a hash of the image they are laid upon and of every file's path, mode and bytes.
-So a container of it needs no mount of this machine, and may be started by an engine that cannot see its disk.
+Each content is built once: the tag is a hash of the base image and of every file's path, mode and bytes. A container
+needs no mount of this machine, so an engine that cannot see its disk can start it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from .. import docker_engine
-from ..base import SandboxError
+from sandboxes import docker_engine
+from sandboxes.base import SandboxError
 
 if TYPE_CHECKING:
     import aiodocker
 
-REPOSITORY = "polar-baked"
+REPOSITORY = "polar-prebuilt"
 BASE_LABEL = "polar.base"
 BUILD_SECONDS = 1800.0
 _ROOT = "root.tar"
@@ -33,7 +33,7 @@ _ROOT = "root.tar"
 
 @dataclass(frozen=True, slots=True)
 class PrebuiltImage:
-    """`made`: it was not there yet."""
+    """An image with a harness. `made`: it did not exist yet."""
 
     image: str
     base: str
@@ -42,16 +42,16 @@ class PrebuiltImage:
 
 
 async def prebuild(engine: aiodocker.Docker, base: str | None, paths: Sequence[Path]) -> PrebuiltImage:
-    """The image `base` (None: the default one) with `paths`, which is made if it is not there.
+    """Return the image `base` (None: the default image) with `paths`, and build it if it does not exist.
 
-    Raises `SandboxUnavailable` where there is no such image, `SandboxError` where it cannot be made.
+    Raise `SandboxUnavailable` if there is no base image, `SandboxError` if the build fails.
     """
     began = time.monotonic()
     name = await docker_engine.find_image(engine, base)
-    with docker_engine.translated():
+    with docker_engine.translate_errors():
         parent = str((await engine.images.inspect(name))["Id"])
     image = await asyncio.to_thread(prebuilt_tag, parent, paths)
-    library = docker_engine.module()
+    library = docker_engine.require_aiodocker()
     try:
         await engine.images.inspect(image)
     except library.DockerError as error:
@@ -59,50 +59,51 @@ async def prebuild(engine: aiodocker.Docker, base: str | None, paths: Sequence[P
             raise SandboxError(f"the Docker engine: {error.message}") from error
     else:
         return PrebuiltImage(image, name, False, time.monotonic() - began)
-    with tempfile.TemporaryFile(prefix="polar-bake-") as context:
+    with tempfile.TemporaryFile(prefix="polar-prebuild-") as context:
         await asyncio.to_thread(write_context, context, parent, paths)
         try:
             async with asyncio.timeout(BUILD_SECONDS):
                 stream = engine.images.build(
                     fileobj=context, encoding="identity", tag=image, stream=True, rm=True, labels={BASE_LABEL: name}
                 )
-                said = [str(line.get("stream", "")) async for line in stream]
+                output = [str(line.get("stream", "")) async for line in stream]
         except library.DockerError as error:
-            raise SandboxError(f"the image {image} cannot be made: {error.message}") from error
+            raise SandboxError(f"the image {image} could not be built: {error.message}") from error
         except TimeoutError as error:
-            raise SandboxError(f"the image {image} is not made within {BUILD_SECONDS:.0f} s") from error
-    if not any("Successfully" in line for line in said):
-        raise SandboxError(f"the image {image} cannot be made: {''.join(said)[-500:].strip()}")
+            raise SandboxError(f"the image {image} was not built within {BUILD_SECONDS:.0f} s") from error
+    if not any("Successfully" in line for line in output):
+        raise SandboxError(f"the image {image} could not be built: {''.join(output)[-500:].strip()}")
     return PrebuiltImage(image, name, True, time.monotonic() - began)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPrebuiltImage:
-    """An image that was baked. `removed`: by `prune_prebuilt`; `why`: why, or why not. `bytes`: what it has beyond
-    its base, all
-    of it where the base is gone."""
+    """A prebuilt image of the engine, and whether `prune_prebuilt` removed it."""
 
     image: str
     base: str
     bytes: int
+    """Its size beyond the base; its whole size if the base is gone."""
     removed: bool
     why: str
+    """Why it was removed or kept."""
 
 
 async def prune_prebuilt(
     engine: aiodocker.Docker, agents: Sequence[Sequence[Path]], *, base: str | None = None, everything: bool = False
 ) -> list[StoredPrebuiltImage]:
-    """Remove the images that nobody uses any more: baking one of `agents` (the paths of each) on the image's base, as
-    that is now, would give another one, and no container is made of it. With `everything` the first is not asked; with
-    `base` only images upon that one are looked at.
+    """Remove the prebuilt images that are out of date and unused.
 
-    A process that goes on with such an image fails to open sandboxes of it until it starts anew. Raises SandboxError.
+    `agents` are the paths of each installed harness. An image is out of date if none of them, prebuilt on the image's
+    base as it is now, would give it; with `everything` all count as out of date. It is unused if no container is made
+    of it. `base` limits this to images on that base. A process that still uses a removed image fails to open sandboxes
+    of it until it restarts. Raise SandboxError.
     """
-    library = docker_engine.module()
+    library = docker_engine.require_aiodocker()
     found: list[StoredPrebuiltImage] = []
     current: dict[str, tuple[set[str], int]] = {}
     label = BASE_LABEL if base is None else f"{BASE_LABEL}={base}"
-    with docker_engine.translated():
+    with docker_engine.translate_errors():
         images = await engine.images.list(filters={"label": [label]})
     for image in images:
         name = next((name for name in image["RepoTags"] or [] if name.startswith(f"{REPOSITORY}:")), None)
@@ -112,24 +113,24 @@ async def prune_prebuilt(
         if below not in current:
             current[below] = await _current(engine, below, [] if everything else agents)
         names, size = current[below]
-        one = StoredPrebuiltImage(name, below, int(image["Size"]) - size, False, "an installed agent's")
+        entry = StoredPrebuiltImage(name, below, int(image["Size"]) - size, False, "an installed agent's")
         if name not in names:
             try:
                 await engine.images.delete(name)
-                one = replace(one, removed=True, why="asked for" if everything else "no installed agent's any more")
+                entry = replace(entry, removed=True, why="requested" if everything else "out of date")
             except library.DockerError as error:
                 if error.status != 409:
-                    raise SandboxError(f"the image {name} cannot be removed: {error.message}") from error
-                one = replace(one, why="a container is made of it")
-        found.append(one)
+                    raise SandboxError(f"the image {name} could not be removed: {error.message}") from error
+                entry = replace(entry, why="a container is made of it")
+        found.append(entry)
     return found
 
 
 async def _current(engine: aiodocker.Docker, base: str, agents: Sequence[Sequence[Path]]) -> tuple[set[str], int]:
-    """What baking these on `base` would be called, and the bytes of `base`; nothing where there is no such image."""
+    """Return the names that prebuilding these on `base` would give, and the size of `base`; nothing if it is gone."""
     try:
         parent = await engine.images.inspect(base)
-    except docker_engine.module().DockerError as error:
+    except docker_engine.require_aiodocker().DockerError as error:
         if error.status != 404:
             raise SandboxError(f"the Docker engine: {error.message}") from error
         return set(), 0
@@ -138,7 +139,7 @@ async def _current(engine: aiodocker.Docker, base: str, agents: Sequence[Sequenc
 
 
 def prebuilt_tag(parent: str, paths: Sequence[Path]) -> str:
-    """The name of an image of exactly this content. Reads all of it."""
+    """Return the name of an image with exactly this content. Reads all of it."""
     digest = hashlib.sha256(parent.encode())
     for path in sorted(set(paths)):
         for one in _below(path):
@@ -152,8 +153,8 @@ def prebuilt_tag(parent: str, paths: Sequence[Path]) -> str:
 
 
 def write_context(file: BinaryIO, parent: str, paths: Sequence[Path]) -> None:
-    """What an image is built of: two lines, and an archive that the engine unpacks at the root."""
-    with tempfile.TemporaryFile(prefix="polar-bake-") as inner:
+    """Write a build context: a Dockerfile of two lines, and an archive that the engine unpacks at the root."""
+    with tempfile.TemporaryFile(prefix="polar-prebuild-") as inner:
         with tarfile.open(fileobj=inner, mode="w", dereference=False) as archive:
             for path in sorted(set(paths)):
                 for one in _below(path):
@@ -172,7 +173,10 @@ def write_context(file: BinaryIO, parent: str, paths: Sequence[Path]) -> None:
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """It and all that it holds, in one order everywhere; no links are followed, and what is no file is left out."""
+    """Yield the path and everything below it, in a fixed order.
+
+    Links are not followed; only files, folders and links are included.
+    """
     path = path.absolute()
     yield path
     if path.is_dir() and not path.is_symlink():
@@ -183,10 +187,9 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Nobody's in particular, readable by every user of the image, and of no particular time."""
+    """Make an entry belong to root, readable by every user of the image, with time 0."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = "root"
     entry.mtime = 0
     entry.mode |= 0o555 if entry.isdir() or entry.mode & 0o100 else 0o444
-
     return entry

@@ -1,4 +1,4 @@
-"""What Python has no call for: namespaces, capabilities, process attributes (Linux)."""
+"""Linux calls that Python does not have: namespaces, capabilities, process attributes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(result: int, what: str) -> None:
 
 
 def rename_process(name: bytes) -> None:
-    """Change comm and command line, so that an agent's `pkill python` does not end the shim of its own command."""
+    """Change the process name and command line, so that an agent's `pkill python` does not end its command's shim."""
     libc.prctl(PR_SET_NAME, ctypes.c_char_p(name), 0, 0, 0)
     with open("/proc/self/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
@@ -44,8 +44,8 @@ def rename_process(name: bytes) -> None:
 def enter_namespaces(pid: int) -> None:
     """Join all namespaces of a process, as root or as the user who made them.
 
-    bwrap nests two user namespaces: the outer one owns the others, the inner one holds the processes. Joining needs
-    the privileges of the outer one, so: outer, then the rest, then inner.
+    bwrap nests two user namespaces: the outer one owns the other namespaces, the inner one has the processes. Joining
+    needs the privileges of the outer one, so the order is: outer, the other namespaces, inner.
     """
     fds = {name: os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("cgroup", "ipc", "net", "uts", "pid")}
     fds["mnt"] = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY)
@@ -64,7 +64,7 @@ def enter_namespaces(pid: int) -> None:
 
 
 def drop_privileges() -> None:
-    """No capability now or ever, and no reading of this process's memory or descriptors from inside."""
+    """Drop all capabilities for good, so that programs inside cannot read this process's memory or descriptors."""
     for capability in range(64):
         if prctl(PR_CAPBSET_DROP, capability) != 0:
             if ctypes.get_errno() != errno.EINVAL:

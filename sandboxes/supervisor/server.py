@@ -1,4 +1,4 @@
-"""The supervisor's loop: requests of the owner in, reports of the shims out."""
+"""The supervisor's loop: reads requests of the owner, sends the reports of the shims."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import stat
 from typing import Any
 
 from . import kernel
+from .protocol import Channel
 from .shim import send_signal, shim
-from .wire import Channel
 
 
-class Server:
+class Supervisor:
     def __init__(self, control: Channel) -> None:
         self.control = control
         self.selector = selectors.DefaultSelector()
         self.orders: dict[int, int] = {}  # command id -> pipe to its shim
         self.shims: dict[int, tuple[int, int, bytearray]] = {}  # status fd -> command id, shim pid, text
-        self.reported: set[int] = set()  # commands whose exit status is told, and whose shim still is
+        self.reported: set[int] = set()  # commands whose exit status was sent, and whose shim still runs
         self.cgroups: list[int] = []
         self.init = 0
         self.init_fds: tuple[int, int] | None = None
-        self.killed: list[int] = []  # commands whose shim ended without a report, until it is known if init lives
+        self.killed: list[int] = []  # commands whose shim ended without a report, until it is known whether init lives
 
     def start(self, config: dict[str, Any]) -> None:
-        """Open the limits, start bwrap if asked to and move into its namespaces."""
+        """Open the control groups, start bwrap if requested, and enter its namespaces."""
         self.cgroups = [os.open(path, os.O_WRONLY) for path in config["cgroup_procs"]]
         if config["bwrap"]:
             inner = self.start_bwrap(config["bwrap"])
@@ -40,7 +40,7 @@ class Server:
     def start_bwrap(self, argv: list[str]) -> int:
         """Start bwrap around `cat`, the sandbox's init, and return the pid of its first process inside.
 
-        cat's echo tells that all mounts stand; it ends with this process, because its stdin closes.
+        The echo of `cat` shows that all mounts are made. It ends with this process, because its stdin closes.
         """
         stdin_read, stdin_write = os.pipe()
         stdout_read, stdout_write = os.pipe()
@@ -52,7 +52,7 @@ class Server:
                     os.write(fd, b"0")
                 os.dup2(stdin_read, 0)
                 os.dup2(stdout_write, 1)
-                options = os.memfd_create("options", 0)  # not on the command line: programs inside could read that
+                options = os.memfd_create("options", 0)  # not on the command line, which programs inside could read
                 os.write(options, "\0".join(["--info-fd", str(info_write), *argv[1:]]).encode())
                 os.lseek(options, 0, os.SEEK_SET)
                 os.set_inheritable(info_write, True)
@@ -78,22 +78,22 @@ class Server:
                     if not self.control.feed():
                         return
                     while (request := self.control.next()) is not None:
-                        self.answer(*request)
+                        self.handle(*request)
                 elif self.init_fds and key.fd == self.init_fds[1]:
                     if not os.read(key.fd, 4096):
-                        return  # init is gone, and all other processes inside with it
+                        return  # init ended, and all other processes inside with it
                     while self.killed:  # init answers: only their shims were killed
                         self.control.send({"id": self.killed.pop(0), "gone": True})
                 else:
-                    self.shim_says(key.fd)
+                    self.read_status(key.fd)
 
-    def answer(self, message: dict[str, Any], fds: list[int]) -> None:
+    def handle(self, message: dict[str, Any], fds: list[int]) -> None:
         reply: dict[str, Any] = {"id": message["id"]}
         out: list[int] = []
         try:
             if message["op"] == "exec":
                 self.exec(message, fds)
-                return  # answered when it ends
+                return  # replied to when it ends
             if message["op"] == "kill":
                 self.kill(message["target"])
             elif message["op"] == "running":
@@ -119,7 +119,7 @@ class Server:
             code = 0
             try:
                 shim(message, fds, self.cgroups, orders_read, status_write)
-            except BaseException as error:  # noqa: BLE001 - a fork must never return into the server
+            except BaseException as error:  # noqa: BLE001 - a fork must never return into the supervisor
                 os.write(2, f"shim: {error!r}\n".encode())
                 code = 70
             finally:
@@ -136,9 +136,9 @@ class Server:
                 try:
                     os.write(fd, b"k")
                 except BrokenPipeError:
-                    continue  # its tree is empty already
+                    continue  # it has no processes any more
 
-    def shim_says(self, fd: int) -> None:
+    def read_status(self, fd: int) -> None:
         ident, pid, text = self.shims[fd]
         data = os.read(fd, 1 << 16)
         text += data
@@ -154,18 +154,18 @@ class Server:
             del self.shims[fd]
             os.waitpid(pid, 0)
             if ident not in self.reported and self.init_fds:
-                # Killed from inside, as a rule together with init: its echo, or its end, tells which.
+                # Killed from inside, usually together with init: the echo of init, or its end, shows which.
                 self.killed.append(ident)
                 try:
                     os.write(self.init_fds[0], b"\n")
                 except BrokenPipeError:
-                    return  # the end of its output comes
-            else:  # the owner ignores this if it already knows the exit status
+                    return  # the end of its output follows
+            else:  # the owner ignores this if it already has the exit status
                 self.reported.discard(ident)
                 self.control.send({"id": ident, "gone": True})
 
     def end(self) -> None:
-        """End bwrap (its process namespace dies with it), or tell every shim to kill its tree; wait for both."""
+        """Kill bwrap, with which its process namespace ends, and order every shim to kill its tree; wait for both."""
         if self.init:
             send_signal(self.init, signal.SIGKILL)
         self.kill(None)
@@ -179,7 +179,7 @@ class Server:
 
 
 def open_file(message: dict[str, Any]) -> int:
-    """Open a regular file for the owner, with this process's own (inside) view of paths."""
+    """Open a regular file for the owner. Paths are resolved here, inside the sandbox."""
     path = message["path"]
     if not message["write"]:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -206,19 +206,19 @@ def listen(port: int) -> int:
 
 
 def main(control_fd: str) -> int:
-    # A daemon of the owner: Ctrl-C in the owner's terminal is the owner's affair.
+    # Ctrl-C in the owner's terminal is for the owner to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = Channel(socket.socket(fileno=int(control_fd)))
     control.sock.set_inheritable(False)
     while (first := control.next()) is None:
         if not control.feed():
             return 0
-    server = Server(control)
+    supervisor = Supervisor(control)
     try:
-        server.start(first[0])
-        server.serve()
+        supervisor.start(first[0])
+        supervisor.serve()
     except BrokenPipeError:
-        return 0  # the owner is gone in the middle of an answer
+        return 0  # the owner ended in the middle of a reply
     finally:
-        server.end()
+        supervisor.end()
     return 0

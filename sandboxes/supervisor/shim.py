@@ -1,4 +1,4 @@
-"""The shim: parent and reaper of one command and of all that the command detaches."""
+"""The shim: parent and reaper of one command and of all processes that the command detaches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import kernel
 
 
 def descendants(*roots: int) -> set[int]:
-    """All living processes below these."""
+    """Return all living descendants of these processes."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -39,8 +39,8 @@ def descendants(*roots: int) -> set[int]:
 
 
 def kill_tree(root: int, group: int) -> None:
-    """End everything below `root`: first stop it all, so that nothing can fork away, then kill."""
-    if not kernel.LINUX:  # no /proc and no subreaper: the command's process group is what can be found
+    """Kill all descendants of `root`. They are stopped first, so that none can fork away."""
+    if not kernel.LINUX:  # no /proc and no subreaper: only the command's process group can be found
         try:
             os.killpg(group, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
@@ -59,11 +59,11 @@ def send_signal(pid: int, number: int) -> None:
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
-        return  # gone, or a set-user-id program in a `process` sandbox, which isolates nothing
+        return  # it ended, or is a set-user-id program in a `process` sandbox, which isolates nothing
 
 
 def run_command(message: dict[str, Any], fds: list[int], cgroups: list[int], errors: int) -> NoReturn:
-    """In the command's own process: set it up and become the program."""
+    """Set up the command's own process and become the program."""
     try:
         os.setsid()
         if kernel.LINUX:
@@ -87,7 +87,7 @@ def run_command(message: dict[str, Any], fds: list[int], cgroups: list[int], err
         code = 127 if error.errno == errno.ENOENT and not missing_cwd(message) else 126
         where = message["cwd"] if missing_cwd(message) else message["argv"][0]
         os.write(errors, json.dumps([code, f"{where}: {os.strerror(error.errno or 0)}"]).encode())
-    except BaseException as error:  # noqa: BLE001 - the last thing this process says
+    except BaseException as error:  # noqa: BLE001 - the last report of this process
         os.write(errors, json.dumps([126, repr(error)]).encode())
     os._exit(126)
 
@@ -97,9 +97,9 @@ def missing_cwd(message: dict[str, Any]) -> bool:
 
 
 def shim(message: dict[str, Any], fds: list[int], cgroups: list[int], orders: int, status: int) -> None:
-    """Parent and reaper of one command; ends when its tree is empty, when told so, or without the supervisor."""
+    """Run one command and reap its processes. Ends when none is left; an order, or the supervisor's end, kills them."""
     first = 3
-    for fd in sorted([orders, status, *fds, *cgroups]):  # above all not the control socket: it is the lifeline
+    for fd in sorted([orders, status, *fds, *cgroups]):  # above all not the control socket, whose end ends the sandbox
         os.closerange(first, fd)
         first = fd + 1
     os.closerange(first, 4096)
@@ -145,7 +145,7 @@ def shim(message: dict[str, Any], fds: list[int], cgroups: list[int], orders: in
             kill_tree(os.getpid(), command)
         for key, _events in selector.select(0.01 if killing else None):
             data = os.read(key.fd, 4096)
-            if key.fd == orders:  # an order or the end of the supervisor: both mean kill
+            if key.fd == orders:  # an order, or the end of the supervisor: both mean kill
                 killing = True
                 kill_tree(os.getpid(), command)
                 if not data:

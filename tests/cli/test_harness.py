@@ -98,7 +98,7 @@ def test_info_tells_all_facts(ask: Any) -> None:
 
 
 def test_prune_without_an_engine(ask: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every adapter is asked what it would be baked as before the engine is; a command line has no such thing."""
+    """Every adapter is asked what it would be prebuilt as before the engine is; a command line has no such thing."""
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody-listens")
     code, found, told = ask("prune")
     assert (code, found) == (1, None)

@@ -24,7 +24,7 @@ from tests.fakes.tiny_agent import TinyAgent
 class BakedAgent(TinyAgent):
     """A program that is nowhere but in its folder; it asks no model."""
 
-    name = "baked-agent"
+    name = "prebuilt-agent"
 
     def install(self, cache_root: Path, version: str | None = None):  # type: ignore[no-untyped-def]
         folder = cache_root / self.name / "1"
@@ -45,14 +45,14 @@ async def test_one_image_for_each_base_and_agent(tmp_path: Path) -> None:
         async def _bake(self, base: str | None, paths: tuple[Path, ...]) -> PrebuiltImage:
             asked.append((base, paths))
             await asyncio.sleep(0.01)
-            return PrebuiltImage(f"baked-{len(asked)}", base or "default", True, 0.01)
+            return PrebuiltImage(f"prebuilt-{len(asked)}", base or "default", True, 0.01)
 
     images, agent, bundle = Counted(), tmp_path / "agent", tmp_path / "bundle"
     spec = SandboxSpec(mounts=(Mount(agent, str(agent)), Mount(bundle, str(bundle))))
     found = await asyncio.gather(*(images.spec(spec, (agent,)) for _ in range(5)))
-    assert {one.image for one in found} == {"baked-1"}
+    assert {one.image for one in found} == {"prebuilt-1"}
     assert found[0].mounts == (Mount(bundle, str(bundle)),)
-    assert (await images.spec(replace(spec, image="task"), (agent,))).image == "baked-2"
+    assert (await images.spec(replace(spec, image="task"), (agent,))).image == "prebuilt-2"
     assert (await images.spec(spec, (agent, bundle))).mounts == ()
     assert asked == [(None, (agent,)), ("task", (agent,)), (None, (agent, bundle))]
     assert await images.spec(spec, ()) == spec
@@ -74,7 +74,7 @@ async def test_a_rollout_with_its_agent_in_the_image(
         opened.append(spec)
         return await open_sandbox(kind, spec)
 
-    engine, limits = PlayerEngine(), replace(ServiceLimits(bake=True), refill=False)
+    engine, limits = PlayerEngine(), replace(ServiceLimits(prebuild=True), refill=False)
     harness = "tests.rollouts.test_prebuilt:BakedAgent"
     spec = JobSpec(harness=harness, sandbox="docker", timeout=120.0, samples=2)
     async with (
@@ -95,6 +95,6 @@ async def test_a_rollout_with_its_agent_in_the_image(
     assert agents[0].image is not None
     assert agents[0].image.startswith(f"{REPOSITORY}:")
     assert [spec.mounts for spec in agents] == [()] * 2
-    assert counts["baked"]["found"] + counts["baked"]["made"] == 1
+    assert counts["prebuilt"]["found"] + counts["prebuilt"]["made"] == 1
     async with docker_engine.docker_client() as docker:
         await docker.images.delete(agents[0].image, force=True)

@@ -108,10 +108,10 @@ async def test_memory_is_limited_for_all_processes_together(kind: str, state_dir
 SCRIPT = """
 import asyncio, sys
 from pathlib import Path
-from sandboxes import Limits, SandboxSpec, open_sandbox
+from sandboxes import ResourceLimits, SandboxSpec, open_sandbox
 
 async def main():
-    spec = SandboxSpec(limits=Limits(memory_mb=200, pids=30))
+    spec = SandboxSpec(limits=ResourceLimits(memory_mb=200, pids=30))
     async with await open_sandbox("bubblewrap", spec, state_dir=Path(sys.argv[1])) as sandbox:
         print((await sandbox.exec(["id", "-u"])).stdout.decode().strip())
         print((await sandbox.exec(["sh", "-c", "sleep 60 & sleep 60"], timeout=0.2)).timed_out)

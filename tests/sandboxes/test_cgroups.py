@@ -13,28 +13,28 @@ LIMITS = ResourceLimits(memory_mb=100, cpus=1.5, pids=20)
 
 def test_version_2_below_the_root(tmp_path: Path) -> None:
     (tmp_path / "cgroup.subtree_control").write_text("cpuset cpu io memory pids\n")
-    folders = cgroups.places("polar-x", LIMITS, tmp_path, "0::/user.slice/session-1.scope\n")
+    folders = cgroups.group_folders("polar-x", LIMITS, tmp_path, "0::/user.slice/session-1.scope\n")
     assert folders == [tmp_path / "polar-x"]
 
 
 def test_version_2_that_does_not_delegate_is_none(tmp_path: Path) -> None:
     (tmp_path / "cgroup.subtree_control").write_text("pids\n")
-    assert cgroups.places("polar-x", LIMITS, tmp_path, "0::/\n") is None
-    assert cgroups.places("polar-x", ResourceLimits(None, None, 20, None), tmp_path, "0::/\n") is not None
+    assert cgroups.group_folders("polar-x", LIMITS, tmp_path, "0::/\n") is None
+    assert cgroups.group_folders("polar-x", ResourceLimits(None, None, 20, None), tmp_path, "0::/\n") is not None
 
 
 def test_version_1_below_the_own_group_of_each_controller(tmp_path: Path) -> None:
     for name in ("memory/jobs/7", "cpu", "pids"):
         (tmp_path / name).mkdir(parents=True)
     own = "5:pids:/elsewhere\n4:memory:/jobs/7\n1:cpu,cpuacct:/\n0::/\n"
-    folders = cgroups.places("polar-x", LIMITS, tmp_path, own)
+    folders = cgroups.group_folders("polar-x", LIMITS, tmp_path, own)
     # A path that the mount does not show (another group's namespace): the mount's root is the own group.
     assert folders == [tmp_path / "cpu/polar-x", tmp_path / "memory/jobs/7/polar-x", tmp_path / "pids/polar-x"]
-    assert cgroups.places("polar-x", LIMITS, tmp_path, "5:pids:/\n") is None
+    assert cgroups.group_folders("polar-x", LIMITS, tmp_path, "5:pids:/\n") is None
 
 
 def test_nothing_to_limit_needs_no_group(tmp_path: Path) -> None:
-    assert cgroups.places("polar-x", ResourceLimits(None, None, None, 5), tmp_path, "") is None
+    assert cgroups.group_folders("polar-x", ResourceLimits(None, None, None, 5), tmp_path, "") is None
 
 
 def test_values() -> None:

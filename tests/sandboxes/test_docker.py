@@ -83,7 +83,7 @@ async def test_the_listening_socket_without_root(kind: str, state_dir: Path, mon
     """A member of the docker group may not enter namespaces: a helper container hands the socket over."""
 
     def denied(*_: object) -> None:
-        raise netns.CannotEnter("needs root")
+        raise netns.CannotEnterNamespace("needs root")
 
     monkeypatch.setattr(netns, "listen", denied)
     async with await open_sandbox("docker", state_dir=state_dir) as sandbox:

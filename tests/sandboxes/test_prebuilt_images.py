@@ -1,4 +1,4 @@
-"""Images with programs baked in: named by what is in them, made once, and the same inside as on this machine."""
+"""Images with programs prebuilt in: named by what is in them, made once, and the same inside as on this machine."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_what_nobody_uses_is_removed(tmp_path: Path, reasons: dict[str, st
             found = {one.image: one for one in await prune_prebuilt(engine, [[agents[0]], [agents[1]]], base=base)}
             ends = {name: (found[name].removed, found[name].why) for name in (changed, installed, used)}
             assert ends == {
-                changed: (True, "no installed agent's any more"),
+                changed: (True, "out of date"),
                 installed: (False, "an installed agent's"),
                 used: (False, "a container is made of it"),
             }
@@ -127,5 +127,5 @@ async def test_what_nobody_uses_is_removed(tmp_path: Path, reasons: dict[str, st
         finally:
             await container.delete(force=True)
             for name in (changed, installed, used, base):
-                with contextlib.suppress(docker_engine.module().DockerError):  # it is gone
+                with contextlib.suppress(docker_engine.require_aiodocker().DockerError):  # it is gone
                     await engine.images.delete(name, force=True)

@@ -109,7 +109,7 @@ def node_settings(given: Settings) -> Settings:
 def _limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
     """A quarter more is taken in hand than may run, so that a place that falls free is filled at once; not twice as
     much, as on one machine: what one node holds and cannot run, another could."""
-    limits = ServiceLimits.of(config.agents, settings.admission, bake=settings.run.bake)
+    limits = ServiceLimits.of(config.agents, settings.admission, prebuild=settings.run.prebuild)
     in_flight = config.agents + max(1, config.agents // 4)
     return replace(limits, scheduler=replace(limits.scheduler, in_flight=in_flight, lease_seconds=config.lease_seconds))
 

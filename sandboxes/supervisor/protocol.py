@@ -17,14 +17,14 @@ MAX_FDS = 16
 
 
 def frame(message: dict[str, Any], fds: Sequence[int] = ()) -> tuple[bytes, list[tuple[int, int, Any]]]:
-    """A message as the arguments of `sendmsg`."""
+    """Return a message as the arguments of `sendmsg`."""
     body = json.dumps(message).encode()
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     return HEADER.pack(len(body), len(fds)) + body, rights
 
 
 class Channel:
-    """One end. `feed` reads what is there, `next` takes whole messages out."""
+    """One end of the socket. `feed` reads the available bytes, `next` returns whole messages."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -37,7 +37,7 @@ class Channel:
         self.sock.sendall(data[sent:])
 
     def feed(self) -> bool:
-        """Read once; False at the end of the stream."""
+        """Read once. Return False at the end of the stream."""
         data, ancillary, _flags, _addr = self.sock.recvmsg(1 << 16, socket.CMSG_SPACE(4 * MAX_FDS))
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -50,7 +50,7 @@ class Channel:
         return bool(data)
 
     def next(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The next whole message, if there is one. Its descriptors are the receiver's to close."""
+        """Return the next whole message, or None. The receiver closes its descriptors."""
         if len(self._buffer) < HEADER.size:
             return None
         length, count = HEADER.unpack_from(self._buffer)
