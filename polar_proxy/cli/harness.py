@@ -128,8 +128,8 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command("bake")
-def bake(
+@app.command("prebuild")
+def prebuild(
     name: NameArgument,
     version: VersionOption = None,
     base: Annotated[str | None, typer.Option(help="Image to build on. Default: the image of docker sandboxes.")] = None,
@@ -137,14 +137,14 @@ def bake(
 ) -> None:
     """Build the Docker image that contains a harness, unless it exists, and print its name.
 
-    With the setting `run.bake`, rollouts in docker sandboxes do this themselves.
+    With the setting `run.prebuild`, rollouts in docker sandboxes do this themselves.
     """
-    from sandboxes.images.prebuilt import prebuild
+    from sandboxes.images.prebuilt import prebuild as build_image
 
     adapter, version = _get_adapter(name, version)
     installed = _install(adapter, version, load_settings().harness_cache, quiet=as_json)
     with spinner(f"building an image with {adapter.name} {installed.version}", quiet=as_json):
-        image = _with_docker(lambda engine: prebuild(engine, base, installed.mounts))
+        image = _with_docker(lambda engine: build_image(engine, base, installed.mounts))
     if as_json:
         found = {"name": installed.name, "version": installed.version, "image": image.image, "base": image.base}
         print_json({**found, "already_there": not image.made, "seconds": round(image.seconds, 1)})
@@ -160,7 +160,7 @@ def prune(
     everything: Annotated[bool, typer.Option("--all", help="Also remove images of installed agents.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove images of `polar harness bake` that are no longer needed.
+    """Remove images of `polar harness prebuild` that are no longer needed.
 
     An image is kept if it would be built again as it is (an installed agent with the same files and base image), or if
     a container uses it.

@@ -101,7 +101,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         gateway = Gateway(engine, store, settings.gateway)
         service: RolloutService | None = None
         if with_workers:
-            limits = ServiceLimits.of(settings.run.concurrency, settings.admission, bake=settings.run.bake)
+            limits = ServiceLimits.of(settings.run.concurrency, settings.admission, prebuild=settings.run.prebuild)
             limits = replace(limits, scheduler=replace(limits.scheduler, backlog=settings.run.backlog))
             service = RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=print_note)
         # The API is added before the gateway listens, so that a client that waits for this server never gets a 404.
