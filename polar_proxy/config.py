@@ -1,7 +1,8 @@
-"""One tree of settings: defaults < polar.toml < environment (POLAR_...) < flags. The only reader of the environment.
+"""All settings: defaults, then `polar.toml`, then environment variables, then command-line flags; the last one wins.
 
-Of `polar.toml` there may be one in the Polar home (`~/.polar`, or $POLAR_HOME) and one in the working directory,
-which wins setting by setting. Nested settings use two underscores in the environment: `POLAR_GATEWAY__PORT=9000`.
+`polar.toml` is read from the Polar home (`~/.polar`, or $POLAR_HOME) and from the working directory, which wins setting
+by setting. Environment variables begin with POLAR_ and use two underscores for nested settings:
+`POLAR_GATEWAY__PORT=9000`. No other module reads the environment.
 """
 
 from __future__ import annotations
@@ -27,53 +28,62 @@ PromptModeSetting = Annotated[
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    # The docstrings of fields are their descriptions in docs/reference/settings.md.
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class GatewaySettings(_Section):
+    """The gateway: where agents send their model calls."""
+
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = Field(8399, ge=0, le=65535)
-    """0 takes any free port."""
+    """Port to listen on; 0 takes any free port."""
     require_known_keys: bool = False
-    """Refuse unknown keys on loopback too. On any other address they are always refused."""
+    """Refuse unknown session keys on loopback too. On any other address they are always refused."""
     shared: bool = False
-    """Other gateways serve the sessions of this database too: look for their calls before each request."""
+    """Set this if other gateways serve sessions of the same database: before each request the gateway then loads what
+    they recorded."""
     cluster_port: int = Field(0, ge=0, le=65535)
-    """Of the gateways on the nodes of a cluster; 0: each takes any free one."""
+    """Port of the gateways on the nodes of a Ray cluster; 0 takes any free port."""
     max_body_mb: int = Field(256, ge=1)
+    """Size limit of a request body in MiB."""
     heartbeat_seconds: float = Field(15.0, gt=0)
-    """How long a stream may be silent before a comment line is sent."""
+    """Send a comment line on a stream that has been silent for so long."""
     headers_after_seconds: float = Field(2.0, ge=0)
-    """How long to wait for the first token before the response headers go out (a fast error keeps its own status)."""
+    """Send the response headers if the first token takes longer than this. An error before that keeps its status."""
     join_retries: Literal["evidence", "always", "never"] = "evidence"
-    """Which equal requests share one answer: those that are shown to be retries (a lost connection, or the SDK's retry
-    header); all that come while the first is in flight or was just answered; none."""
+    """Which equal requests share one answer. `evidence`: those that are known to be retries, by a lost connection or
+    the SDK's retry header. `always`: all that arrive while the first runs or shortly after. `never`: none."""
     retry_window_seconds: float = Field(10.0, ge=0)
-    """How long an answer counts as just given, and is kept for a retry."""
+    """How long a finished answer is kept for a retry."""
     retry_grace_seconds: float = Field(2.0, ge=0)
-    """How long a generation goes on whose client is lost, for its retry to take it over."""
+    """How long a generation continues after its client disconnected, so that a retry can take it over."""
     prompt_mode: PromptModeSetting = "continue"
-    """continue: sample each turn from exactly the tokens of the turn before, followed by what is new, if the
-    engine can. render: let the engine render every request from its messages."""
+    """`continue`: the prompt of a turn is the exact tokens of the turn before, followed by the tokens of the new
+    messages, where the engine can do this. `render`: the engine renders every request from its messages."""
     past_reasoning: Literal["keep", "strip"] = "keep"
-    """Reasoning of earlier turns in continued prompts. keep: as it was sampled. strip: if the model's template
-    drops it, let the engine render that request, which drops it too."""
+    """Reasoning of earlier turns in continued prompts. `keep`: leave it as it was sampled. `strip`: if the model's chat
+    template drops it, let the engine render that request."""
     normalisers_off: frozenset[str] = frozenset()
-    """Names of normalisers that history must not use (polar_proxy/sessions/normalisers.py lists them)."""
+    """Names of normalisers (polar_proxy/sessions/normalisers.py) that matching must not use."""
 
 
 class EngineSettings(_Section):
+    """The inference engine."""
+
     kind: str = "local"
-    """local, vllm, openai, or module:Class."""
+    """`local`, `vllm`, `openai`, or module:Class."""
     url: str | None = None
+    """Where the engine listens (vllm, openai)."""
     model: str | None = None
-    """local: a folder of weights, default the bundled polar-tiny. vllm, openai: the served model's name."""
+    """local: a folder of weights, by default the bundled polar-tiny. vllm, openai: the name of the served model."""
     api_key: str | None = Field(None, repr=False)
-    """For vllm and openai. Best given as POLAR_ENGINE__API_KEY; it is never written anywhere."""
+    """Key for the engine (vllm, openai). Best set as POLAR_ENGINE__API_KEY; Polar never writes it anywhere."""
 
 
 class RunSettings(RolloutSpec):
-    """How rollouts are made where nothing else is said, and how many of them at a time."""
+    """Rollouts: how they are made, unless a command or request says otherwise, and how many at a time."""
 
     concurrency: int = Field(2, ge=1)
     """Rollouts at a time."""
@@ -82,61 +92,73 @@ class RunSettings(RolloutSpec):
     backlog: int | None = Field(None, ge=1)
     """Start no new rollouts while this many finished groups wait for a trainer. Default: no limit."""
     prebuild: bool = False
-    """Build the harness into the image of docker sandboxes, once for each (`polar harness prebuild`), in place of
-    mounting it from this machine's disk: for a Docker engine that cannot see that disk."""
+    """In docker sandboxes, build each agent into an image (`polar harness prebuild`) instead of mounting its files.
+    Needed if the Docker engine cannot see this machine's disk."""
 
     def job_spec(self, **given: Any) -> JobSpec:
-        """Return a job with these settings, in which `given` replaces what it names."""
+        """Return a job with these settings, except for those in `given`."""
         return JobSpec(**{**self.model_dump(include=set(JobSpec.model_fields)), **given})
 
 
 class ApiSettings(_Section):
+    """The HTTP API."""
+
     callback_secret: str | None = Field(None, repr=False)
-    """What callbacks are signed with: whsec_ and base64. Without it, one is made, in the file callback-secret in the
-    home. It is never written into the database."""
+    """Secret that signs callbacks: `whsec_` and base64. By default it is created in the file callback-secret in the
+    home. It is never written to the database."""
     callback_attempts: int = Field(8, ge=1)
+    """Give a callback up after so many attempts."""
     callback_pause_seconds: float = Field(5.0, gt=0)
-    """Before the second attempt; four times that before the third, and so on."""
+    """Pause before the second attempt; each further pause is four times as long."""
     callback_timeout_seconds: float = Field(15.0, gt=0)
+    """How long to wait for the receiver of a callback."""
 
 
 class AdmissionSettings(_Section):
-    """When a service lets no further agent join those that run. One is always let in where none is."""
+    """When a server starts no further agent. If no agent runs, one is always started."""
 
     engine_kv: float = Field(0.5, gt=0, le=1)
-    """Share of the key-value cache that running requests hold above which it is full (vLLM says it): agents that wait
-    for a tool hold none, and their conversations must stay cached, too (benchmarks/results/fleet.md). 1: not looked
-    at."""
+    """KV-cache usage above which no new agent starts (vLLM reports it). Agents that wait for a tool use no cache, but
+    their conversations should stay cached. 1 disables the check."""
     engine_queue: int = Field(16, ge=0)
-    """Requests waiting in the engine, for each of its replicas, above which its queue is long (vLLM says it)."""
+    """Queued requests per engine replica above which no new agent starts (vLLM reports them)."""
     memory_mb: int = Field(768, ge=0)
-    """MiB of this machine that a rollout is taken to need where its task does not say. 0: memory is not looked at."""
+    """MiB of memory to reserve for a rollout whose task does not say how much it needs. 0 disables the check."""
     memory_reserve_mb: int = Field(512, ge=0)
-    """MiB that stay free."""
+    """MiB of memory to keep free."""
 
 
 class Settings(BaseSettings):
+    """The settings at the top level and its sections."""
+
     model_config = SettingsConfigDict(
         env_prefix="POLAR_",
         env_nested_delimiter="__",
         extra="forbid",
         nested_model_default_partial_update=True,
+        use_attribute_docstrings=True,
     )
 
     home: Path = Path("~/.polar")
+    """Folder of the database, keys, installed harnesses and training runs. Set it as POLAR_HOME."""
     db: str | None = None
-    """Database URL or file; default polar.db in the home."""
+    """Database URL or file; by default polar.db in the home."""
     url: str | None = None
-    """POLAR_URL: the server that commands talk to; without it they use the database themselves."""
+    """The server that commands talk to. Without it, commands use the database directly."""
     api_key: str | None = Field(None, repr=False)
-    """POLAR_API_KEY: for that server. Without it, on this machine, the one in the file api-key in the home."""
+    """Key for that server. On the server's own machine the default is the key in the file api-key in the home."""
     harnesses: Path | None = None
-    """Where agents are installed, once a version; default harnesses/ in the home."""
+    """Folder of the installed harnesses; by default harnesses/ in the home."""
     gateway: GatewaySettings = GatewaySettings()
+    """The gateway."""
     engine: EngineSettings = EngineSettings()
+    """The inference engine."""
     run: RunSettings = RunSettings()
+    """Rollouts."""
     admission: AdmissionSettings = AdmissionSettings()
+    """When a server starts no further agent."""
     api: ApiSettings = ApiSettings()
+    """The HTTP API."""
 
     @classmethod
     def settings_customise_sources(
