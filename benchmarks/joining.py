@@ -20,7 +20,7 @@ import numpy as np
 
 from polar_proxy.store import open_store
 from polar_proxy.traces import build, certify
-from polar_proxy.types import CallRecord, Choice, EngineInfo, new_id
+from polar_proxy.types import CallRecord, Choice, EngineInfo, Message, new_id
 
 _END = 151_645
 _INFO = EngineInfo(
@@ -64,7 +64,7 @@ def long_session(turns: int, tokens: int, *, drift_every: int = 0, session_id: s
         said = random.integers(0, 150_000, answer, dtype=np.int32)
         said[-1] = _END
         logprobs = -random.exponential(1, answer).astype(np.float32)
-        choice = Choice(0, {"role": "assistant", "content": f"turn {number}"}, "stop", said, logprobs)
+        choice = Choice(0, Message("assistant", f"turn {number}"), "stop", said, logprobs)
         before = calls[-1].call_id if calls else None
         calls.append(
             replace(

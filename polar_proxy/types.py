@@ -71,6 +71,21 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
 
+    @classmethod
+    def from_openai(cls, value: Json) -> Message:
+        """Return the message that `to_openai` wrote."""
+        return cls(
+            role=value["role"],
+            content=value["content"],
+            reasoning=value.get("reasoning_content"),
+            tool_calls=tuple(
+                ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+                for call in value.get("tool_calls", ())
+            ),
+            tool_call_id=value.get("tool_call_id"),
+            name=value.get("name"),
+        )
+
     def to_openai(self) -> Json:
         out: Json = {"role": self.role, "content": self.content}
         if self.reasoning is not None:
@@ -201,7 +216,7 @@ class Choice:
     """One sampled answer. `token_ids` int32 [n] and `logprobs` float32 [n] include the end-of-turn token."""
 
     index: int
-    message: Json
+    message: Message
     finish_reason: str | None
     token_ids: TokenIds
     logprobs: Logprobs

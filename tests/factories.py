@@ -10,7 +10,7 @@ import numpy as np
 
 from polar_proxy.sequences import assemble
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, Choice, EngineInfo, Span, Trace, new_id
+from polar_proxy.types import CallRecord, Choice, EngineInfo, Message, Span, Trace, new_id
 
 END = 7
 """The end-of-turn token of `INFO`."""
@@ -44,7 +44,7 @@ def answer(tokens: Sequence[int], index: int = 0, logprobs: Sequence[float] | No
     values = [-(token + 1) / 64 - position / 1024 for position, token in enumerate(tokens)]
     return Choice(
         index=index,
-        message={"role": "assistant", "content": " ".join(map(str, tokens))},
+        message=Message("assistant", " ".join(map(str, tokens))),
         finish_reason="stop",
         token_ids=np.array(tokens, dtype=np.int32),
         logprobs=np.array(values if logprobs is None else logprobs, dtype=np.float32),
@@ -56,7 +56,7 @@ def random_answer(index: int = 0, tokens: int = 5, seed: int = 0) -> Choice:
     rng = np.random.default_rng(seed)
     return Choice(
         index=index,
-        message={"role": "assistant", "content": "Grüße\u2028, 世界 \\ud83d", "tool_calls": []},
+        message=Message("assistant", "Grüße\u2028, 世界 \\ud83d"),
         finish_reason="stop",
         token_ids=rng.integers(0, 150_000, tokens).astype(np.int32),
         logprobs=(-rng.exponential(1, tokens)).astype(np.float32),

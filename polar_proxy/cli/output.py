@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from polar_proxy.types import Json
+from polar_proxy.types import Message
 
 if TYPE_CHECKING:
     from polar_proxy.api_models import Event, Job
@@ -74,11 +74,10 @@ def format_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "-"
 
 
-def last_command(message: Json) -> str:
+def last_command(message: Message) -> str:
     """Return the command of an answer's last tool call, or else its text, in one line."""
-    calls = message.get("tool_calls") or []
-    if calls:
-        arguments = calls[-1]["function"]["arguments"]
+    if message.tool_calls:
+        arguments = message.tool_calls[-1].arguments
         try:
             value = orjson.loads(arguments)
         except orjson.JSONDecodeError:
@@ -86,7 +85,7 @@ def last_command(message: Json) -> str:
         if isinstance(value, dict):
             value = value.get("command") or value.get("cmd") or arguments
         return " ".join(str(value).split())[:120]
-    return " ".join(str(message.get("content") or "").split())[:120]
+    return " ".join(str(message.content or "").split())[:120]
 
 
 # Progress

@@ -158,7 +158,7 @@ def call_json(call: CallRecord) -> Json:
         "choices": [
             {
                 "index": choice.index,
-                "message": choice.message,
+                "message": choice.message.to_openai(),
                 "finish_reason": choice.finish_reason,
                 "token_ids": choice.token_ids.tolist(),
                 "logprobs": [float(value) for value in choice.logprobs],

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from polar_proxy.dialects.answer import Answer
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, EngineRequest, Json, SampleEvent
+from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,7 @@ class PreviousCall:
 
     messages: tuple[bytes, ...]
     """The call's request messages as stored."""
-    answer: Json
-    """The call's answer as an OpenAI assistant message."""
+    answer: Message
 
 
 class Encoder(ABC):

@@ -104,7 +104,7 @@ def _parse_messages(raw: list[Any], previous: ParsedRequest | None) -> tuple[tup
                 break
             same += 1
     new = range(same, len(raw))
-    messages = (*known[:same], *(parse_message(raw[i], i) for i in new))
+    messages = (*known[:same], *(_parse_message(raw[i], i) for i in new))
     return messages, (*known_bytes[:same], *(to_json(raw[i], f"messages[{i}]") for i in new))
 
 
@@ -135,7 +135,7 @@ def _check_tool(tool: Any, path: str) -> None:
             raise invalid(f"{path}.function.parameters", "expected a JSON schema object")
 
 
-def parse_message(item: Any, position: int) -> Message:
+def _parse_message(item: Any, position: int) -> Message:
     """Parse one message. Raises RequestError that names `messages[position]`."""
     path = f"messages[{position}]"
     if not isinstance(item, dict):

@@ -54,7 +54,8 @@ def jsonl(session: SessionExport) -> Iterator[Json]:
                 **conversation(call),
                 "sampling": call.sampling,
                 "choices": [
-                    {"message": choice.message, "finish_reason": choice.finish_reason} for choice in call.choices
+                    {"message": choice.message.to_openai(), "finish_reason": choice.finish_reason}
+                    for choice in call.choices
                 ],
                 "prompt_tokens": 0 if call.prompt_ids is None else len(call.prompt_ids),
                 "completion_tokens": sum(len(choice.token_ids) for choice in call.choices),
@@ -74,7 +75,7 @@ def chat_jsonl(session: SessionExport) -> Iterator[Json]:
         call = calls[last.call_id]
         choice = next(choice for choice in call.choices if choice.index == last.choice)
         row = conversation(call)
-        row["messages"].append(choice.message)
+        row["messages"].append(choice.message.to_openai())
         if row["tools"] is None:
             del row["tools"]
         yield {**row, **trace_identity(trace, session.rollout)}

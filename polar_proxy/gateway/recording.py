@@ -143,7 +143,7 @@ def make_record(
     choices = tuple(
         Choice(
             index=index,
-            message=choice.message.to_openai(),
+            message=choice.message,
             finish_reason=choice.finish_reason,
             token_ids=to_token_ids(choice.token_ids),
             logprobs=np.array(choice.logprobs, dtype=np.float32),

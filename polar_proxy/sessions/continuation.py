@@ -24,7 +24,7 @@ import hashlib
 import logging
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import orjson
@@ -240,13 +240,12 @@ class PromptBuilder:
         config: PromptConfig,
         earlier_reasoning: tuple[str, ...],
     ) -> AnsweredCall:
-        reasoning: Any = choice.message.get("reasoning_content")
         answered = AnsweredCall(
             ids=np.concatenate([prompt, choice.token_ids]),
             finish_reason=choice.finish_reason,
             ends_turn=int(choice.token_ids[-1]) in self._engine.info.eos_token_ids,
             config=config,
-            reasoning=(*earlier_reasoning, *_reasoning_prefix(reasoning)),
+            reasoning=(*earlier_reasoning, *_reasoning_prefix(choice.message.reasoning)),
         )
         session.remember_answer(call_id, choice.index, answered)
         return answered

@@ -15,7 +15,7 @@ from polar_proxy.store import json_codec
 from polar_proxy.store.buffers import TextPrefix, TokenPrefix
 from polar_proxy.store.codec import CellCodec, ids_of
 from polar_proxy.store.schema import calls, completions, engines, nodes, settings
-from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Logprobs, TokenIds
+from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Logprobs, Message, TokenIds
 
 _c = calls.c
 _AS_THEY_ARE = (
@@ -160,7 +160,7 @@ class CallLoader:
         choices = tuple(
             Choice(
                 index=answer.choice_index,
-                message=json_codec.loads(self._codec.unpack_bytes(answer.message, before.end)) if self._text else {},
+                message=self._message(answer.message, before.end) if self._text else Message("assistant"),
                 finish_reason=answer.finish_reason,
                 token_ids=token_ids,
                 logprobs=logprobs,
@@ -184,6 +184,9 @@ class CallLoader:
         if key not in self._infos:
             self._infos[key] = engine_info(_known(self._common.engines, key))
         return self._infos[key]
+
+    def _message(self, cell: bytes, before: bytearray) -> Message:
+        return Message.from_openai(json_codec.loads(self._codec.unpack_bytes(cell, before)))
 
     def _messages(self, head: bytes | None, count: int) -> tuple[bytes, ...]:
         new: list[bytes] = []

@@ -203,7 +203,7 @@ class CallSerializer:
             "choice_index": choice.index,
             "finish_reason": choice.finish_reason,
             "tokens": int(choice.token_ids.size),
-            "message": self._codec.pack_bytes(json_codec.dumps(choice.message), before),
+            "message": self._codec.pack_bytes(json_codec.dumps(choice.message.to_openai()), before),
             "token_ids": self._codec.pack_ids(
                 choice.token_ids, NO_IDS if record.prompt_ids is None else record.prompt_ids
             ),

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from polar_proxy.dialects import recorded_request
-from polar_proxy.dialects.openai_chat import parse_message
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError, UsageError
 from polar_proxy.sequences import MISSING_LOGPROB
@@ -196,7 +195,7 @@ async def encode_answers(call: CallRecord, engine: Engine) -> list[tuple[Choice,
 
 
 async def _answer_tokens(choice: Choice, request: ChatRequest, prompt: list[int], engine: Engine) -> list[int]:
-    answer = parse_message(choice.message, len(request.messages))
+    answer = choice.message
     cut = choice.finish_reason == "length"
     if choice.finish_reason not in _FINISHED:
         raise UnusableAnswerError("unfinished")

@@ -23,7 +23,7 @@ from polar_proxy.dialects import (
 )
 from polar_proxy.dialects.google import GoogleGenerateContent
 from polar_proxy.errors import RequestError
-from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json
+from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, Message
 from tests.dialects import hostile_json, test_anthropic_fuzz, test_google_fuzz, test_responses_fuzz
 from tests.factories import call
 
@@ -116,7 +116,7 @@ def test_responses_instructions(changes: Json) -> None:
 def test_continued_conversation_is_stored_whole() -> None:
     dialect = OpenAIResponses()
     first = dialect.parse({"model": "m", "instructions": "old", "input": "one"})
-    answer = {"role": "assistant", "content": "two", "reasoning_content": "hm"}
+    answer = Message("assistant", "two", "hm")
     body = {"model": "m", "previous_response_id": "resp_1", "input": "three", "instructions": "new"}
     (request,) = check(dialect, dialect.prepend_previous(body, PreviousCall(first.messages[0], answer)))
     assert isinstance(request, ChatRequest)

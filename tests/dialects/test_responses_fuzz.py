@@ -14,7 +14,7 @@ from polar_proxy.dialects import Answer, ParsedRequest, PreviousCall
 from polar_proxy.dialects.openai_responses import OpenAIResponses
 from polar_proxy.dialects.openai_responses.items import seal
 from polar_proxy.errors import RequestError
-from polar_proxy.types import Json, SampleEvent, ToolDelta
+from polar_proxy.types import Json, Message, SampleEvent, ToolDelta
 from tests.dialects.hostile_json import DEEP, VALUES, assert_refusal, objects
 
 _FIELDS = (
@@ -125,7 +125,7 @@ def _assert_answerable(parsed: ParsedRequest) -> None:
 
 
 def _assert_continuable(dialect: OpenAIResponses, body: Json, parsed: ParsedRequest) -> None:
-    answer = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+    answer = Message("assistant", "x", "hm")
     new = {**body, "previous_response_id": "resp_1", "input": "next"}
     again = dialect.parse(dialect.prepend_previous(new, PreviousCall(parsed.messages[0], answer)))
     assert again.messages[0][: len(parsed.messages[0])] == parsed.messages[0]

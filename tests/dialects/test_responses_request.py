@@ -182,8 +182,7 @@ def test_continued_conversation_is_written_out() -> None:
     """Its items, its answer as items, and the new input. The earlier instructions are left out."""
     dialect = OpenAIResponses()
     first = parse_body(instructions="first rule", tools=[BASH])
-    call: Json = {"id": "c1", "type": "function", "function": {"name": "ns__exec", "arguments": "{}"}}
-    answer: Json = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [call]}
+    answer = Message("assistant", None, "hm", (ToolCall("c1", "ns__exec", "{}"),))
     body: Json = {"model": "m", "previous_response_id": "resp_1", "input": "go on", "instructions": "second rule"}
     written = dialect.prepend_previous(body, PreviousCall(first.messages[0], answer))
     assert [item["type"] for item in written["input"]] == ["message", "reasoning", "function_call", "message"]
@@ -200,7 +199,5 @@ def test_continued_conversation_is_written_out() -> None:
 def test_text_completion_cannot_be_continued() -> None:
     body: Json = {"model": "m", "previous_response_id": "resp_1", "input": "go on"}
     with pytest.raises(RequestError) as caught:
-        OpenAIResponses().prepend_previous(
-            body, PreviousCall((b'"a raw prompt"',), {"role": "assistant", "content": "x"})
-        )
+        OpenAIResponses().prepend_previous(body, PreviousCall((b'"a raw prompt"',), Message("assistant", "x")))
     assert caught.value.code == "previous_response_not_found"

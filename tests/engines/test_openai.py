@@ -142,7 +142,7 @@ async def test_recorded_as_text_and_never_trained(serve: Serve, store: Store, st
         (row,) = await store.sessions.recent()
         (call,) = await store.calls.of_session(row.session_id)
         assert (call.status, call.prompt_ids, call.choices[0].token_ids.size) == ("no_tokens", None, 0)
-        assert call.choices[0].message["content"] == "Let me look."
+        assert call.choices[0].message.content == "Let me look."
         if not stream:  # the API's own count, by which agents know how full the context is
             usage = answer.json()["usage"]
             assert usage["prompt_tokens"] > usage["prompt_tokens_details"]["cached_tokens"] > 0

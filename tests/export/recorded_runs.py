@@ -30,7 +30,7 @@ def conversation(session_id: str, *, base: int = 10, warped: bool = False) -> li
         said.append(orjson.dumps({"role": "user", "content": f"turn {len(said)}"}))
         messages, tools = tuple(said), orjson.dumps(TOOLS)
         made.append(replace(record, call_id=new_id("call"), session_id=session_id, messages=messages, tools=tools))
-        said.append(orjson.dumps(record.choices[0].message))
+        said.append(orjson.dumps(record.choices[0].message.to_openai()))
     return made
 
 

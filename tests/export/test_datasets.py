@@ -12,7 +12,7 @@ import pytest
 
 from polar_proxy.export import DATASET_FORMATS, export
 from polar_proxy.store import Store
-from polar_proxy.types import Json
+from polar_proxy.types import Json, Message
 from tests.export.recorded_runs import TOOLS, conversation, loose_session, rollout
 
 
@@ -94,9 +94,9 @@ async def test_tokens_jsonl_by_hand(store: Store) -> None:
 async def test_chat_jsonl(store: Store) -> None:
     _, (_, b, c, _) = await rollout(store, reward=0.0)
     joined, drifted = await rows_of(store, "chat-jsonl")
-    assert joined["messages"] == [*map(orjson.loads, b.messages), b.choices[0].message]
+    assert joined["messages"] == [*map(orjson.loads, b.messages), b.choices[0].message.to_openai()]
     assert [message["role"] for message in joined["messages"]] == ["user", "assistant"] * 2
-    assert drifted["messages"][-1] == c.choices[0].message
+    assert drifted["messages"][-1] == c.choices[0].message.to_openai()
     assert joined["tools"] == TOOLS
     assert joined["reward"] == 0.0
 
@@ -109,7 +109,7 @@ async def test_jsonl(store: Store) -> None:
     assert [call["call_id"] for call in first["calls"]] == [call.call_id for call in calls]
     assert first["calls"][3]["status"] == "client_gone"
     assert first["calls"][1]["completion_tokens"] == 3
-    assert first["calls"][1]["choices"][0]["message"] == calls[1].choices[0].message
+    assert first["calls"][1]["choices"][0]["message"] == calls[1].choices[0].message.to_openai()
     assert first["traces"] == second["traces"] == 2
     assert first["excluded"] == {calls[3].call_id: "client_gone"}
 
@@ -119,14 +119,14 @@ async def test_half_a_character_in_an_answer(store: Store, form: str) -> None:
     """A model can sample one; JSON has an escape for it, which Python's own reader knows."""
     row = await store.sessions.create(key_hash=None, label=None, origin="open")
     call = conversation(row.session_id)[0]
-    said = {"role": "assistant", "content": "\ud83d"}
-    await store.calls.commit(replace(call, choices=(replace(call.choices[0], message=said),)))
+    answer = Message("assistant", "\ud83d")
+    await store.calls.commit(replace(call, choices=(replace(call.choices[0], message=answer),)))
     lines: list[bytes] = []
     await export(store, form, lines.append)
     (line,) = lines
     row_read = json.loads(line)
     told = row_read["messages"][-1] if form == "chat-jsonl" else row_read["calls"][0]["choices"][0]["message"]
-    assert told == said
+    assert told == answer.to_openai()
 
 
 async def test_an_empty_store(store: Store) -> None:

@@ -28,7 +28,7 @@ def test_one_conversation_is_one_conversation(name: str) -> None:
     told = list(CHAT["messages"])
     if name == "google_generate_content":  # whose results name their function
         told[3] = {**told[3], "name": "bash"}
-    assert made["messages"] == [*told, call.choices[0].message]
+    assert made["messages"] == [*told, call.choices[0].message.to_openai()]
     assert made["tools"] == CHAT["tools"]
     assert "unparsed" not in made
     (listed,) = row("jsonl", call)["calls"]
@@ -50,7 +50,7 @@ def test_a_row_can_be_asked_again(name: str) -> None:
 def test_a_raw_prompt_has_no_roles(prompt: str | list[int]) -> None:
     call = recorded("openai_completions", {"model": "m", "prompt": prompt})
     made = row("chat-jsonl", call)
-    assert made["messages"] == [{"role": "prompt", "content": prompt}, call.choices[0].message]
+    assert made["messages"] == [{"role": "prompt", "content": prompt}, call.choices[0].message.to_openai()]
     assert "tools" not in made
 
 
@@ -58,7 +58,7 @@ def test_what_cannot_be_read_is_written_raw_and_says_so() -> None:
     broken = {"role": "tool of old"}
     call = recorded("openai_chat", messages=(orjson.dumps(broken), b"{"))
     made = row("chat-jsonl", call)
-    assert made["messages"] == [broken, "{", call.choices[0].message]
+    assert made["messages"] == [broken, "{", call.choices[0].message.to_openai()]
     assert made["tools"] == CHAT["tools"]
     assert "damaged" in made["unparsed"]
     assert "messages[0].role" in row("chat-jsonl", recorded("openai_chat", messages=call.messages[:1]))["unparsed"]

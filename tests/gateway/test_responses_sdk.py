@@ -179,7 +179,7 @@ async def test_only_answers_of_this_dialect_and_told_to_the_end_are_continued(se
     (session,) = await store.sessions.recent()
     chatted, broken = await store.calls.of_session(session.session_id)
     assert chatted.call_id in completion.id
-    assert (broken.status, broken.choices[0].message["content"]) == ("upstream_error", "he")
+    assert (broken.status, broken.choices[0].message.content) == ("upstream_error", "he")
     async with connected(serve, engine) as client:
         for call, told in ((chatted, "not found"), (broken, "ended early")):
             identity = "resp_" + call.call_id.removeprefix("call_")

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from polar_proxy.store import Store, open_store
+from polar_proxy.types import Message
 from tests.factories import END, INFO, assert_same, call_record, new_session, random_answer, token_ids
 
 _variants: dict[str, dict[str, Any]] = {
@@ -32,7 +33,9 @@ _variants: dict[str, dict[str, Any]] = {
     "empty parts": {"messages": (b"", b""), "tools": b""},
     "odd bytes": {"messages": (b"\x00\xff not json",), "tools": b"\x00"},
     "odd json": {"params": {"nul": "a\x00b", "lone": "\ud800", "big": 2**63, "key order": {"b": 1, "a": 2}}},
-    "odd answer": {"choices": (replace(random_answer(), message={"content": "\x00 \ud83d"}, finish_reason=None),)},
+    "odd answer": {
+        "choices": (replace(random_answer(), message=Message("assistant", "\x00 \ud83d"), finish_reason=None),)
+    },
     "continued": {"edge": "continues", "parent_call_id": "call_not_there_yet", "weight_version": None},
     "special floats": {
         "choices": (replace(random_answer(), logprobs=np.array([-0.0, 0, -np.inf, np.nan, -1e-45], dtype=np.float32)),)
@@ -54,7 +57,7 @@ async def test_round_trip(store: Store, variant: str) -> None:
 async def test_without_text_all_else_is_there(store: Store, variant: str) -> None:
     call = call_record(await new_session(store), **_variants[variant])
     await store.calls.commit(call)
-    choices = tuple(replace(said, message={}) for said in call.choices)
+    choices = tuple(replace(choice, message=Message("assistant")) for choice in call.choices)
     expected = replace(call, messages=(), tools=None, fingerprint=None, choices=choices)
     assert_same(await store.calls.of_session(call.session_id, text=False), [expected])
 
@@ -206,7 +209,7 @@ async def test_random_conversations_are_the_same_again(
             choices = tuple(
                 replace(
                     random_answer(index, 0),
-                    message={"role": "assistant", "content": said * 2},
+                    message=Message("assistant", said * 2),
                     token_ids=tokens(size),
                     logprobs=(-rng.exponential(1, size)).astype(np.float32),
                 )

@@ -116,7 +116,7 @@ async def _write(connection: AsyncConnection, calls: list[CallRecord], revision:
             "choice_index": choice.index,
             "finish_reason": choice.finish_reason,
             "tokens": choice.token_ids.size,
-            "message": codec.pack_bytes(json_codec.dumps(choice.message)),
+            "message": codec.pack_bytes(json_codec.dumps(choice.message.to_openai())),
             "token_ids": codec.pack_ids(choice.token_ids),
             "logprobs": codec.pack_logprobs(choice.logprobs),
         }

@@ -25,7 +25,7 @@ from polar_proxy.traces.rescoring import (
     encode_answers,
     require_scoring_engine,
 )
-from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json
+from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json, Message
 from tests.factories import call
 
 HOSTED = EngineInfo("openai", "api.example.com", "big", 128_000, None, "raw", frozenset({"tools"}))
@@ -39,7 +39,7 @@ def answered(
     name: str, at: float, messages: list[Json], content: str | None, *, finish: str = "stop", **more: Any
 ) -> CallRecord:
     """A call that a hosted API answered."""
-    answer: Json = {"role": "assistant", "content": content, **more.pop("said", {})}
+    answer = Message.from_openai({"role": "assistant", "content": content, **more.pop("said", {})})
     none = np.empty(0, dtype=np.int32)
     record = call(name, at, None, status="no_tokens", engine=HOSTED, params={"model": "big"}, **more)
     return replace(
@@ -219,7 +219,7 @@ async def test_a_cut_answer_has_no_end() -> None:
 
 async def test_calls_and_several_answers() -> None:
     record = answered("a", 0.0, [HI], "so", said={"tool_calls": [CALL]})
-    other = replace(record.choices[0], index=1, message={"role": "assistant", "content": "else"})
+    other = replace(record.choices[0], index=1, message=Message("assistant", "else"))
     told = await encode_answers(replace(record, choices=(record.choices[0], other)), engine())
     assert [decode(said.tolist()) for _, _, said in told] == [
         'so<tool_call>{"name": "bash", "arguments": {}}</tool_call>',

@@ -29,7 +29,7 @@ from polar_proxy.training.feed import StoreGroupReader
 from polar_proxy.training.grpo import GrpoTrainer
 from polar_proxy.training.model import Learner, load_model
 from polar_proxy.training.weight_sync import LocalSync
-from polar_proxy.types import CallRecord, Choice, Sampling, TextRequest, new_id
+from polar_proxy.types import CallRecord, Choice, Message, Sampling, TextRequest, new_id
 
 PROMPT = (11, 12, 13, 14)
 LENGTH = 4
@@ -98,7 +98,7 @@ class Bandit:
             ids += event.token_ids
             logprobs += event.logprobs
             finish, version = event.finish_reason or finish, event.weight_version or version
-        choice = Choice(0, {"text": ""}, finish, np.array(ids, np.int32), np.array(logprobs, np.float32))
+        choice = Choice(0, Message("assistant", ""), finish, np.array(ids, np.int32), np.array(logprobs, np.float32))
         call = CallRecord(
             call_id=new_id("call"),
             session_id=session.session_id,

@@ -92,4 +92,4 @@ async def _texts(engine: Engine, ids: TokenIds) -> tuple[str, ...]:
 def _reasoning(base: CallRecord, choice: Choice) -> list[str]:
     request = recorded_request(base)
     said = [message.reasoning for message in request.messages] if isinstance(request, ChatRequest) else []
-    return [text for text in (*said, choice.message.get("reasoning_content")) if isinstance(text, str)]
+    return [text for text in (*said, choice.message.reasoning) if isinstance(text, str)]

@@ -23,7 +23,7 @@ from polar_proxy.dialects.openai_responses.custom_input import begins_as_input, 
 from polar_proxy.dialects.openai_responses.tools import Toolbox, built_in_item
 from polar_proxy.dialects.wire import decompress
 from polar_proxy.errors import RequestError
-from polar_proxy.types import Json, ToolCall
+from polar_proxy.types import Json, Message, ToolCall
 
 _RESPONSE_ID = re.compile(r"resp_([0-9A-Za-z]{1,64})")
 _ITEM_ID = re.compile(r"[a-z]+_([0-9A-Za-z]{1,64})_[0-9]+")
@@ -125,18 +125,17 @@ def call_item(tools: Toolbox, call: ToolCall, call_id: str, position: int, statu
     return item
 
 
-def answer_items(answer: Json, call_id: str) -> list[Json]:
-    """Return a recorded answer (an OpenAI assistant message) as input items.
+def answer_items(answer: Message, call_id: str) -> list[Json]:
+    """Return a recorded answer as input items.
 
     Calls become function calls with their offered names: the model reads a call the same, whatever kind of item the
     client received.
     """
     items: list[Json] = []
-    if answer.get("reasoning_content"):
-        items.append(reasoning_item(item_id("rs", call_id, len(items)), answer["reasoning_content"], "completed"))
-    if answer.get("content") or not answer.get("tool_calls"):
-        items.append(message_item(item_id("msg", call_id, len(items)), answer.get("content") or "", "completed", []))
-    for raw in answer.get("tool_calls") or ():
-        call = ToolCall(raw["id"], raw["function"]["name"], raw["function"]["arguments"])
+    if answer.reasoning:
+        items.append(reasoning_item(item_id("rs", call_id, len(items)), answer.reasoning, "completed"))
+    if answer.content or not answer.tool_calls:
+        items.append(message_item(item_id("msg", call_id, len(items)), str(answer.content or ""), "completed", []))
+    for call in answer.tool_calls:
         items.append(call_item(Toolbox(), call, call_id, len(items), "completed"))
     return items
