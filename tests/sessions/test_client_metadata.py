@@ -1,4 +1,4 @@
-"""What harnesses say in headers and bodies; nothing else is read."""
+"""Client metadata of harnesses, in headers and bodies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polar_proxy.sessions import ClientMetadata, read_client_metadata
 CASES: dict[str, tuple[dict[str, str], dict[str, Any], ClientMetadata]] = {
     "nothing": ({"authorization": "Bearer secret", "user-agent": "x"}, {}, ClientMetadata()),
     "retry": ({"x-stainless-retry-count": "2"}, {}, ClientMetadata(retry=2)),
-    "no number": ({"x-stainless-retry-count": "-1"}, {}, ClientMetadata()),
+    "not a number": ({"x-stainless-retry-count": "-1"}, {}, ClientMetadata()),
     "claude": ({"x-claude-code-session-id": "s"}, {}, ClientMetadata(thread="s")),
     "claude's agent": (
         {"x-claude-code-session-id": "s", "x-claude-code-agent-id": "a"},
@@ -51,6 +51,6 @@ CASES: dict[str, tuple[dict[str, str], dict[str, Any], ClientMetadata]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hints(case: str) -> None:
+def test_reads_client_metadata(case: str) -> None:
     headers, params, expected = CASES[case]
     assert read_client_metadata(headers, params) == expected

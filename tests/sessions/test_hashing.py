@@ -1,4 +1,4 @@
-"""Messages are compared by what they mean, not by their bytes."""
+"""Messages are compared by meaning, not by their bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESULT: Json = {"role": "tool", "tool_call_id": "c1", "content": "a.py"}
 
 @pytest.fixture
 def session() -> SessionDriver:
-    """After one call: SYSTEM, USER -> ANSWER."""
+    """A session after one call: SYSTEM, USER -> ANSWER."""
     made = SessionDriver()
     made.call([SYSTEM, USER], ANSWER)
     return made
@@ -38,16 +38,16 @@ MARK = {"cache_control": {"type": "ephemeral"}}
 IMAGE: Json = {"type": "image_url", "image_url": {"url": "x"}}
 PARTS = [{"type": "text", "text": "fix "}, {"type": "text", "text": "it", **MARK}]
 SAME: dict[str, list[Json]] = {
-    "as it was": [SYSTEM, USER, ANSWER, RESULT],
-    "nothing new": [SYSTEM, USER, ANSWER],
+    "unchanged": [SYSTEM, USER, ANSWER, RESULT],
+    "no new message": [SYSTEM, USER, ANSWER],
     "content parts": [SYSTEM, {**USER, "content": PARTS}, ANSWER, RESULT],
     "developer": [{**SYSTEM, "role": "developer"}, USER, ANSWER, RESULT],
     "other fields": [SYSTEM, {**USER, **MARK}, ANSWER, RESULT],
-    "arguments printed again": [SYSTEM, USER, _answer(arguments='{"wait":1,"command":"ls"}'), RESULT],
+    "arguments serialised again": [SYSTEM, USER, _answer(arguments='{"wait":1,"command":"ls"}'), RESULT],
     "arguments as an object": [SYSTEM, USER, _answer(arguments={"wait": 1, "command": "ls"}), RESULT],
-    "numbers as JavaScript has them": [SYSTEM, USER, _answer(arguments='{"command": "ls", "wait": 1.0}'), RESULT],
+    "numbers as JavaScript writes them": [SYSTEM, USER, _answer(arguments='{"command": "ls", "wait": 1.0}'), RESULT],
     "empty content": [SYSTEM, USER, _answer(content=""), RESULT],
-    "white space for content": [SYSTEM, USER, _answer(content="\n"), RESULT],
+    "white space as content": [SYSTEM, USER, _answer(content="\n"), RESULT],
     "empty parts": [SYSTEM, USER, _answer(content=[]), RESULT],
     "other ids": [SYSTEM, USER, {**ANSWER, "tool_calls": [{**ANSWER["tool_calls"][0], "id": "call_99"}]}, RESULT],
     "reasoning dropped or added": [SYSTEM, USER, {**ANSWER, "reasoning_content": "let me see"}, RESULT],
@@ -67,13 +67,13 @@ ANOTHER_ANSWER: dict[str, Json] = {
     "another type in the arguments": _answer(arguments='{"command": "ls", "wait": "1"}'),
     "arguments cut": _answer(arguments='{"command": "ls", "wait": '),
     "text added": _answer(content="I look:"),
-    "no calls": {"role": "assistant", "content": "ls"},
-    "a call more": {**ANSWER, "tool_calls": ANSWER["tool_calls"] * 2},
+    "no tool calls": {"role": "assistant", "content": "ls"},
+    "one more tool call": {**ANSWER, "tool_calls": ANSWER["tool_calls"] * 2},
 }
 
 
 @pytest.mark.parametrize("case", SAME)
-def test_the_same_meaning_continues(session: SessionDriver, case: str) -> None:
+def test_a_conversation_with_the_same_meaning_continues(session: SessionDriver, case: str) -> None:
     found = session.ask(*SAME[case])
     assert edge_parent_rule(found) == ("continues", session.stored[0].call_id, "extends")
     assert not found.ambiguous
@@ -94,7 +94,7 @@ def test_another_answer_does_not_continue(session: SessionDriver, case: str) -> 
 
 
 def test_the_latest_call_is_the_parent(session: SessionDriver) -> None:
-    """Of several calls that the messages contain, the last one is continued; going back branches off an earlier."""
+    """The last of several calls in the messages is continued. Going back branches off an earlier one."""
     first = session.stored[0].call_id
     second = session.call([SYSTEM, USER, ANSWER, RESULT], {"role": "assistant", "content": "done"})
     done: Json = {"role": "assistant", "content": [{"type": "text", "text": "done"}]}
@@ -104,27 +104,27 @@ def test_the_latest_call_is_the_parent(session: SessionDriver) -> None:
     assert edge_parent_rule(back) == ("continues", first, "branches")
 
 
-def test_arguments_that_are_no_json_are_compared_as_text(session: SessionDriver) -> None:
+def test_arguments_that_are_not_json_are_compared_as_text(session: SessionDriver) -> None:
     broken = _answer(arguments='{"command": ls')
     called = session.call([USER], broken)
     assert session.ask(USER, broken, RESULT).parent_call_id == called.call_id
     assert session.ask(USER, _answer(arguments='{"command":ls'), RESULT).edge == "rewinds"
 
 
-def test_sessions_know_nothing_of_each_other(session: SessionDriver) -> None:
+def test_sessions_are_independent(session: SessionDriver) -> None:
     assert SessionDriver().ask(SYSTEM, USER, ANSWER, RESULT).edge == "root"
 
 
-def test_a_turn_in_several_messages_is_one(session: SessionDriver) -> None:
-    """Responses and Gemini send text and calls of one turn as separate items."""
+def test_a_turn_in_several_messages_counts_as_one(session: SessionDriver) -> None:
+    """Responses and Gemini send the text and the tool calls of one turn as separate items."""
     both = _answer(content="I look:")
     called = session.call([SYSTEM, user("and now?")], both)
     apart = [{"role": "assistant", "content": "I look:"}, ANSWER]
     assert session.ask(SYSTEM, user("and now?"), *apart, RESULT).parent_call_id == called.call_id
 
 
-def test_parts_are_no_text(session: SessionDriver) -> None:
-    """A text that looks like the parts of another message is another message."""
+def test_content_parts_never_equal_a_text(session: SessionDriver) -> None:
+    """A text that looks like another message's parts has another meaning."""
     called = session.call([user('[{"image_url":{"url":"x"},"type":"image_url"}]')], ANSWER)
     found = session.ask({"role": "user", "content": [IMAGE]}, ANSWER, RESULT)
     assert called.call_id != found.parent_call_id or found.rule == "opening_regenerated"

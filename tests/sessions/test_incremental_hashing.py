@@ -1,4 +1,4 @@
-"""What a conversation shares with the one before is not read again, and reading it so gives the same chain."""
+"""Messages shared with the previous conversation are not parsed or hashed again, with the same result."""
 
 from __future__ import annotations
 
@@ -19,64 +19,64 @@ def _messages(parsed: ParsedRequest) -> tuple[Message, ...]:
     return request.messages
 
 
-def _grown(draw: random.Random, messages: list[Json]) -> list[Json]:
-    """The next request of a session: mostly the last one with more at its end, at times cut or changed first."""
+def _next_request(rng: random.Random, messages: list[Json]) -> list[Json]:
+    """Return a session's next request: usually the last one with more messages, sometimes cut or changed before."""
     out = list(messages)
-    if draw.random() < 0.2:
-        del out[draw.randrange(1, len(out) + 1) :]
-    if draw.random() < 0.15:
-        out[draw.randrange(len(out))] = user(f"other {draw.random()}")
-    for _ in range(draw.randrange(4)):
-        call = calls(command=f"ls {draw.randrange(3)}")
+    if rng.random() < 0.2:
+        del out[rng.randrange(1, len(out) + 1) :]
+    if rng.random() < 0.15:
+        out[rng.randrange(len(out))] = user(f"other {rng.random()}")
+    for _ in range(rng.randrange(4)):
+        call = calls(command=f"ls {rng.randrange(3)}")
         one = result(call, "a.py")
-        out += draw.choice(
+        out += rng.choice(
             [
-                [says(f"so {draw.randrange(4)}")],
+                [says(f"so {rng.randrange(4)}")],
                 [says("first"), call, one],
                 [call, one, one],
                 [user("more"), one],
                 [call, one, user("and"), one],
-                [{**call, "content": [{"type": "text", "text": "x", "n": draw.choice([1, True, 1.0])}]}, one],
+                [{**call, "content": [{"type": "text", "text": "x", "n": rng.choice([1, True, 1.0])}]}, one],
             ]
         )
     return out
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_chain_that_goes_on_is_the_chain_read_anew(seed: int) -> None:
-    draw = random.Random(seed)
-    dialect, meaning = OpenAIChat(), MessageHasher(ActiveNormalisers())
+def test_hashing_only_new_messages_gives_the_whole_chain(seed: int) -> None:
+    rng = random.Random(seed)
+    dialect, hasher = OpenAIChat(), MessageHasher(ActiveNormalisers())
     messages: list[Json] = [system("be exact"), user("fix it")]
-    before: ParsedRequest | None = None
-    read: HashedConversation | None = None
+    previous: ParsedRequest | None = None
+    hashed: HashedConversation | None = None
     shared = 0
     for _ in range(25):
         body = {"model": "m", "messages": messages}
-        parsed = dialect.parse(body, before)
+        parsed = dialect.parse(body, previous)
         assert parsed == dialect.parse(body)
-        chain = meaning.chain(_messages(parsed), read)
+        chain = hasher.chain(_messages(parsed), hashed)
         assert chain == MessageHasher(ActiveNormalisers()).chain(_messages(dialect.parse(body)))
-        if before is not None:
-            shared += sum(one is other for one, other in zip(_messages(before), _messages(parsed), strict=False))
-        before, read = parsed, HashedConversation(_messages(parsed), chain)
-        messages = _grown(draw, messages)
+        if previous is not None:
+            shared += sum(one is other for one, other in zip(_messages(previous), _messages(parsed), strict=False))
+        previous, hashed = parsed, HashedConversation(_messages(parsed), chain)
+        messages = _next_request(rng, messages)
     assert shared > 25
 
 
-def test_bytes_decide_what_is_the_same() -> None:
-    """`1`, `1.0` and `true` are equal to Python, and so are two orders of keys; what is stored is what came."""
+def test_messages_are_reused_only_if_their_bytes_are_equal() -> None:
+    """Python takes `1`, `1.0` and `true` as equal, and two orders of keys too. The received bytes are stored."""
     dialect = OpenAIChat()
     bodies: list[Json] = [
         {"model": "m", "messages": [{"role": "user", "content": "a", "n": value}]} for value in (1, 1.0, True)
     ]
     bodies.append({"model": "m", "messages": [{"n": True, "content": "a", "role": "user"}]})
-    before: ParsedRequest | None = None
+    previous: ParsedRequest | None = None
     for body in bodies:
-        before = dialect.parse(body, before)
-        assert before.messages == dialect.parse(body).messages
+        previous = dialect.parse(body, previous)
+        assert previous.messages == dialect.parse(body).messages
 
 
-def test_tools_that_are_repeated_are_the_same_objects() -> None:
+def test_repeated_tools_are_reused_as_the_same_objects() -> None:
     dialect = OpenAIChat()
     tool = {"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}
     body: Json = {"model": "m", "messages": [user("a")], "tools": [tool, {"type": "web_search"}]}

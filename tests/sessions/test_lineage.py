@@ -1,4 +1,4 @@
-"""Each edge, told by structure alone: rewinds, retries, twins, threads, restarts."""
+"""Lineage by structure alone: rewinds, retries, twins, threads, restarts."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def long_run(session: SessionDriver, turns: int) -> list[tuple[str, str | None, 
     return edges
 
 
-def test_26_turns() -> None:
+def test_a_run_of_26_turns_continues_turn_by_turn() -> None:
     edges = long_run(SessionDriver(), 26)
     assert [edge for edge, _, _ in edges] == ["root"] + ["continues"] * 25
     assert {rule for _, _, rule in edges[1:]} == {"extends"}
 
 
-def test_the_same_after_a_restart() -> None:
+def test_edges_are_the_same_after_a_restart() -> None:
     session = SessionDriver()
     messages = [SYSTEM, USER]
     for number in range(4):
@@ -50,7 +50,7 @@ def test_the_same_after_a_restart() -> None:
         session.restart()
 
 
-def test_other_normalisers_after_a_restart_mix_nothing_up() -> None:
+def test_other_normalisers_after_a_restart_find_no_wrong_parent() -> None:
     session = SessionDriver()
     place = session.call([SYSTEM, USER], says("done"))
     session.history = SessionDriver("trailing_space").history
@@ -58,12 +58,12 @@ def test_other_normalisers_after_a_restart_mix_nothing_up() -> None:
     assert session.ask(SYSTEM, USER, says("done"), USER).parent_call_id in (None, place.call_id)
 
 
-def test_an_unknown_normaliser_is_refused() -> None:
+def test_rejects_an_unknown_normaliser() -> None:
     with pytest.raises(UsageError, match="unknown normalisers: nothing"):
         SessionDriver("nothing")
 
 
-def test_a_normaliser_that_is_off() -> None:
+def test_a_disabled_normaliser_does_not_apply() -> None:
     session = SessionDriver("trailing_space")
     session.call([SYSTEM, USER], says("done \n"))
     assert session.ask(SYSTEM, USER, says("done"), USER).edge == "rewinds"
@@ -75,7 +75,7 @@ def test_a_normaliser_that_is_off() -> None:
 # Rewinds
 
 
-def test_a_cut_answer() -> None:
+def test_a_cut_answer_is_a_rewind() -> None:
     session = SessionDriver()
     first = session.call([SYSTEM, USER], says("I will look at the file and fix it"))
     found = session.ask(SYSTEM, USER, says("I will look at"), user("go on"))
@@ -83,7 +83,7 @@ def test_a_cut_answer() -> None:
     assert found.thread == first.thread
 
 
-def test_a_removed_answer() -> None:
+def test_a_removed_answer_is_a_rewind() -> None:
     session = SessionDriver()
     answer = calls(command="ls")
     session.call([SYSTEM, USER], answer)
@@ -92,7 +92,7 @@ def test_a_removed_answer() -> None:
     assert edge_parent_rule(found) == ("rewinds", second.call_id, "answer_removed")
 
 
-def test_what_arrived_of_a_failed_answer() -> None:
+def test_keeping_a_partial_answer_is_a_rewind() -> None:
     """Codex keeps the finished items of a broken stream and asks again."""
     session = SessionDriver()
     part = calls(command="ls")
@@ -105,7 +105,7 @@ def test_what_arrived_of_a_failed_answer() -> None:
 
 
 @pytest.mark.parametrize("status", ["client_gone", "upstream_error"])
-def test_again_after_a_failure(status: CallStatus) -> None:
+def test_the_same_request_after_a_failure_is_a_retry(status: CallStatus) -> None:
     session = SessionDriver()
     first = session.call([SYSTEM, USER], says("I w"), status=status)
     session.now += 40
@@ -116,7 +116,7 @@ def test_again_after_a_failure(status: CallStatus) -> None:
     assert edge_parent_rule(after) == ("continues", again.call_id, "extends")
 
 
-def test_each_failure_is_retried_once() -> None:
+def test_each_attempt_is_a_retry_of_the_one_before() -> None:
     """Attempt after attempt: each is a retry of the one before."""
     session = SessionDriver()
     places = [session.call([SYSTEM, USER], says(""), status="upstream_error") for _ in range(5)]
@@ -126,18 +126,18 @@ def test_each_failure_is_retried_once() -> None:
     assert session.ask(SYSTEM, USER, says("done"), USER).parent_call_id == last.call_id
 
 
-def test_the_retry_header() -> None:
+def test_the_retry_header_makes_a_repeated_request_a_retry() -> None:
     session = SessionDriver()
     first = session.call([SYSTEM, USER], says("done"))
     again = session.ask(SYSTEM, USER, metadata=RETRY)
     assert edge_parent_rule(again) == ("retries", first.call_id, "sdk_retry_header")
 
 
-def test_the_retry_header_on_something_new() -> None:
+def test_the_retry_header_on_a_new_request_has_no_effect() -> None:
     assert edge_parent_rule(SessionDriver().ask(SYSTEM, USER, metadata=RETRY)) == ("root", None, None)
 
 
-def test_the_same_request_without_any_sign_is_a_second_call() -> None:
+def test_a_repeated_request_without_evidence_is_a_second_call() -> None:
     session = SessionDriver()
     first = session.ask(SYSTEM, USER)
     twin = session.ask(SYSTEM, USER)
@@ -154,8 +154,8 @@ def test_the_same_request_without_any_sign_is_a_second_call() -> None:
 
 
 @pytest.mark.parametrize("first", [2, 3, 4])
-def test_a_summary_behind_the_first_turns_compacts(first: int) -> None:
-    """OpenHands keeps the first events and the newest ones; the summary stands between them."""
+def test_a_summary_after_the_first_turns_compacts(first: int) -> None:
+    """OpenHands keeps the first events and the newest ones, with the summary between them."""
     session = SessionDriver()
     talk, answers = [SYSTEM, USER], []
     for number in range(4):
@@ -169,8 +169,8 @@ def test_a_summary_behind_the_first_turns_compacts(first: int) -> None:
     assert edge_parent_rule(session.ask(*kept, tools=tools("bash"))) == ("compacts", asked.call_id, "quotes_a_summary")
 
 
-def test_a_summary_told_as_the_agents_own_turn_compacts() -> None:
-    """opencode: a fixed question, the summary as its answer."""
+def test_a_summary_shown_as_the_agents_own_turn_compacts() -> None:
+    """opencode asks a fixed question and shows the summary as its answer."""
     session = SessionDriver()
     session.call([SYSTEM, USER], calls(command="ls"), tools=tools("bash"))
     prompt = system("You are a context summarization agent. You are given a conversation")
@@ -180,8 +180,8 @@ def test_a_summary_told_as_the_agents_own_turn_compacts() -> None:
     assert edge_parent_rule(after) == ("compacts", asked.call_id, "opencode_compacted")
 
 
-def test_the_same_again_in_one_run_is_a_retry() -> None:
-    """A connection that breaks behind the gateway's back: the answer was sent whole, and the run asks once more."""
+def test_a_repeated_request_in_one_run_is_a_retry() -> None:
+    """The connection broke unnoticed: the whole answer was sent, and the run asks again."""
     session = SessionDriver()
     answer = calls(command="ls")
     session.call([SYSTEM, USER], answer)
@@ -195,7 +195,7 @@ def test_the_same_again_in_one_run_is_a_retry() -> None:
     assert session.ask(*talk).edge == "continues"
 
 
-def test_the_same_again_without_tool_calls_is_a_retry_where_there_is_one_run() -> None:
+def test_a_repeated_request_without_tool_calls_is_a_retry_if_the_session_has_one_run() -> None:
     session = SessionDriver()
     session.call([SYSTEM, USER], says("first"))
     talk = [SYSTEM, USER, says("first"), USER]
@@ -208,8 +208,8 @@ def test_the_same_again_without_tool_calls_is_a_retry_where_there_is_one_run() -
     assert two.ask(*talk).edge == "continues"
 
 
-def test_sampling_many_answers_to_one_conversation() -> None:
-    """Best-of-n by a client, one after the other: calls of their own, and nothing undecided once time has passed."""
+def test_several_answers_to_one_conversation_continue_the_same_parent() -> None:
+    """A client samples several answers one after the other. Each is a call, and later ones are not ambiguous."""
     session = SessionDriver()
     answer = calls(command="ls")
     first = session.call([SYSTEM, USER], answer)
@@ -223,7 +223,7 @@ def test_sampling_many_answers_to_one_conversation() -> None:
 # Parallel runs under one key, without a session id
 
 
-def test_parallel_runs_of_one_task_are_told_apart_by_call_ids() -> None:
+def test_call_ids_distinguish_parallel_runs_of_one_task() -> None:
     session = SessionDriver()
     threads: list[set[str]] = []
     runs = [[SYSTEM, USER] for _ in range(3)]
@@ -240,7 +240,7 @@ def test_parallel_runs_of_one_task_are_told_apart_by_call_ids() -> None:
     assert len(set.union(*threads)) == 3
 
 
-def test_runs_that_nothing_tells_apart_are_ambiguous() -> None:
+def test_indistinguishable_runs_are_ambiguous() -> None:
     session = SessionDriver()
     first = session.call([SYSTEM, USER], says("done"))
     session.now += 60
@@ -251,7 +251,7 @@ def test_runs_that_nothing_tells_apart_are_ambiguous() -> None:
     assert (other.parent_call_id, other.ambiguous) == (first.call_id, True)
 
 
-def test_session_ids_of_the_harness_tell_runs_apart() -> None:
+def test_session_ids_of_the_harness_distinguish_runs() -> None:
     session = SessionDriver()
     one, two = ClientMetadata(thread="t1"), ClientMetadata(thread="t2")
     first = session.call([SYSTEM, USER], says("done"), metadata=one)
@@ -265,7 +265,7 @@ def test_session_ids_of_the_harness_tell_runs_apart() -> None:
 # Sub-agents
 
 
-def test_a_subagent_by_the_harnesss_word() -> None:
+def test_the_harness_names_a_subagent() -> None:
     session = SessionDriver()
     main, child = ClientMetadata(thread="t1"), ClientMetadata(thread="a1", parent_thread="t1", subagent="agent")
     first = session.call([SYSTEM, USER], calls("Task", prompt="look around"), metadata=main)
@@ -275,7 +275,7 @@ def test_a_subagent_by_the_harnesss_word() -> None:
     assert (edge_parent_rule(more), more.thread) == (("continues", started.call_id, "extends"), "a1")
 
 
-def test_a_subagent_that_starts_with_its_parents_history() -> None:
+def test_a_subagent_may_start_with_its_parents_history() -> None:
     session = SessionDriver()
     main, child = ClientMetadata(thread="t1"), ClientMetadata(thread="a1", parent_thread="t1", subagent="collab_spawn")
     first = session.call([SYSTEM, USER], says("I spawn"), metadata=main)
@@ -284,7 +284,7 @@ def test_a_subagent_that_starts_with_its_parents_history() -> None:
 
 
 def test_a_subagent_by_its_prompt() -> None:
-    """Qwen Code and Gemini CLI mark nothing: the prompt that the parent wrote is the child's first message."""
+    """Qwen Code and Gemini CLI send no metadata, but the prompt that the parent wrote is the child's first message."""
     session = SessionDriver()
     first = session.call([SYSTEM, USER], calls("agent", prompt="Find all the callers of foo()"))
     child = session.call([system("you search"), user("Find all the callers of foo()")], says("none"))
@@ -304,7 +304,7 @@ def test_a_prompt_from_an_unknown_tool_is_ambiguous() -> None:
 # Rewritten histories
 
 
-def test_a_regenerated_opening() -> None:
+def test_a_regenerated_opening_continues() -> None:
     session = SessionDriver()
     answer = calls(command="ls")
     session.call([SYSTEM, USER], answer)
@@ -314,14 +314,14 @@ def test_a_regenerated_opening() -> None:
     assert (edge_parent_rule(found), found.ambiguous) == (("continues", second.call_id, "opening_regenerated"), False)
 
 
-def test_a_short_answer_alone_proves_nothing() -> None:
+def test_a_short_answer_alone_is_weak_evidence() -> None:
     session = SessionDriver()
     session.call([SYSTEM, USER], says("ok"))
     found = session.ask(system("another"), user("conversation"), says("ok"), user("more"))
     assert (found.rule, found.ambiguous) == ("opening_regenerated", True)
 
 
-def test_reworded_messages() -> None:
+def test_reworded_messages_continue() -> None:
     session = SessionDriver()
     session.call([SYSTEM, USER], says("I have read it all, and here is what I think of it"))
     messages = [SYSTEM, USER, says("I have read it all, and here is what I think of it"), user("summary v1")]
@@ -339,7 +339,7 @@ def test_outputs_changed_in_an_unknown_way_are_ambiguous() -> None:
     assert (edge_parent_rule(found), found.ambiguous) == (("continues", second.call_id, "outputs_changed"), True)
 
 
-def test_dropped_turns() -> None:
+def test_dropped_turns_compact() -> None:
     session = SessionDriver()
     messages = [SYSTEM, USER]
     for number in range(3):
@@ -350,7 +350,7 @@ def test_dropped_turns() -> None:
     assert edge_parent_rule(found) == ("compacts", last.call_id, "older_turns_dropped")
 
 
-def test_raw_prompts() -> None:
+def test_raw_prompts_are_roots() -> None:
     session = SessionDriver()
     for prompt in ("one", (1, 2, 3)):
         assert session.history.place(f"p{prompt}", TextRequest("m", prompt), now=0.0).edge == "root"

@@ -1,4 +1,4 @@
-"""Every rule has an example that it decides, and a normaliser one that it makes no matter."""
+"""An example for every rule, and for every normaliser of texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from polar_proxy.sessions import BUILT_IN, NORMALISERS, RULES, ClientMetadata, Lineage
+from polar_proxy.sessions import BUILT_IN, NORMALISERS, RULES, ClientMetadata, Lineage, Rule
 from polar_proxy.types import Json
 from tests.sessions.conversations import SessionDriver, calls, result, says, system, tools, user
 
@@ -23,8 +23,8 @@ def side(prompt: str, *, last: str = "Fix the failing test") -> Callable[[], Lin
     return ask
 
 
-def compaction(prompt: str | None, order: str, *, metadata: ClientMetadata | None = None) -> Callable[[], Lineage]:
-    """The whole history and an order to summarise it; `prompt` replaces the system prompt."""
+def summarise(prompt: str | None, order: str, *, metadata: ClientMetadata | None = None) -> Callable[[], Lineage]:
+    """The whole history with an instruction to summarise it. `prompt` replaces the system prompt."""
 
     def ask() -> Lineage:
         session = SessionDriver()
@@ -37,7 +37,7 @@ def compaction(prompt: str | None, order: str, *, metadata: ClientMetadata | Non
 
 
 def compacted(*opening: Json) -> Callable[[], Lineage]:
-    """The conversation that begins with the summary."""
+    """A conversation that begins with the summary."""
 
     def ask() -> Lineage:
         session = SessionDriver()
@@ -85,31 +85,31 @@ EXAMPLES: dict[str, tuple[str, Callable[[], Lineage]]] = {
     ),
     "qwen_memory_extraction": (
         "side_call",
-        compaction("You are now acting as the managed memory extraction subagent for an AI coding assistant.", "go"),
+        summarise("You are now acting as the managed memory extraction subagent for an AI coding assistant.", "go"),
     ),
     "title": ("side_call", side("", last="Generate a short title for this conversation:\nFix the failing test")),
     "codex_compaction_request": (
         "continues",
-        compaction(None, "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary"),
+        summarise(None, "You are performing a CONTEXT CHECKPOINT COMPACTION. Create a handoff summary"),
     ),
     "codex_says_compaction": (
         "continues",
-        compaction(None, "summarise", metadata=ClientMetadata(thread="t", request="compaction")),
+        summarise(None, "summarise", metadata=ClientMetadata(thread="t", request="compaction")),
     ),
     "claude_compaction_request": (
         "continues",
-        compaction(None, "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools."),
+        summarise(None, "CRITICAL: Respond with TEXT ONLY. Do NOT call any tools."),
     ),
     "qwen_compaction_request": (
         "subagent",
-        compaction(
+        summarise(
             "You are the component that summarizes a conversation when its context window is about to overflow.",
             "First, reason in your <analysis> block.",
         ),
     ),
     "gemini_compaction_request": (
         "subagent",
-        compaction("responsible for distilling chat history into a structured XML <state_snapshot>.", "Generate."),
+        summarise("responsible for distilling chat history into a structured XML <state_snapshot>.", "Generate."),
     ),
     "opencode_compaction_request": (
         "subagent",
@@ -124,7 +124,10 @@ EXAMPLES: dict[str, tuple[str, Callable[[], Lineage]]] = {
         "subagent",
         side("", last="You are maintaining a context-aware state summary for an interactive agent.\nYou will be given"),
     ),
-    "terminus_handoff": ("continues", compaction(None, "You are about to hand off your work to another AI agent.")),
+    "terminus_handoff": (
+        "continues",
+        summarise(None, "You are about to hand off your work to another AI agent."),
+    ),
     "aider_summarises_chat": (
         "subagent",
         side("*Briefly* summarize this partial conversation about programming.\nInclude less detail"),
@@ -148,7 +151,10 @@ EXAMPLES: dict[str, tuple[str, Callable[[], Lineage]]] = {
         "compacts",
         compacted(user("<state_snapshot>...</state_snapshot>"), says("Got it. Thanks for the additional context!")),
     ),
-    "opencode_compacted": ("compacts", compacted(user("What did we do so far?"), says(SUMMARY), user("Continue"))),
+    "opencode_compacted": (
+        "compacts",
+        compacted(user("What did we do so far?"), says(SUMMARY), user("Continue")),
+    ),
     "terminus_takes_over": (
         "compacts",
         compacted(user("You are picking up work from a previous AI agent on this task:\n...")),
@@ -161,7 +167,10 @@ EXAMPLES: dict[str, tuple[str, Callable[[], Lineage]]] = {
         "rewinds",
         cut([user("Go on.\n<previous_response_suffix>\nI will look\n</previous_response_suffix>")]),
     ),
-    "gemini_masks_old_outputs": ("compacts", masked("<tool_output_masked>\nOutput too large.\n</tool_output_masked>")),
+    "gemini_masks_old_outputs": (
+        "compacts",
+        masked("<tool_output_masked>\nOutput too large.\n</tool_output_masked>"),
+    ),
     "old_outputs_cleared": ("compacts", masked("[Old tool result content cleared]")),
 }
 
@@ -172,7 +181,7 @@ def test_every_rule_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_rule(name: str) -> None:
+def test_rule_decides_its_example(name: str) -> None:
     edge, ask = EXAMPLES[name]
     found = ask()
     assert (found.rule, found.edge) == (name, edge)
@@ -181,12 +190,11 @@ def test_rule(name: str) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_a_rule_says_why(rule: object) -> None:
-    for text in (getattr(rule, "reason"), getattr(rule, "seen")):  # noqa: B009
-        assert len(text) > 5
+def test_every_rule_has_a_reason_and_a_source(rule: Rule) -> None:
+    assert min(len(rule.reason), len(rule.seen)) > 5
 
 
-def test_an_ordinary_run_meets_no_rule() -> None:
+def test_no_rule_applies_to_an_ordinary_run() -> None:
     session = SessionDriver()
     answer = calls(command="ls")
     session.call([SYSTEM, USER], answer, tools=tools("bash"))
@@ -194,7 +202,7 @@ def test_an_ordinary_run_meets_no_rule() -> None:
     assert (found.edge, found.rule) == ("continues", "extends")
 
 
-def test_a_summary_that_nothing_asked_for_is_not_guessed_at() -> None:
+def test_a_summary_without_a_request_for_it_is_an_ambiguous_root() -> None:
     session = SessionDriver()
     session.call([SYSTEM, USER], says("x"))
     found = session.ask(
@@ -230,13 +238,13 @@ TEXTS: dict[str, tuple[list[Json], list[Json]]] = {
 }
 
 
-def test_every_normaliser_of_texts_has_an_example() -> None:
+def test_every_text_normaliser_has_an_example() -> None:
     assert {item.name for item in NORMALISERS if item.pattern is not None} <= set(TEXTS)
     assert all(len(item.reason) > 5 and len(item.seen) > 5 for item in NORMALISERS)
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_normaliser(name: str) -> None:
+def test_normaliser_makes_its_example_equal(name: str) -> None:
     before, after = TEXTS[name]
     answer = says("done")
     for off, rule in (((), "extends"), ((name,), "opening_regenerated")):
