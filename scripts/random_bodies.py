@@ -23,18 +23,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from polar_proxy.config import GatewaySettings
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import open_store
-from tests.gateway.random_bodies import AnyAnswer, Report, storm
+from tests.gateway.random_bodies import RandomAnswers, StormReport, send_random_bodies
 
 
-async def run(count: int, seed: int) -> Report:
-    engine = AnyAnswer(random.Random(seed))
+async def run(count: int, seed: int) -> StormReport:
+    engine = RandomAnswers(random.Random(seed))
     with tempfile.TemporaryDirectory() as folder:
         async with (
             open_store(f"sqlite:///{folder}/calls.db") as store,
             engine,
             Gateway(engine, store, GatewaySettings(port=0)) as gateway,
         ):
-            return await storm(gateway, store, count, seed)
+            return await send_random_bodies(gateway, store, count, seed)
 
 
 def main() -> int:

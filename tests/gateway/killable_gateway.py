@@ -1,6 +1,7 @@
-"""A gateway in a process of its own, to be killed: `python -m tests.gateway.killable_gateway DB`. Prints its port.
-The first
-token of an answer takes minutes; calls are held for a second."""
+"""A gateway in its own process, to be killed: `python -m tests.gateway.killable_gateway DB`. Prints its port.
+
+The first token of an answer takes minutes; the lease of a call lasts one second.
+"""
 
 from __future__ import annotations
 

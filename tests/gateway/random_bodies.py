@@ -1,7 +1,7 @@
-"""Bodies that no client means, over every model route: right ones with wrong parts, cut ones, and noise.
+"""Random bodies for every model route: valid ones with wrong fields, truncated ones, and noise.
 
-`storm` sends them to a gateway and says what came back. Every answer must be one in the route's own form, or a 4xx in
-its error shape; nothing that was answered may go missing; and behind it all routes must answer as before.
+`send_random_bodies` sends them to a gateway and reports what came back. Every answer must be in the route's own format,
+or a 4xx in its error format. Every answered call must be recorded, and afterwards all routes must answer as before.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class Route:
     plain: tuple[str, ...]
     is_error: Callable[[Json, int], bool]
     key: str
-    """A field of every whole answer."""
+    """A field of every complete answer."""
     recorded: bool = True
 
 
@@ -247,8 +247,8 @@ def _collect(value: Any, keys: set[str], strings: set[str]) -> None:
         strings.add(value)
 
 
-class Bodies:
-    """Makes bodies for one route, out of the names and words that its dialect knows."""
+class BodyGenerator:
+    """Makes bodies for one route from the names and words of its dialect."""
 
     def __init__(self, route: Route, rng: random.Random) -> None:
         self._route = route
@@ -279,11 +279,11 @@ class Bodies:
                 body[rng.choice(self._keys)] = self._value()
             for many in ("n", "best_of"):
                 if isinstance(body.get(many), int | float):
-                    body[many] = 2  # many choices cost time and find nothing
+                    body[many] = 2  # more choices take time and find nothing
         return json.dumps(body).encode()
 
     def _right(self) -> Json:
-        """Fields of the right body and parts of its lists, so that no one field decides for all."""
+        """Return some fields of the valid body and parts of its lists, so that no field is always present."""
         rng, right = self._rng, self._route.right
         kept = {key: value for key, value in right.items() if key in self._route.plain or rng.random() < 0.4}
         for key in ("messages", "input", "contents", "tools"):
@@ -301,7 +301,7 @@ class Bodies:
         return {rng.choice(self._keys): self._value(depth + 1) for _ in range(rng.randrange(4))}
 
     def _changed(self, value: Any) -> Any:
-        """The value with one part, at any depth, replaced, dropped, doubled or renamed."""
+        """Return the value with one part, at any depth, replaced, dropped, doubled or renamed."""
         rng = self._rng
         if not isinstance(value, dict | list) or not value or rng.random() < 0.1:
             return self._value()
@@ -323,8 +323,8 @@ class Bodies:
         return {**value, key: self._changed(value[key])}
 
 
-class AnyAnswer(ScriptedEngine):
-    """Answers with text, or with calls of tools that are offered or not."""
+class RandomAnswers(ScriptedEngine):
+    """An engine that answers with text, or with calls of tools that are offered or not."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -339,15 +339,15 @@ class AnyAnswer(ScriptedEngine):
         return [ToolCall(f"call_{number}", name, arguments) for number, (name, arguments) in enumerate(chosen)]
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """The fake's own rendering reads arguments as JSON; here anything must do."""
+        """Render anything: the scripted engine's own template needs arguments that are JSON."""
         return [1, *range(len(request.messages))]
 
 
 @dataclass
-class Report:
+class StormReport:
     statuses: dict[str, Counter[int]] = field(default_factory=lambda: {name: Counter() for name in ROUTES})
     wrong: list[str] = field(default_factory=list)
-    """What should not have happened, each with its route and body."""
+    """Faults, each with its route and body."""
 
     @property
     def total(self) -> Counter[int]:
@@ -366,8 +366,8 @@ class Report:
         return "\n".join(lines)
 
 
-def complaint(route: Route, answer: httpx.Response) -> str | None:
-    """What is wrong with an answer."""
+def find_fault(route: Route, answer: httpx.Response) -> str | None:
+    """Return what is wrong with an answer; None if nothing is."""
     try:
         if 400 <= answer.status_code < 500:
             return None if route.is_error(answer.json(), answer.status_code) else "not the route's error shape"
@@ -391,11 +391,11 @@ def _values(answer: httpx.Response) -> list[Json]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-async def storm(gateway: Gateway, store: Store, count: int, seed: int) -> Report:
-    """Send `count` bodies, the routes in turn, to a gateway of `AnyAnswer`."""
+async def send_random_bodies(gateway: Gateway, store: Store, count: int, seed: int) -> StormReport:
+    """Send `count` bodies, to each route in turn, to a gateway of `RandomAnswers`."""
     rng = random.Random(seed)
-    report = Report()
-    makers = {name: Bodies(route, rng) for name, route in ROUTES.items()}
+    report = StormReport()
+    makers = {name: BodyGenerator(route, rng) for name, route in ROUTES.items()}
     names = list(ROUTES)
     bodies = [makers[names[place % len(names)]].make() for place in range(count)]
     responses: list[str] = []
@@ -406,7 +406,7 @@ async def storm(gateway: Gateway, store: Store, count: int, seed: int) -> Report
         async def ask(name: str, body: bytes, session: int) -> httpx.Response:
             answer = await http.post(ROUTES[name].path, content=body, headers={"authorization": f"Bearer k{session}"})
             report.statuses[name][answer.status_code] += 1
-            if problem := complaint(ROUTES[name], answer):
+            if problem := find_fault(ROUTES[name], answer):
                 report.wrong.append(f"{name}: {problem}: {body[:2000]!r} -> {answer.text[:500]!r}")
             if answer.status_code == 200 and ROUTES[name].recorded:
                 called.add(answer.headers["x-polar-call-id"])
@@ -418,7 +418,7 @@ async def storm(gateway: Gateway, store: Store, count: int, seed: int) -> Report
             while places:
                 place = places.pop()
                 name, body = names[place % len(names)], bodies[place]
-                own = random.Random(place)  # answers come in any order, the bodies shall not depend on it
+                own = random.Random(place)  # bodies must not depend on the order of the answers
                 if name == "responses" and responses and own.random() < 0.1:
                     body = json.dumps(
                         {"model": "m", "input": "x", "previous_response_id": own.choice(responses)}

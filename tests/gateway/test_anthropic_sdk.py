@@ -1,4 +1,4 @@
-"""The official `anthropic` SDK against a served gateway: what any client built on it gets."""
+"""The official `anthropic` SDK against a running gateway."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, ToolCall, ToolDelta
 from tests.conftest import Serve
+from tests.gateway.agents import recorded_calls
 
 USER: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"name": "bash", "description": "Runs it.", "input_schema": {"type": "object"}}]
@@ -31,7 +32,7 @@ Script = Callable[[ChatRequest], Sequence[SampleEvent]]
 
 
 class EventsEngine(ScriptedEngine):
-    """Answers with events given one by one (reasoning, stop strings, calls in pieces), with ids made up for them."""
+    """Answers with given events (reasoning, stop strings, tool calls in pieces) and invented ids."""
 
     def __init__(self, script: Script) -> None:
         super().__init__()
@@ -67,7 +68,7 @@ async def connected(serve: Serve, engine: ScriptedEngine, **settings: Any) -> As
 
 
 async def ask(client: AsyncAnthropic, stream: bool, **body: Any) -> Message:
-    """The answer, put together by the SDK's own accumulator where it streams."""
+    """Return the answer, assembled by the SDK's own accumulator if it is streamed."""
     body = {"model": "m", "messages": USER, "max_tokens": 100, **body}
     if not stream:
         return await client.messages.create(**body)
@@ -94,8 +95,7 @@ async def test_answer(serve: Serve, store: Store, stream: bool) -> None:
     assert answer.usage.input_tokens == len(prompt)
     assert answer.usage.output_tokens == len("hello") + 1
     assert (answer.usage.cache_read_input_tokens, answer.usage.cache_creation_input_tokens) == (0, 0)
-    (session,) = await store.sessions.recent()
-    (call,) = await store.calls.of_session(session.session_id)
+    (call,) = await recorded_calls(store)
     assert answer.id == "msg_" + call.call_id
     assert call.dialect == "anthropic_messages"
     record = await store.calls.get(call.call_id)
@@ -103,7 +103,7 @@ async def test_answer(serve: Serve, store: Store, stream: bool) -> None:
     assert [json.loads(message)["role"] for message in record.messages] == ["system", "user"]
 
 
-async def test_the_events_of_a_stream(serve: Serve) -> None:
+async def test_stream_events(serve: Serve) -> None:
     async with connected(serve, ScriptedEngine(tokens_per_event=1)) as client:
         stream = await client.messages.create(model="m", messages=USER, max_tokens=9, stream=True)
         events = [event async for event in stream]
@@ -125,8 +125,8 @@ async def test_the_events_of_a_stream(serve: Serve) -> None:
     assert (last.delta.stop_reason, last.usage.output_tokens) == ("end_turn", 6)
 
 
-async def test_the_bytes_of_a_stream(serve: Serve) -> None:
-    """Each event says its name twice, and a ping follows the start; nothing says `[DONE]`."""
+async def test_stream_bytes(serve: Serve) -> None:
+    """Each event holds its name twice, a ping follows the start, and there is no `[DONE]`."""
     async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(timeout=120) as http:
         body = {"model": "m", "messages": USER, "max_tokens": 9, "stream": True}
         answer = await http.post(gateway.url + "/v1/messages?beta=true", json=body, headers={"x-api-key": "k"})
@@ -141,8 +141,8 @@ async def test_the_bytes_of_a_stream(serve: Serve) -> None:
 
 
 @both
-async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream: bool) -> None:
-    """Inputs come through value for value, go back with the tools' results, and the call is a continuation."""
+async def test_parallel_tool_calls_round_trip_and_continue(serve: Serve, store: Store, stream: bool) -> None:
+    """Tool inputs keep their values, come back with the tools' results, and the next call continues."""
 
     def script(request: EngineRequest) -> ScriptedAnswer:
         return "done" if len(engine.requests) > 1 else CALLS
@@ -173,8 +173,7 @@ async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream
             "function": {"name": "bash", "description": "Runs it.", "parameters": {"type": "object"}},
         },
     )
-    (session,) = await store.sessions.recent()
-    first, second = await store.calls.of_session(session.session_id)
+    first, second = await recorded_calls(store)
     assert (second.edge, second.parent_call_id) == ("continues", first.call_id)
     assert first.tools is not None
     assert json.loads(first.tools) == TOOLS
@@ -191,7 +190,7 @@ THOUGHT = (
 @both
 @pytest.mark.parametrize("display", ["summarized", "omitted"])
 async def test_thinking_round_trip(serve: Serve, store: Store, stream: bool, display: Any) -> None:
-    """The reasoning comes back as it was sampled, also from a client that was shown only its signature."""
+    """Reasoning comes back as it was sampled, even from a client that saw only its signature."""
     engine = EventsEngine(lambda request: THOUGHT)
     async with connected(serve, engine) as client:
         thinking: Any = {"type": "adaptive", "display": display}
@@ -209,12 +208,11 @@ async def test_thinking_round_trip(serve: Serve, store: Store, stream: bool, dis
     assert answer.usage.input_tokens == len(await engine.render(first)) - 3
     assert (second.messages[1].reasoning, second.messages[1].content) == ("let me see ⚙", "hi")
     assert (first.template_kwargs, second.template_kwargs) == ({"enable_thinking": True}, {"enable_thinking": False})
-    (session,) = await store.sessions.recent()
-    assert [call.edge for call in await store.calls.of_session(session.session_id)] == ["root", "continues"]
+    assert [call.edge for call in await recorded_calls(store)] == ["root", "continues"]
 
 
 @both
-async def test_a_call_that_is_no_object_reaches_the_agent_as_text(serve: Serve, stream: bool) -> None:
+async def test_a_tool_call_that_is_not_an_object_reaches_the_agent_as_text(serve: Serve, stream: bool) -> None:
     calls = (
         ToolDelta(0, "c0", "bash", "[1]"),
         ToolDelta(1, "c1", "bash", '{"a": 1}'),
@@ -232,7 +230,7 @@ async def test_a_call_that_is_no_object_reaches_the_agent_as_text(serve: Serve, 
     assert answer.stop_reason == "tool_use"
 
 
-async def test_arguments_in_pieces_for_those_who_ask(serve: Serve) -> None:
+async def test_streams_tool_arguments_in_pieces_on_request(serve: Serve) -> None:
     pieces = ['{"command"', ': "l', 's"}']
     first = SampleEvent(tool_calls=(ToolDelta(0, "c0", "bash", ""),))
     rest = [SampleEvent(tool_calls=(ToolDelta(0, arguments=piece),)) for piece in pieces]
@@ -276,7 +274,7 @@ async def test_structured_output(serve: Serve) -> None:
 
 
 async def test_count_tokens(serve: Serve, store: Store) -> None:
-    """The length of the prompt that the same body is sampled from; it is no call."""
+    """The count is that of the prompt sampled for the same body, and no call is recorded."""
     engine = ScriptedEngine()
     async with connected(serve, engine) as client:
         counted = await client.messages.count_tokens(model="m", messages=USER, system="Be brief.", tools=TOOLS)
@@ -312,7 +310,7 @@ async def test_hello_and_models(serve: Serve) -> None:
         assert (model.id, model.type, model.display_name) == ("scripted-model", "model", "scripted-model")
 
 
-async def test_unknown_key(serve: Serve) -> None:
+async def test_rejects_an_unknown_key(serve: Serve) -> None:
     async with connected(serve, ScriptedEngine(), require_known_keys=True) as client:
         with pytest.raises(anthropic.AuthenticationError) as caught:
             await ask(client, True)
@@ -333,7 +331,7 @@ async def test_unknown_key(serve: Serve) -> None:
         ({"tool_choice": {"type": "tool", "name": "nobody"}}, "nobody"),
     ],
 )
-async def test_bad_requests(serve: Serve, store: Store, body: Any, names: str) -> None:
+async def test_rejects_bad_requests(serve: Serve, store: Store, body: Any, names: str) -> None:
     async with connected(serve, ScriptedEngine()) as client:
         with pytest.raises(anthropic.BadRequestError) as caught:
             await ask(client, False, **body)
@@ -363,7 +361,7 @@ async def test_engine_errors(serve: Serve, error: Exception, kind: Any, name: st
 
 
 @both
-async def test_a_prompt_that_is_too_long_is_told_in_the_words_that_make_claude_code_compact(
+async def test_a_prompt_that_is_too_long_gets_the_error_that_makes_claude_code_compact(
     serve: Serve, stream: bool
 ) -> None:
     text = "This model's maximum context length is 4096 tokens. However, your request has 5000 input tokens."
@@ -388,7 +386,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(serve: Serve) -> Non
     assert caught.value.type == "api_error"
 
 
-async def test_the_path_may_hold_the_key(serve: Serve, store: Store) -> None:
+async def test_takes_the_key_from_the_path(serve: Serve, store: Store) -> None:
     async with (
         serve(ScriptedEngine()) as gateway,
         AsyncAnthropic(base_url=gateway.url + "/s/run-1", auth_token="anything", api_key=None) as client,
@@ -398,8 +396,8 @@ async def test_the_path_may_hold_the_key(serve: Serve, store: Store) -> None:
     assert [session.calls for session in await store.sessions.recent()] == [2]
 
 
-async def test_a_slow_engine(serve: Serve) -> None:
-    """Heartbeats in front of the first event and inside the stream disturb no client."""
+async def test_heartbeats_of_a_slow_engine_do_not_disturb_clients(serve: Serve) -> None:
+    """Heartbeats come before the first event and inside the stream."""
     engine = ScriptedEngine(pace=0.1, tokens_per_event=1)
     async with connected(serve, engine, heartbeat_seconds=0.02, headers_after_seconds=0.01) as client:
         answer = await ask(client, True)

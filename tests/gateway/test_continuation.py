@@ -1,4 +1,4 @@
-"""Continue mode over real HTTP: each turn is sampled from exactly the tokens of the turn before."""
+"""Prompt mode `continue` over real HTTP: each turn is sampled from exactly the tokens of the turn before."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from polar_proxy.engines.scripted import END, INFO, Reply, ScriptedEngine, decode, encode
 from polar_proxy.errors import EngineError
-from polar_proxy.sessions import hash_key
 from polar_proxy.store import Store
 from polar_proxy.traces import BUILDERS
 from polar_proxy.types import CallRecord, ChatRequest, EngineInfo, EngineRequest, ToolCall
 from tests.conftest import Serve
+from tests.gateway.agents import client, new_session, recorded_calls
 
 SAMPLED = '{"flag":true,  "text": "caf\\u00e9", "n": 1.0}'
 ECHOED = '{"text": "café", "flag": true, "n": 1}'
@@ -31,8 +31,8 @@ def script(request: EngineRequest) -> Reply:
     return Reply(text=f"Done after {len(request.messages)}.", reasoning="Well.")
 
 
-class Talk:
-    """One conversation over Chat Completions, whose history comes back as a harness writes it."""
+class Conversation:
+    """A conversation over Chat Completions that echoes its history as harnesses do."""
 
     def __init__(self, http: httpx.AsyncClient, **body: Any) -> None:
         self._http = http
@@ -47,7 +47,7 @@ class Talk:
         return answer.json()["choices"][0]
 
     def echo(self, message: Any, **changes: Any) -> None:
-        """Take the answer into the history, without its reasoning and with its arguments printed anew."""
+        """Add an answer to the history, without its reasoning and with its arguments serialised again."""
         kept = {key: value for key, value in message.items() if "reasoning" not in key}
         for call in kept.get("tool_calls") or ():
             if call["function"]["arguments"] == SAMPLED:
@@ -66,94 +66,85 @@ def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
-def http_of(url: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url + "/v1", headers={"authorization": "Bearer k1"}, timeout=120)
-
-
-async def calls_of(store: Store) -> list[CallRecord]:
-    (session,) = await store.sessions.recent()
-    return list(await store.calls.of_session(session.session_id))
-
-
-def whole(call: CallRecord) -> list[int]:
+def prompt_and_answer(call: CallRecord) -> list[int]:
     assert call.prompt_ids is not None
     return [*call.prompt_ids.tolist(), *call.choices[0].token_ids.tolist()]
 
 
 async def two_rounds(http: httpx.AsyncClient) -> None:
-    talk = Talk(http, tools=[TOOL])
-    choice = await talk.say({"role": "system", "content": "S"}, user("look"))
-    talk.echo(choice["message"])
-    choice = await talk.say(*results(choice["message"]))
-    talk.echo(choice["message"], content=choice["message"]["content"] + "\n")
-    await talk.say(user("and now?"))
+    conversation = Conversation(http, tools=[TOOL])
+    choice = await conversation.say({"role": "system", "content": "S"}, user("look"))
+    conversation.echo(choice["message"])
+    choice = await conversation.say(*results(choice["message"]))
+    conversation.echo(choice["message"], content=choice["message"]["content"] + "\n")
+    await conversation.say(user("and now?"))
 
 
-async def test_what_only_looks_changed_is_no_drift(serve: Serve, store: Store) -> None:
-    async with serve(ScriptedEngine(script)) as gateway, http_of(gateway.url) as http:
+async def test_reserialised_history_does_not_drift(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine(script)) as gateway, client(gateway.url) as http:
         await two_rounds(http)
-    first, second, third = await calls_of(store)
+    first, second, third = await recorded_calls(store)
     assert (first.prompt_mode, first.prompt_reason, first.base_call_id) == ("render", "no_base", None)
     for before, call in ((first, second), (second, third)):
         assert (call.prompt_mode, call.prompt_reason) == ("continue", None)
         assert (call.base_call_id, call.base_choice) == (before.call_id, 0)
-        assert whole(call)[: len(whole(before))] == whole(before)
-    assert "Hm, where?" in decode(whole(third)), "reasoning stays as it was sampled"
-    assert SAMPLED in decode(whole(third))
-    assert ECHOED not in decode(whole(third))
-    behind = whole(second)[len(whole(first)) :]
+        assert prompt_and_answer(call)[: len(prompt_and_answer(before))] == prompt_and_answer(before)
+    assert "Hm, where?" in decode(prompt_and_answer(third)), "reasoning stays as it was sampled"
+    assert SAMPLED in decode(prompt_and_answer(third))
+    assert ECHOED not in decode(prompt_and_answer(third))
+    behind = prompt_and_answer(second)[len(prompt_and_answer(first)) :]
     assert decode(behind).startswith("tool:result 0tool:result 1assistant:")
     (trace,) = BUILDERS["merged"]([first, second, third]).traces
-    assert trace.token_ids.tolist() == whole(third)
+    assert trace.token_ids.tolist() == prompt_and_answer(third)
     assert second.sampling["past_reasoning"] == "keep"
 
 
-async def test_observed_the_same_run_drifts(serve: Serve, store: Store) -> None:
-    async with serve(ScriptedEngine(script), prompt_mode="render") as gateway, http_of(gateway.url) as http:
+async def test_the_same_run_drifts_in_render_mode(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine(script), prompt_mode="render") as gateway, client(gateway.url) as http:
         await two_rounds(http)
-    first, second, third = await calls_of(store)
+    first, second, third = await recorded_calls(store)
     assert [call.prompt_reason for call in (first, second, third)] == ["no_base", "off", "off"]
     assert [call.base_call_id for call in (first, second, third)] == [None, first.call_id, second.call_id]
-    assert whole(second)[: len(whole(first))] != whole(first)
+    assert prompt_and_answer(second)[: len(prompt_and_answer(first))] != prompt_and_answer(first)
     assert len(BUILDERS["merged"]([first, second, third]).traces) == 3
 
 
-async def test_the_session_may_choose(serve: Serve, store: Store) -> None:
+async def test_the_sessions_policy_sets_the_prompt_mode(serve: Serve, store: Store) -> None:
     policy = {"prompt_mode": "render"}
-    await store.sessions.create(key_hash=hash_key("k1"), label=None, rollout_id=None, policy=policy, origin="key")
-    async with serve(ScriptedEngine(script)) as gateway, http_of(gateway.url) as http:
+    await new_session(store, "k1", policy)
+    async with serve(ScriptedEngine(script)) as gateway, client(gateway.url) as http:
         await two_rounds(http)
-    assert {call.prompt_mode for call in await calls_of(store)} == {"render"}
+    assert {call.prompt_mode for call in await recorded_calls(store)} == {"render"}
 
 
-async def test_after_a_restart_the_base_comes_from_the_store(serve: Serve, store: Store) -> None:
-    async with serve(ScriptedEngine(script)) as gateway, http_of(gateway.url) as http:
-        talk = Talk(http, tools=[TOOL])
-        choice = await talk.say(user("look"))
-    async with serve(ScriptedEngine(script)) as gateway, http_of(gateway.url) as http:
-        talk._http = http
-        talk.echo(choice["message"])
-        await talk.say(*results(choice["message"]))
-    first, second = await calls_of(store)
+async def test_continues_from_the_store_after_a_restart(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine(script)) as gateway, client(gateway.url) as http:
+        conversation = Conversation(http, tools=[TOOL])
+        choice = await conversation.say(user("look"))
+    async with serve(ScriptedEngine(script)) as gateway, client(gateway.url) as http:
+        conversation._http = http
+        conversation.echo(choice["message"])
+        await conversation.say(*results(choice["message"]))
+    first, second = await recorded_calls(store)
     assert second.prompt_mode == "continue"
-    assert whole(second)[: len(whole(first))] == whole(first)
+    assert prompt_and_answer(second)[: len(prompt_and_answer(first))] == prompt_and_answer(first)
 
 
-async def test_a_cut_answer_is_closed(serve: Serve, store: Store) -> None:
-    async with serve(ScriptedEngine(lambda request: Reply("0123456789" * 5))) as gateway, http_of(gateway.url) as http:
-        talk = Talk(http)
-        choice = await talk.say(user("hi"), max_tokens=7)
+async def test_adds_the_end_of_turn_to_a_cut_answer(serve: Serve, store: Store) -> None:
+    async with serve(ScriptedEngine(lambda request: Reply("0123456789" * 5))) as gateway, client(gateway.url) as http:
+        conversation = Conversation(http)
+        choice = await conversation.say(user("hi"), max_tokens=7)
         assert choice["finish_reason"] == "length"
-        talk.echo(choice["message"])
-        await talk.say(user("go on"))
-    first, second = await calls_of(store)
+        conversation.echo(choice["message"])
+        await conversation.say(user("go on"))
+    first, second = await recorded_calls(store)
     assert first.choices[0].token_ids.tolist() == encode("0123456")
     assert second.prompt_mode == "continue"
-    assert whole(second)[len(whole(first))] == END
-    assert whole(second)[: len(whole(first))] == whole(first)
+    assert prompt_and_answer(second)[len(prompt_and_answer(first))] == END
+    assert prompt_and_answer(second)[: len(prompt_and_answer(first))] == prompt_and_answer(first)
 
 
-async def test_the_chosen_answer_of_several_is_continued(serve: Serve, store: Store) -> None:
+async def test_continues_the_chosen_answer_of_several(serve: Serve, store: Store) -> None:
     answers = iter(["one", "two", "three", "next"])
 
     class Several(ScriptedEngine):
@@ -164,50 +155,50 @@ async def test_the_chosen_answer_of_several_is_continued(serve: Serve, store: St
                 async for event in super().sample(one, stream=stream, prompt=prompt):
                     yield type(event)(**{**{name: getattr(event, name) for name in event.__slots__}, "index": index})
 
-    async with serve(Several()) as gateway, http_of(gateway.url) as http:
+    async with serve(Several()) as gateway, client(gateway.url) as http:
         body = {"model": "m", "messages": [user("hi")], "n": 3}
         given = (await http.post("/chat/completions", json=body)).json()["choices"]
         assert [choice["message"]["content"] for choice in given] == ["one", "two", "three"]
-        talk = Talk(http)
-        talk.messages = [user("hi"), {"role": "assistant", "content": "two"}]
-        await talk.say(user("why?"))
-    first, second = await calls_of(store)
+        conversation = Conversation(http)
+        conversation.messages = [user("hi"), {"role": "assistant", "content": "two"}]
+        await conversation.say(user("why?"))
+    first, second = await recorded_calls(store)
     assert (second.base_call_id, second.base_choice, second.prompt_mode) == (first.call_id, 1, "continue")
     assert first.prompt_ids is not None
     expected = [*first.prompt_ids.tolist(), *encode("two"), END]
-    assert whole(second)[: len(expected)] == expected
+    assert prompt_and_answer(second)[: len(expected)] == expected
 
 
-async def change_tools(talk: Talk) -> None:
-    await talk.say(user("more"), tools=[TOOL, OTHER_TOOL])
+async def change_tools(conversation: Conversation) -> None:
+    await conversation.say(user("more"), tools=[TOOL, OTHER_TOOL])
 
 
-async def reorder_tools(talk: Talk) -> None:
+async def reorder_tools(conversation: Conversation) -> None:
     turned = {"function": {"parameters": {"type": "object"}, "name": "look"}, "type": "function"}
-    await talk.say(user("more"), tools=[turned])
+    await conversation.say(user("more"), tools=[turned])
 
 
-async def change_options(talk: Talk) -> None:
-    await talk.say(user("more"), chat_template_kwargs={"enable_thinking": False})
+async def change_options(conversation: Conversation) -> None:
+    await conversation.say(user("more"), chat_template_kwargs={"enable_thinking": False})
 
 
-async def rewind(talk: Talk) -> None:
-    del talk.messages[1:]
-    await talk.say(user("something else"))
+async def rewind(conversation: Conversation) -> None:
+    del conversation.messages[1:]
+    await conversation.say(user("something else"))
 
 
-async def edit(talk: Talk) -> None:
-    talk.messages[1] = {**talk.messages[1], "content": "I never said that."}
-    await talk.say(user("more"))
+async def edit(conversation: Conversation) -> None:
+    conversation.messages[1] = {**conversation.messages[1], "content": "I never said that."}
+    await conversation.say(user("more"))
 
 
-async def forced(talk: Talk) -> None:
-    await talk.say(user("more"), tool_choice="required")
+async def forced(conversation: Conversation) -> None:
+    await conversation.say(user("more"), tool_choice="required")
 
 
-async def picture(talk: Talk) -> None:
+async def picture(conversation: Conversation) -> None:
     url = "data:image/png;base64,iVBORw0KGgo="
-    await talk.say({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})
+    await conversation.say({"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]})
 
 
 @pytest.mark.parametrize(
@@ -222,31 +213,31 @@ async def picture(talk: Talk) -> None:
         (picture, "render", "images"),
     ],
 )
-async def test_what_is_honoured_as_a_change(
+async def test_does_not_continue_a_changed_request(
     serve: Serve, store: Store, act: Any, mode: str, reason: str | None
 ) -> None:
-    async with serve(ScriptedEngine(script)) as gateway, http_of(gateway.url) as http:
-        talk = Talk(http, tools=[TOOL])
-        talk.echo((await talk.say(user("hello")))["message"])
-        await act(talk)
-    _, last = await calls_of(store)
+    async with serve(ScriptedEngine(script)) as gateway, client(gateway.url) as http:
+        conversation = Conversation(http, tools=[TOOL])
+        conversation.echo((await conversation.say(user("hello")))["message"])
+        await act(conversation)
+    _, last = await recorded_calls(store)
     assert (last.prompt_mode, last.prompt_reason) == (mode, reason)
 
 
 async def test_rewinding_to_an_earlier_turn_continues_that_turn(serve: Serve, store: Store) -> None:
-    async with serve(ScriptedEngine(script)) as gateway, http_of(gateway.url) as http:
-        talk = Talk(http)
-        talk.echo((await talk.say(user("one")))["message"])
-        talk.echo((await talk.say(user("two")))["message"])
-        del talk.messages[2:]
-        await talk.say(user("other"))
-    first, _, third = await calls_of(store)
+    async with serve(ScriptedEngine(script)) as gateway, client(gateway.url) as http:
+        conversation = Conversation(http)
+        conversation.echo((await conversation.say(user("one")))["message"])
+        conversation.echo((await conversation.say(user("two")))["message"])
+        del conversation.messages[2:]
+        await conversation.say(user("other"))
+    first, _, third = await recorded_calls(store)
     assert (third.base_call_id, third.prompt_mode) == (first.call_id, "continue")
-    assert whole(third)[: len(whole(first))] == whole(first)
+    assert prompt_and_answer(third)[: len(prompt_and_answer(first))] == prompt_and_answer(first)
 
 
 class Stripping(ScriptedEngine):
-    """Its template drops the reasoning of all turns but those behind the last user message."""
+    """An engine whose template drops reasoning, except in the turns after the last user message."""
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         last = max(place for place, message in enumerate(request.messages) if message.role == "user")
@@ -262,32 +253,32 @@ class Stripping(ScriptedEngine):
     ("policy", "mode", "reason"),
     [("keep", "continue", None), ("strip", "render", "reasoning_by_template")],
 )
-async def test_older_reasoning(serve: Serve, store: Store, policy: str, mode: str, reason: str | None) -> None:
+async def test_past_reasoning(serve: Serve, store: Store, policy: str, mode: str, reason: str | None) -> None:
     engine = Stripping(script)
-    async with serve(engine, past_reasoning=policy) as gateway, http_of(gateway.url) as http:
-        talk = Talk(http)
+    async with serve(engine, past_reasoning=policy) as gateway, client(gateway.url) as http:
+        conversation = Conversation(http)
         for text in ("one", "two"):
-            message = (await talk.say(user(text)))["message"]
-            talk.messages.append(message)
-    _, second = await calls_of(store)
+            message = (await conversation.say(user(text)))["message"]
+            conversation.messages.append(message)
+    _, second = await recorded_calls(store)
     assert (second.prompt_mode, second.prompt_reason) == (mode, reason)
     assert ("Well." in decode(second.prompt_ids.tolist())) is (policy == "keep")  # type: ignore[union-attr]
     assert second.sampling["past_reasoning"] == policy
 
 
 class Numbering(ScriptedEngine):
-    """Its template counts the messages, so that what follows an answer depends on all that came before."""
+    """An engine whose template counts the messages, so what follows an answer depends on everything before it."""
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         return [*await super().render(request, generation=generation), *encode(f"{len(request.messages)}:")]
 
 
-async def test_a_suffix_that_is_not_the_engines_own_is_refused(serve: Serve, store: Store) -> None:
-    async with serve(Numbering(script)) as gateway, http_of(gateway.url) as http:
-        talk = Talk(http)
+async def test_rejects_a_suffix_that_the_engine_does_not_render(serve: Serve, store: Store) -> None:
+    async with serve(Numbering(script)) as gateway, client(gateway.url) as http:
+        conversation = Conversation(http)
         for text in ("one", "two", "three"):
-            talk.echo((await talk.say(user(text)))["message"])
-    _, second, third = await calls_of(store)
+            conversation.echo((await conversation.say(user(text)))["message"])
+    _, second, third = await recorded_calls(store)
     assert {call.prompt_reason for call in (second, third)} == {"suffix_unproven"}
     assert second.prompt_ids is not None
     assert second.prompt_ids.tolist()[-2:] == encode("3:"), "the engine rendered it"
@@ -301,17 +292,17 @@ async def test_a_suffix_that_is_not_the_engines_own_is_refused(serve: Serve, sto
         ({"context_length": 40}, "context_full"),
     ],
 )
-async def test_what_the_engine_is_not_able_to(serve: Serve, store: Store, info: Any, reason: str) -> None:
+async def test_records_why_the_engine_cannot_continue(serve: Serve, store: Store, info: Any, reason: str) -> None:
     given = EngineInfo(**{**{name: getattr(INFO, name) for name in INFO.__slots__}, **info})
-    async with serve(ScriptedEngine(script, info=given)) as gateway, http_of(gateway.url) as http:
-        talk = Talk(http)
-        talk.echo((await talk.say(user("hi")))["message"])
-        await talk.say(user("more"))
-    _, second = await calls_of(store)
+    async with serve(ScriptedEngine(script, info=given)) as gateway, client(gateway.url) as http:
+        conversation = Conversation(http)
+        conversation.echo((await conversation.say(user("hi")))["message"])
+        await conversation.say(user("more"))
+    _, second = await recorded_calls(store)
     assert (second.prompt_mode, second.prompt_reason) == ("render", reason)
 
 
-async def test_weights_that_change_while_they_sample(serve: Serve, store: Store) -> None:
+async def test_records_weights_that_change_while_sampling(serve: Serve, store: Store) -> None:
     class Moving(ScriptedEngine):
         told = False
         asked = 0
@@ -328,11 +319,11 @@ async def test_weights_that_change_while_they_sample(serve: Serve, store: Store)
                 yield type(event)(**{**values, "weight_version": f"v{min(number, 2)}" if self.told else None})
 
     engine = Moving(lambda request: Reply("0123456789" * 3))
-    async with serve(engine) as gateway, http_of(gateway.url) as http:
-        await Talk(http).say(user("one"))
+    async with serve(engine) as gateway, client(gateway.url) as http:
+        await Conversation(http).say(user("one"))
         engine.told = True
-        await Talk(http).say(user("two"))
-    untold, told = await calls_of(store)
+        await Conversation(http).say(user("two"))
+    untold, told = await recorded_calls(store)
     assert untold.weight_version == "1..2"
     assert untold.choices[0].versions == ()
     assert told.weight_version == "v2"
@@ -340,7 +331,7 @@ async def test_weights_that_change_while_they_sample(serve: Serve, store: Store)
     np.testing.assert_array_equal(told.choices[0].token_ids, [*encode("0123456789" * 3), END])
 
 
-async def test_an_engine_that_dies_behind_its_answer_loses_no_call(serve: Serve, store: Store) -> None:
+async def test_an_engine_that_dies_after_its_answer_loses_no_call(serve: Serve, store: Store) -> None:
     class Dying(ScriptedEngine):
         asked = 0
 
@@ -350,7 +341,7 @@ async def test_an_engine_that_dies_behind_its_answer_loses_no_call(serve: Serve,
                 raise EngineError("The engine is gone.")
             return "7"
 
-    async with serve(Dying(lambda request: Reply("last words"))) as gateway, http_of(gateway.url) as http:
-        await Talk(http).say(user("one"))
-    (call,) = await calls_of(store)
+    async with serve(Dying(lambda request: Reply("last words"))) as gateway, client(gateway.url) as http:
+        await Conversation(http).say(user("one"))
+    (call,) = await recorded_calls(store)
     assert (call.status, call.weight_version) == ("ok", "7")

@@ -1,4 +1,4 @@
-"""The time in which the engine has work: calls beside one another count once."""
+"""The time in which the engine is busy. Parallel calls count once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polar_proxy.gateway.metrics import BusyClock
 from tests.conftest import Serve
 
 
-def test_time_with_any_call_counts_once() -> None:
+def test_counts_time_with_several_calls_once() -> None:
     now = 100.0
     busy = BusyClock(lambda: now)
     assert busy.seconds() == 0.0
@@ -20,11 +20,11 @@ def test_time_with_any_call_counts_once() -> None:
         first.enter_context(busy.call())
         now = 103.0
         second.enter_context(busy.call())
-        assert busy.seconds() == 3.0  # one that has not ended counts until now
+        assert busy.seconds() == 3.0  # a call that has not ended counts until now
         now = 104.0
         first.close()
         now = 110.0
-    now = 150.0  # nothing was asked in the meantime
+    now = 150.0  # no calls in the meantime
     assert busy.seconds() == 10.0
     call = busy.call()
     call.__enter__()
@@ -34,7 +34,7 @@ def test_time_with_any_call_counts_once() -> None:
     assert busy.seconds() == 11.0
 
 
-async def test_a_gateway_says_how_long_its_engine_had_work(serve: Serve) -> None:
+async def test_metrics_report_the_engines_busy_time(serve: Serve) -> None:
     async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
         assert "polar_engine_busy_seconds 0.0" in (await http.get("/metrics")).text
         chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -1,4 +1,4 @@
-"""The official `google-genai` SDK against a served gateway: what any client built on it gets."""
+"""The official `google-genai` SDK against a running gateway."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, ToolCall
 from tests.conftest import Serve
+from tests.gateway.agents import recorded_calls
 
 BASH = types.Tool(
     function_declarations=[
@@ -40,7 +41,7 @@ CALLS = (
 
 
 class Thinking(ScriptedEngine):
-    """Thinks `why` before each answer."""
+    """An engine that reasons `why` before each answer."""
 
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
@@ -52,7 +53,7 @@ class Thinking(ScriptedEngine):
 
 
 async def _ask(client: Any, *, stream: bool) -> None:
-    """Ask, and hear the answer out."""
+    """Ask, and read the whole answer."""
     if not stream:
         await client.models.generate_content(model="m", contents="hi")
         return
@@ -62,7 +63,7 @@ async def _ask(client: Any, *, stream: bool) -> None:
 
 @contextlib.asynccontextmanager
 async def connected(serve: Serve, engine: ScriptedEngine, **settings: Any) -> AsyncIterator[Any]:
-    """The async client; `client._sync` would block the loop that the gateway runs in."""
+    """Return the async client. The synchronous one would block the loop that the gateway runs in."""
     async with serve(engine, **settings) as gateway:
         options = types.HttpOptions(
             base_url=gateway.url, timeout=120_000, retry_options=types.HttpRetryOptions(attempts=1)
@@ -84,8 +85,7 @@ async def test_answer(serve: Serve, store: Store) -> None:
     assert answer.model_version == "gemini-2.5-pro"
     assert answer.usage_metadata.candidates_token_count == len("hello") + 1
     assert answer.usage_metadata.total_token_count == answer.usage_metadata.prompt_token_count + 6
-    (session,) = await store.sessions.recent()
-    (call,) = await store.calls.of_session(session.session_id)
+    (call,) = await recorded_calls(store)
     assert (call.model, call.stream, call.call_id) == ("gemini-2.5-pro", False, answer.response_id)
 
 
@@ -115,7 +115,7 @@ async def test_sync_client_in_threads(serve: Serve, store: Store) -> None:
 @pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream: bool, ids: bool) -> None:
-    """Calls come whole, go back with their results (with ids or without), and the next call is a continuation."""
+    """Tool calls come whole, go back with their results (with or without ids), and the next call continues."""
 
     def script(request: EngineRequest) -> ScriptedAnswer:
         return "done" if len(engine.requests) > 1 else CALLS
@@ -152,13 +152,12 @@ async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream
     asked = [call.id for call in request.messages[1].tool_calls]
     answered = [(m.tool_call_id, m.content) for m in request.messages if m.role == "tool"]
     assert answered == list(zip(asked, ["call_1", "call_2"], strict=True))
-    (session,) = await store.sessions.recent()
-    first, second = await store.calls.of_session(session.session_id)
+    first, second = await recorded_calls(store)
     assert (second.edge, second.parent_call_id) == ("continues", first.call_id)
 
 
 async def test_automatic_function_calling(serve: Serve, store: Store) -> None:
-    """The SDK calls the Python function itself and asks again until there is text."""
+    """The SDK calls the Python function itself and asks again until the answer is text."""
     heard: list[str] = []
 
     def bash(command: str) -> str:
@@ -184,8 +183,7 @@ async def test_automatic_function_calling(serve: Serve, store: Store) -> None:
     request = engine.requests[-1]
     assert isinstance(request, ChatRequest)
     assert [m.content for m in request.messages if m.role == "tool"] == ["ok ls 1", "ok ls 2"]
-    (session,) = await store.sessions.recent()
-    assert [call.edge for call in await store.calls.of_session(session.session_id)] == [
+    assert [call.edge for call in await recorded_calls(store)] == [
         "root",
         "continues",
         "continues",
@@ -194,8 +192,8 @@ async def test_automatic_function_calling(serve: Serve, store: Store) -> None:
 
 @pytest.mark.parametrize("shown", [True, False])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_thinking_in_a_chat(serve: Serve, store: Store, stream: bool, shown: bool) -> None:
-    """What the model thought comes back to it with the history, shown to the client or not."""
+async def test_reasoning_round_trip_in_a_chat(serve: Serve, store: Store, stream: bool, shown: bool) -> None:
+    """Reasoning comes back with the history, whether it is shown to the client or not."""
     engine = Thinking()
     thinking = config(thinking_config=types.ThinkingConfig(include_thoughts=shown))
     async with connected(serve, engine) as client:
@@ -218,12 +216,11 @@ async def test_thinking_in_a_chat(serve: Serve, store: Store, stream: bool, show
         ("assistant", "hello", "why"),
         ("user", "two", None),
     ]
-    (session,) = await store.sessions.recent()
-    assert [call.edge for call in await store.calls.of_session(session.session_id)] == ["root", "continues"]
+    assert [call.edge for call in await recorded_calls(store)] == ["root", "continues"]
 
 
-async def test_arguments_that_are_no_object_come_back_as_the_call(serve: Serve, store: Store) -> None:
-    """The agent reads them as text; the history it sends back is the one that was answered."""
+async def test_arguments_that_are_not_an_object_round_trip(serve: Serve, store: Store) -> None:
+    """The agent reads them as text, and sends back the history that was answered."""
     replies: list[ScriptedAnswer] = [ToolCall("call_1", "bash", "[1]"), "done"]
     engine = ScriptedEngine(lambda request: replies[len(engine.requests) - 1])
     async with connected(serve, engine) as client:
@@ -233,8 +230,7 @@ async def test_arguments_that_are_no_object_come_back_as_the_call(serve: Serve, 
     request = engine.requests[-1]
     assert isinstance(request, ChatRequest)
     assert request.messages[1].tool_calls == (ToolCall("call_1", "bash", "[1]"),)
-    (session,) = await store.sessions.recent()
-    assert [call.edge for call in await store.calls.of_session(session.session_id)] == ["root", "continues"]
+    assert [call.edge for call in await recorded_calls(store)] == ["root", "continues"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -299,7 +295,7 @@ async def test_structured_output(serve: Serve) -> None:
         }
 
 
-async def test_an_image(serve: Serve) -> None:
+async def test_images_reach_the_engine(serve: Serve) -> None:
     engine = ScriptedEngine()
     image = types.Part.from_bytes(data=b"\xfb\xff\xfe", mime_type="image/png")
     async with connected(serve, engine) as client:
@@ -331,7 +327,7 @@ async def test_models(serve: Serve) -> None:
     assert "countTokens" in model.supported_actions
 
 
-async def test_bad_request(serve: Serve, store: Store) -> None:
+async def test_rejects_a_bad_request(serve: Serve, store: Store) -> None:
     async with connected(serve, ScriptedEngine()) as client:
         with pytest.raises(errors.ClientError) as caught:
             await client.models.generate_content(model="m", contents="hi", config=config(temperature=9))
@@ -340,14 +336,14 @@ async def test_bad_request(serve: Serve, store: Store) -> None:
     assert [session.calls for session in await store.sessions.recent()] == [0]
 
 
-async def test_unknown_key(serve: Serve) -> None:
+async def test_rejects_an_unknown_key(serve: Serve) -> None:
     async with connected(serve, ScriptedEngine(), require_known_keys=True) as client:
         with pytest.raises(errors.ClientError) as caught:
             await client.models.generate_content(model="m", contents="hi")
     assert (caught.value.code, caught.value.status) == (401, "UNAUTHENTICATED")
 
 
-async def test_what_is_not_served(serve: Serve) -> None:
+async def test_rejects_unserved_routes(serve: Serve) -> None:
     async with connected(serve, ScriptedEngine()) as client:
         with pytest.raises(errors.ClientError) as caught:
             await client.models.embed_content(model="m", contents="hi")
@@ -383,8 +379,8 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(serve: Serve) -> Non
     assert "".join(heard) == "he"
 
 
-async def test_a_stream_as_a_json_array(serve: Serve) -> None:
-    """Without `alt=sse`; here with the key in the URL, as Google allows it."""
+async def test_streams_a_json_array(serve: Serve) -> None:
+    """Without `alt=sse`. The key is in the URL, which Google allows."""
     body = {"contents": [{"parts": [{"text": "hi"}]}]}
     async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
         answer = await http.post("/v1beta/models/m:streamGenerateContent?key=k", json=body)
@@ -398,8 +394,8 @@ async def test_a_stream_as_a_json_array(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("alt", ["sse", "json"])
-async def test_no_bytes_but_the_answers_while_the_engine_is_slow(serve: Serve, alt: str) -> None:
-    """Headers at once, then silence: Gemini CLI takes a comment for a broken event."""
+async def test_sends_no_heartbeats_while_the_engine_is_slow(serve: Serve, alt: str) -> None:
+    """Headers come at once, then nothing: Gemini CLI takes a comment for a broken event."""
     body = {"contents": [{"parts": [{"text": "hi"}]}]}
     async with (
         serve(

@@ -1,4 +1,4 @@
-"""The turn pipeline over real HTTP: what the agent gets, what is recorded, and in which order."""
+"""The request handler over real HTTP: what the agent gets, what is recorded, and in which order."""
 
 from __future__ import annotations
 
@@ -14,41 +14,15 @@ import pytest
 from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.scripted import END, ScriptedEngine, encode, logprob
 from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.sessions import hash_key
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, EngineRequest, SampleEvent, ToolCall
 from tests.conftest import Serve
+from tests.gateway.agents import CHAT, client, events_of, new_session, only_call, recorded_calls
 from tests.until import until
-
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-
-
-async def only_call(store: Store) -> CallRecord:
-    sessions = await store.sessions.recent()
-    assert len(sessions) == 1
-    calls = await store.calls.of_session(sessions[0].session_id)
-    assert len(calls) == 1
-    return calls[0]
-
-
-async def eventually(store: Store) -> CallRecord:
-    """The call of an answer that no client waited for."""
-    async with asyncio.timeout(120):
-        while not any(row.calls for row in await store.sessions.recent()):
-            await asyncio.sleep(0.02)
-    return await only_call(store)
-
-
-def client(url: str, key: str = "k1") -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=url + "/v1", headers={"authorization": f"Bearer {key}"}, timeout=120)
-
-
-def events_of(body: str) -> list[str]:
-    return [line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answer_and_record(serve: Serve, store: Store, stream: bool) -> None:
+async def test_answers_and_records_a_call(serve: Serve, store: Store, stream: bool) -> None:
     async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
         answer = await http.post("/chat/completions", json={**CHAT, "stream": stream, "temperature": 0.5})
         assert answer.status_code == 200
@@ -75,8 +49,8 @@ async def test_answer_and_record(serve: Serve, store: Store, stream: bool) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_recorded_before_told(serve: Serve, store: Store, stream: bool) -> None:
-    """While the commit hangs, the client has no last byte; when it is done, the client has it."""
+async def test_sends_the_last_byte_after_the_commit(serve: Serve, store: Store, stream: bool) -> None:
+    """While the commit hangs, the client does not get the last byte."""
     release = asyncio.Event()
     reached = asyncio.Event()
     commit = store.calls.commit
@@ -98,7 +72,7 @@ async def test_recorded_before_told(serve: Serve, store: Store, stream: bool) ->
     assert (await only_call(store)).status == "ok"
 
 
-async def test_a_failing_store_costs_the_agent_nothing(serve: Serve, store: Store) -> None:
+async def test_answers_if_the_store_fails_and_counts_a_lost_call(serve: Serve, store: Store) -> None:
     async def broken(record: CallRecord) -> None:
         raise OSError("disk full")
 
@@ -112,7 +86,7 @@ async def test_a_failing_store_costs_the_agent_nothing(serve: Serve, store: Stor
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_client_gone_aborts_and_is_recorded(serve: Serve, store: Store, stream: bool) -> None:
+async def test_a_disconnect_aborts_the_engine_and_is_recorded(serve: Serve, store: Store, stream: bool) -> None:
     engine = ScriptedEngine(lambda request: "x" * 10_000, pace=0.01, tokens_per_event=1)
     async with serve(engine) as gateway:
         body = json.dumps({**CHAT, "stream": stream}).encode()
@@ -122,7 +96,7 @@ async def test_client_gone_aborts_and_is_recorded(serve: Serve, store: Store, st
         await until(lambda: engine.sampled)
         writer.close()
         await writer.wait_closed()
-        call = await eventually(store)
+        call = await only_call(store)
         sampled = engine.sampled
         await asyncio.sleep(0.1)
         assert engine.aborted == 1
@@ -134,14 +108,14 @@ async def test_client_gone_aborts_and_is_recorded(serve: Serve, store: Store, st
     assert len(call.choices[0].token_ids) == len(call.choices[0].logprobs)
 
 
-async def test_stopping_the_gateway_records_what_was_in_flight(serve: Serve, store: Store) -> None:
+async def test_stopping_the_gateway_records_calls_in_flight(serve: Serve, store: Store) -> None:
     engine = ScriptedEngine(lambda request: "x" * 10_000, pace=0.01, tokens_per_event=1)
     async with serve(engine) as gateway:
         gateway._config.timeout_graceful_shutdown = 0
         task = asyncio.create_task(client(gateway.url).post("/chat/completions", json=CHAT))
         await until(lambda: engine.sampled)
     assert (await task).status_code == 503
-    call = await eventually(store)
+    call = await only_call(store)
     assert call.status == "client_gone"
     assert call.error == "the gateway was stopped"
 
@@ -158,7 +132,7 @@ async def test_engine_errors_before_the_first_token(serve: Serve, store: Store, 
     assert call.error == "the prompt is too long"
 
 
-async def test_engine_breaks_in_the_middle_of_a_stream(serve: Serve, store: Store) -> None:
+async def test_engine_error_in_the_middle_of_a_stream(serve: Serve, store: Store) -> None:
     async with serve(ScriptedEngine(fail_after=3)) as gateway, client(gateway.url) as http:
         answer = await http.post("/chat/completions", json={**CHAT, "stream": True})
     chunks = events_of(answer.text)
@@ -207,7 +181,7 @@ async def test_slow_first_token_gets_headers_and_heartbeats(serve: Serve) -> Non
     assert engine.sampled == 3
 
 
-async def test_a_fault_of_ours_loses_no_call(serve: Serve, store: Store) -> None:
+async def test_records_a_call_that_fails_inside_polar(serve: Serve, store: Store) -> None:
     async with serve(ScriptedEngine(lambda request: KeyError("a bug"))) as gateway, client(gateway.url) as http:
         answer = await http.post("/chat/completions", json=CHAT)
     assert answer.status_code == 500
@@ -215,7 +189,7 @@ async def test_a_fault_of_ours_loses_no_call(serve: Serve, store: Store) -> None
     assert (await only_call(store)).status == "upstream_error"
 
 
-async def test_half_an_emoji(serve: Serve, store: Store) -> None:
+async def test_replaces_half_an_emoji(serve: Serve, store: Store) -> None:
     body = b'{"model": "m", "messages": [{"role": "user", "content": "cut \\ud83d"}]}'
     async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
         assert (await http.post("/chat/completions", content=body)).status_code == 200
@@ -224,14 +198,14 @@ async def test_half_an_emoji(serve: Serve, store: Store) -> None:
     assert json.loads((await only_call(store)).messages[0])["content"] == "cut ?"
 
 
-async def test_nothing_is_left_to_the_engines_defaults(serve: Serve, store: Store) -> None:
+async def test_writes_out_default_sampling_parameters(serve: Serve, store: Store) -> None:
     async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
         await http.post("/chat/completions", json=CHAT)
     sampling = (await only_call(store)).sampling
     assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (1.0, 1.0, 0)
 
 
-async def test_tool_calls(serve: Serve, store: Store) -> None:
+async def test_answers_and_records_tool_calls(serve: Serve, store: Store) -> None:
     calls = [ToolCall("call_1", "bash", '{"command": "ls"}'), ToolCall("call_2", "bash", '{"command": "pwd"}')]
     tools = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
     async with serve(ScriptedEngine(lambda request: calls)) as gateway, client(gateway.url) as http:
@@ -244,7 +218,7 @@ async def test_tool_calls(serve: Serve, store: Store) -> None:
     assert json.loads(call.tools) == tools
 
 
-async def test_several_choices_and_prompts(serve: Serve, store: Store) -> None:
+async def test_answers_several_choices_and_prompts(serve: Serve, store: Store) -> None:
     async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
         many = (await http.post("/chat/completions", json={**CHAT, "n": 3})).json()
         prompts = {"model": "m", "prompt": ["one", "two"], "n": 2, "max_tokens": 3, "return_token_ids": True}
@@ -258,20 +232,19 @@ async def test_several_choices_and_prompts(serve: Serve, store: Store) -> None:
     assert session.calls == 3
 
 
-async def test_continuation_is_placed(serve: Serve, store: Store) -> None:
+async def test_records_the_edge_of_a_continuation(serve: Serve, store: Store) -> None:
     async with serve(ScriptedEngine()) as gateway, client(gateway.url) as http:
         first = await http.post("/chat/completions", json=CHAT)
         messages = [*CHAT["messages"], first.json()["choices"][0]["message"], {"role": "user", "content": "more"}]
         await http.post("/chat/completions", json={**CHAT, "messages": messages})
         await http.post("/chat/completions", json={**CHAT, "messages": [{"role": "user", "content": "other"}]})
-    (session,) = await store.sessions.recent()
-    calls = await store.calls.of_session(session.session_id)
+    calls = await recorded_calls(store)
     assert [call.edge for call in calls] == ["root", "continues", "root"]
     assert calls[1].parent_call_id == calls[0].call_id
 
 
 async def test_large_bodies(serve: Serve, store: Store) -> None:
-    """100 MB pass, and what is larger than the limit gets 413 in the dialect's own shape."""
+    """A body of 100 MB passes. A body above the limit gets 413 in the dialect's own format."""
     big = {"model": "m", "messages": [{"role": "user", "content": "x" * 100_000_000}]}
     engine = ScriptedEngine()
 
@@ -289,11 +262,11 @@ async def test_large_bodies(serve: Serve, store: Store) -> None:
     assert len((await only_call(store)).messages[0]) > 100_000_000
 
 
-async def test_extra_listening_socket(serve: Serve, store: Store) -> None:
-    """It serves the keys that were made, also where the gateway itself takes any: an agent has its own and no other."""
+async def test_a_socket_inside_a_sandbox_takes_only_known_keys(serve: Serve, store: Store) -> None:
+    """Even if the gateway itself accepts any key: an agent has its own and needs no other."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    await store.sessions.create(key_hash=hash_key("made"), label=None, rollout_id=None, policy=None, origin="key")
+    await new_session(store, "made")
     async with serve(ScriptedEngine()) as gateway, client(f"http://127.0.0.1:{port}") as http:
         await gateway.serve_on(listener)
         own = {"authorization": "Bearer made"}

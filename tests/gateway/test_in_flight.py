@@ -1,38 +1,39 @@
-"""What another gateway is answering: the end of a session waits for it, and knows what was lost with a gateway.
+"""Calls in flight on other gateways: the end of a session waits for them and reports those that were lost.
 
-Two real gateways on one database, or a gateway and another process that is killed. On SQLite, and where it is a matter
-of locks on a real PostgreSQL server as well, when `full` tests are asked for.
+Two real gateways on one database, or a gateway and another process that is killed. They run on SQLite and, where locks
+matter, in `full` runs on a real PostgreSQL server too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from polar_proxy.config import GatewaySettings
-from polar_proxy.engines.scripted import Reply, ScriptedEngine
-from polar_proxy.gateway import Gateway, in_flight
+from polar_proxy.gateway import in_flight
 from polar_proxy.rollouts import recover
 from polar_proxy.sessions.registry import SessionRegistry, SessionState
-from polar_proxy.store import Store, open_store
+from polar_proxy.store import open_store
 from polar_proxy.store.open_calls import OpenCallRepository
 from polar_proxy.types import CallRecord
 from tests.factories import new_rollout
-from tests.gateway.test_shared_database import ask, gateway, opened
+from tests.gateway.agents import new_session
+from tests.gateway.shared_gateways import (
+    HELLO,
+    ask,
+    ask_in_vain,
+    run_gateway,
+    run_killable_gateway,
+    run_slow_gateway,
+    until_open,
+)
 from tests.store.conftest import postgres, url
 
 __all__ = ["postgres", "url"]
-
-HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture
@@ -41,59 +42,15 @@ def file(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gateways of this process are taken for dead after some seconds."""
+def short_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gateways count as dead after two seconds."""
     monkeypatch.setattr(in_flight, "LEASE_SECONDS", 2.0)
     monkeypatch.setattr(in_flight, "RENEW_SECONDS", 0.5)
 
 
-@contextlib.asynccontextmanager
-async def slow(url: str, wait: float) -> AsyncIterator[tuple[Gateway, Store]]:
-    """Another gateway, whose answers begin after so many seconds."""
-    settings = GatewaySettings(port=0, require_known_keys=True, shared=True)
-    engine = ScriptedEngine(lambda request: Reply("Done.", wait=wait))
-    async with open_store(url) as store, engine, Gateway(engine, store, settings) as running:
-        yield running, store
-
-
-@contextlib.asynccontextmanager
-async def victim(url: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, int]]:
-    """A gateway in another process, and its port."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "tests.gateway.killable_gateway", url),
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    try:
-        yield process, int(await asyncio.wait_for(process.stdout.readline(), 240))
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-
-
-async def until_open(store: Store, session_id: str, count: int = 1) -> None:
-    async with asyncio.timeout(120):
-        while len(await store.open_calls.of_session(session_id)) != count:
-            await asyncio.sleep(0.02)
-
-
-async def call_at(port: int, key: str) -> None:
-    """A call that nobody answers: its gateway is killed."""
-    body = {"model": "m", "messages": HELLO}
-    async with httpx.AsyncClient(timeout=300) as http:
-        with contextlib.suppress(httpx.TransportError):
-            await http.post(
-                f"http://127.0.0.1:{port}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}
-            )
-
-
-async def test_the_end_waits_for_calls_elsewhere(url: str) -> None:
-    async with gateway(url) as (here, store), slow(url, 1.0) as (there, _):
-        session_id = await opened(store, "k")
+async def test_the_end_of_a_session_waits_for_calls_on_other_gateways(url: str) -> None:
+    async with run_gateway(url) as (here, store), run_slow_gateway(url, 1.0) as (there, _):
+        session_id = await new_session(store, "k")
         asking = asyncio.create_task(ask(there, "k", HELLO))
         await until_open(store, session_id)
         assert await store.calls.of_session(session_id) == []
@@ -106,10 +63,10 @@ async def test_the_end_waits_for_calls_elsewhere(url: str) -> None:
         assert (await asking).status_code == 200
 
 
-async def test_nothing_begins_once_the_session_is_closed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Closed by another gateway right after this one has seen it open: no call, no row, the engine is not asked."""
-    async with gateway(url) as (_, store), slow(url, 0.0) as (there, _):
-        session_id = await opened(store, "k")
+async def test_no_call_begins_after_the_session_is_closed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another gateway closes the session just after this one found it open: no call, no row, no engine request."""
+    async with run_gateway(url) as (_, store), run_slow_gateway(url, 0.0) as (there, _):
+        session_id = await new_session(store, "k")
         assert (await ask(there, "k", HELLO)).status_code == 200
         find = SessionRegistry.find
 
@@ -125,11 +82,11 @@ async def test_nothing_begins_once_the_session_is_closed(url: str, monkeypatch: 
         assert await store.open_calls.of_session(session_id) == []
 
 
-@pytest.mark.usefixtures("quick")
-async def test_a_gateway_that_is_killed(url: str) -> None:
-    async with gateway(url) as (here, store), victim(url) as (process, port):
-        session_id = await opened(store, "k")
-        asking = asyncio.create_task(call_at(port, "k"))
+@pytest.mark.usefixtures("short_leases")
+async def test_reports_calls_lost_with_a_killed_gateway(url: str) -> None:
+    async with run_gateway(url) as (here, store), run_killable_gateway(url) as (process, port):
+        session_id = await new_session(store, "k")
+        asking = asyncio.create_task(ask_in_vain(port, "k"))
         await until_open(store, session_id)
         await asyncio.sleep(1.5)  # longer than a call is held without being renewed
         with pytest.raises(TimeoutError):
@@ -145,10 +102,10 @@ async def test_a_gateway_that_is_killed(url: str) -> None:
         await asking
 
 
-@pytest.mark.usefixtures("quick")
-async def test_a_long_call_is_not_taken_for_lost(file: str) -> None:
-    async with gateway(file) as (here, store), slow(file, 6.0) as (there, _):
-        session_id = await opened(store, "k")
+@pytest.mark.usefixtures("short_leases")
+async def test_a_long_call_does_not_count_as_lost(file: str) -> None:
+    async with run_gateway(file) as (here, store), run_slow_gateway(file, 6.0) as (there, _):
+        session_id = await new_session(store, "k")
         asking = asyncio.create_task(ask(there, "k", HELLO))
         await until_open(store, session_id)
         await store.sessions.close(session_id)
@@ -157,10 +114,10 @@ async def test_a_long_call_is_not_taken_for_lost(file: str) -> None:
         await asking
 
 
-@pytest.mark.usefixtures("quick")
-async def test_what_another_gateway_could_not_record(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with gateway(file) as (here, store), slow(file, 0.0) as (there, theirs):
-        session_id = await opened(store, "k")
+@pytest.mark.usefixtures("short_leases")
+async def test_reports_a_call_that_another_gateway_could_not_record(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with run_gateway(file) as (here, store), run_slow_gateway(file, 0.0) as (there, theirs):
+        session_id = await new_session(store, "k")
 
         async def refuse(record: CallRecord) -> None:
             raise OSError("no room")
@@ -174,10 +131,10 @@ async def test_what_another_gateway_could_not_record(file: str, monkeypatch: pyt
         assert "1 call(s) were lost on the gateway" in lost
 
 
-async def test_what_comes_too_late_is_in_the_books(url: str) -> None:
-    """The end waits for a bounded time; the call is recorded after it, excluded, and its rollout is incomplete."""
-    async with gateway(url) as (here, store), slow(url, 2.0) as (there, _):
-        session_id = await opened(store, "k")
+async def test_a_call_recorded_after_the_rollout_is_excluded(url: str) -> None:
+    """The end waits for a bounded time. A later call is recorded but excluded, and its rollout is incomplete."""
+    async with run_gateway(url) as (here, store), run_slow_gateway(url, 2.0) as (there, _):
+        session_id = await new_session(store, "k")
         rollout_id = await new_rollout(store, session_id)
         async with store.database.writing() as connection:
             await connection.exec_driver_sql(f"UPDATE sessions SET rollout_id = '{rollout_id}'")
@@ -199,15 +156,15 @@ async def test_what_comes_too_late_is_in_the_books(url: str) -> None:
         assert await store.maintenance.verify() == []
 
 
-async def test_the_dead_are_swept_and_told(file: str) -> None:
-    """At the next start; but not what a rollout that goes on has lost: its end must know."""
-    async with open_store(file) as store, victim(file) as (process, port):
-        alone, running = await opened(store, "alone"), await opened(store, "running")
+async def test_the_next_start_reports_calls_of_dead_gateways(file: str) -> None:
+    """Except for calls of a rollout that still runs, because its end must report them."""
+    async with open_store(file) as store, run_killable_gateway(file) as (process, port):
+        alone, running = await new_session(store, "alone"), await new_session(store, "running")
         rollout_id = await new_rollout(store, running)
         await store.rollouts.update(rollout_id, status="running")
         async with store.database.writing() as connection:  # a service's, and not this process's own
             await connection.exec_driver_sql("UPDATE rollouts SET owner_pid = NULL, owner_host = NULL")
-        asking = [asyncio.create_task(call_at(port, key)) for key in ("alone", "running")]
+        asking = [asyncio.create_task(ask_in_vain(port, key)) for key in ("alone", "running")]
         for session_id in (alone, running):
             await until_open(store, session_id)
         assert await recover(store) == []  # it lives
@@ -223,13 +180,13 @@ async def test_the_dead_are_swept_and_told(file: str) -> None:
         await asyncio.gather(*asking)
 
 
-async def test_a_gateway_that_is_alone_announces_nothing(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_single_gateway_announces_nothing(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(self: OpenCallRepository, *args: Any) -> bool:
         raise AssertionError("announced")
 
     monkeypatch.setattr(OpenCallRepository, "announce", never)
-    async with gateway(file, shared=False) as (alone, store):
-        session_id = await opened(store, "k")
+    async with run_gateway(file, shared=False) as (alone, store):
+        session_id = await new_session(store, "k")
         assert (await ask(alone, "k", HELLO)).status_code == 200
         assert store.open_calls._commits.shared is False
         assert await alone.forget_session(session_id, 1) is None

@@ -1,4 +1,4 @@
-"""The official `openai` SDK against a served gateway: what any client built on it gets."""
+"""The official `openai` SDK against a running gateway."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import EngineRequest, ToolCall
 from tests.conftest import Serve
+from tests.gateway.agents import recorded_calls
 
 USER: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
@@ -76,8 +77,8 @@ async def test_sync_client_in_threads(serve: Serve, store: Store) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream: bool) -> None:
-    """Arguments come through letter for letter, go back with the tools' results, and the call is a continuation."""
+async def test_parallel_tool_calls_round_trip_and_continue(serve: Serve, store: Store, stream: bool) -> None:
+    """Arguments keep every character, come back with the tools' results, and the next call continues."""
 
     def script(request: EngineRequest) -> ScriptedAnswer:
         return "done" if len(engine.requests) > 1 else CALLS
@@ -98,14 +99,13 @@ async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream
         history: Any = [*USER, choice.message.model_dump(exclude_none=True), *results]
         last = await client.chat.completions.create(model="m", messages=history, tools=TOOLS)
     assert last.choices[0].message.content == "done"
-    (session,) = await store.sessions.recent()
-    first, second = await store.calls.of_session(session.session_id)
+    first, second = await recorded_calls(store)
     assert (second.edge, second.parent_call_id) == ("continues", first.call_id)
     assert first.tools is not None
     assert json.loads(first.tools) == TOOLS
 
 
-async def test_the_sdks_own_stream_helper(serve: Serve) -> None:
+async def test_the_stream_helper_of_the_sdk(serve: Serve) -> None:
     async with (
         connected(serve, ScriptedEngine()) as client,
         client.chat.completions.stream(
@@ -156,7 +156,7 @@ async def test_logprobs_and_token_ids(serve: Serve) -> None:
 
 
 async def test_response_format(serve: Serve, store: Store) -> None:
-    """What can be asked of an engine reaches it; a form that nobody knows is refused by name."""
+    """Supported formats reach the engine; an unknown one is rejected by name."""
     engine = ScriptedEngine(lambda request: "{}")
     schema: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
     async with connected(serve, engine) as client:
@@ -192,14 +192,14 @@ async def test_models(serve: Serve) -> None:
         assert (await client.models.retrieve("any/name")).id == "any/name"
 
 
-async def test_unknown_key(serve: Serve) -> None:
+async def test_rejects_an_unknown_key(serve: Serve) -> None:
     async with connected(serve, ScriptedEngine(), require_known_keys=True) as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             await client.chat.completions.create(model="m", messages=USER)
     assert caught.value.code == "invalid_api_key"
 
 
-async def test_bad_request(serve: Serve, store: Store) -> None:
+async def test_rejects_a_bad_request(serve: Serve, store: Store) -> None:
     async with connected(serve, ScriptedEngine()) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="m", messages=USER, temperature=9)

@@ -1,6 +1,6 @@
-"""Bodies that no client means, over HTTP and all model routes: each gets an answer or a 4xx in the route's own shape.
+"""Random and damaged bodies over HTTP, to all model routes: each gets an answer or a 4xx in the route's own format.
 
-Ten thousand of them: scripts/random_bodies.py.
+`scripts/random_bodies.py` sends ten thousand of them.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import pytest
 
 from polar_proxy.store import Store
 from tests.conftest import Serve
-from tests.gateway.random_bodies import ROUTES, AnyAnswer, complaint, storm
+from tests.gateway.random_bodies import ROUTES, RandomAnswers, find_fault, send_random_bodies
 
 _BODIES = 400
 
 
-async def test_random_bodies(serve: Serve, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
-    async with serve(AnyAnswer(random.Random(7))) as gateway:
-        report = await storm(gateway, store, _BODIES, seed=7)
+async def test_answers_random_bodies_in_the_routes_own_format(
+    serve: Serve, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with serve(RandomAnswers(random.Random(7))) as gateway:
+        report = await send_random_bodies(gateway, store, _BODIES, seed=7)
     with capsys.disabled():
         print("\n" + report.table())
     assert report.wrong == []
     assert report.total.total() == _BODIES
-    for name in ROUTES:  # both kinds on every route, or the bodies are not what they are meant to be
+    for name in ROUTES:  # both kinds on every route, else the bodies are not varied enough
         assert report.statuses[name][200] >= 3, name
         assert report.statuses[name][400] >= 3, name
 
@@ -47,6 +49,6 @@ _GOOD = b'{"error": {"message": "m", "type": "t", "param": null, "code": null}}'
         ("countTokens", httpx.Response(404, json={"error": {"code": 400, "message": "m", "status": "X"}}), "shape"),
     ],
 )
-def test_what_is_wrong_is_seen(name: str, answer: httpx.Response, wrong: str | None) -> None:
-    found = complaint(ROUTES[name], answer)
+def test_finds_wrong_answers(name: str, answer: httpx.Response, wrong: str | None) -> None:
+    found = find_fault(ROUTES[name], answer)
     assert found == wrong if wrong is None else wrong in str(found)

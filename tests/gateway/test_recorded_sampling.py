@@ -1,4 +1,4 @@
-"""Whether an answer was sampled under a grammar is recorded, whatever its dialect calls what asks for it."""
+"""The record says whether an answer was sampled under a grammar, in every dialect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from polar_proxy.types import Json
 from tests.export.dialect_requests import BODIES
 
 _SCHEMA: Json = {"type": "object"}
-_FORM: dict[str, Json] = {
+_FORMAT: dict[str, Json] = {
     "openai_chat": {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": _SCHEMA}}},
     "openai_responses": {"text": {"format": {"type": "json_schema", "name": "n", "schema": _SCHEMA}}},
     "anthropic_messages": {"output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}}},
@@ -37,17 +37,17 @@ def constrained(name: str, *changes: Json, tools: bool = True) -> bool | None:
     for change in changes:
         body |= change
     (request,) = get_dialect(name, "m").parse(body).requests
-    told: bool | None = recorded_sampling(request).get("constrained")
-    return told
+    recorded: bool | None = recorded_sampling(request).get("constrained")
+    return recorded
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_what_is_recorded(name: str) -> None:
+def test_records_whether_the_answer_was_constrained(name: str) -> None:
     assert constrained(name) is None
     assert constrained(name, tools=False) is None
     assert constrained(name, _FORBIDDEN[name]) is None
-    assert constrained(name, _FORM[name], tools=False) is True
-    assert constrained(name, _FORM[name], _FORBIDDEN[name]) is True
+    assert constrained(name, _FORMAT[name], tools=False) is True
+    assert constrained(name, _FORMAT[name], _FORBIDDEN[name]) is True
     assert constrained(name, _FORCED[name]) is True
-    assert constrained(name, _FORM[name]) is False  # the tools may be called
-    assert constrained(name, _FORM[name], _FORCED[name]) is True
+    assert constrained(name, _FORMAT[name]) is False  # the tools may be called
+    assert constrained(name, _FORMAT[name], _FORCED[name]) is True

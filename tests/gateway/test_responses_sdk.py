@@ -1,4 +1,4 @@
-"""The official `openai` SDK's Responses against a served gateway."""
+"""The Responses API of the official `openai` SDK against a running gateway."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, ToolCall
 from tests.conftest import Serve
+from tests.gateway.agents import recorded_calls
 
 TOOLS: Any = [
     {"type": "function", "name": "bash", "parameters": {"type": "object"}, "strict": False},
@@ -46,7 +47,7 @@ async def connected(serve: Serve, engine: ScriptedEngine, **settings: Any) -> As
 
 
 class ThinkingEngine(ScriptedEngine):
-    """Says what the script says behind the reasoning "hm"."""
+    """An engine that reasons "hm" before each scripted answer."""
 
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
@@ -64,7 +65,7 @@ def chat(engine: ScriptedEngine, number: int = -1) -> ChatRequest:
 
 
 async def ask(client: AsyncOpenAI, stream: bool, **fields: Any) -> Response:
-    """The final response, by the SDK's own stream helper or in one piece."""
+    """Return the final response, from the SDK's own stream helper or in one piece."""
     if not stream:
         answer = await client.responses.create(model="m", **fields)
         assert isinstance(answer, Response)
@@ -101,8 +102,8 @@ async def test_stream_events(serve: Serve) -> None:
 
 
 @both
-async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream: bool) -> None:
-    """Calls of every kind come as items of their kind, go back with their results, and the call is a continuation."""
+async def test_parallel_tool_calls_round_trip_and_continue(serve: Serve, store: Store, stream: bool) -> None:
+    """Each kind of tool call comes as its own kind of item and goes back with its result; the next call continues."""
 
     def script(request: EngineRequest) -> ScriptedAnswer:
         return "done" if len(engine.requests) > 1 else CALLS
@@ -130,16 +131,15 @@ async def test_parallel_tool_calls_round_trip(serve: Serve, store: Store, stream
         (c.id, c.name, json.loads(c.arguments)) for c in CALLS
     ]
     assert [(m.role, m.tool_call_id) for m in results] == [("tool", c.id) for c in CALLS]
-    (session,) = await store.sessions.recent()
-    first, second = await store.calls.of_session(session.session_id)
+    first, second = await recorded_calls(store)
     assert (second.edge, second.parent_call_id) == ("continues", first.call_id)
     assert first.tools is not None
     assert json.loads(first.tools) == TOOLS
 
 
 @both
-async def test_the_server_remembers(serve: Serve, store: Store, stream: bool) -> None:
-    """Only the new items are sent; the model sees all and the call holds all. Instructions are not inherited."""
+async def test_continues_a_previous_response(serve: Serve, store: Store, stream: bool) -> None:
+    """Only new items are sent. The model sees all items and the call records all. Instructions are not inherited."""
     replies: list[ScriptedAnswer] = [CALLS, "second", "third"]
     engine = ThinkingEngine(lambda request: replies[len(engine.requests) - 1])
     async with connected(serve, engine) as client:
@@ -155,29 +155,27 @@ async def test_the_server_remembers(serve: Serve, store: Store, stream: bool) ->
     assert [message.role for message in seen] == ["user", "assistant", "tool", "tool", "tool", "assistant", "user"]
     assert seen[1].tool_calls == CALLS
     assert [message.reasoning for message in seen if message.role == "assistant"] == ["hm", "hm"]
-    (session,) = await store.sessions.recent()
-    calls = await store.calls.of_session(session.session_id)
+    calls = await recorded_calls(store)
     assert ["resp_" + call.call_id.removeprefix("call_") for call in calls] == [one.id, two.id, three.id]
     assert len(calls[2].messages) == 1 + 4 + 3 + 2 + 1
 
 
 @pytest.mark.parametrize("identity", ["resp_0", "resp_01hv0000000000000000", "msg_1", "nonsense", ""])
-async def test_an_unknown_previous_response(serve: Serve, identity: str) -> None:
+async def test_rejects_an_unknown_previous_response(serve: Serve, identity: str) -> None:
     async with connected(serve, ScriptedEngine()) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(model="m", input="hi", previous_response_id=identity)
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "previous_response_not_found")
 
 
-async def test_only_answers_of_this_dialect_and_told_to_the_end_are_continued(serve: Serve, store: Store) -> None:
+async def test_continues_only_complete_responses(serve: Serve, store: Store) -> None:
     engine = ScriptedEngine()
     async with connected(serve, engine) as client:
         completion = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
     async with connected(serve, ScriptedEngine(fail_after=2)) as client:
         with pytest.raises(openai.APIError):
             await client.responses.create(model="m", input="hi")
-    (session,) = await store.sessions.recent()
-    chatted, broken = await store.calls.of_session(session.session_id)
+    chatted, broken = await recorded_calls(store)
     assert chatted.call_id in completion.id
     assert (broken.status, broken.choices[0].message.content) == ("upstream_error", "he")
     async with connected(serve, engine) as client:
@@ -191,7 +189,7 @@ async def test_only_answers_of_this_dialect_and_told_to_the_end_are_continued(se
 async def test_a_short_body_that_continues_a_long_conversation_keeps_the_loop_free(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What matters is how long the conversation is, not the body."""
+    """The length of the conversation decides, not that of the body."""
     threads: list[str] = []
     prepend = OpenAIResponses.prepend_previous
 
@@ -257,7 +255,7 @@ async def test_token_count(serve: Serve) -> None:
     assert len(engine.requests) == 1
 
 
-async def test_bad_request(serve: Serve, store: Store) -> None:
+async def test_rejects_a_bad_request(serve: Serve, store: Store) -> None:
     bad: Json = {"type": "hologram", "content": "x"}
     async with connected(serve, ScriptedEngine()) as client:
         with pytest.raises(openai.BadRequestError) as caught:
@@ -268,7 +266,7 @@ async def test_bad_request(serve: Serve, store: Store) -> None:
     assert [session.calls for session in await store.sessions.recent()] == [0]
 
 
-async def test_unknown_key(serve: Serve) -> None:
+async def test_rejects_an_unknown_key(serve: Serve) -> None:
     async with connected(serve, ScriptedEngine(), require_known_keys=True) as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             await client.responses.create(model="m", input="hi")
@@ -290,7 +288,7 @@ async def test_engine_errors(serve: Serve, error: Exception, kind: type[openai.A
             await client.responses.create(model="m", input="hi", stream=stream)
 
 
-async def test_an_error_in_the_middle_of_a_stream_is_told(serve: Serve) -> None:
+async def test_an_error_in_the_middle_of_a_stream_is_reported(serve: Serve) -> None:
     async with connected(serve, ScriptedEngine(fail_after=2)) as client:
         stream = await client.responses.create(model="m", input="hi", stream=True)
         events = [event async for event in stream]

@@ -1,4 +1,4 @@
-"""Who is let in, and which session a request belongs to."""
+"""Which keys are accepted, and which session a request belongs to."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from polar_proxy.store import SessionRow, Store
 from polar_proxy.tasks import get_source
 from polar_proxy.types import Sampling, TextRequest
 from tests.conftest import Serve
-
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+from tests.gateway.agents import CHAT, new_session
 
 
 async def ask(url: str, path: str = "/v1", **headers: str) -> httpx.Response:
@@ -26,13 +25,8 @@ async def ask(url: str, path: str = "/v1", **headers: str) -> httpx.Response:
         return await http.post(f"{url}{path}/chat/completions", json=CHAT, headers=headers)
 
 
-async def new_session(store: Store, key: str, policy: dict[str, object] | None = None) -> str:
-    row = await store.sessions.create(key_hash=hash_key(key), label=None, policy=policy, origin="key")
-    return row.session_id
-
-
 @pytest.mark.parametrize("header", ["authorization", "x-api-key", "x-goog-api-key"])
-async def test_key_headers(serve: Serve, store: Store, header: str) -> None:
+async def test_finds_the_session_by_each_key_header(serve: Serve, store: Store, header: str) -> None:
     key = new_key()
     session_id = await new_session(store, key)
     value = f"Bearer {key}" if header == "authorization" else key
@@ -47,8 +41,8 @@ async def test_key_headers(serve: Serve, store: Store, header: str) -> None:
         assert (await store.calls.of_session(session_id))[-1].path == "/v1/chat/completions"
 
 
-async def test_open_on_loopback(serve: Serve, store: Store) -> None:
-    """Any key opens a session of its own, however many calls race to be the first."""
+async def test_any_key_opens_a_session_on_loopback(serve: Serve, store: Store) -> None:
+    """Each key opens one session, even if several first calls race."""
     async with serve(ScriptedEngine()) as gateway:
         answers = await asyncio.gather(
             *(ask(gateway.url, authorization=f"Bearer agent-{number % 2}") for number in range(8)), ask(gateway.url)
@@ -60,7 +54,7 @@ async def test_open_on_loopback(serve: Serve, store: Store) -> None:
     assert {row.origin for row in await store.sessions.recent()} == {"open"}
 
 
-async def test_closed(serve: Serve, store: Store) -> None:
+async def test_rejects_unknown_keys_if_known_keys_are_required(serve: Serve, store: Store) -> None:
     async with serve(ScriptedEngine(), require_known_keys=True) as gateway:
         answer = await ask(gateway.url, authorization="Bearer sk-unknown")
         assert answer.status_code == 401
@@ -70,13 +64,13 @@ async def test_closed(serve: Serve, store: Store) -> None:
     assert await store.sessions.recent() == []
 
 
-async def test_bound_to_the_world_is_closed(serve: Serve) -> None:
+async def test_rejects_unknown_keys_on_other_addresses(serve: Serve) -> None:
     async with serve(ScriptedEngine(), host="0.0.0.0") as gateway:
         assert (await ask(gateway.url, authorization="Bearer x")).status_code == 401
 
 
-async def test_the_id_of_a_rollouts_session_opens_nothing(serve: Serve, store: Store) -> None:
-    """Ids are no secrets; a session without a rollout may be gone on with by its id."""
+async def test_rejects_the_id_of_a_rollouts_session_as_a_key(serve: Serve, store: Store) -> None:
+    """Ids are not secret. Only a session without a rollout can be continued by its id."""
     async with serve(ScriptedEngine()) as gateway:
         own = (await ask(gateway.url, "/s/mine/v1")).headers["x-polar-session-id"]
         assert (await ask(gateway.url, f"/s/{own}/v1")).headers["x-polar-session-id"] == own
@@ -90,7 +84,7 @@ async def test_the_id_of_a_rollouts_session_opens_nothing(serve: Serve, store: S
     assert [call.path for call in await store.calls.summaries(theirs.session_id)] == ["/v1/chat/completions"]
 
 
-async def test_a_closed_session_is_refused(serve: Serve, store: Store) -> None:
+async def test_rejects_a_closed_session(serve: Serve, store: Store) -> None:
     session_id = await new_session(store, "k")
     async with serve(ScriptedEngine()) as gateway:
         assert (await ask(gateway.url, authorization="Bearer k")).status_code == 200
@@ -99,7 +93,7 @@ async def test_a_closed_session_is_refused(serve: Serve, store: Store) -> None:
         assert (await ask(gateway.url, authorization="Bearer k")).status_code == 401
 
 
-async def test_keys_are_nowhere_in_the_database(serve: Serve, store: Store, tmp_path: Path) -> None:
+async def test_keys_are_not_stored(serve: Serve, store: Store, tmp_path: Path) -> None:
     secret = "sk-very-secret-0123456789"
     async with serve(ScriptedEngine()) as gateway:
         assert (await ask(gateway.url, authorization=f"Bearer {secret}")).status_code == 200
@@ -109,7 +103,7 @@ async def test_keys_are_nowhere_in_the_database(serve: Serve, store: Store, tmp_
     assert not [path for path in files if secret.encode() in path.read_bytes()]
 
 
-async def test_policy(serve: Serve, store: Store) -> None:
+async def test_applies_the_sessions_sampling_policy(serve: Serve, store: Store) -> None:
     session_id = await new_session(store, "k", {"temperature": 0.25, "max_tokens": 4})
     async with serve(ScriptedEngine(lambda request: "abcdefgh")) as gateway:
         await ask(gateway.url, authorization="Bearer k")
@@ -134,7 +128,7 @@ def test_is_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
-async def test_side_routes(serve: Serve, store: Store) -> None:
+async def test_serves_models_health_and_errors(serve: Serve, store: Store) -> None:
     async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
         models = (await http.get("/v1/models")).json()
         assert [model["id"] for model in models["data"]] == ["scripted-model"]
@@ -149,8 +143,8 @@ async def test_side_routes(serve: Serve, store: Store) -> None:
     assert await store.sessions.recent() == []
 
 
-async def test_sessions_are_opened_side_by_side(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first request waits for others of its own key only, however slow their look-up is."""
+async def test_a_slow_session_lookup_delays_no_other_key(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first request waits only for others with its own key."""
     slow, held = hash_key("slow"), asyncio.Event()
 
     by_key = store.sessions.by_key

@@ -1,6 +1,7 @@
-"""Any gateway serves any session: two real gateways, each with its own connection to one database.
+"""Several gateways on one database: any of them serves any session.
 
-On SQLite, and on a real PostgreSQL server when `full` tests are asked for.
+Two real gateways, each with its own connection. They run on SQLite and, in
+`full` runs, on PostgreSQL too.
 """
 
 from __future__ import annotations
@@ -12,61 +13,32 @@ from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-import httpx
 import pytest
 
-from polar_proxy.config import GatewaySettings
-from polar_proxy.engines.scripted import Reply, ScriptedEngine
 from polar_proxy.gateway import Gateway
-from polar_proxy.sessions import hash_key
-from polar_proxy.store import Store, open_store
+from polar_proxy.store import Store
 from polar_proxy.store.calls import CallRepository
 from polar_proxy.store.sessions import SessionRepository
 from polar_proxy.traces import BUILDERS
 from polar_proxy.traces.drift import drift_events
-from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, ToolCall
+from polar_proxy.types import CallRecord
+from tests.gateway.agents import new_session
+from tests.gateway.shared_gateways import ask, run_gateway
 from tests.store.conftest import postgres, url
 
 __all__ = ["postgres", "url"]
 
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 SYSTEM = "You are a careful assistant. " * 200
 
 
-def script(request: EngineRequest) -> Reply:
-    assert isinstance(request, ChatRequest)
-    said = sum(message.role == "assistant" for message in request.messages)
-    return Reply(f"Step {said}.", f"Thought {said}.", (ToolCall(f"call_{said}", "look", '{"n":1,  "deep": false}'),))
-
-
 @contextlib.asynccontextmanager
-async def gateway(url: str, **given: Any) -> AsyncIterator[tuple[Gateway, Store]]:
-    settings = GatewaySettings.model_validate({"port": 0, "require_known_keys": True, "shared": True, **given})
-    async with open_store(url) as store, ScriptedEngine(script) as engine, Gateway(engine, store, settings) as running:
-        yield running, store
-
-
-@contextlib.asynccontextmanager
-async def two(url: str, **given: Any) -> AsyncIterator[tuple[tuple[Gateway, Gateway], Store]]:
-    async with gateway(url, **given) as (first, store), gateway(url, **given) as (second, _):
+async def two_gateways(url: str, **given: Any) -> AsyncIterator[tuple[tuple[Gateway, Gateway], Store]]:
+    async with run_gateway(url, **given) as (first, store), run_gateway(url, **given) as (second, _):
         yield (first, second), store
 
 
-async def opened(store: Store, key: str) -> str:
-    row = await store.sessions.create(key_hash=hash_key(key), label=None, policy=None, origin="key")
-    return row.session_id
-
-
-async def ask(gateway: Gateway, key: str, messages: Sequence[Any]) -> httpx.Response:
-    body = {"model": "m", "messages": messages, "tools": [TOOL]}
-    async with httpx.AsyncClient(timeout=120) as http:
-        return await http.post(
-            f"{gateway.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"}
-        )
-
-
 async def talk(gateways: Sequence[Gateway], key: str, turns: int, about: str) -> None:
-    """Turn k goes to gateway k modulo their number. Echoed as harnesses do it: without reasoning."""
+    """Send turn k to gateway k modulo their number. Answers are echoed without reasoning, as harnesses do."""
     messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": about}]
     for turn in range(turns):
         answer = await ask(gateways[turn % len(gateways)], key, messages)
@@ -77,8 +49,8 @@ async def talk(gateways: Sequence[Gateway], key: str, turns: int, about: str) ->
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"{about}: result {turn}"})
 
 
-def one_line(calls: Sequence[CallRecord]) -> None:
-    """Every call goes on with the one before it, from exactly its tokens."""
+def assert_one_trace(calls: Sequence[CallRecord]) -> None:
+    """Assert that every call continues the one before it, from exactly its tokens."""
     assert [call.edge for call in calls] == ["root", *["continues"] * (len(calls) - 1)]
     for before, call in pairwise(calls):
         assert (call.parent_call_id, call.base_call_id) == (before.call_id, before.call_id)
@@ -89,21 +61,21 @@ def one_line(calls: Sequence[CallRecord]) -> None:
     assert drift_events(calls, built.excluded) == ()
 
 
-async def test_turns_alternate(url: str) -> None:
-    async with two(url) as (gateways, store):
-        session_id = await opened(store, "k")
+async def test_turns_may_alternate_between_gateways(url: str) -> None:
+    async with two_gateways(url) as (gateways, store):
+        session_id = await new_session(store, "k")
         await talk(gateways, "k", 20, "the task")
         calls = await store.calls.of_session(session_id)
         assert len(calls) == 20
-        one_line(calls)
+        assert_one_trace(calls)
         served = [one.metrics.calls.labels("openai_chat", "ok")._value.get() for one in gateways]
         assert served == [10, 10]
 
 
-async def test_threads_of_one_session_cross(url: str) -> None:
-    """Sub-agents that ask at the same time, each now here, now there: nobody's turn is taken for another's."""
-    async with two(url) as (gateways, store):
-        session_id = await opened(store, "k")
+async def test_parallel_threads_of_one_session_use_both_gateways(url: str) -> None:
+    """Sub-agents ask at the same time and alternate between gateways; no turn is confused with another's."""
+    async with two_gateways(url) as (gateways, store):
+        session_id = await new_session(store, "k")
         await asyncio.gather(*(talk(gateways[:: 1 - 2 * (n % 2)], "k", 8, f"thing number {n}") for n in range(4)))
         calls = await store.calls.of_session(session_id)
     assert Counter(call.edge for call in calls) == {"root": 4, "continues": 28}
@@ -112,22 +84,22 @@ async def test_threads_of_one_session_cross(url: str) -> None:
         threads.setdefault(str(call.thread), []).append(call)
     assert sorted(map(len, threads.values())) == [8] * 4
     for thread in threads.values():
-        one_line(thread)
+        assert_one_trace(thread)
 
 
-async def test_many_sessions_with_one_prompt(url: str) -> None:
-    """What all share is written by both gateways at the same time; every call is there once."""
-    async with two(url) as (gateways, store):
-        ids = [await opened(store, f"k{number}") for number in range(8)]
+async def test_gateways_write_the_same_prompt_at_the_same_time(url: str) -> None:
+    """Both gateways write the shared prompt; every call is stored once."""
+    async with two_gateways(url) as (gateways, store):
+        ids = [await new_session(store, f"k{number}") for number in range(8)]
         await asyncio.gather(*(talk(gateways[:: 1 - 2 * (n % 2)], f"k{n}", 5, "the task") for n in range(8)))
         for session_id in ids:
-            one_line(await store.calls.of_session(session_id))
+            assert_one_trace(await store.calls.of_session(session_id))
         assert [gateway.sessions.lost(session_id) for gateway in gateways for session_id in ids] == [0] * 16
 
 
-async def test_a_session_that_is_closed_elsewhere_is_refused(url: str) -> None:
-    async with two(url) as (gateways, store):
-        session_id = await opened(store, "k")
+async def test_rejects_a_session_that_another_gateway_closed(url: str) -> None:
+    async with two_gateways(url) as (gateways, store):
+        session_id = await new_session(store, "k")
         await talk(gateways, "k", 2, "the task")
         await store.sessions.close(session_id)
         for one in gateways:
@@ -136,10 +108,10 @@ async def test_a_session_that_is_closed_elsewhere_is_refused(url: str) -> None:
         assert len(await store.calls.of_session(session_id)) == 2
 
 
-async def test_what_was_lost_is_not_taken_for_what_is_new(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that could not be recorded here and one that was recorded there do not cancel out."""
-    async with two(url) as (gateways, store):
-        session_id = await opened(store, "k")
+async def test_a_lost_call_does_not_hide_a_new_one(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call lost on one gateway and a call recorded on the other do not cancel out."""
+    async with two_gateways(url) as (gateways, store):
+        session_id = await new_session(store, "k")
         await talk(gateways, "k", 4, "the task")
         here = gateways[0]
         with monkeypatch.context() as patch:
@@ -154,12 +126,12 @@ async def test_what_was_lost_is_not_taken_for_what_is_new(url: str, monkeypatch:
         await talk(gateways[::-1], "k", 6, "another task")
         calls = await store.calls.of_session(session_id)
         assert len(calls) == 10
-        one_line(calls[:4])
-        one_line(calls[4:])
+        assert_one_trace(calls[:4])
+        assert_one_trace(calls[4:])
         assert here.sessions.lost(session_id) == 1
 
 
-async def test_a_gateway_that_is_alone_asks_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_single_gateway_does_not_look_for_other_calls(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     whole = SessionRepository.summary
 
@@ -168,8 +140,8 @@ async def test_a_gateway_that_is_alone_asks_nothing(url: str, monkeypatch: pytes
         return await whole(self, session_id)
 
     monkeypatch.setattr(SessionRepository, "summary", counted)
-    async with gateway(url, shared=False) as (alone, store):
-        await opened(store, "k")
+    async with run_gateway(url, shared=False) as (alone, store):
+        await new_session(store, "k")
         await talk([alone], "k", 4, "the task")
     assert asked == []
     read: list[int] = []
@@ -181,8 +153,8 @@ async def test_a_gateway_that_is_alone_asks_nothing(url: str, monkeypatch: pytes
         return found
 
     monkeypatch.setattr(CallRepository, "lineages", measured)
-    async with gateway(url) as (told, store):
-        await opened(store, "k2")
+    async with run_gateway(url) as (told, store):
+        await new_session(store, "k2")
         await talk([told], "k2", 4, "the task")
     assert len(asked) == 3  # not when it reads the session for the first time
     assert read == [0], "nothing of its own is read back"

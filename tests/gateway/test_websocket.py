@@ -1,4 +1,4 @@
-"""A WebSocket is refused in the way that makes Codex fall back to HTTP at once."""
+"""WebSocket handshakes get the status that makes Codex fall back to HTTP at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def ask(port: int, path: str) -> bytes:
     return answer
 
 
-async def test_an_upgrade_is_answered_with_426(serve: Serve) -> None:
+async def test_answers_an_upgrade_with_426(serve: Serve) -> None:
     async with serve(ScriptedEngine()) as gateway:
         for path in ("/v1/responses", "/responses", "/s/some-key/v1/responses"):
             answer = await ask(gateway.port, path)

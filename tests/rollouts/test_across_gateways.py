@@ -20,7 +20,14 @@ from polar_proxy.gateway import in_flight
 from polar_proxy.rollouts import RolloutService, attempt, local_gateway
 from polar_proxy.store import RolloutRow, Store, open_store
 from tests.fakes.player import PlayerEngine
-from tests.gateway.test_in_flight import HELLO, ask, call_at, slow, until_open, victim
+from tests.gateway.shared_gateways import (
+    HELLO,
+    ask,
+    ask_in_vain,
+    run_killable_gateway,
+    run_slow_gateway,
+    until_open,
+)
 from tests.rollouts.test_service import LIMITS, books, job, own_sandbox_register
 
 __all__ = ["own_sandbox_register"]
@@ -69,7 +76,7 @@ async def test_a_call_in_flight_on_another_gateway_is_in_the_trace(
     url = str(tmp_path / "polar.db")
     async with (
         open_store(url, artifacts=tmp_path / "artifacts") as store,
-        slow(url, 8.0) as (there, _),
+        run_slow_gateway(url, 8.0) as (there, _),
         held_agent(store, tmp_path, monkeypatch) as (_, session_id),
     ):
         before = len(await store.calls.of_session(session_id))
@@ -93,10 +100,10 @@ async def test_a_gateway_that_is_killed_makes_the_rollout_incomplete(
     url = str(tmp_path / "polar.db")
     async with (
         open_store(url, artifacts=tmp_path / "artifacts") as store,
-        victim(url) as (process, port),
+        run_killable_gateway(url) as (process, port),
         held_agent(store, tmp_path, monkeypatch) as (_, session_id),
     ):
-        asking = asyncio.create_task(call_at(port, KEY))
+        asking = asyncio.create_task(ask_in_vain(port, KEY))
         await until_open(store, session_id)
         process.send_signal(signal.SIGKILL)
         await process.wait()

@@ -1,0 +1,42 @@
+"""HTTP clients for tests of the gateway, and what a store recorded of their calls."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+
+from polar_proxy.sessions import hash_key
+from polar_proxy.store import Store
+from polar_proxy.types import CallRecord
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def client(url: str, key: str = "k1") -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url + "/v1", headers={"authorization": f"Bearer {key}"}, timeout=120)
+
+
+async def new_session(store: Store, key: str, policy: dict[str, object] | None = None) -> str:
+    row = await store.sessions.create(key_hash=hash_key(key), label=None, policy=policy, origin="key")
+    return row.session_id
+
+
+async def recorded_calls(store: Store, count: int = 0) -> list[CallRecord]:
+    """Return the calls of the store's only session, once there are at least `count`."""
+    async with asyncio.timeout(120):
+        while sum(row.calls for row in await store.sessions.recent()) < count:
+            await asyncio.sleep(0.02)
+    (session,) = await store.sessions.recent()
+    return list(await store.calls.of_session(session.session_id))
+
+
+async def only_call(store: Store) -> CallRecord:
+    """Return the only call of the store, once it is recorded."""
+    (call,) = await recorded_calls(store, count=1)
+    return call
+
+
+def events_of(body: str) -> list[str]:
+    """Return the data of the server-sent events in a body."""
+    return [line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")]
