@@ -30,7 +30,6 @@ Authenticate = Callable[[Request], Awaitable[Role]]
 _ERROR_TEXTS = {
     400: "Invalid request.",
     401: "The key is missing or unknown.",
-    403: "The role of the key does not allow this.",
     404: "Not found.",
     409: "Conflicts with the current state.",
     422: "The request does not have the documented form; `detail` names the fields.",
@@ -86,8 +85,9 @@ async def wait_until(condition: Callable[[], Awaitable[bool]], seconds: float) -
 
 
 def _router(authenticate: Authenticate, roles: frozenset[Role]) -> APIRouter:
+    texts = {**_ERROR_TEXTS, 403: f"The route needs a key with the role {' or '.join(sorted(roles))}."}
     responses: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorResponse, "description": text} for status, text in _ERROR_TEXTS.items()
+        status: {"model": ErrorResponse, "description": texts[status]} for status in sorted(texts)
     }
     return APIRouter(route_class=_guarded_route(authenticate, roles), responses=responses)
 
