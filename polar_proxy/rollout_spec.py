@@ -21,8 +21,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from polar_proxy.errors import UsageError
 from polar_proxy.types import Json
 
-SandboxChoice = Literal["auto", "docker", "bubblewrap", "process"]
-
 
 class RolloutSpec(BaseModel):
     """How one rollout is made; its task is given separately."""
@@ -31,7 +29,7 @@ class RolloutSpec(BaseModel):
 
     harness: str = "mini-swe-agent"
     """The agent: NAME[@VERSION], module:Class, or shell:COMMAND."""
-    sandbox: SandboxChoice = "auto"
+    sandbox: Literal["auto", "docker", "bubblewrap", "process"] = "auto"
     """Kind of sandbox; auto takes the strongest that works here."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature."""

@@ -1,12 +1,12 @@
-"""Rollouts that can no longer matter, because nothing that their evaluators reward can be reached any more.
+"""Stops an agent early when its task says that nothing can be won any more.
 
-Only a task knows that, so a task says so, in its metadata:
+The task says so in its metadata:
 
     "stop_when": {"command": ["sh", "-c", "test ! -d src"], "every": 30}
 
-The command runs in the agent's own sandbox every so many seconds while the agent works; when its exit status is 0, the
-agent is ended. What it leaves is scored as ever: the check saves time and never makes a reward. So an agent that
-deceives it gains nothing. It must hold no secret, for the agent can see it run.
+The command runs in the agent's own sandbox every so many seconds while the agent works. When its exit status is 0, the
+agent is stopped, and its work is scored as usual. The check saves time and never makes a reward, so an agent gains
+nothing by deceiving it. The command must not contain a secret, because the agent can see it run.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sandboxes import SandboxError
 log = logging.getLogger(__name__)
 
 CAUSE = "lost"
-"""Of a rollout that was ended early."""
-_LIMIT_SECONDS = 30.0
-"""Of the command. One that is slower says nothing."""
+"""The recorded cause of a rollout whose agent was stopped early."""
+_COMMAND_SECONDS = 30.0
+"""A command that takes longer counts as failed."""
 
 
 class StoppableSandbox(Protocol):
-    """What is needed of a sandbox."""
+    """The part of a sandbox that early stopping uses."""
 
     async def exec(self, argv: Sequence[str], *, timeout: float | None = None) -> Any: ...
     async def kill_all(self) -> None: ...
@@ -38,7 +38,7 @@ class StoppableSandbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EarlyStopCheck:
-    """How it is seen that a rollout is lost."""
+    """The command that says whether to stop, and how often it runs."""
 
     command: tuple[str, ...]
     every: float = 30.0
@@ -47,26 +47,26 @@ class EarlyStopCheck:
 
 @dataclass(slots=True)
 class EarlyStop:
-    """`reason`: why the agent was ended, if it was."""
+    """`reason` says why the agent was stopped; None if it was not."""
 
     reason: str | None = None
 
 
 @contextlib.asynccontextmanager
 async def stop_early(sandbox: StoppableSandbox, check: EarlyStopCheck | None) -> AsyncIterator[EarlyStop]:
-    """While the block runs an agent: ask the check, and end everything in the sandbox once it says that all is lost."""
+    """Run the check while the block runs an agent, and kill everything in the sandbox when it says so."""
     early = EarlyStop()
 
     async def watch(check: EarlyStopCheck) -> None:
         try:
             while early.reason is None:
                 await asyncio.sleep(check.every)
-                result = await sandbox.exec(check.command, timeout=_LIMIT_SECONDS)
+                result = await sandbox.exec(check.command, timeout=_COMMAND_SECONDS)
                 if result.exit_code == 0 and not result.timed_out:
-                    early.reason = "the task's own check says that nothing can be won any more"
+                    early.reason = "the task's stop_when command says that nothing can be won any more"
             await sandbox.kill_all()
-        except SandboxError as error:  # if it is gone, whoever runs the agent in it is told
-            log.warning("the check for a lost rollout cannot be run any more: %s", error)
+        except SandboxError as error:  # if the sandbox is gone, the agent's own command fails as well
+            log.warning("the stop_when command can no longer be run: %s", error)
 
     watching = None if check is None else asyncio.create_task(watch(check))
     try:
@@ -78,13 +78,13 @@ async def stop_early(sandbox: StoppableSandbox, check: EarlyStopCheck | None) ->
 
 
 def early_stop_check(metadata: Mapping[str, Any]) -> EarlyStopCheck | None:
-    """What a task says of itself; None where it says nothing. Raises BadTaskError."""
-    said = metadata.get("stop_when")
-    if said is None:
+    """Return the check in a task's metadata, or None if there is none. Raises BadTaskError."""
+    given = metadata.get("stop_when")
+    if given is None:
         return None
-    if not isinstance(said, Mapping) or not set(said) <= {"command", "every"}:
+    if not isinstance(given, Mapping) or not set(given) <= {"command", "every"}:
         raise BadTaskError("stop_when must be {command, every}")
-    command, every = said.get("command"), said.get("every", 30.0)
+    command, every = given.get("command"), given.get("every", 30.0)
     if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
         raise BadTaskError("stop_when.command must be a list of words")
     if isinstance(every, bool) or not isinstance(every, int | float) or not every > 0:

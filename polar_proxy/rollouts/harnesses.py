@@ -1,20 +1,25 @@
-"""Agents by name: each installed once in this process's life, whatever asks for it at the same time."""
+"""Agents made ready for sandboxes: installed on this machine and, for docker, built into images."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness_adapters.base import HarnessAdapter, HarnessError, Installation, get_adapter, split_version
 from polar_proxy.errors import UsageError
+from sandboxes import SandboxSpec, docker_engine
+from sandboxes.images.prebuilt import PrebuiltImage, prebuild
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyHarness:
-    """An agent that stands ready."""
+    """An installed agent with its adapter."""
 
     adapter: HarnessAdapter
     installed: Installation
@@ -25,16 +30,17 @@ class ReadyHarness:
 
 
 class HarnessInstaller:
-    """`cache`: where they are installed, once a version, for all processes of this machine."""
+    """Installs each agent at most once, however many rollouts ask for it at the same time."""
 
     def __init__(self, cache: Path, note: Callable[[str], None] = lambda line: None) -> None:
+        """`cache` holds the installed agents, one per version, for all processes of this machine."""
         self._cache = cache
         self._note = note
         self._ready: dict[str, ReadyHarness] = {}
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def get(self, name: str) -> ReadyHarness:
-        """The agent called NAME[@VERSION], installed. Raises HarnessError."""
+        """Return the agent NAME[@VERSION], installing it first if necessary. Raises HarnessError."""
         async with self._locks[name]:
             if name not in self._ready:
                 bare, version = split_version(name)
@@ -48,10 +54,53 @@ class HarnessInstaller:
 
 
 def harness_label(name: str) -> str:
-    """What a rollout's row says of an agent that need not be installed here. Raises UsageError for an unknown one."""
+    """Return name and version of an agent, which need not be installed here. Raises UsageError if it is unknown."""
     bare, version = split_version(name)
     try:
         adapter = get_adapter(bare)
     except HarnessError as error:
         raise UsageError(str(error)) from error
     return f"{adapter.name} {version or adapter.default_version}"
+
+
+@dataclass(slots=True)
+class PrebuiltImageCounts:
+    """Images that existed and images that were built, for the metrics."""
+
+    found: int = 0
+    made: int = 0
+    seconds: float = 0.0
+    """Seconds spent on finding and building."""
+
+
+class PrebuiltImageCache:
+    """Docker images that contain the agent, so that it need not be mounted from this machine's disk.
+
+    There is one image for each base image and agent; it is looked up once per process."""
+
+    def __init__(self) -> None:
+        self._ready: dict[tuple[str | None, tuple[Path, ...]], str] = {}
+        self._locks: dict[tuple[str | None, tuple[Path, ...]], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.count = PrebuiltImageCounts()
+
+    async def spec(self, spec: SandboxSpec, paths: Sequence[Path]) -> SandboxSpec:
+        """Return the specification with these paths in its image instead of its mounts. Raises SandboxError."""
+        if not paths:
+            return spec
+        key = spec.image, tuple(sorted(set(paths)))
+        async with self._locks[key]:
+            if key not in self._ready:
+                self._ready[key] = (await self._prebuild(*key)).image
+        other_mounts = tuple(mount for mount in spec.mounts if mount.source not in key[1])
+        return replace(spec, image=self._ready[key], mounts=other_mounts)
+
+    async def _prebuild(self, base: str | None, paths: tuple[Path, ...]) -> PrebuiltImage:
+        async with docker_engine.docker_client() as engine:
+            prebuilt = await prebuild(engine, base, paths)
+        if prebuilt.made:
+            self.count.made += 1
+            log.info("%s was built from %s in %.0f s", prebuilt.image, prebuilt.base, prebuilt.seconds)
+        else:
+            self.count.found += 1
+        self.count.seconds += prebuilt.seconds
+        return prebuilt

@@ -49,12 +49,12 @@ async def run_job(
     note(f"sandbox: {choice.reason}")
     spec = spec.model_copy(update={"sandbox": choice.kind})
     limits = replace(
-        ServiceLimits.of(settings.run.concurrency, settings.admission, prebuild=settings.run.prebuild),
+        ServiceLimits.of(settings),
         refill=False,
         engine_patience=60.0,
     )
     async with RolloutService(
-        store, gateway, engine, settings.harness_cache, limits=limits, listener=reporter, note=note, job_id=""
+        store, gateway, engine, settings.harness_cache, limits=limits, reporter=reporter, note=note, job_id=""
     ) as service:
         try:
             harness = await service.harnesses.get(spec.harness)
@@ -66,7 +66,7 @@ async def run_job(
             ids = await rollout_ids(store, job.job_id)
             for row in await store.rollouts.find(rollout_ids=ids):
                 reporter.stage(row.rollout_id, "queued", row.task_id)
-            service.scheduler.work_on(job.job_id)
+            service.worker.work_on(job.job_id)
             await service.until_done(job.job_id)
         except BaseException:
             await uncancellable(service.cancel(job.job_id))

@@ -1,12 +1,12 @@
-"""Sandboxes opened ahead of need.
+"""A pool of sandboxes that are opened before they are needed.
 
 Promises:
 
-* a sandbox that is handed out was empty and alive a moment ago, and is handed out once;
-* never more than `size` wait on the shelf; whatever is left there is closed at the end;
-* of a sort that is asked for often, as many wait as are taken while one is opened.
+* a sandbox that is taken was empty and alive a moment ago, and is taken only once;
+* at most `size` sandboxes wait in the pool; those that are left at the end are closed;
+* of a specification that is taken often, as many sandboxes wait as are taken while one opens.
 
-After `kill -9` the sandboxes on the shelf are orphans like any others, and are swept as those are.
+After `kill -9` the waiting sandboxes are orphans like any others, and are removed as those are.
 """
 
 from __future__ import annotations
@@ -28,42 +28,43 @@ log = logging.getLogger(__name__)
 
 _LIVENESS_SECONDS = 5.0
 _MAX_TRACKED_SPECS = 256
-"""Of so many sorts it is remembered how they are asked for: each task may have an image of its own."""
+"""How many specifications the pool remembers the demand of: each task may have its own image."""
 
 
 @dataclass(slots=True)
 class SpecDemand:
-    """How sandboxes of one sort are asked for."""
+    """How often sandboxes of one specification are taken."""
 
     taken: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
-    """When, in the event loop's time."""
+    """Times at which one was taken, by the event loop's clock."""
     opening: float = 0.0
     """Seconds that the last one took to open."""
 
 
 @dataclass(slots=True)
 class PoolCounts:
-    """What came of asking, for the metrics."""
+    """Results of taking a sandbox, for the metrics."""
 
     hits: int = 0
     misses: int = 0
     dead: int = 0
-    """Taken from the shelf and found dead, or never opened: another one was taken instead."""
+    """Sandboxes in the pool that had died or failed to open; another one was taken instead."""
     waited: float = 0.0
-    """Seconds that all who asked waited together."""
+    """Seconds that all takers waited together."""
 
 
 class SandboxPool:
-    """`async with Pool(size) as pool:` then `pool.take(kind, spec)` gives a sandbox, which the taker closes."""
+    """`async with SandboxPool(size) as pool:` then `pool.take(kind, spec)` returns a sandbox that the caller closes."""
 
     def __init__(self, size: int, *, refill: bool = False, opener: SandboxOpener = open_sandbox) -> None:
-        """`refill`: whoever takes one has the next of its sort opened; else only what is `expect`ed is."""
+        """With `refill`, taking a sandbox opens the next one like it; otherwise only `expect` opens sandboxes."""
         self._size = size
         self._refill = refill
         self._open = opener
         self._shelf: list[tuple[Hashable, asyncio.Task[Sandbox]]] = []
+        """(specification, opening task) of each waiting sandbox, oldest first."""
         self._closing: set[asyncio.Task[None]] = set()
-        self._sorts: dict[Hashable, SpecDemand] = {}
+        self._demands: dict[Hashable, SpecDemand] = {}
         self.count = PoolCounts()
 
     async def __aenter__(self) -> Self:
@@ -79,11 +80,15 @@ class SandboxPool:
 
     @property
     def waiting(self) -> int:
-        """How many are on the shelf, those that are being opened included."""
+        """How many sandboxes wait in the pool, including those that are opening."""
         return len(self._shelf)
 
+    async def opened(self) -> None:
+        """Wait until no sandbox in the pool is opening."""
+        await asyncio.gather(*(task for _, task in self._shelf), return_exceptions=True)
+
     def counts(self) -> dict[str, float]:
-        """For the metrics: on_shelf, size, hits, misses, dead, waited_seconds."""
+        """Return on_shelf, size, hits, misses, dead and waited_seconds, for the metrics."""
         return {
             "on_shelf": self.waiting,
             "size": self._size,
@@ -94,17 +99,19 @@ class SandboxPool:
         }
 
     async def take(self, kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
-        """A sandbox of this kind and specification; the labels may be another's. Raises SandboxError."""
+        """Return a sandbox of this kind and specification; its labels may be those of another request.
+
+        Raises SandboxError."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         key = _key(kind, spec)
-        self._sort(key).taken.append(began)
+        self._demand(key).taken.append(began)
         sandbox: Sandbox | None = None
         while sandbox is None and (task := self._next(key)) is not None:
             sandbox = await self._checked(key, task)
         if sandbox is None:
             self.count.misses += 1
-            sandbox = await self._opened(key, kind, spec)
+            sandbox = await self._open_timed(key, kind, spec)
         else:
             self.count.hits += 1
         self.count.waited += loop.time() - began
@@ -113,38 +120,40 @@ class SandboxPool:
         return sandbox
 
     def expect(self, kind: SandboxKind, spec: SandboxSpec) -> None:
-        """One more of this sort will be taken soon: open as many as are missing from the shelf. Where that is full, the
-        sandbox of another sort that has been there longest makes room."""
+        """Open sandboxes because one more like this will be taken soon.
+
+        In a full pool they replace the sandboxes of other specifications that have waited longest."""
         self._fill(_key(kind, spec), kind, spec, asyncio.get_running_loop().time())
 
-    def _fill(self, key: Hashable, kind: SandboxKind, spec: SandboxSpec, asked: float) -> None:
-        for _ in range(self._wanted(key, asked) - sum(other == key for other, _ in self._shelf)):
+    def _fill(self, key: Hashable, kind: SandboxKind, spec: SandboxSpec, requested_at: float) -> None:
+        for _ in range(self._target(key, requested_at) - sum(other == key for other, _ in self._shelf)):
             while len(self._shelf) >= self._size:
-                longest = next(number for number, (other, _) in enumerate(self._shelf) if other != key)
-                closing = asyncio.create_task(_close([self._shelf.pop(longest)[1]]))
+                oldest = next(number for number, (other, _) in enumerate(self._shelf) if other != key)
+                closing = asyncio.create_task(_close([self._shelf.pop(oldest)[1]]))
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
-            self._shelf.append((key, asyncio.create_task(self._opened(key, kind, spec))))
+            self._shelf.append((key, asyncio.create_task(self._open_timed(key, kind, spec))))
 
-    def _wanted(self, key: Hashable, asked: float) -> int:
-        """How many of this sort should wait: as many as are taken while one is opened (Little's law), up to the
-        moment when it was asked for: what the asker waited since then says nothing of the need. At least one."""
-        sort = self._sort(key)
-        since = asked - sort.opening
-        return min(self._size, max(1, sum(taken > since for taken in sort.taken)))
+    def _target(self, key: Hashable, requested_at: float) -> int:
+        """Return how many sandboxes like this should wait: as many as are taken while one opens (Little's law).
 
-    def _sort(self, key: Hashable) -> SpecDemand:
-        if key not in self._sorts:
-            while len(self._sorts) >= _MAX_TRACKED_SPECS:
-                del self._sorts[next(iter(self._sorts))]
-            self._sorts[key] = SpecDemand()
-        return self._sorts[key]
+        Counts up to the time of the request, because the requester's own wait says nothing about the demand."""
+        demand = self._demand(key)
+        since = requested_at - demand.opening
+        return min(self._size, max(1, sum(taken > since for taken in demand.taken)))
 
-    async def _opened(self, key: Hashable, kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
+    def _demand(self, key: Hashable) -> SpecDemand:
+        if key not in self._demands:
+            while len(self._demands) >= _MAX_TRACKED_SPECS:
+                del self._demands[next(iter(self._demands))]
+            self._demands[key] = SpecDemand()
+        return self._demands[key]
+
+    async def _open_timed(self, key: Hashable, kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
         loop = asyncio.get_running_loop()
         began = loop.time()
         sandbox = await self._open(kind, spec)
-        self._sort(key).opening = loop.time() - began
+        self._demand(key).opening = loop.time() - began
         return sandbox
 
     def _next(self, key: Hashable) -> asyncio.Task[Sandbox] | None:
@@ -155,7 +164,7 @@ class SandboxPool:
         return None
 
     async def _checked(self, key: Hashable, task: asyncio.Task[Sandbox]) -> Sandbox | None:
-        """The sandbox of a task that was on the shelf, or None where it is dead or was never opened."""
+        """Return the sandbox of a task from the pool, or None if it died or failed to open."""
         try:
             sandbox = await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -179,18 +188,18 @@ class SandboxPool:
 
 
 def _key(kind: SandboxKind, spec: SandboxSpec) -> Hashable:
-    """Everything of a sandbox but its labels."""
+    """Return everything that makes two sandboxes interchangeable: all of the specification except its labels."""
     parts = (spec.image, spec.mounts, spec.limits, tuple(sorted(spec.env.items())), spec.workdir, spec.folders)
     return kind, *parts
 
 
 async def _close(tasks: list[asyncio.Task[Sandbox]]) -> None:
-    """Close what was opened and stop what is being opened."""
+    """Close the sandboxes that are open and stop opening the others."""
     for task in tasks:
         task.cancel()
-    for found in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(found, Sandbox):
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(result, Sandbox):
             try:
-                await found.close()
+                await result.close()
             except (SandboxError, OSError):
-                log.exception("a sandbox that nobody took cannot be closed; the next start sweeps it")
+                log.exception("an unused sandbox cannot be closed; the next start removes it")

@@ -1,7 +1,7 @@
-"""Taking up after a process that was killed.
+"""Cleans up after a process that was killed.
 
-Its sandboxes are removed. What it ran for itself (`polar run`) gets a final status; what it ran of a service's job goes
-back into the queue at once, where another process would only take it when its hold runs out.
+Its sandboxes are removed. The rollouts of its own job (`polar run`) get a final status. Rollouts of a server's job go
+back into the queue at once; other workers would reclaim them only when their leases expire.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from polar_proxy.rollouts.traces import exclude_orphaned_calls, take_calls_in_flight
+from polar_proxy.rollouts.orphaned_calls import exclude_orphaned_calls, take_calls_in_flight
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.traces.operations import build_traces
 from sandboxes import orphans
 
 
 async def recover(store: Store, *, attempts: int = 3) -> list[str]:
-    """Clean up after dead owners; returns one line for people per thing that was done. The living are left alone.
+    """Clean up after dead processes of this machine; return one line for people for each thing that was done.
 
-    To be called before this process makes or takes its first rollout.
+    Call it before this process creates or claims its first rollout.
     """
-    lines = leftovers(await orphans.sweep())
+    lines = describe_removed(await orphans.sweep())
     groups: set[str] = set()
     for rollout in await store.rollouts.interrupted():
         if not _owner_is_dead(rollout):
             continue
         if rollout.session_id is not None:
             await store.sessions.close(rollout.session_id)
-            # What was answered is kept and can be trained on; the reward stays null, which is not 0.
-            lost = await take_calls_in_flight(store, rollout.session_id, rollout.rollout_id)
-            await build_traces(store, rollout.session_id, rollout.rollout_id, reward=None, incomplete=lost)
+            # The recorded calls are kept and can be trained on; the reward stays null, which is not 0.
+            incomplete = await take_calls_in_flight(store, rollout.session_id, rollout.rollout_id)
+            await build_traces(store, rollout.session_id, rollout.rollout_id, reward=None, incomplete=incomplete)
         await store.rollouts.end_open_stage(rollout.rollout_id, "failed", "interrupted")
         await store.rollouts.update(
             rollout.rollout_id, status="failed", error="interrupted: the process that ran it was killed"
@@ -49,29 +49,30 @@ async def recover(store: Store, *, attempts: int = 3) -> list[str]:
     groups.update(await store.groups.unsettled())
     for group_id in groups:
         await store.groups.settle(group_id)
-    return [*lines, *await _lost_calls(store)]
+    return [*lines, *await _remove_lost_calls(store)]
 
 
-async def _lost_calls(store: Store) -> list[str]:
-    """Sweep what dead gateways of this database had in flight, but for rollouts that go on: their end tells of it."""
+async def _remove_lost_calls(store: Store) -> list[str]:
+    """Remove the calls that dead gateways had in flight; those of a rollout that continues are reported at its end."""
     dead = [gateway for gateway in await store.open_calls.gateways() if _worker_is_dead(gateway)]
     swept = Counter(call.gateway for call in await store.open_calls.sweep(dead))
     return [f"{count} calls were in flight on the gateway {name} when it died" for name, count in sorted(swept.items())]
 
 
-def leftovers(removed: Sequence[orphans.RemovedItem]) -> list[str]:
-    """One line for people about everything that was left of killed processes' sandboxes; none where nothing was."""
+def describe_removed(removed: Sequence[orphans.RemovedItem]) -> list[str]:
+    """Return one line for people about the sandboxes of killed processes that were removed, or no line."""
     if not removed:
         return []
     kinds = Counter(item.what for item in removed if item.what != "record")
     what = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     count = len({item.sandbox for item in removed})
-    return [f"removed what was left of {count} sandbox{'es' if count > 1 else ''} of a killed process ({what})"]
+    return [f"removed the remains of {count} sandbox{'es' if count > 1 else ''} of a killed process ({what})"]
 
 
 def _worker_is_dead(worker: str) -> bool:
-    """Whether the process of this name (see `Scheduler.worker`, `InFlight.name`) is gone; if that cannot be told, its
-    hold runs out."""
+    """Return whether the process of a worker or gateway is gone; `worker` is its name, host:pid:random.
+
+    False for other machines, whose processes cannot be seen: their leases expire."""
     host, pid, _ = worker.rsplit(":", 2)
     if host != socket.gethostname():
         return False
@@ -79,11 +80,11 @@ def _worker_is_dead(worker: str) -> bool:
 
 
 def _owner_is_dead(rollout: RolloutRow) -> bool:
-    """Whether the process that ran this rollout is gone. Other machines' processes cannot be seen: they live."""
+    """Return whether the process that ran this rollout is gone; False for processes of other machines."""
     if rollout.owner_host != socket.gethostname() or rollout.owner_pid is None:
         return False
     if rollout.owner_pid == os.getpid():
-        return True  # recovery comes before this process makes its first rollout: the number was used again
+        return True  # this process has created no rollout yet, so the process id was reused
     if _is_gone(rollout.owner_pid):
         return True
     began = _process_start(rollout.owner_pid)
@@ -101,7 +102,7 @@ def _is_gone(pid: int) -> bool:
 
 
 def _process_start(pid: int) -> float | None:
-    """When a process began, in seconds since the epoch; None where /proc does not tell (not Linux, or just gone)."""
+    """Return when a process started, in seconds since the epoch; None without /proc, or if it just ended."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))

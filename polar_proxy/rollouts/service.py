@@ -1,7 +1,8 @@
-"""The rollout service: store, gateway, engine, agents, sandboxes and the scheduler put together.
+"""The rollout service: store, gateway, engine, agents, sandboxes and worker put together.
 
-`polar run` is one of these, in its own process and restricted to its own job; a server's is not restricted. Both go
-through the same queue in the store: what differs is who takes up after a process that was killed.
+`polar run` is one of these in its own process, limited to its own job; the service of a server is not limited. Both
+use the same queue in the store. They differ in what happens after their process is killed: the job of a server is
+taken over by other workers, the job of `polar run` ends.
 """
 
 from __future__ import annotations
@@ -10,23 +11,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from polar_proxy.config import AdmissionSettings
+from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import Gateway
 from polar_proxy.rollout_spec import JobSpec
-from polar_proxy.rollouts.admission import MemoryAdmission
+from polar_proxy.rollouts.admission import EngineMonitor, MemoryAdmission
 from polar_proxy.rollouts.attempt import AttemptRunner, ProgressReporter, RemoteScorer
-from polar_proxy.rollouts.engine_monitor import EngineMonitor
-from polar_proxy.rollouts.harnesses import HarnessInstaller, harness_label
+from polar_proxy.rollouts.harnesses import HarnessInstaller, PrebuiltImageCache, harness_label
 from polar_proxy.rollouts.pool import SandboxOpener, SandboxPool
-from polar_proxy.rollouts.prebuilt import PrebuiltImageCache
 from polar_proxy.rollouts.stopping import get_group_policy
 from polar_proxy.rollouts.worker import Worker, WorkerLimits
 from polar_proxy.store import Store
@@ -37,14 +36,6 @@ from polar_proxy.types import EngineInfo, Json
 from sandboxes import open_sandbox
 
 log = logging.getLogger(__name__)
-
-
-class SilentReporter:
-    """A listener that nobody is behind."""
-
-    def stage(self, rollout_id: str, status: str, detail: str = "") -> None: ...
-    def session(self, rollout_id: str, session_id: str) -> None: ...
-    def output(self, rollout_id: str, data: bytes) -> None: ...
 
 
 def check_job(spec: JobSpec) -> None:
@@ -65,7 +56,7 @@ async def submit(
     harness: str | None = None,
     policy_version: str | None = None,
 ) -> tuple[JobRow, bool]:
-    """Queue a job; return it, and whether it is new (see `Store.submit_job`). The worker may start later.
+    """Queue a job; return it, and whether it is new (see `store.jobs.submit`). The worker may start later.
 
     What is known already of its worker may be given: `info` about the engine, `harness` as name and version of the
     agent, the loaded `policy_version`. Raises UsageError."""
@@ -106,53 +97,77 @@ async def submit(
     return job, is_new
 
 
-async def cancel(store: Store, what: str) -> list[str]:
-    """Cancel a job, a group or a rollout by its id: what is queued at once; returns the rollouts that workers have in
-    hand, which they end when they look at the queue next. Raises UsageError for an id that is none."""
-    if what.startswith("job_"):
-        return await store.jobs.set_status(what, "cancelled")
-    if what.startswith("group_"):
-        group_id, known = what, await store.groups.get(what) is not None
+async def cancel(store: Store, job_group_or_rollout: str) -> list[str]:
+    """Cancel a job, a group or a rollout by its id. What is queued is cancelled at once.
+
+    Returns the rollouts that workers have in flight; these end when their worker reads the queue next. Raises
+    UsageError for an unknown id."""
+    given = job_group_or_rollout
+    if given.startswith("job_"):
+        return await store.jobs.set_status(given, "cancelled")
+    if given.startswith("group_"):
+        group_id, known = given, await store.groups.get(given) is not None
     else:
-        row = await store.rollouts.get(what)
+        row = await store.rollouts.get(given)
         group_id, known = ("", False) if row is None else (row.group_id, True)
     if not known:
-        raise UsageError(f"There is no job, group or rollout {what}.")
-    if group_id == what:
-        in_flight = await store.groups.cancel(what, reason="cancelled")
+        raise UsageError(f"There is no job, group or rollout {given}.")
+    if group_id == given:
+        in_flight = await store.groups.cancel(given, reason="cancelled")
     else:
-        in_flight = [] if await store.queue.cancel(what) else [what]
+        in_flight = [] if await store.queue.cancel(given) else [given]
     await store.groups.settle(group_id)
     return in_flight
 
 
+async def rollout_ids(store: Store, job_id: str) -> list[str]:
+    """Return the ids of a job's rollouts, in the order of submission."""
+    found = []
+    for group in await store.groups.of_job(job_id):
+        rows = await store.rollouts.find(group_id=group.group_id)
+        found += [row.rollout_id for row in sorted(rows, key=lambda row: row.group_index)]
+    return found
+
+
+class SilentReporter:
+    """A progress reporter that does nothing."""
+
+    def stage(self, rollout_id: str, status: str, detail: str = "") -> None: ...
+    def session(self, rollout_id: str, session_id: str) -> None: ...
+    def output(self, rollout_id: str, data: bytes) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """How much one service takes on."""
+    """How much one service does at a time."""
 
-    scheduler: WorkerLimits = field(default_factory=WorkerLimits)
-    shelf: int = 4
-    """Sandboxes opened ahead of need, at most."""
+    worker: WorkerLimits = field(default_factory=WorkerLimits)
+    pool_size: int = 4
+    """Sandboxes that are opened before they are needed, at most."""
     refill: bool = True
-    """Whether one is opened for whoever comes next, besides those that are known to be needed."""
+    """Open a sandbox for an unknown next rollout too, and not only those that are known to be needed."""
     engine_patience: float = 600.0
-    """Seconds for which rollouts wait for an engine that does not answer."""
+    """Seconds for which rollouts wait for an engine that does not respond."""
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
-    """When no further agent joins those that run."""
     prebuild: bool = False
-    """Docker sandboxes: agents are part of their image, not mounted from this machine's disk (`prebuilt`)."""
+    """Docker sandboxes get the agent in their image instead of a mount (`harnesses.PrebuiltImageCache`)."""
 
     @classmethod
-    def of(cls, agents: int, admission: AdmissionSettings | None = None, *, prebuild: bool = False) -> Self:
-        """For so many agents at a time: as many again are prepared, or scored, while they run. On the shelf is room for
-        the evaluator of each and for the agent that comes after it."""
-        scheduler = WorkerLimits(in_flight=2 * agents, preparing=min(agents, 4), running=agents, scoring=agents)
-        return cls(scheduler, shelf=2 * agents, admission=admission or AdmissionSettings(), prebuild=prebuild)
+    def of(cls, settings: Settings, *, agents: int | None = None, backlog: int | None = None) -> Self:
+        """Return limits for this many agents at a time (default: `run.concurrency`).
+
+        As many rollouts again may be preparing or scoring meanwhile. The pool has room for an evaluator's sandbox for
+        each agent and a sandbox for the agent after it."""
+        agents = settings.run.concurrency if agents is None else agents
+        worker = WorkerLimits(
+            in_flight=2 * agents, preparing=min(agents, 4), running=agents, scoring=agents, backlog=backlog
+        )
+        return cls(worker, pool_size=2 * agents, admission=settings.admission, prebuild=settings.run.prebuild)
 
 
 class RolloutService:
-    """`async with RolloutService(store, gateway, engine, harnesses) as service:` works on what is queued until the
-    block ends; what is in hand then goes back into the queue (`drain` first to let it end)."""
+    """`async with RolloutService(store, gateway, engine, harnesses) as service:` runs queued rollouts until the block
+    ends; rollouts in flight then go back into the queue (call `drain` first to let them end)."""
 
     def __init__(
         self,
@@ -162,38 +177,41 @@ class RolloutService:
         harnesses: Path,
         *,
         limits: ServiceLimits | None = None,
-        listener: ProgressReporter | None = None,
+        reporter: ProgressReporter | None = None,
         note: Callable[[str], None] = lambda line: None,
         job_id: str | None = None,
         opener: SandboxOpener = open_sandbox,
-        elsewhere: RemoteScorer | None = None,
+        remote_scorer: RemoteScorer | None = None,
     ) -> None:
-        """`harnesses`: where agents are installed. `job_id`: work on this job alone. `elsewhere`: who scores what
-        finds no place here."""
+        """`harnesses` is the folder of installed agents. With `job_id` the service works only on that job.
+        `remote_scorer` scores what would have to wait here."""
         limits = limits or ServiceLimits()
         self._store = store
         self._engine = engine
-        self._listener = listener or SilentReporter()
+        self._reporter = reporter or SilentReporter()
         self.harnesses = HarnessInstaller(harnesses, note)
-        self.pool = SandboxPool(limits.shelf, refill=limits.refill, opener=opener)
-        self._watch = EngineMonitor(engine, limits.engine_patience, limits.admission)
-        self._baked = PrebuiltImageCache() if limits.prebuild else None
-        room = MemoryAdmission(limits.admission.memory_mb, limits.admission.memory_reserve_mb)
+        self.pool = SandboxPool(limits.pool_size, refill=limits.refill, opener=opener)
+        self.engine_monitor = EngineMonitor(engine, limits.engine_patience, limits.admission)
+        self._prebuilt = PrebuiltImageCache() if limits.prebuild else None
         self._settled = asyncio.Event()
         self._checked_version: str | None = None
-        self._ending: set[asyncio.Task[None]] = set()
-        self._resuming: asyncio.TimerHandle | None = None
+        self._cancelling: set[asyncio.Task[None]] = set()
+        self._resume_timer: asyncio.TimerHandle | None = None
         self.paused_until: float | None = None
-        """When a pause of the service ends by itself (seconds since the epoch); None: when somebody says so."""
-        self.scheduler = Worker(
+        """When a pause of the service ends by itself, in seconds since the epoch; None: it does not."""
+        memory = MemoryAdmission(limits.admission.memory_mb, limits.admission.memory_reserve_mb)
+        attempts = AttemptRunner(
+            store, gateway, engine, self.harnesses, self.pool, self._reporter, remote_scorer, self._prebuilt
+        )
+        self.worker = Worker(
             store,
-            AttemptRunner(store, gateway, engine, self.harnesses, self.pool, self._listener, elsewhere, self._baked),
-            limits.scheduler,
-            policy_version=self._version,
-            admission=self._watch.refusal,
-            crowded=lambda ticket: self._watch.crowded() or room.refusal(ticket),
-            room=room.refusal,
-            on_release=room.left,
+            attempts.run,
+            limits.worker,
+            policy_version=self._read_policy_version,
+            may_prepare=memory.refusal,
+            may_run=lambda request: self.engine_monitor.busy() or memory.refusal(request),
+            engine_ready=lambda request: self.engine_monitor.down(),
+            on_release=memory.release,
             on_settled=lambda group_id: self._settled.set(),
             job_id=job_id,
         )
@@ -201,27 +219,27 @@ class RolloutService:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self.pool)
-            await stack.enter_async_context(self._watch)
-            await stack.enter_async_context(self.scheduler)
+            await stack.enter_async_context(self.engine_monitor)
+            await stack.enter_async_context(self.worker)
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._resuming is not None:
-            self._resuming.cancel()
+        if self._resume_timer is not None:
+            self._resume_timer.cancel()
         await self._stack.__aexit__(kind, error, trace)
-        await asyncio.gather(*self._ending, return_exceptions=True)
+        await asyncio.gather(*self._cancelling, return_exceptions=True)
 
     def counts(self) -> Json:
-        """For the metrics: what is in hand, the gates, the pool, how busy the engine says it is."""
-        load = self._watch.load
+        """Return the counts of worker, stages, pool and prebuilt images, and the engine's load, for the metrics."""
+        load = self.engine_monitor.load
         return {
-            **self.scheduler.counts(),
+            **self.worker.counts(),
             "pool": self.pool.counts(),
             "engine": None if load is None else asdict(load),
-            "prebuilt": None if self._baked is None else asdict(self._baked.count),
+            "prebuilt": None if self._prebuilt is None else asdict(self._prebuilt.count),
         }
 
     async def submit(
@@ -232,71 +250,50 @@ class RolloutService:
         job = await submit(
             self._store, tasks, spec, self._engine.info, idempotency_key=idempotency_key, policy_version=version
         )
-        self.scheduler.wake()
+        self.worker.wake()
         return job
 
-    async def cancel(self, what: str) -> list[str]:
-        """Cancel a job, a group or a rollout by its id; returns its rollouts that were in hand anywhere. When this
-        returns nothing of it is left in this process; what other processes have in hand ends within their
-        `poll_seconds`. Raises UsageError for an id that is none."""
-        in_flight = await cancel(self._store, what)
+    async def cancel(self, job_group_or_rollout: str) -> list[str]:
+        """Cancel a job, a group or a rollout by its id; return its rollouts that were in flight in any process.
+
+        When this returns, nothing of it is left in this process; other processes end theirs within their
+        `poll_seconds`. Raises UsageError for an unknown id."""
+        in_flight = await cancel(self._store, job_group_or_rollout)
         self._settled.set()
-        await self.scheduler.cancel(in_flight)
+        await self.worker.cancel(in_flight)
         for rollout_id in in_flight:
-            self._listener.stage(rollout_id, "cancelled", "cancelled")
+            self._reporter.stage(rollout_id, "cancelled", "cancelled")
         return in_flight
 
-    async def pause(self, job_id: str) -> None:
-        """Begin nothing new of this job; what is in hand goes on."""
-        await self._store.jobs.set_status(job_id, "paused")
-
-    async def resume(self, job_id: str) -> None:
-        await self._store.jobs.set_status(job_id, "open")
-        self.scheduler.wake()
-
     @property
-    def taking(self) -> bool:
-        """Whether it takes new rollouts."""
-        return self.scheduler.taking
+    def accepting(self) -> bool:
+        """Whether it starts new rollouts."""
+        return self.worker.accepting
 
     def pause_all(self, seconds: float | None = None) -> None:
-        """Take nothing new of any job, for so long or until `resume_all`; what is in hand goes on."""
+        """Start no rollouts of any job, for so many seconds or until `resume_all`; those in flight continue."""
         self.resume_all()
-        self.scheduler.take(False)
+        self.worker.accept(False)
         if seconds is not None:
             self.paused_until = time.time() + seconds
-            self._resuming = asyncio.get_running_loop().call_later(seconds, self.resume_all)
+            self._resume_timer = asyncio.get_running_loop().call_later(seconds, self.resume_all)
 
     def resume_all(self) -> None:
-        if self._resuming is not None:
-            self._resuming.cancel()
-        self._resuming, self.paused_until = None, None
-        self.scheduler.take(True)
+        if self._resume_timer is not None:
+            self._resume_timer.cancel()
+        self._resume_timer, self.paused_until = None, None
+        self.worker.accept(True)
 
     async def drain(self, timeout: float | None = None) -> list[str]:
-        """Take nothing new and wait for what is in hand. What is left of it after `timeout` seconds is returned; then
-        it takes work again, unless it was paused before."""
-        before = self.scheduler.taking
-        left = await self.scheduler.drain(timeout)
-        if left:
-            self.scheduler.take(before)
-        return left
+        """Start no rollouts and wait for those in flight.
 
-    async def _version(self) -> str | None:
-        """Of the policy, asked before each claim. Where it is a new one, groups that can only be delivered too late
-        are given up first: nothing of them is begun."""
-        version = await self._engine.weight_version()
-        if version != self._checked_version:
-            groups, in_flight = await self._store.feed.drop_stale(version)
-            self._checked_version = version
-            for group_id in groups:
-                log.warning("group %s has fallen too far behind the policy, and is given up", group_id)
-                await self._store.groups.settle(group_id)
-            if in_flight:
-                task = asyncio.create_task(self.scheduler.cancel(in_flight), name="polar-too-stale")
-                self._ending.add(task)
-                task.add_done_callback(self._ending.discard)
-        return version
+        Returns those that still run after `timeout` seconds; if there are any, the service accepts work again, unless
+        it was paused before."""
+        was_accepting = self.worker.accepting
+        left = await self.worker.drain(timeout)
+        if left:
+            self.worker.accept(was_accepting)
+        return left
 
     async def until_done(self, job_id: str) -> JobRow:
         """Wait until every group of the job has ended."""
@@ -311,11 +308,17 @@ class RolloutService:
                 async with asyncio.timeout(1.0):
                     await self._settled.wait()
 
-
-async def rollout_ids(store: Store, job_id: str, statuses: Collection[str] | None = None) -> list[str]:
-    """The ids of a job's rollouts, in the order of submission."""
-    found = []
-    for group in await store.groups.of_job(job_id):
-        rows = await store.rollouts.find(group_id=group.group_id, statuses=statuses)
-        found += [row.rollout_id for row in sorted(rows, key=lambda row: row.group_index)]
-    return found
+    async def _read_policy_version(self) -> str | None:
+        """Return the policy version; if it is new, first drop the groups that it makes too stale to be trained on."""
+        version = await self._engine.weight_version()
+        if version != self._checked_version:
+            groups, in_flight = await self._store.feed.drop_stale(version)
+            self._checked_version = version
+            for group_id in groups:
+                log.warning("group %s is dropped: it is too many policy versions old", group_id)
+                await self._store.groups.settle(group_id)
+            if in_flight:
+                task = asyncio.create_task(self.worker.cancel(in_flight), name="polar-too-stale")
+                self._cancelling.add(task)
+                task.add_done_callback(self._cancelling.discard)
+        return version

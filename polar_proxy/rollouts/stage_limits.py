@@ -1,13 +1,14 @@
-"""Gates: how many rollouts may be in a stage at once, and who is next.
+"""Limits on how many rollouts are in a stage at a time, and the order in which waiting rollouts enter.
 
 Promises:
 
-* never more than `limit` inside; whoever is cancelled while it waits, or fails inside, leaves its place to the next;
-* among those who wait, a higher priority enters first; then siblings of a group that is inside already, so that they
-  share the engine's prefix cache; then the job with the fewest inside; then whoever came first;
-* nobody enters while `admission` says no (an engine that does not answer);
-* nobody joins others while `crowded` says no (too little memory, an engine with a long queue). Where everything is idle
-  it is not asked: whatever it says, one is let in then, so that work never stands still.
+* there are never more than `limit` rollouts inside; one that is cancelled while it waits, or fails inside, frees its
+  place;
+* waiting rollouts enter by priority; then siblings of a group that is inside already come first, because they share the
+  engine's prefix cache; then the job with the fewest rollouts inside; then the one that came first;
+* nothing enters while `may_enter` refuses (the engine does not respond);
+* nothing joins other rollouts while `may_join` refuses (too little memory, a long engine queue). `may_join` is not
+  asked while everything is idle: one rollout then enters in any case, so that work never stops for good.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,68 +26,67 @@ _RECHECK_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRequest:
-    """Who wants to enter."""
+    """A rollout that wants to enter a stage."""
 
     rollout_id: str
     group_id: str
     job_id: str | None = None
     priority: int = 0
     memory_mb: int | None = None
-    """What its sandbox is taken to need of the machine; None: it is not said."""
+    """Memory that its sandbox needs, as its task says; None: the task does not say."""
 
 
-StageCheck = Callable[[], str | None]
-"""Why nobody may enter now, or None. Asked in the event loop: it must be quick."""
 AdmissionCheck = Callable[[AdmissionRequest], str | None]
-"""Why this one may not join the others, or None. Asked in the event loop: it must be quick."""
+"""Returns why a rollout may not enter now, or None. Called in the event loop, so it must be quick."""
 
 
 @dataclass(slots=True, eq=False)
 class WaitingRequest:
-    ticket: AdmissionRequest
+    request: AdmissionRequest
     number: int
     entered: asyncio.Future[None]
 
 
 QueueKey = tuple[int, str | None, str]
-"""(priority, job, group): among these whoever came first is next."""
+"""(priority, job, group). Requests with the same key enter in the order in which they came."""
 
 
 @dataclass(slots=True)
 class StageCounts:
-    """What a gate has seen so far, for the metrics. `waited` in seconds, of all who entered."""
+    """What a limiter has counted so far, for the metrics."""
 
     entered: int = 0
     waited: float = 0.0
+    """Seconds that all rollouts that entered waited together."""
     refusals: Counter[str] = field(default_factory=Counter)
 
 
 class StageLimiter:
-    """One stage. All methods on one event loop."""
+    """The limit of one stage. All methods belong to one event loop."""
 
     def __init__(
         self,
         limit: int,
-        admission: StageCheck | None = None,
         *,
-        crowded: AdmissionCheck | None = None,
+        may_enter: AdmissionCheck | None = None,
+        may_join: AdmissionCheck | None = None,
         idle: Callable[[], bool] | None = None,
     ) -> None:
-        """`idle`: whether there are no others whom one could join; None: none are inside."""
+        """`idle` says whether there are no rollouts to join; by default, whether none are inside."""
         if limit < 1:
-            raise ValueError(f"A stage must let at least one in, not {limit}.")
+            raise ValueError(f"A stage must admit at least one rollout, not {limit}.")
         self._limit = limit
-        self._admission = admission
-        self._crowded = crowded
+        self._may_enter = may_enter
+        self._may_join = may_join
         self._idle = idle or (lambda: not self._inside)
-        # Lines and not one list: with ten thousand waiting, choosing the next looks at each group, not at each of them.
-        self._lines: dict[QueueKey, dict[int, WaitingRequest]] = {}
+        # One queue per group: with ten thousand waiting, choosing the next looks at each group and not at each request.
+        self._queues: dict[QueueKey, dict[int, WaitingRequest]] = {}
         self._inside: dict[str, AdmissionRequest] = {}
         self._groups: Counter[str] = Counter()
         self._jobs: Counter[str | None] = Counter()
-        self._came = 0
+        self._next_number = 0
         self._waiting = 0
-        self._asking: asyncio.TimerHandle | None = None
+        self._recheck: asyncio.TimerHandle | None = None
         self.count = StageCounts()
 
     @property
@@ -99,11 +99,11 @@ class StageLimiter:
 
     @property
     def full(self) -> bool:
-        """Whether whoever comes now must wait for one inside to leave."""
+        """Whether a request made now must wait until a rollout leaves."""
         return self.inside + self.waiting >= self._limit
 
     def counts(self) -> dict[str, float]:
-        """For the metrics: inside, waiting, limit, entered, waited_seconds, refused."""
+        """Return inside, waiting, limit, entered, waited_seconds and refused, for the metrics."""
         return {
             "inside": self.inside,
             "waiting": self.waiting,
@@ -114,90 +114,109 @@ class StageLimiter:
         }
 
     @contextlib.asynccontextmanager
-    async def enter(self, ticket: AdmissionRequest) -> AsyncIterator[None]:
+    async def enter(self, request: AdmissionRequest) -> AsyncIterator[None]:
         """Wait for a place and keep it until the block ends."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        me = WaitingRequest(ticket, self._came, loop.create_future())
-        self._came += 1
-        self._lines.setdefault(_queue_key(ticket), {})[me.number] = me
+        waiting = WaitingRequest(request, self._next_number, loop.create_future())
+        self._next_number += 1
+        self._queues.setdefault(_queue_key(request), {})[waiting.number] = waiting
         self._waiting += 1
         self._admit()
         try:
-            await me.entered
+            await waiting.entered
         except BaseException:
-            if not self._take_out(me):  # let in at the very moment of its cancellation
-                self._leave(ticket)
+            if not self._dequeue(waiting):  # it was admitted at the moment of its cancellation
+                self._leave(request)
             raise
         self.count.entered += 1
         self.count.waited += loop.time() - began
         try:
             yield
         finally:
-            self._leave(ticket)
+            self._leave(request)
 
-    def _leave(self, ticket: AdmissionRequest) -> None:
-        del self._inside[ticket.rollout_id]
-        _decrement(self._groups, ticket.group_id)
-        _decrement(self._jobs, ticket.job_id)
+    def _leave(self, request: AdmissionRequest) -> None:
+        del self._inside[request.rollout_id]
+        _decrement(self._groups, request.group_id)
+        _decrement(self._jobs, request.job_id)
         self._admit()
 
     def _admit(self) -> None:
         while len(self._inside) < self._limit and (following := self._next()) is not None:
-            if (reason := self._refusal(following.ticket)) is not None:
+            if (reason := self._refusal(following.request)) is not None:
                 self.count.refusals[reason] += 1
-                self._ask_again()
+                self._recheck_later()
                 return
-            self._take_out(following)
-            self._inside[following.ticket.rollout_id] = following.ticket
-            self._groups[following.ticket.group_id] += 1
-            self._jobs[following.ticket.job_id] += 1
+            self._dequeue(following)
+            self._inside[following.request.rollout_id] = following.request
+            self._groups[following.request.group_id] += 1
+            self._jobs[following.request.job_id] += 1
             following.entered.set_result(None)
 
-    def _refusal(self, ticket: AdmissionRequest) -> str | None:
-        if self._admission is not None and (reason := self._admission()) is not None:
+    def _refusal(self, request: AdmissionRequest) -> str | None:
+        if self._may_enter is not None and (reason := self._may_enter(request)) is not None:
             return reason
-        return None if self._crowded is None or self._idle() else self._crowded(ticket)
+        return None if self._may_join is None or self._idle() else self._may_join(request)
 
-    def _take_out(self, one: WaitingRequest) -> bool:
-        """Out of its line; False if it is in none."""
-        line = self._lines.get(_queue_key(one.ticket), {})
-        if line.pop(one.number, None) is None:
+    def _dequeue(self, waiting: WaitingRequest) -> bool:
+        """Remove it from its queue; return False if it is in none."""
+        key = _queue_key(waiting.request)
+        queue = self._queues.get(key, {})
+        if queue.pop(waiting.number, None) is None:
             return False
         self._waiting -= 1
-        if not line:
-            del self._lines[_queue_key(one.ticket)]
+        if not queue:
+            del self._queues[key]
         return True
 
     def _next(self) -> WaitingRequest | None:
-        found: tuple[int, bool, int, int] | None = None
+        best: tuple[int, bool, int, int] | None = None
         following = None
-        for (priority, job, group), line in self._lines.items():
-            # One that was cancelled a moment ago takes itself out of its line when its task runs.
-            head = next((one for one in line.values() if not one.entered.done()), None)
+        for (priority, job, group), queue in self._queues.items():
+            # A request that was cancelled a moment ago leaves its queue only when its task runs.
+            head = next((waiting for waiting in queue.values() if not waiting.entered.done()), None)
             if head is not None:
-                place = -priority, group not in self._groups, self._jobs[job], head.number
-                if found is None or place < found:
-                    found, following = place, head
+                rank = -priority, group not in self._groups, self._jobs[job], head.number
+                if best is None or rank < best:
+                    best, following = rank, head
         return following
 
-    def _ask_again(self) -> None:
-        """Whoever refused will not say when it changes its mind."""
-        if self._asking is None:
+    def _recheck_later(self) -> None:
+        """Ask again soon, because a check does not tell when its answer changes."""
+        if self._recheck is None:
 
-            def again() -> None:
-                self._asking = None
+            def recheck() -> None:
+                self._recheck = None
                 self._admit()
 
-            self._asking = asyncio.get_running_loop().call_later(_RECHECK_SECONDS, again)
+            self._recheck = asyncio.get_running_loop().call_later(_RECHECK_SECONDS, recheck)
 
 
-def _queue_key(ticket: AdmissionRequest) -> QueueKey:
-    return ticket.priority, ticket.job_id, ticket.group_id
+@dataclass(frozen=True, slots=True)
+class StageLimits:
+    """The limiters of an attempt's stages."""
+
+    preparing: StageLimiter
+    running: StageLimiter
+    scoring: StageLimiter
+
+    @property
+    def at_work(self) -> int:
+        """How many rollouts are preparing, or have been prepared and not ended."""
+        later = (self.running, self.scoring)
+        return self.preparing.inside + sum(limiter.inside + limiter.waiting for limiter in later)
+
+    def by_name(self) -> Mapping[str, StageLimiter]:
+        return {"preparing": self.preparing, "running": self.running, "scoring": self.scoring}
+
+
+def _queue_key(request: AdmissionRequest) -> QueueKey:
+    return request.priority, request.job_id, request.group_id
 
 
 def _decrement(counter: Counter[_Key], key: _Key) -> None:
-    """One less of it; none at all leaves no entry."""
+    """Decrement; drop the key at zero."""
     counter[key] -= 1
     if not counter[key]:
         del counter[key]

@@ -1,8 +1,8 @@
-"""When a group needs no more rollouts: named policies, pure functions of what has ended so far.
+"""When a group needs no more rollouts: named policies, which are pure functions of the group's rollouts.
 
-Each takes how many rollouts the group wants and all of them, and gives the reason why those still under way may be
-given up, or None. It is asked whenever one of them has ended. What becomes of those (`cancel`, `keep`) is the group's
-`surplus`, no matter of the policy.
+A policy gets the group size and all rollouts of the group, each time that one of them has ended. It returns the reason
+why the group is complete, or None. What then happens to the rollouts that still run is not the policy's concern: see
+`JobSpec.overflow`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from polar_proxy.store import FINAL_STATUSES
 
 
 class RolloutProgress(Protocol):
-    """What a policy sees of a rollout."""
+    """The part of a rollout that policies read."""
 
     @property
     def status(self) -> str: ...
@@ -28,47 +28,47 @@ class RolloutProgress(Protocol):
 
 
 GroupPolicy = Callable[[int, Sequence[RolloutProgress]], str | None]
-"""(how many rollouts the group wants, its rollouts) -> why the rest may end, or None."""
+"""(group size, the group's rollouts) -> why the group is complete, or None."""
 
 
-def wait_for_all(wanted: int, rollouts: Sequence[RolloutProgress]) -> str | None:
-    """Every rollout that was started is waited for."""
+def wait_for_all(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
+    """Wait for every rollout that was started."""
     return None
 
 
-def first_n(wanted: int, rollouts: Sequence[RolloutProgress]) -> str | None:
-    """The first `wanted` that come to an end with a reward make the group; the slow rest is given up.
+def first_n(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
+    """Complete the group with the first `group_size` rollouts that end with a reward.
 
-    Over-provisioning as in APRIL (arXiv:2509.18521): n + k are started so that the slowest k hold nobody up."""
-    count = len(_useful(rollouts))
-    return f"the first {wanted} have ended" if count >= wanted else None
-
-
-def first_n_with_spread(wanted: int, rollouts: Sequence[RolloutProgress]) -> str | None:
-    """As `first_n`, but as long as their rewards are all equal more are waited for.
-
-    A group of equal rewards has no advantage in it, and teaches nothing (DAPO, arXiv:2503.14476, dynamic sampling)."""
-    rewards = {rollout.reward for rollout in _useful(rollouts)}
-    return first_n(wanted, rollouts) if len(rewards) > 1 else None
+    Over-provisioning as in APRIL (arXiv:2509.18521): n + k rollouts are started so that the slowest k delay nothing."""
+    count = len(_usable(rollouts))
+    return f"the first {group_size} have ended" if count >= group_size else None
 
 
-def no_spread_left(wanted: int, rollouts: Sequence[RolloutProgress]) -> str | None:
-    """As `first_n`; and a group that can no longer be filled, because too many failed, is not waited for."""
-    if (enough := first_n(wanted, rollouts)) is not None:
-        return enough
-    possible = sum(rollout.status not in FINAL_STATUSES for rollout in rollouts) + len(_useful(rollouts))
-    return f"only {possible} of {wanted} can still be had" if possible < min(wanted, 2) else None
+def first_n_with_spread(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
+    """Like `first_n`, but wait for more rollouts while all rewards are equal.
+
+    A group of equal rewards has zero advantages and no training signal (DAPO, arXiv:2503.14476, dynamic sampling)."""
+    rewards = {rollout.reward for rollout in _usable(rollouts)}
+    return first_n(group_size, rollouts) if len(rewards) > 1 else None
+
+
+def no_spread_left(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
+    """Like `first_n`, and also stop waiting for a group that cannot be filled because too many rollouts failed."""
+    if (complete := first_n(group_size, rollouts)) is not None:
+        return complete
+    possible = sum(rollout.status not in FINAL_STATUSES for rollout in rollouts) + len(_usable(rollouts))
+    return f"only {possible} of {group_size} are still possible" if possible < min(group_size, 2) else None
 
 
 def token_budget(tokens: int) -> GroupPolicy:
-    """As `first_n`; and when all rollouts together have sampled so many tokens, those that have ended make the group,
-    if they are two at least. Named `token_budget=N`."""
+    """Like `first_n`, and also complete the group once its rollouts have sampled this many tokens together, if at least
+    two have ended. Its name is `token_budget=N`."""
 
-    def policy(wanted: int, rollouts: Sequence[RolloutProgress]) -> str | None:
-        if (enough := first_n(wanted, rollouts)) is not None:
-            return enough
+    def policy(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
+        if (complete := first_n(group_size, rollouts)) is not None:
+            return complete
         spent = sum(rollout.completion_tokens for rollout in rollouts)
-        if spent < tokens or len(_useful(rollouts)) < 2:
+        if spent < tokens or len(_usable(rollouts)) < 2:
             return None
         return f"{spent} of {tokens} tokens are spent"
 
@@ -83,17 +83,17 @@ NAMES = (*sorted(GROUP_POLICIES), f"{_BUDGET}N")
 
 
 def get_group_policy(name: str) -> GroupPolicy:
-    """The policy of this name. Raises UsageError."""
+    """Return the policy of this name. Raises UsageError."""
     if name in GROUP_POLICIES:
         return GROUP_POLICIES[name]
     number = name.removeprefix(_BUDGET)
     if name.startswith(_BUDGET) and number.isdecimal() and int(number) > 0:
         return token_budget(int(number))
-    raise UsageError(f"There is no policy {name!r}: {', '.join(NAMES)}.")
+    raise UsageError(f"There is no policy {name!r}: choose one of {', '.join(NAMES)}.")
 
 
-def _useful(rollouts: Sequence[RolloutProgress]) -> list[RolloutProgress]:
-    """Those that count: they came to an end of their own, with everything recorded and a reward."""
+def _usable(rollouts: Sequence[RolloutProgress]) -> list[RolloutProgress]:
+    """Return the rollouts that count: they ended by themselves, with a reward and with all calls recorded."""
     return [
         rollout
         for rollout in rollouts

@@ -1,7 +1,7 @@
-"""The task's workspace inside a sandbox: laid out at the start, read out as a patch at the end.
+"""The task's workspace inside a sandbox: prepared before the agent starts, read as a patch after it ends.
 
-What the agent gets holds no answer: a repository ends at its base commit (`sanitiser`), and hidden tests are not there.
-What it leaves is taken as a diff against a commit that was made before it came.
+The workspace contains no answer: its repository ends at the base commit, and hidden tests are not in it. The agent's
+work is the difference from a commit that was made before the agent started.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from polar_proxy.errors import PolarError
-from polar_proxy.rollouts.git import SNAPSHOT_REPOSITORY, WorkspaceError, git, shell
-from polar_proxy.rollouts.git_history import truncate_git_history
+from polar_proxy.rollouts.git import SNAPSHOT_REPOSITORY, WorkspaceError, git, shell, truncate_git_history
 from polar_proxy.tasks import Environment, Task
 from sandboxes import Sandbox
 from sandboxes.base import SandboxKind
 
-# Neither reflog nor FETCH_HEAD: the agent's repository begins with what it is, not with how it came about.
+# No reflog: the agent's repository does not tell how it was made.
 _QUIET = ("-c", "core.logAllRefUpdates=false")
-# Files that git would ignore, and those inside of other repositories, are work as well; git's own `add` takes neither.
+# Ignored files and files inside nested repositories count as work too, but `git add` would skip them.
 _SNAPSHOT_FILES = (
     r"{ git ls-files -z; find . -name .git -prune -o \( -type f -o -type l \) -print0; }"
     r" | git update-index -z --add --remove --replace --stdin"
@@ -25,33 +24,33 @@ _SNAPSHOT_FILES = (
 
 
 class TaskNotPossibleError(PolarError):
-    """This kind of sandbox cannot hold this task; the text says why and which can."""
+    """This kind of sandbox cannot hold this task; the text says why, and which kinds can."""
 
 
 def uses_image(environment: Environment, kind: SandboxKind) -> bool:
-    """Whether the workspace comes from an image."""
+    """Return whether the workspace comes from an image."""
     return kind == "docker" and (environment.image is not None or environment.build is not None)
 
 
 def unsupported_reason(task: Task, kind: SandboxKind) -> str | None:
-    """Why a sandbox of this kind cannot hold the task, or None."""
+    """Return why a sandbox of this kind cannot hold the task, or None."""
     environment = task.environment
     if environment.needs_image and kind != "docker":
         source = environment.image or f"the Dockerfile in {environment.build}"
         return f"{task.task_id} needs docker: its workspace comes from {source}, which {kind} cannot make"
     if kind == "process" and (environment.workdir or environment.folders):
-        places = ", ".join(filter(None, (environment.workdir, *environment.folders)))
+        paths = ", ".join(filter(None, (environment.workdir, *environment.folders)))
         return (
-            f"{task.task_id} needs bubblewrap or docker: it uses {places}, "
+            f"{task.task_id} needs bubblewrap or docker: it uses {paths}, "
             "and a process sandbox has no file system of its own"
         )
     return None
 
 
 async def write_task_files(task: Task, sandbox: Sandbox, bundle: Path | None) -> None:
-    """Put the task's own state into an empty sandbox, for the agent or for an evaluator.
+    """Write the task's own files into an empty sandbox, for the agent or for an evaluator.
 
-    `bundle` holds the task's repository, whose one ref is ``refs/heads/base``, where the sandbox can read it.
+    `bundle` is the path, inside the sandbox, of the task's repository with the single ref ``refs/heads/base``.
     """
     environment = task.environment
     if bundle is not None:
@@ -61,23 +60,23 @@ async def write_task_files(task: Task, sandbox: Sandbox, bundle: Path | None) ->
         await git(sandbox, *_QUIET, "reset", "-q", "--hard")
         await shell(sandbox, "rm -f .git/FETCH_HEAD .git/ORIG_HEAD")
     elif not uses_image(environment, sandbox.kind):
-        programs = set(environment.executable)
-        await sandbox.write_tree({name: text.encode() for name, text in task.files.items() if name not in programs})
+        executable = set(environment.executable)
+        await sandbox.write_tree({name: text.encode() for name, text in task.files.items() if name not in executable})
         for name in environment.executable:
             await sandbox.write(name, task.files[name].encode(), 0o755)
 
 
 async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = None) -> str:
-    """Make the agent's workspace; returns the commit that the patch will be taken against."""
+    """Make the agent's workspace; return the commit or tree that the patch will be compared with."""
     environment = task.environment
     await write_task_files(task, sandbox, bundle)
     if uses_image(environment, sandbox.kind) and environment.hide:
         await shell(sandbox, 'rm -rf -- "$@"', *environment.hide)
     if environment.snapshot:
-        await git(sandbox, "init", "-q", "-b", "main", apart=True)
-        # Bytes as they are, whatever the workspace's .gitattributes say.
+        await git(sandbox, "init", "-q", "-b", "main", snapshot=True)
+        # Store bytes unchanged, whatever the workspace's .gitattributes say.
         await sandbox.write(f"{sandbox.home}/{SNAPSHOT_REPOSITORY}/info/attributes", b"* -text -filter -ident\n")
-        return await _snapshot(sandbox)
+        return await _snapshot_tree(sandbox)
     if bundle is not None:
         return await _head(sandbox)
     if uses_image(environment, sandbox.kind) and await _is_repository(sandbox):
@@ -85,7 +84,7 @@ async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = 
         return await _head(sandbox)
     if environment.base_commit is not None:
         raise WorkspaceError(
-            f"{sandbox.workdir} in the image is no git repository, so it has no {environment.base_commit}"
+            f"{sandbox.workdir} in the image is not a git repository, so it has no commit {environment.base_commit}"
         )
     await git(sandbox, "init", "-q", "-b", "main")
     await git(sandbox, "add", "-A")
@@ -94,21 +93,21 @@ async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = 
 
 
 async def read_patch(sandbox: Sandbox, base: str, *, snapshot: bool = False) -> tuple[bytes, str | None]:
-    """What the agent changed since `base`, committed or not, as a binary-safe diff; or nothing and the reason."""
+    """Return the agent's changes since `base`, committed or not, as a binary diff; or an empty one and the error."""
     diff = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--no-renames")
     try:
         if snapshot:
-            return await git(sandbox, *diff, base, await _snapshot(sandbox), apart=True), None
+            return await git(sandbox, *diff, base, await _snapshot_tree(sandbox), snapshot=True), None
         await git(sandbox, "add", "-A")
         return await git(sandbox, *diff, "--cached", base), None
-    except WorkspaceError as error:  # the agent broke the repository: a result, not a fault of the machinery
+    except WorkspaceError as error:  # the agent broke the repository, which is a result and not an infrastructure error
         return b"", str(error)
 
 
-async def _snapshot(sandbox: Sandbox) -> str:
-    """The workspace as a tree object in the repository that is kept apart."""
-    await shell(sandbox, _SNAPSHOT_FILES, apart=True)
-    return (await git(sandbox, "write-tree", apart=True)).decode().strip()
+async def _snapshot_tree(sandbox: Sandbox) -> str:
+    """Add the workspace to the snapshot repository and return its tree object."""
+    await shell(sandbox, _SNAPSHOT_FILES, snapshot=True)
+    return (await git(sandbox, "write-tree", snapshot=True)).decode().strip()
 
 
 async def _head(sandbox: Sandbox) -> str:

@@ -1,12 +1,12 @@
-"""Many machines: rollout workers as actors on an existing Ray cluster, with PostgreSQL as the store.
+"""Rollouts on many machines: workers as actors on an existing Ray cluster, with PostgreSQL as the store.
 
     polar serve --executor ray     the head: API, a gateway, and `Cluster`, which keeps one actor on each node
-      node actor                   `working`: a gateway, the engine's client and a RolloutService, as on one machine
-      scoring task                 what finds no place to be scored on its own node goes where Ray has room
+      node actor                   `run_node`: gateway, engine client and RolloutService, as on one machine
+      scoring task                 scoring that would have to wait on its own node runs where Ray has capacity
 
-Who does what: the queue, who holds which rollout and what is taken from the dead are in the database, exactly as for
-several processes on one machine; Ray says which nodes there are, starts, restarts and places. Nothing here schedules,
-elects or queues.
+The queue, the claims and the reclaiming from dead workers are in the database, exactly as for several processes on one
+machine. Ray lists the nodes, starts and restarts the actors and places the scoring tasks. This package schedules,
+elects and queues nothing itself.
 
 Importing this package does not import Ray.
 """

@@ -1,8 +1,8 @@
-"""How much work a node of a Ray cluster takes, read from what Ray says it has. Pure.
+"""How much work each node of a Ray cluster takes, computed from the resources that Ray reports. Pure.
 
-A node offers places by the custom resource `polar_sandbox` (agents at a time; `polar node` sets it). Where any node
-does, only such nodes are worked on: the others were left out on purpose. In a cluster where none does every node with
-a processor and memory for one sandbox is worked on, as far as its memory goes.
+A node offers sandboxes by the custom resource `polar_sandbox` (agents at a time), which `polar node` sets. If any node
+has it, only such nodes are used, because the others were left out on purpose. In a cluster without it, every node is
+used that has a processor and the memory for one sandbox, as far as its memory goes.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 SANDBOX_RESOURCE = "polar_sandbox"
-"""Agents at a time: reserved as a whole by the actor that works on the node."""
+"""Agents at a time. The actor of a node reserves all of it."""
 SCORING_RESOURCE = "polar_scoring"
-"""Rollouts scored at a time beside those that the node's own actor scores."""
+"""Rollouts scored at a time, besides those that the node's own actor scores."""
 
 SANDBOX_BYTES = 4 << 30
-"""Memory of a sandbox whose task does not say."""
+"""Memory of a sandbox whose task does not say what it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A living node. `resources`: Ray's names and totals (CPU, memory in bytes, custom ones)."""
+    """A living node with its resources by Ray's names: CPU, memory in bytes, custom ones."""
 
     node_id: str
     address: str
@@ -30,23 +30,24 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """A node to work on."""
+    """The work of one node."""
 
     node_id: str
     address: str
     agents: int
     reserved: Mapping[str, float]
-    """What its actor takes of the node, so that Ray gives it to nobody else."""
+    """What its actor reserves, so that Ray gives it to nothing else."""
 
 
 def agent_capacity(cpus: float, memory: float) -> int:
-    """Agents at a time for so many processors and bytes. An agent waits for the model most of the time, so that two
-    share a processor; its memory it has for itself."""
+    """Return how many agents fit into so many processors and bytes of memory.
+
+    Two agents share a processor, because an agent mostly waits for the model; each has its own memory."""
     return min(int(2 * cpus), int(memory // SANDBOX_BYTES))
 
 
 def plan_nodes(nodes: Iterable[RayNode]) -> list[NodePlan]:
-    """The nodes to work on, by node id."""
+    """Return the nodes to use, by node id."""
     alive = sorted(nodes, key=lambda node: node.node_id)
     if any(SANDBOX_RESOURCE in node.resources for node in alive):
         return [
@@ -62,5 +63,5 @@ def plan_nodes(nodes: Iterable[RayNode]) -> list[NodePlan]:
 
 
 def scoring_resources(nodes: Iterable[RayNode]) -> dict[str, float]:
-    """What Ray must find free on a node to place a scoring there: tests need a processor, on a node that offers it."""
+    """Return what a scoring task needs free on a node: a place that nodes offer, or else a processor."""
     return {SCORING_RESOURCE: 1.0} if any(SCORING_RESOURCE in node.resources for node in nodes) else {"CPU": 1.0}

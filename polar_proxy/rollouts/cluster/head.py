@@ -1,11 +1,11 @@
-"""The head of a cluster: keeps one actor on each node that is worked on, and takes from the dead what they had.
+"""The head of a cluster: keeps one actor on each node in use, and reclaims the rollouts of dead nodes.
 
-The actors outlive it: when the head is killed the nodes work on, and the next head finds them by their names. When it
-is stopped they are stopped, and what they have in hand goes back into the queue.
+The actors outlive a head that is killed: the nodes continue, and the next head finds them by their names. A head that
+is stopped stops its actors, and their rollouts in flight go back into the queue.
 
-Promise: what a dead node had in hand is in the queue again as soon as Ray knows that the node is dead. Should Ray be
-wrong nothing breaks: a worker that has lost a rollout changes nothing of it (`NotHeldError`). Should no head be there,
-the holds run out, and any node takes over.
+Promise: the rollouts of a dead node are back in the queue as soon as Ray knows that the node is dead. If Ray is wrong,
+nothing breaks, because a worker that lost its claim can no longer write (`ClaimLostError`). Without a head the leases
+expire, and any node reclaims the rollouts.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from polar_proxy.config import Settings
 from polar_proxy.errors import PolarError, UsageError
 from polar_proxy.rollouts.cluster.capacity import NodePlan, RayNode, plan_nodes, scoring_resources
 from polar_proxy.rollouts.cluster.node import NodeConfig, NodeState
-from polar_proxy.rollouts.traces import exclude_orphaned_calls
+from polar_proxy.rollouts.orphaned_calls import exclude_orphaned_calls
 from polar_proxy.store import Store
 
 log = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 1.0
-_AGAIN_SECONDS = 5.0
-"""Before an actor that could not work is started again."""
+_POLL_SECONDS = 1.0
+_RETRY_SECONDS = 5.0
+"""Pause before an actor that failed to start is started again."""
 _STOP_SECONDS = 60.0
 
 
 class Cluster:
-    """`async with Cluster(settings, store, address) as cluster:` works on the cluster's nodes until the block ends."""
+    """`async with Cluster(settings, store, address) as cluster:` keeps the nodes working until the block ends."""
 
     def __init__(
         self,
@@ -48,44 +48,46 @@ class Cluster:
         lease_seconds: float = 30.0,
         note: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """`address`: HOST:PORT of the Ray cluster, or `auto` for the one that this machine belongs to.
+        """`address` is HOST:PORT of the Ray cluster, or `auto` for the one that this machine belongs to.
 
         Raises UsageError for a database that other machines cannot reach."""
         if store.url.startswith("sqlite"):
-            raise UsageError("Many machines need a database that all of them reach: --db postgresql://USER@HOST/NAME.")
-        self._ray = _ray()
+            raise UsageError(
+                "A cluster needs a database that all machines can reach: give --db postgresql://USER@HOST/NAME."
+            )
+        self._ray = _import_ray()
         self._settings = settings
         self._store = store
         self._address = address
         self._attempts = attempts
-        self._hold_seconds = lease_seconds
+        self._lease_seconds = lease_seconds
         self._note = note
-        self._places: dict[str, NodePlan] = {}
-        self._needs: dict[str, float] = {}
+        self._plans: dict[str, NodePlan] = {}
+        self._scoring_resources: dict[str, float] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._states: dict[str, NodeState] = {}
 
     @property
     def nodes(self) -> list[NodeState]:
-        """Those that work now, by address."""
+        """The nodes that work now, by address."""
         return sorted(self._states.values(), key=lambda state: (state.address, state.worker))
 
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._connect)
-        # Ray's handler would abort the process three seconds after SIGTERM, before the nodes are stopped in order.
+        # Ray's handler would abort the process three seconds after SIGTERM, before the nodes have stopped.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-        self._looking = asyncio.create_task(self._look_forever(), name="polar-cluster")
+        self._watching = asyncio.create_task(self._watch_nodes(), name="polar-cluster")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        tasks = [self._looking, *self._keepers.values()]
+        tasks = [self._watching, *self._keepers.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(self._stop(place) for place in self._places.values()))
+        await asyncio.gather(*(self._stop(plan) for plan in self._plans.values()))
         await asyncio.to_thread(self._ray.shutdown)
 
     # Ray
@@ -94,7 +96,7 @@ class Cluster:
         try:
             self._ray.init(
                 address=self._address,
-                # Of the database: two services on one cluster do not meet, a head's successor finds its nodes.
+                # Named after the database: services on one cluster stay apart, and the next head finds the nodes.
                 namespace="polar-" + hashlib.sha256(self._store.display_url.encode()).hexdigest()[:16],
                 log_to_driver=False,
                 logging_level=logging.ERROR,
@@ -109,145 +111,147 @@ class Cluster:
         rows: list[dict[str, Any]] = await asyncio.to_thread(self._ray.nodes)
         return [RayNode(row["NodeID"], row["NodeManagerAddress"], row["Resources"]) for row in rows if row["Alive"]]
 
-    def _actor(self, place: NodePlan) -> Any:
-        """The node's actor, started unless it is there."""
+    def _actor(self, plan: NodePlan) -> Any:
+        """Return the node's actor, starting it if there is none."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from polar_proxy.rollouts.cluster.actor import NodeActor
 
-        given = dict(place.reserved)
-        memory = given.pop("memory", None)
+        resources = dict(plan.reserved)
+        memory = resources.pop("memory", None)
         options = self._ray.remote(NodeActor).options(
-            name=_name(place),
+            name=_actor_name(plan),
             get_if_exists=True,
             lifetime="detached",
             max_restarts=-1,
             num_cpus=0,
             memory=memory,
-            resources=given,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(place.node_id, soft=False),
+            resources=resources,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(plan.node_id, soft=False),
         )
-        return options.remote(self._config(place), self._needs)
+        return options.remote(self._config(plan), self._scoring_resources)
 
-    def _config(self, place: NodePlan) -> NodeConfig:
-        return NodeConfig(self._settings, place.address, place.agents, lease_seconds=self._hold_seconds)
+    def _config(self, plan: NodePlan) -> NodeConfig:
+        return NodeConfig(self._settings, plan.address, plan.agents, lease_seconds=self._lease_seconds)
 
-    # One keeper for each node
+    # One task for each node
 
-    async def _look_forever(self) -> None:
-        told = None
+    async def _watch_nodes(self) -> None:
+        node_count = None
         while True:
             try:
                 alive = await self._alive()
-            except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as refusal:
-                log.error("the cluster cannot be asked for its nodes (%s); trying again", refusal)
-                await asyncio.sleep(_AGAIN_SECONDS)
+            except (self._ray.exceptions.RayError, ConnectionError, RuntimeError) as error:
+                log.error("the cluster does not list its nodes (%s); trying again", error)
+                await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            self._needs = scoring_resources(alive)
-            self._places = {place.node_id: place for place in plan_nodes(alive)}
+            self._scoring_resources = scoring_resources(alive)
+            self._plans = {plan.node_id: plan for plan in plan_nodes(alive)}
             for node_id, task in list(self._keepers.items()):
                 if task.done():
                     del self._keepers[node_id]
-                    if not task.cancelled() and (error := task.exception()) is not None:
-                        log.error("node %s is looked after anew", node_id, exc_info=error)
-            for node_id, place in self._places.items():
+                    if not task.cancelled() and (failure := task.exception()) is not None:
+                        log.error("node %s: its keeper failed and is restarted", node_id, exc_info=failure)
+            for node_id, plan in self._plans.items():
                 if node_id not in self._keepers:
-                    self._keepers[node_id] = asyncio.create_task(self._keep(place), name=f"polar-node-{node_id[:8]}")
-            if told != (told := len(self._places)) and not told:
-                self._note("no node of the cluster takes work: see `polar node`")
-            await asyncio.sleep(_LOOK_SECONDS)
+                    self._keepers[node_id] = asyncio.create_task(
+                        self._keep_working(plan), name=f"polar-node-{node_id[:8]}"
+                    )
+            if node_count != (node_count := len(self._plans)) and not node_count:
+                self._note("the cluster has no node that takes work: add one with `polar node`")
+            await asyncio.sleep(_POLL_SECONDS)
 
-    async def _keep(self, place: NodePlan) -> None:
-        """See that the node works, for as long as it lives."""
+    async def _keep_working(self, plan: NodePlan) -> None:
+        """Keep an actor working on the node for as long as the node lives."""
         from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
         worker: str | None = None
         try:
-            while place.node_id in self._places:
+            while plan.node_id in self._plans:
                 try:
-                    actor = await asyncio.to_thread(self._actor, place)
-                    state: NodeState = await _of(actor.state.remote())
+                    actor = await asyncio.to_thread(self._actor, plan)
+                    state: NodeState = await _await_ref(actor.state.remote())
                     if worker is not None and worker != state.worker:
-                        await self._dead(worker)
-                    if state.digest != self._config(place).digest:
-                        self._note(f"node {place.address} worked with other settings: it is started anew")
-                        await self._stop(place)
+                        await self._reclaim_from(worker)
+                    if state.digest != self._config(plan).digest:
+                        self._note(f"node {plan.address} has other settings: it is restarted")
+                        await self._stop(plan)
                         continue
                     worker = state.worker
-                    self._states[place.node_id] = state
-                    self._note(f"node {place.address}: {place.agents} agents at a time, gateway {state.url}")
-                    await _of(actor.ended.remote())
+                    self._states[plan.node_id] = state
+                    self._note(f"node {plan.address}: {plan.agents} agents at a time, gateway {state.url}")
+                    await _await_ref(actor.ended.remote())
                     return
                 except RayTaskError as error:
                     cause = error.cause if isinstance(error.cause, PolarError) else error
-                    self._note(f"node {place.address} cannot work: {cause}")
-                    await self._kill(place)
-                    await asyncio.sleep(_AGAIN_SECONDS)
-                except (RayActorError, GetTimeoutError):  # its process died, or the whole node
-                    await asyncio.sleep(_LOOK_SECONDS)
+                    self._note(f"node {plan.address} cannot start: {cause}")
+                    await self._kill(plan)
+                    await asyncio.sleep(_RETRY_SECONDS)
+                except (RayActorError, GetTimeoutError):  # its process or the whole node died
+                    await asyncio.sleep(_POLL_SECONDS)
                 except RayError as error:
-                    self._note(f"node {place.address}: {error}")
-                    await asyncio.sleep(_AGAIN_SECONDS)
+                    self._note(f"node {plan.address}: {error}")
+                    await asyncio.sleep(_RETRY_SECONDS)
                 finally:
-                    self._states.pop(place.node_id, None)
+                    self._states.pop(plan.node_id, None)
         finally:
-            if worker is not None and place.node_id not in self._places:
-                self._note(f"node {place.address} is gone")
-                await self._dead(worker)
+            if worker is not None and plan.node_id not in self._plans:
+                self._note(f"node {plan.address} is gone")
+                await self._reclaim_from(worker)
 
-    async def _dead(self, worker: str) -> None:
-        """Take back what this worker had in hand; and sweep: another node may be of the same machine."""
-        taken = await self._store.queue.reclaim_from(worker, attempts=self._attempts)
-        for rollout_id, attempt in taken.items():
+    async def _reclaim_from(self, worker: str) -> None:
+        """Queue the rollouts of a dead worker again, and remove its sandboxes if another node is on its machine."""
+        reclaimed = await self._store.queue.reclaim_from(worker, attempts=self._attempts)
+        for rollout_id, attempt in reclaimed.items():
             await exclude_orphaned_calls(self._store, rollout_id)
             row = await self._store.rollouts.get(rollout_id)
             if not attempt and row is not None:
                 await self._store.groups.settle(row.group_id)
-        if taken:
-            self._note(f"{len(taken)} rollouts of a node that died are queued again")
-        for place in list(self._places.values()):
-            if place.node_id in self._states:
-                with contextlib.suppress(self._ray.exceptions.RayError):  # its own keeper sees what became of it
-                    actor = await asyncio.to_thread(self._actor, place)
-                    await _of(actor.sweep.remote())
+        if reclaimed:
+            self._note(f"{len(reclaimed)} rollouts of a dead node are queued again")
+        for plan in list(self._plans.values()):
+            if plan.node_id in self._states:
+                with contextlib.suppress(self._ray.exceptions.RayError):  # that node's own task handles it
+                    actor = await asyncio.to_thread(self._actor, plan)
+                    await _await_ref(actor.sweep.remote())
 
-    async def _stop(self, place: NodePlan) -> None:
-        """Stop its actor, if it has one; what it has in hand goes back into the queue."""
+    async def _stop(self, plan: NodePlan) -> None:
+        """Stop the node's actor, if it has one; its rollouts in flight go back into the queue."""
         try:
-            actor = await asyncio.to_thread(self._ray.get_actor, _name(place))
+            actor = await asyncio.to_thread(self._ray.get_actor, _actor_name(plan))
         except ValueError:
             return
         try:
             async with asyncio.timeout(_STOP_SECONDS):
-                await _of(actor.stop.remote())
+                await _await_ref(actor.stop.remote())
         except (self._ray.exceptions.RayError, TimeoutError) as error:
-            log.warning("node %s did not stop in order: %s", place.address, error)
-        await self._kill(place)
+            log.warning("node %s did not stop cleanly: %s", plan.address, error)
+        await self._kill(plan)
 
-    async def _kill(self, place: NodePlan) -> None:
-        """Its name is free when this returns."""
+    async def _kill(self, plan: NodePlan) -> None:
+        """Kill the node's actor and wait until its name is free."""
         with contextlib.suppress(ValueError):
-            actor = await asyncio.to_thread(self._ray.get_actor, _name(place))
+            actor = await asyncio.to_thread(self._ray.get_actor, _actor_name(plan))
             await asyncio.to_thread(self._ray.kill, actor, no_restart=True)
         for _ in range(50):
             try:
-                await asyncio.to_thread(self._ray.get_actor, _name(place))
+                await asyncio.to_thread(self._ray.get_actor, _actor_name(plan))
             except ValueError:
                 return
             await asyncio.sleep(0.1)
 
 
-def _name(place: NodePlan) -> str:
-    return f"polar-node-{place.node_id}"
+def _actor_name(plan: NodePlan) -> str:
+    return f"polar-node-{plan.node_id}"
 
 
-async def _of(ref: Any) -> Any:
+async def _await_ref(ref: Any) -> Any:
     return await asyncio.wrap_future(ref.future())
 
 
-def _ray() -> Any:
+def _import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise UsageError("Many machines need Ray: pip install 'polar-proxy[ray]' on each of them.") from error
+        raise UsageError("A cluster needs Ray: run pip install 'polar-proxy[ray]' on each machine.") from error
     return ray

@@ -1,4 +1,4 @@
-"""What works on one node: store, engine, gateway and rollout service, as one machine has them. Knows nothing of Ray."""
+"""The work of one node: store, engine, gateway and rollout service, as on a single machine. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -24,39 +24,41 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """What the head tells a node. Goes from process to process and is written nowhere: it may hold keys."""
+    """What the head gives a node. It is passed between processes and stored nowhere, because it may contain keys."""
 
     settings: Settings
     address: str
-    """The node's own, by which others reach it."""
+    """The node's own address, by which others reach it."""
     agents: int
     version: str = __version__
     lease_seconds: float = 30.0
 
     @property
     def digest(self) -> str:
-        """Equal for equal configurations: a node that was started with another one has to be started anew."""
-        told = json.dumps(self.settings.model_dump(), sort_keys=True, default=_plain)
+        """A hash that is equal for equal configurations; a node with another one must be restarted."""
+        settings = json.dumps(self.settings.model_dump(), sort_keys=True, default=_to_json_value)
         rest = f"{self.address} {self.agents} {self.version} {self.lease_seconds}"
-        return hashlib.sha256(f"{told} {rest}".encode()).hexdigest()
+        return hashlib.sha256(f"{settings} {rest}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """What a node says of itself."""
+    """What a node reports about itself."""
 
     address: str
     agents: int
     worker: str
-    """Its name in the queue."""
+    """The name of its worker in the queue."""
     url: str
-    """Of its gateway."""
+    """The URL of its gateway."""
     digest: str
     engine: str
 
 
 @dataclass(frozen=True, slots=True)
 class RunningNode:
+    """The parts of a node that works."""
+
     config: NodeConfig
     store: Store
     gateway: Gateway
@@ -64,15 +66,17 @@ class RunningNode:
     engine: str
 
     def state(self) -> NodeState:
-        worker = self.service.scheduler.worker
-        given = self.config
-        return NodeState(given.address, given.agents, worker, self.gateway.url, given.digest, self.engine)
+        config = self.config
+        return NodeState(
+            config.address, config.agents, self.service.worker.name, self.gateway.url, config.digest, self.engine
+        )
 
 
 @contextlib.asynccontextmanager
-async def run_node(config: NodeConfig, elsewhere: RemoteScorer | None = None) -> AsyncIterator[RunningNode]:
-    """Clean up after whoever worked here before, then work until the block ends; what is in hand then goes back into
-    the queue. Raises PolarError where the engine or the database cannot be had."""
+async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None) -> AsyncIterator[RunningNode]:
+    """Clean up after dead processes of this machine, then work until the block ends.
+
+    Rollouts in flight then go back into the queue. Raises PolarError if the engine or the database cannot be used."""
     settings = node_settings(config.settings)
     async with open_store(
         settings.db or default_url(settings.home), create=False, artifacts=settings.home / "artifacts"
@@ -80,7 +84,7 @@ async def run_node(config: NodeConfig, elsewhere: RemoteScorer | None = None) ->
         for line in await recover(store):
             log.info("%s", line)
         gateways = settings.gateway.model_copy(
-            update={"host": _bound(settings.gateway.host, config.address), "port": settings.gateway.cluster_port}
+            update={"host": _bind_host(settings.gateway.host, config.address), "port": settings.gateway.cluster_port}
             | {"require_known_keys": True, "shared": True}
         )
         async with make_engine(settings.engine) as engine, Gateway(engine, store, gateways) as gateway:
@@ -91,15 +95,16 @@ async def run_node(config: NodeConfig, elsewhere: RemoteScorer | None = None) ->
                 settings.harness_cache,
                 limits=_limits(config, settings),
                 note=lambda line: log.info("%s", line),
-                elsewhere=elsewhere,
+                remote_scorer=remote_scorer,
             )
             async with service:
                 yield RunningNode(config, store, gateway, service, f"{engine.info.engine} {engine.info.version}")
 
 
 def node_settings(given: Settings) -> Settings:
-    """The head's settings with this node's own folders, and with what its environment and polar.toml say of the engine:
-    each node may have one of its own."""
+    """Return the head's settings with this node's own folders and engine settings, since each node may have an engine.
+
+    The node's engine settings come from its environment and polar.toml."""
     own, plain = Settings(), EngineSettings()
     engine = {name: value for name, value in own.engine if value != getattr(plain, name)}
     changes: dict[str, Any] = {"engine": given.engine.model_copy(update=engine)}
@@ -107,17 +112,18 @@ def node_settings(given: Settings) -> Settings:
 
 
 def _limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
-    """A quarter more is taken in hand than may run, so that a place that falls free is filled at once; not twice as
-    much, as on one machine: what one node holds and cannot run, another could."""
-    limits = ServiceLimits.of(config.agents, settings.admission, prebuild=settings.run.prebuild)
+    """Claim a quarter more rollouts than may run, so that a free place is filled at once.
+
+    On a single machine it is twice as many; here, another node could run what this one only claims."""
+    limits = ServiceLimits.of(settings, agents=config.agents)
     in_flight = config.agents + max(1, config.agents // 4)
-    return replace(limits, scheduler=replace(limits.scheduler, in_flight=in_flight, lease_seconds=config.lease_seconds))
+    return replace(limits, worker=replace(limits.worker, in_flight=in_flight, lease_seconds=config.lease_seconds))
 
 
-def _bound(host: str, address: str) -> str:
-    """A gateway that may be reached from elsewhere is bound to the node's own address; one on loopback stays there."""
+def _bind_host(host: str, address: str) -> str:
+    """Bind a gateway that others may reach to the node's own address, and keep one on loopback there."""
     return address if host in ("0.0.0.0", "::") else "127.0.0.1"
 
 
-def _plain(value: object) -> object:
+def _to_json_value(value: object) -> object:
     return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)
