@@ -1,4 +1,4 @@
-"""How the rollout scheduler keeps a fleet busy: the real scheduler, gates, pool and policies, with modelled agents and
+"""How the rollout worker keeps a fleet busy: the real worker, stage limits, pool and policies, with modelled agents and
 engines, on a clock that jumps.
 
     python benchmarks/fleet.py [--json] [--sizes 100,1000,10000] [--settings cold-scattered,...] [--seed 1]
@@ -35,7 +35,7 @@ from benchmarks._fleet.clock import Outside, VirtualLoop  # noqa: E402
 from benchmarks._fleet.engine import EngineCount, EngineModel, Fleet  # noqa: E402
 from benchmarks._fleet.queue import ThinQueue  # noqa: E402
 from polar_proxy.engines.base import EngineLoad  # noqa: E402
-from polar_proxy.rollouts.engine_monitor import EngineMonitor  # noqa: E402
+from polar_proxy.rollouts.admission import EngineMonitor  # noqa: E402
 from polar_proxy.rollouts.pool import SandboxPool  # noqa: E402
 from polar_proxy.rollouts.worker import Worker, WorkerLimits  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
@@ -156,12 +156,12 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
             over.set()
 
     async with pool, EngineMonitor(_Loads(fleet), 60.0) as load:
-        crowded = (lambda ticket: load.crowded()) if case.setting.admission else None
-        async with Worker(store, attempt, limits, on_settled=on_settled, crowded=crowded) as scheduler:
-            watching = asyncio.create_task(watch.run(scheduler))
+        may_run = (lambda request: load.busy()) if case.setting.admission else None
+        async with Worker(store, attempt, limits, on_settled=on_settled, may_run=may_run) as worker:
+            watching = asyncio.create_task(watch.run(worker))
             await over.wait()
             watching.cancel()
-            refusals = dict(scheduler.gates.running.count.refusals)
+            refusals = dict(worker.stages.running.count.refusals)
         shelf = pool.counts()
     took = time.perf_counter() - began
     return {
@@ -181,7 +181,7 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
 
 
 class _Loads:
-    """What EngineWatch asks an engine."""
+    """The part of an engine that EngineMonitor uses."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -207,9 +207,9 @@ class _Watch:
         self._last: tuple[float, EngineCount] | None = None
         self._taken: list[int] = []
 
-    async def run(self, scheduler: Worker) -> None:
+    async def run(self, worker: Worker) -> None:
         loop = asyncio.get_running_loop()
-        gate = scheduler.gates.running
+        gate = worker.stages.running
         while True:
             await asyncio.sleep(5.0)
             full = gate.inside >= self._agents
@@ -217,7 +217,7 @@ class _Watch:
                 self._first = loop.time(), self._sum()
             if self._first is None:
                 continue
-            busy = scheduler.in_flight > gate.inside + scheduler.gates.scoring.inside
+            busy = worker.in_flight > gate.inside + worker.stages.scoring.inside
             if busy or self._last is None:  # something is still before the agents
                 self._last = loop.time(), self._sum()
                 self._taken.append(gate.inside)

@@ -37,7 +37,7 @@ async def one_kind(
     kind: SandboxKind, folder: Path, given: argparse.Namespace, settings: EngineSettings
 ) -> dict[str, Any]:
     folder.mkdir()
-    limits = ServiceLimits.of(given.concurrency)
+    limits = ServiceLimits.of(Settings(), agents=given.concurrency)
     source = get_source("swe-task")
     tasks = [source.task(seed) for seed in range(given.groups)]
     spec = JobSpec(harness=given.harness, sandbox=kind, timeout=given.timeout, samples=given.samples)

@@ -62,7 +62,9 @@ async def times_of(store: Store, row: RolloutRow) -> dict[str, float]:
 async def one(kind: SandboxKind, pool: bool, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """A group, one sibling after the other, the first in a process whose register, repositories and shelf are empty."""
     folder.mkdir()
-    limits = ServiceLimits(WorkerLimits(in_flight=1, running=1, poll_seconds=0.05), shelf=2 if pool else 0, refill=pool)
+    limits = ServiceLimits(
+        WorkerLimits(in_flight=1, running=1, poll_seconds=0.05), pool_size=2 if pool else 0, refill=pool
+    )
     harness = (
         given.harness or f"shell:{python_inside()} -S {{mount:{AGENT}}} --witness /tmp --turns 1 --rest {REST_SECONDS}"
     )

@@ -15,8 +15,7 @@ from typing import Any, cast
 
 from benchmarks._fleet.engine import Fleet
 from polar_proxy.rollouts.pool import SandboxPool
-from polar_proxy.rollouts.stage_limits import AdmissionRequest
-from polar_proxy.rollouts.worker import StageLimits
+from polar_proxy.rollouts.stage_limits import AdmissionRequest, StageLimits
 from polar_proxy.store.stages import Claim
 from sandboxes import ExecResult, Sandbox, SandboxSpec
 from sandboxes.base import SandboxKind
@@ -139,7 +138,7 @@ class Seen:
 
 
 class ModelAttempt:
-    """The scheduler's attempts: the stages of `rollout/runner.py` with modelled contents."""
+    """An `AttemptFunction` with the stages of `rollouts/attempt.py` and modelled contents."""
 
     def __init__(
         self, store: Any, fleet: Fleet, pool: SandboxPool, model: AgentModel, seed: int, memory: Memory, warm: bool
@@ -157,14 +156,14 @@ class ModelAttempt:
         self.left: dict[str, int] = {}
         """Of each task, how many rollouts have not ended."""
 
-    async def __call__(self, held: Claim, gates: StageLimits, ticket: AdmissionRequest) -> None:
+    async def __call__(self, held: Claim, limits: StageLimits, request: AdmissionRequest) -> None:
         loop = asyncio.get_running_loop()
         number, task = held.seed, str(held.config["task"])
         assert number is not None
         drawn = plan(self._model, self._seed, number)
         seen = self.seen[held.rollout_id] = Seen(held.group_id, task, loop.time())
         try:
-            async with gates.preparing.enter(ticket):
+            async with limits.preparing.enter(request):
                 await self._store.rollouts.enter_stage(held, "preparing")
                 sandbox = await self._pool.take("process", self._spec)
                 try:
@@ -175,7 +174,7 @@ class ModelAttempt:
             seen.prepared = loop.time()
             try:
                 await self._store.rollouts.enter_stage(held, "ready")
-                async with gates.running.enter(ticket):
+                async with limits.running.enter(request):
                     seen.running = loop.time()
                     await self._store.rollouts.enter_stage(held, "running")
                     if self._warm:
@@ -183,7 +182,7 @@ class ModelAttempt:
                     await self._work(held, task, drawn, seen)
             finally:
                 await sandbox.close()
-            async with gates.scoring.enter(ticket):
+            async with limits.scoring.enter(request):
                 seen.scoring = loop.time()
                 await self._store.rollouts.enter_stage(held, "scoring")
                 await self._score(drawn)

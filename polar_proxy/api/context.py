@@ -53,7 +53,7 @@ class ApiContext:
     def wake(self) -> None:
         """Let the rollout service look at the queue now."""
         if self.service is not None:
-            self.service.scheduler.wake()
+            self.service.worker.wake()
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,11 @@ def _stage_metrics(counts: Json) -> Iterator[Metric]:
     refusals = CounterMetricFamily(
         "polar_stage_refusals", "Times that a rollout was not admitted, by reason.", labels=["stage", "reason"]
     )
-    for stage, gate in counts["gates"].items():
+    for stage, limiter in counts["stages"].items():
         for name, family in gauges.items():
-            family.add_metric([stage], gate[name])
-        entered.add_metric([stage], gate["entered"])
-        waited.add_metric([stage], gate["waited_seconds"])
+            family.add_metric([stage], limiter[name])
+        entered.add_metric([stage], limiter["entered"])
+        waited.add_metric([stage], limiter["waited_seconds"])
         for reason, times in counts["refusals"][stage].items():
             refusals.add_metric([stage, reason], times)
     yield from (*gauges.values(), entered, waited, refusals)

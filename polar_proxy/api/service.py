@@ -84,13 +84,13 @@ def _service(context: ApiContext) -> RolloutService:
 
 async def _pause_one(service: RolloutService, seconds: float | None, wait_idle: float | None) -> None:
     """Raises ApiError `pause_timed_out`; the service then is as it was before."""
-    was_accepting, was_paused_until = service.taking, service.paused_until
+    was_accepting, was_paused_until = service.accepting, service.paused_until
     service.pause_all(seconds)
     if wait_idle is None:
         return
 
     async def idle() -> bool:
-        return service.scheduler.in_flight == 0
+        return service.worker.in_flight == 0
 
     done = False
     try:
@@ -101,7 +101,7 @@ async def _pause_one(service: RolloutService, seconds: float | None, wait_idle: 
         elif not done:
             service.pause_all(None if was_paused_until is None else max(0.0, was_paused_until - time.time()))
     if not done:
-        raise _pause_timed_out(wait_idle, service.scheduler.in_flight)
+        raise _pause_timed_out(wait_idle, service.worker.in_flight)
 
 
 async def _pause_all(store: Store, seconds: float | None, wait_idle: float | None) -> None:
@@ -170,11 +170,13 @@ async def _state(context: ApiContext) -> m.ServiceState:
     if (service := context.service) is not None:
         counts = service.counts()
         state |= {
-            "worker": service.scheduler.worker,
-            "state": "working" if service.taking and not fleet.paused else "paused",
+            "worker": service.worker.name,
+            "state": "working" if service.accepting and not fleet.paused else "paused",
             "paused_until": service.paused_until,
             "in_flight": counts["in_flight"],
-            "gates": {name: {**gate, "refusals": counts["refusals"][name]} for name, gate in counts["gates"].items()},
+            "stages": {
+                name: {**limiter, "refusals": counts["refusals"][name]} for name, limiter in counts["stages"].items()
+            },
             "pool": counts["pool"],
         }
         if engine is not None:

@@ -440,7 +440,7 @@ class ServiceState(ApiResponseModel):
     """When the pause of this server alone ends."""
     in_flight: int | None = None
     """Rollouts that this server works on."""
-    gates: dict[str, StageLimitState] | None = None
+    stages: dict[str, StageLimitState] | None = None
     """How full each stage is."""
     pool: SandboxPoolState | None = None
     """The sandbox pool."""

@@ -104,9 +104,7 @@ class TaskSandboxes:
                 found = await engine.images.inspect(await docker_engine.find_image(engine, image))
         workdir = found["Config"].get("WorkingDir") or "/"
         if workdir == "/":
-            raise WorkspaceError(
-                f"the image {image} has no WORKDIR; set the task's environment.workdir"
-            )
+            raise WorkspaceError(f"the image {image} has no WORKDIR; set the task's environment.workdir")
         return image, workdir
 
 

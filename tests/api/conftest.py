@@ -25,8 +25,8 @@ from polar_proxy.store import Store
 from tests.fakes.player import PlayerEngine
 
 LIMITS = ServiceLimits(
-    WorkerLimits(in_flight=4, running=4, pause_seconds=0.01, poll_seconds=0.05),
-    shelf=1,
+    WorkerLimits(in_flight=4, running=4, retry_seconds=0.01, poll_seconds=0.05),
+    pool_size=1,
     refill=False,
     admission=AdmissionSettings(memory_mb=0),  # whatever else this machine does
 )

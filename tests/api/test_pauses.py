@@ -93,8 +93,8 @@ async def test_how_the_server_stands(serve_api: ServeApi) -> None:
         await until_ended(running, job["job_id"])
         state = await running.get("/service")
         assert state["engine"]["healthy"] is True
-        assert state["worker"] == running.service.scheduler.worker  # type: ignore[union-attr]
-        assert {name: gate["entered"] for name, gate in state["gates"].items()} == dict.fromkeys(
+        assert state["worker"] == running.service.worker.name  # type: ignore[union-attr]
+        assert {name: stage["entered"] for name, stage in state["stages"].items()} == dict.fromkeys(
             ("preparing", "running", "scoring"), 1
         )
         assert state["pool"]["hits"] + state["pool"]["misses"] >= 1
@@ -104,6 +104,6 @@ async def test_how_the_server_stands(serve_api: ServeApi) -> None:
         assert "polar_rollouts_in_flight 0.0" in metrics
     async with serve_api() as alone:
         state = await alone.get("/service")
-        assert (state["state"], state["gates"], state["in_flight"]) == (None, None, None)
+        assert (state["state"], state["stages"], state["in_flight"]) == (None, None, None)
         for path in ("/service/pause", "/service/resume", "/service/drain"):
             assert (await alone.post(path, status=503))["error"]["code"] == "unavailable"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.rollouts.git import WorkspaceError, git
-from polar_proxy.rollouts.git_history import truncate_git_history
+from polar_proxy.rollouts.git import WorkspaceError, git, truncate_git_history
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.workspace import prepare_workspace
 from polar_proxy.tasks import Environment, Repository, Task, get_source

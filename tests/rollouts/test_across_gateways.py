@@ -1,4 +1,4 @@
-"""A rollout whose calls went to two gateways of one database: its end knows of both.
+"""A rollout with calls on two gateways of one database ends with the calls of both.
 
 Real parts: store, gateways, service, process sandbox, the small agent, hidden tests. Scripted: the engines. The second
 gateway is in this process, or in another one that is killed.
@@ -28,7 +28,7 @@ from tests.gateway.shared_gateways import (
     run_slow_gateway,
     until_open,
 )
-from tests.rollouts.test_service import LIMITS, books, job, own_sandbox_register
+from tests.rollouts.test_service import LIMITS, TASKS, books, job, own_sandbox_register
 
 __all__ = ["own_sandbox_register"]
 
@@ -49,7 +49,7 @@ async def held_agent(
         local_gateway(settings, engine, store) as gateway,
         RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=LIMITS) as service,
     ):
-        await service.submit(job("HeldAgent"))
+        await service.submit(TASKS, job("HeldAgent"))
         async with asyncio.timeout(240):
             while not (rows := await store.rollouts.find()) or not rows[0].calls:
                 await asyncio.sleep(0.05)

@@ -11,7 +11,7 @@ import pytest
 from harness_adapters.base import Installation, LaunchPlan
 from polar_proxy.config import Settings
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway
-from polar_proxy.rollouts.prebuilt import PrebuiltImageCache
+from polar_proxy.rollouts.harnesses import PrebuiltImageCache
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
 from sandboxes import Mount, Sandbox, SandboxSpec, available, docker_engine, open_sandbox
@@ -21,7 +21,7 @@ from tests.fakes.player import PlayerEngine
 from tests.fakes.tiny_agent import TinyAgent
 
 
-class BakedAgent(TinyAgent):
+class PrebuiltAgent(TinyAgent):
     """A program that is nowhere but in its folder; it asks no model."""
 
     name = "prebuilt-agent"
@@ -42,7 +42,7 @@ async def test_one_image_for_each_base_and_agent(tmp_path: Path) -> None:
     asked: list[tuple[str | None, tuple[Path, ...]]] = []
 
     class Counted(PrebuiltImageCache):
-        async def _bake(self, base: str | None, paths: tuple[Path, ...]) -> PrebuiltImage:
+        async def _prebuild(self, base: str | None, paths: tuple[Path, ...]) -> PrebuiltImage:
             asked.append((base, paths))
             await asyncio.sleep(0.01)
             return PrebuiltImage(f"prebuilt-{len(asked)}", base or "default", True, 0.01)
@@ -75,7 +75,7 @@ async def test_a_rollout_with_its_agent_in_the_image(
         return await open_sandbox(kind, spec)
 
     engine, limits = PlayerEngine(), replace(ServiceLimits(prebuild=True), refill=False)
-    harness = "tests.rollouts.test_prebuilt:BakedAgent"
+    harness = "tests.rollouts.test_prebuilt:PrebuiltAgent"
     spec = JobSpec(harness=harness, sandbox="docker", timeout=120.0, samples=2)
     async with (
         engine,

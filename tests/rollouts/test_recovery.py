@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from polar_proxy.rollouts import JobSpec, recover, submit
-from polar_proxy.rollouts.recovery import leftovers
+from polar_proxy.rollouts.recovery import describe_removed
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
 from polar_proxy.traces.operations import SUPERSEDED
@@ -88,7 +88,7 @@ async def test_what_a_service_held_is_queued_again(store: Store, dead: int) -> N
     assert [held.rollout_id for held in await store.queue.claim("me", 5, 60)] == [lost]
 
 
-def test_leftovers_are_one_line() -> None:
+def test_describes_removed_sandboxes_in_one_line() -> None:
     removed = [RemovedItem("a", "process", "1"), RemovedItem("a", "record", "x"), RemovedItem("b", "cgroup", "/c")]
-    assert leftovers(removed) == ["removed what was left of 2 sandboxes of a killed process (1 cgroup, 1 process)"]
-    assert leftovers([]) == []
+    assert describe_removed(removed) == ["removed the remains of 2 sandboxes of a killed process (1 cgroup, 1 process)"]
+    assert describe_removed([]) == []

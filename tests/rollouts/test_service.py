@@ -27,8 +27,8 @@ from sandboxes.base import SandboxKind
 from tests.fakes.player import PlayerEngine, play
 
 LIMITS = ServiceLimits(
-    WorkerLimits(in_flight=8, running=4, pause_seconds=0.01, poll_seconds=0.05),
-    shelf=2,
+    WorkerLimits(in_flight=8, running=4, retry_seconds=0.01, poll_seconds=0.05),
+    pool_size=2,
     refill=False,
     admission=AdmissionSettings(memory_mb=0),  # whatever else this machine does
 )
@@ -175,7 +175,7 @@ async def test_cancelled_while_the_agent_runs(
         whole = {"job": made.job_id, "group": group.group_id, "rollout": row.rollout_id}[what]
         await asyncio.wait_for(running.cancel(whole), 120)
         # What was opened ahead for a judge is nobody's, and waits for the next.
-        await asyncio.gather(*(opened for _, opened in running.pool._shelf))
+        await running.pool.opened()
         assert len(left_behind()) == running.pool.waiting <= 1
         await asyncio.wait_for(running.until_done(made.job_id), 60)
     assert left_behind() == []
@@ -242,16 +242,16 @@ async def test_an_engine_that_is_away_is_waited_for(store: Store, tmp_path: Path
 
     engine = Away()
     async with service(store, tmp_path, engine=engine) as running:
-        await running._watch.look()
+        await running.engine_monitor.check()
         made, _ = await running.submit(TASKS, job())
         while not [row for row in await store.rollouts.find() if row.status == "ready"]:
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.5)
         assert engine.requests == []
         engine.away = None
-        await running._watch.look()
+        await running.engine_monitor.check()
         await running.until_done(made.job_id)
-        assert running.scheduler.gates.running.count.refusals["the engine does not answer"] > 0
+        assert running.worker.stages.running.count.refusals["the engine does not answer"] > 0
     (row,) = await store.rollouts.find()
     assert (row.status, row.reward) == ("done", 1.0)
 
@@ -306,18 +306,18 @@ async def test_a_drain_that_is_not_done_in_time_takes_work_again(store: Store, t
         await asyncio.wait_for(until_asleep(await first_of(opened)), 60)
         (row,) = await store.rollouts.find()
         assert await running.drain(0.05) == [row.rollout_id]
-        assert running.taking
+        assert running.accepting
         draining = asyncio.create_task(running.drain(120))
         await opened[0].kill_all()
         assert await asyncio.wait_for(draining, 150) == []
-        assert not running.taking
+        assert not running.accepting
         await running.until_done(made.job_id)
         later, _ = await running.submit(TASKS, job())
         await asyncio.sleep(0.3)
         assert await store.jobs.in_flight(later.job_id) == 0
         running.pause_all(0.1)
         await asyncio.wait_for(running.until_done(later.job_id), 120)
-        assert (running.taking, running.paused_until) == (True, None)
+        assert (running.accepting, running.paused_until) == (True, None)
 
 
 async def test_a_group_that_has_fallen_too_far_behind_is_given_up(store: Store, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Who enters a stage, in which order, and that places are never lost."""
+"""The order in which rollouts enter a stage, and that no place is lost."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 from polar_proxy.rollouts.stage_limits import AdmissionRequest, StageLimiter
 
 
-async def test_order() -> None:
-    gate = StageLimiter(1)
+async def test_admits_by_priority_then_in_order() -> None:
+    limiter = StageLimiter(1)
     entered: list[str] = []
     release = asyncio.Event()
 
     async def one(name: str, **given: object) -> None:
-        async with gate.enter(AdmissionRequest(name, **given)):  # type: ignore[arg-type]
+        async with limiter.enter(AdmissionRequest(name, **given)):  # type: ignore[arg-type]
             entered.append(name)
             await release.wait()
             await asyncio.sleep(0)
@@ -34,20 +34,20 @@ async def test_order() -> None:
     ]
     for _ in range(5):
         await asyncio.sleep(0)
-    assert (gate.inside, gate.waiting) == (1, 4)
+    assert (limiter.inside, limiter.waiting) == (1, 4)
     release.set()
     await asyncio.gather(first, *tasks)
-    # With one place nothing is inside when the next is chosen: priority, then whoever came first.
+    # With one place nothing is inside when the next is chosen, so priority and order of arrival decide.
     assert entered == ["a1", "u1", "b1", "c1", "a2"]
 
 
-async def test_siblings_together_then_jobs_in_turn() -> None:
-    gate = StageLimiter(3)
+async def test_admits_siblings_first_then_jobs_in_turn() -> None:
+    limiter = StageLimiter(3)
     entered: list[str] = []
     leave = {name: asyncio.Event() for name in ("a1", "b1", "b2", "a2", "c1", "d1")}
 
     async def one(name: str, job: str) -> None:
-        async with gate.enter(AdmissionRequest(name, name[0], job)):
+        async with limiter.enter(AdmissionRequest(name, name[0], job)):
             entered.append(name)
             await leave[name].wait()
 
@@ -66,15 +66,15 @@ async def test_siblings_together_then_jobs_in_turn() -> None:
     await asyncio.gather(*tasks)
 
 
-async def test_whoever_is_cancelled_or_fails_leaves_its_place() -> None:
-    gate = StageLimiter(3)
+async def test_cancelled_and_failed_rollouts_free_their_place() -> None:
+    limiter = StageLimiter(3)
     chance = random.Random(5)
     most = 0
 
     async def one(number: int) -> None:
         nonlocal most
-        async with gate.enter(AdmissionRequest(str(number), str(number % 7))):
-            most = max(most, gate.inside)
+        async with limiter.enter(AdmissionRequest(str(number), str(number % 7))):
+            most = max(most, limiter.inside)
             await asyncio.sleep(chance.random() / 500)
             if number % 5 == 0:
                 raise RuntimeError("failed inside")
@@ -84,22 +84,22 @@ async def test_whoever_is_cancelled_or_fails_leaves_its_place() -> None:
         await asyncio.sleep(chance.random() / 2000)
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    everyone = asyncio.create_task(one(1))
-    everyone.cancel()
-    await asyncio.gather(everyone, return_exceptions=True)
+    later = asyncio.create_task(one(1))
+    later.cancel()
+    await asyncio.gather(later, return_exceptions=True)
     assert most == 3
-    assert (gate.inside, gate.waiting) == (0, 0)
+    assert (limiter.inside, limiter.waiting) == (0, 0)
 
 
-async def test_admission() -> None:
+async def test_waits_while_may_enter_refuses() -> None:
     reason: str | None = "engine queue"
-    gate = StageLimiter(2, lambda: reason)
-    task = asyncio.create_task(gate.enter(AdmissionRequest("a", "a")).__aenter__())
+    limiter = StageLimiter(2, may_enter=lambda request: reason)
+    task = asyncio.create_task(limiter.enter(AdmissionRequest("a", "a")).__aenter__())
     await asyncio.sleep(0.05)
     assert not task.done()
     reason = None
     await asyncio.wait_for(task, 60)
-    assert gate.count.refusals["engine queue"] >= 1
-    assert gate.count.waited > 0.04
+    assert limiter.count.refusals["engine queue"] >= 1
+    assert limiter.count.waited > 0.04
     with pytest.raises(ValueError, match="at least one"):
         StageLimiter(0)

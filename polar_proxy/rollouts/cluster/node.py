@@ -84,7 +84,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
         for line in await recover(store):
             log.info("%s", line)
         gateways = settings.gateway.model_copy(
-            update={"host": _bind_host(settings.gateway.host, config.address), "port": settings.gateway.cluster_port}
+            update={"host": gateway_host(settings.gateway.host, config.address), "port": settings.gateway.cluster_port}
             | {"require_known_keys": True, "shared": True}
         )
         async with make_engine(settings.engine) as engine, Gateway(engine, store, gateways) as gateway:
@@ -93,7 +93,7 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
                 gateway,
                 engine,
                 settings.harness_cache,
-                limits=_limits(config, settings),
+                limits=node_limits(config, settings),
                 note=lambda line: log.info("%s", line),
                 remote_scorer=remote_scorer,
             )
@@ -111,7 +111,7 @@ def node_settings(given: Settings) -> Settings:
     return given.model_copy(update={**changes, "home": own.home, "harnesses": own.harnesses})
 
 
-def _limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
+def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
     """Claim a quarter more rollouts than may run, so that a free place is filled at once.
 
     On a single machine it is twice as many; here, another node could run what this one only claims."""
@@ -120,7 +120,7 @@ def _limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
     return replace(limits, worker=replace(limits.worker, in_flight=in_flight, lease_seconds=config.lease_seconds))
 
 
-def _bind_host(host: str, address: str) -> str:
+def gateway_host(host: str, address: str) -> str:
     """Bind a gateway that others may reach to the node's own address, and keep one on loopback there."""
     return address if host in ("0.0.0.0", "::") else "127.0.0.1"
 

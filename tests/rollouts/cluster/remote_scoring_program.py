@@ -1,4 +1,4 @@
-"""A driver of the cluster that has attempts scored there; prints what came of it as JSON. Run by test_cluster.py."""
+"""Scores on a Ray cluster and prints the results as JSON. Run by test_cluster.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import ray
 
 from polar_proxy.rewards import CommandEvaluator, EvaluationInput, Score
-from polar_proxy.rollouts.cluster.scoring import RayScorer
-from polar_proxy.rollouts.worker import InfrastructureError
+from polar_proxy.rollouts.cluster.actor import RayScorer
+from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.tasks import Environment, Repository, Task
 from sandboxes import default_state_dir
 
@@ -28,7 +28,7 @@ index 0000000..ce01362
 LABELS = {"polar.rollout": "roll_1"}
 
 
-def attempt(shell: str, patch: bytes = PATCH) -> EvaluationInput:
+def work_for(shell: str, patch: bytes = PATCH) -> EvaluationInput:
     task = Task(
         "t-1", "t", 0, "Make done.txt.", files={"a": "b\n"}, evaluators=(CommandEvaluator(("sh", "-c", shell)),)
     )
@@ -39,26 +39,27 @@ def registered() -> int:
     return sum(path.name.startswith("polar-") for path in default_state_dir().iterdir())
 
 
-async def failure(scoring: RayScorer) -> str:
-    """What is wrong over there arrives as what it is."""
-    whole = attempt("true")
+async def failure(scorer: RayScorer) -> str:
+    """Return the error of a task whose repository does not exist."""
+    whole = work_for("true")
+    assert isinstance(whole.task, Task)
     environment = Environment(repository=Repository("/nowhere/at/all", "0" * 40))
     broken = replace(whole, task=replace(whole.task, environment=environment))
     try:
-        await scoring(broken, "process", LABELS)
+        await scorer(broken, "process", LABELS)
     except InfrastructureError as error:
         return f"{error.cause}: {error}"
     return "none"
 
 
 async def main() -> dict[str, Any]:
-    scoring = RayScorer({"polar_scoring": 1.0})
+    scorer = RayScorer({"polar_scoring": 1.0})
     solved, unsolved = await asyncio.gather(
-        scoring(attempt("grep -q hello done.txt && echo seen"), "process", LABELS),
-        scoring(attempt("grep -q hello done.txt", b""), "process", LABELS),
+        scorer(work_for("grep -q hello done.txt && echo seen"), "process", LABELS),
+        scorer(work_for("grep -q hello done.txt", b""), "process", LABELS),
     )
     assert isinstance(solved, Score)
-    slow = asyncio.create_task(scoring(attempt("sleep 1234.5"), "process", LABELS))
+    slow = asyncio.create_task(scorer(work_for("sleep 1234.5"), "process", LABELS))
     while not registered():
         await asyncio.sleep(0.05)
     await asyncio.sleep(2.0)
@@ -69,11 +70,11 @@ async def main() -> dict[str, Any]:
         "solved": solved.reward,
         "log": solved.log.decode(),
         "unsolved": unsolved.reward,
-        "done": scoring.done,
+        "done": scorer.done,
         "cancelled": slow.cancelled(),
         "seconds": time.monotonic() - began,
         "left": registered(),
-        "failure": await failure(scoring),
+        "failure": await failure(scorer),
     }
 
 

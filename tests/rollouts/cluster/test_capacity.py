@@ -1,4 +1,4 @@
-"""How much a node takes: pure. What a node is told, and what it knows better: no Ray."""
+"""How much work a node takes, and the settings that it gets; without Ray."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
 from polar_proxy.rollouts.cluster import Cluster
 from polar_proxy.rollouts.cluster.capacity import NodePlan, RayNode, agent_capacity, plan_nodes, scoring_resources
-from polar_proxy.rollouts.cluster.node import NodeConfig, _bound, _limits, node_settings
+from polar_proxy.rollouts.cluster.node import NodeConfig, gateway_host, node_limits, node_settings
 from polar_proxy.store import open_store
 
 GIB = 1 << 30
@@ -22,7 +22,7 @@ def node(name: str, **resources: float) -> RayNode:
     return RayNode(name, f"10.0.0.{ord(name) - 96}", resources)
 
 
-def test_where_nodes_offer_places_only_those_are_worked_on() -> None:
+def test_uses_only_nodes_that_offer_sandboxes_if_any_do() -> None:
     nodes = [node("b", CPU=64, memory=512 * GIB), node("a", CPU=4, polar_sandbox=3), node("c", polar_sandbox=8)]
     assert plan_nodes(nodes) == [
         NodePlan("a", "10.0.0.1", 3, {"polar_sandbox": 3}),
@@ -30,7 +30,7 @@ def test_where_nodes_offer_places_only_those_are_worked_on() -> None:
     ]
 
 
-def test_where_none_does_memory_decides() -> None:
+def test_memory_decides_if_no_node_offers_sandboxes() -> None:
     nodes = [node("a", CPU=64, memory=33 * GIB), node("b", CPU=1, memory=512 * GIB), node("c", GPU=8, memory=GIB)]
     assert plan_nodes(nodes) == [
         NodePlan("a", "10.0.0.1", 8, {"memory": 32 * GIB}),
@@ -42,34 +42,34 @@ def test_where_none_does_memory_decides() -> None:
 @pytest.mark.parametrize(
     ("cpus", "memory", "agents"), [(4, 64 * GIB, 8), (64, 64 * GIB, 16), (0, 64 * GIB, 0), (8, 3 * GIB, 0)]
 )
-def test_an_offer(cpus: float, memory: float, agents: int) -> None:
+def test_agent_capacity(cpus: float, memory: float, agents: int) -> None:
     assert agent_capacity(cpus, memory) == agents
 
 
-def test_scoring_needs_a_place_or_a_processor() -> None:
+def test_scoring_needs_an_offered_place_or_a_processor() -> None:
     assert scoring_resources([node("a", CPU=4), node("b", polar_scoring=2)]) == {"polar_scoring": 1.0}
     assert scoring_resources([node("a", CPU=4)]) == {"CPU": 1.0}
 
 
-def test_a_node_knows_its_own_engine_and_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_node_keeps_its_own_engine_and_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("POLAR_HOME", "/on/the/head")
     given = Settings(engine={"kind": "vllm", "url": "http://head:8000", "model": "m"}, run={"concurrency": 7})
-    told = pickle.loads(pickle.dumps(given))
+    received = pickle.loads(pickle.dumps(given))
     monkeypatch.setenv("POLAR_HOME", "/on/the/node")
     monkeypatch.setenv("POLAR_ENGINE__URL", "http://node:8000")
     monkeypatch.setenv("POLAR_RUN__CONCURRENCY", "99")
-    found = node_settings(told)
+    found = node_settings(received)
     assert (found.engine.kind, found.engine.url, found.engine.model) == ("vllm", "http://node:8000", "m")
     assert found.home == Path("/on/the/node")
-    assert found.run.concurrency == 7, "how much is done is the head's business"
+    assert found.run.concurrency == 7, "the head decides how much runs"
     monkeypatch.delenv("POLAR_ENGINE__URL")
     monkeypatch.setenv("POLAR_HOME", "/on/the/head")
-    assert node_settings(told).model_dump() == given.model_dump()
+    assert node_settings(received).model_dump() == given.model_dump()
 
 
-def test_a_configuration_is_known_again() -> None:
-    """By another process: sets have no order."""
+def test_equal_configurations_have_equal_digests() -> None:
+    """Also in another process, although sets have no order."""
     off = frozenset({"a", "b", "c", "d"})
     one, two = (
         NodeConfig(Settings(gateway={"normalisers_off": names}), "10.0.0.1", 2) for names in (off, sorted(off)[::-1])
@@ -80,16 +80,16 @@ def test_a_configuration_is_known_again() -> None:
 
 
 @pytest.mark.parametrize(("agents", "in_flight"), [(1, 2), (2, 3), (8, 10), (40, 50)])
-def test_little_is_held_that_another_node_could_run(agents: int, in_flight: int) -> None:
-    limits = _limits(NodeConfig(Settings(), "10.0.0.1", agents), Settings())
-    assert (limits.scheduler.in_flight, limits.scheduler.running) == (in_flight, agents)
+def test_a_node_claims_little_that_another_could_run(agents: int, in_flight: int) -> None:
+    limits = node_limits(NodeConfig(Settings(), "10.0.0.1", agents), Settings())
+    assert (limits.worker.in_flight, limits.worker.running) == (in_flight, agents)
 
 
-def test_gateways_are_reached_as_the_head_is() -> None:
-    assert _bound("127.0.0.1", "10.0.0.1") == "127.0.0.1"
-    assert _bound("0.0.0.0", "10.0.0.1") == "10.0.0.1"
+def test_gateways_listen_where_the_heads_does() -> None:
+    assert gateway_host("127.0.0.1", "10.0.0.1") == "127.0.0.1"
+    assert gateway_host("0.0.0.0", "10.0.0.1") == "10.0.0.1"
 
 
-def test_a_file_is_no_database_for_many_machines(tmp_path: Path) -> None:
+def test_a_cluster_refuses_a_database_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="postgresql://"):
         Cluster(Settings(), open_store(f"{tmp_path}/polar.db"), "auto")

@@ -1,4 +1,4 @@
-"""Scoring that finds no place here is done elsewhere: the runner's side of it, without Ray."""
+"""Scoring that would have to wait here is done remotely: the attempt's side, without Ray."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import pytest
 from polar_proxy.config import AdmissionSettings, Settings
 from polar_proxy.rewards import CommandEvaluator, EvaluationInput, Score
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway
-from polar_proxy.rollouts.attempt import score_attempt
+from polar_proxy.rollouts.attempt import score_work
+from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
-from polar_proxy.rollouts.worker import InfrastructureError, WorkerLimits
+from polar_proxy.rollouts.worker import WorkerLimits
 from polar_proxy.store import Store
-from polar_proxy.tasks import get_source
+from polar_proxy.tasks import Task, get_source
 from sandboxes.base import SandboxKind
 from tests.fakes.player import PlayerEngine
 
 LIMITS = ServiceLimits(
-    WorkerLimits(in_flight=8, preparing=3, running=3, scoring=1, pause_seconds=0.01, poll_seconds=0.05),
-    shelf=0,
+    WorkerLimits(in_flight=8, preparing=3, running=3, scoring=1, retry_seconds=0.01, poll_seconds=0.05),
+    pool_size=0,
     refill=False,
-    admission=AdmissionSettings(memory_mb=0),  # whatever else this machine does: all three run at the same time
+    admission=AdmissionSettings(memory_mb=0),  # all three run at the same time, whatever else this machine does
 )
 
 
@@ -35,42 +36,39 @@ def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("tempfile.tempdir", None)
 
 
-class Other:
-    """Another machine: it scores as the real one does, once there is a file `after`; `broken` of its first scorings
-    fail."""
+class OtherMachine:
+    """A remote scorer that scores in this process, once the file `after` exists; its first `broken` scorings fail."""
 
     def __init__(self, broken: int = 0, after: Path | None = None) -> None:
         self.broken = broken
         self.after = after
-        self.asked: list[str] = []
-        self.open = asyncio.Event()
+        self.rollouts: list[str] = []
 
-    async def __call__(self, attempt: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score:
-        self.asked.append(labels["polar.rollout"])
-        if len(self.asked) <= self.broken:
-            raise InfrastructureError("evaluator", "its judge was lost")
+    async def __call__(self, work: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score:
+        self.rollouts.append(labels["polar.rollout"])
+        if len(self.rollouts) <= self.broken:
+            raise InfrastructureError("evaluator", "its scoring task was lost")
         while self.after is not None and not self.after.exists():
             await asyncio.sleep(0.01)
-        environments = TaskSandboxes(kind)
-        score = await score_attempt(attempt, lambda: environments.fresh(attempt.task, labels))
-        self.open.set()
-        return score
+        task = work.task
+        assert isinstance(task, Task)
+        return await score_work(work, lambda: TaskSandboxes(kind).fresh(task, labels))
 
 
 @pytest.mark.parametrize("broken", [0, 1])
-async def test_only_what_would_wait(store: Store, tmp_path: Path, broken: int) -> None:
-    """One of three is scored here, which takes until the others are done; a judge that is lost is asked once more."""
-    # The one that is scored here begins first, and ends when `held` is there: after the others.
-    other, engine = Other(broken, after=tmp_path / "first"), PlayerEngine()
-    held = tmp_path / "go"
-    script = f"test -e {tmp_path}/first && exit 0; touch {tmp_path}/first; until test -e {held}; do sleep 0.1; done"
+async def test_scores_remotely_only_what_would_wait(store: Store, tmp_path: Path, broken: int) -> None:
+    """One of three rollouts is scored here until the others are done; a lost remote scoring is tried once more."""
+    # The rollout that is scored here begins first, and ends when the file `go` exists: after the others.
+    other, engine = OtherMachine(broken, after=tmp_path / "first"), PlayerEngine()
+    go = tmp_path / "go"
+    script = f"test -e {tmp_path}/first && exit 0; touch {tmp_path}/first; until test -e {go}; do sleep 0.1; done"
     task = replace(
         get_source("swe-task").task(3), timeout_seconds=280.0, evaluators=(CommandEvaluator(("sh", "-c", script)),)
     )
     async with (
         engine,
         local_gateway(Settings(), engine, store) as gateway,
-        RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=LIMITS, elsewhere=other) as running,
+        RolloutService(store, gateway, engine, tmp_path / "harnesses", limits=LIMITS, remote_scorer=other) as running,
     ):
         harness = "tests.fakes.tiny_agent:TinyAgent"
         spec = JobSpec(harness=harness, sandbox="process", timeout=600.0, samples=3)
@@ -80,11 +78,11 @@ async def test_only_what_would_wait(store: Store, tmp_path: Path, broken: int) -
                 await asyncio.sleep(0.05)
         (here,) = [row for row in await store.rollouts.find() if row.status != "done"]
         assert here.status == "scoring"
-        assert here.rollout_id not in other.asked
-        held.touch()
+        assert here.rollout_id not in other.rollouts
+        go.touch()
         await asyncio.wait_for(running.until_done(job.job_id), 120)
-    assert len(set(other.asked)) == 2
-    assert len(other.asked) == 2 + broken
+    assert len(set(other.rollouts)) == 2
+    assert len(other.rollouts) == 2 + broken
     assert [(row.status, row.reward) for row in await store.rollouts.find()] == [("done", 1.0)] * 3
     for row in await store.rollouts.find():
         assert [stage.stage for stage in await store.rollouts.stages(row.rollout_id)][-1] == "scoring"
