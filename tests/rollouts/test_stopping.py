@@ -42,7 +42,7 @@ SPENT = Row("running", completion_tokens=900)
         ("first_n_with_spread", 2, [WON, WON, WON, LOST], "the first 2 have ended"),
         ("first_n_with_spread", 3, [WON, LOST, RUNS], None),
         ("no_spread_left", 3, [WON, LOST, LOST, RUNS], "the first 3 have ended"),
-        ("no_spread_left", 3, [FAILED, FAILED, FAILED, WAITS], "only 1 of 3 can still be had"),
+        ("no_spread_left", 3, [FAILED, FAILED, FAILED, WAITS], "only 1 of 3 are still possible"),
         ("no_spread_left", 3, [FAILED, FAILED, WON, RUNS], None),
         ("no_spread_left", 1, [FAILED, RUNS], None),
         ("token_budget=1000", 3, [WON, LOST, SPENT], "1100 of 1000 tokens are spent"),
@@ -51,13 +51,13 @@ SPENT = Row("running", completion_tokens=900)
         ("token_budget=9999", 2, [WON, LOST, SPENT], "the first 2 have ended"),
     ],
 )
-def test_when_a_group_is_decided(name: str, wanted: int, rollouts: Sequence[Row], reason: str | None) -> None:
+def test_group_policies(name: str, wanted: int, rollouts: Sequence[Row], reason: str | None) -> None:
     policy = get_group_policy(name)
     assert policy(wanted, rollouts) == reason
     assert policy(wanted, list(reversed(rollouts))) == reason
 
 
-def test_names() -> None:
+def test_finds_policies_by_name() -> None:
     assert set(GROUP_POLICIES) < set(NAMES)
     for name in GROUP_POLICIES:
         assert get_group_policy(name) is GROUP_POLICIES[name]
@@ -66,7 +66,7 @@ def test_names() -> None:
             get_group_policy(bad)
 
 
-def test_a_task_says_when_it_is_lost() -> None:
+def test_reads_stop_when_from_the_task() -> None:
     assert early_stop_check({}) is None
     assert early_stop_check({"stop_when": {"command": ["false"], "every": 2}}) == EarlyStopCheck(("false",), 2.0)
     assert early_stop_check({"stop_when": {"command": ["false"]}}) == EarlyStopCheck(("false",), 30.0)
@@ -109,7 +109,7 @@ class Result:
     timed_out: bool = False
 
 
-async def test_the_agent_is_ended_when_all_is_lost() -> None:
+async def test_stops_the_agent_when_the_check_says_so() -> None:
     sandbox = Answers(Result(1), Result(0, timed_out=True), Result(0))
     async with stop_early(sandbox, EarlyStopCheck(("look",), 0.01)) as early:
         assert early.reason is None
@@ -118,7 +118,7 @@ async def test_the_agent_is_ended_when_all_is_lost() -> None:
     assert sandbox.asked == [("look",)] * 3
 
 
-async def test_no_check_and_a_check_that_fails() -> None:
+async def test_runs_on_without_a_check_or_with_a_failing_one() -> None:
     sandbox = Answers(SandboxError("gone"))
     async with stop_early(sandbox, None) as early:
         await asyncio.sleep(0.05)
