@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,8 +100,7 @@ async def _serve(settings: Settings, as_json: bool, *, with_workers: bool, ray_a
         gateway = Gateway(engine, store, settings.gateway)
         service: RolloutService | None = None
         if with_workers:
-            limits = ServiceLimits.of(settings.run.concurrency, settings.admission, prebuild=settings.run.prebuild)
-            limits = replace(limits, scheduler=replace(limits.scheduler, backlog=settings.run.backlog))
+            limits = ServiceLimits.of(settings, backlog=settings.run.backlog)
             service = RolloutService(store, gateway, engine, settings.harness_cache, limits=limits, note=print_note)
         # The API is added before the gateway listens, so that a client that waits for this server never gets a 404.
         context = ApiContext(store, settings, service, engine)

@@ -49,7 +49,7 @@ async def train_locally(
         train_timed_out=config.train_timed_out,
         label=own_id,
     )
-    limits = ServiceLimits.of(settings.run.concurrency, settings.admission, prebuild=settings.run.prebuild)
+    limits = ServiceLimits.of(settings)
     async with load_learner(weights, config) as learner:
         for line in await recover(store):
             report(line)
