@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure drift with real agents on a real vLLM that samples given answers; writes docs/fidelity.md and .json.
+# Measure drift with real agents on a real vLLM that samples forced answers; writes benchmarks/results/fidelity.md and .json.
 #
 #   scripts/fidelity.sh [flags of polar conformance --fidelity...]
 #   scripts/fidelity.sh --harness pi --template keeps
@@ -35,4 +35,4 @@ until grep -qs serves "$WORK/server"; do
     kill -0 "$SERVER" 2>/dev/null || exit 1
     sleep 1
 done
-"$BIN/polar" conformance --fidelity --engine vllm --engine-url "http://127.0.0.1:$PORT" --out-dir docs "$@"
+"$BIN/polar" conformance --fidelity --engine vllm --engine-url "http://127.0.0.1:$PORT" --out-dir benchmarks/results "$@"

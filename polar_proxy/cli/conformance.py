@@ -6,11 +6,9 @@ import asyncio
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import orjson
 import typer
 from rich.markup import escape
 
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from polar_proxy.conformance import HarnessRow, ScenarioRunner
     from polar_proxy.conformance.fidelity import FidelityJob
     from polar_proxy.engines.base import Engine
-    from polar_proxy.types import EngineInfo
 
 _COLOURS = {"ok": "green", "failed": "red", "n/a": "dim", "gives up": "cyan", "not run": "yellow"}
 
@@ -55,7 +52,7 @@ def conformance(
     patience: Annotated[float, typer.Option(min=0.1, help="Factor for all time limits.")] = 1.0,
     out_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder of conformance.md and .json. Default: docs for the scripted engine, else none."),
+        typer.Option(help="Folder of conformance.md and .json. Default with the scripted engine: benchmarks/results."),
     ] = None,
     fidelity: Annotated[
         bool, typer.Option("--fidelity", help="Measure token drift instead. With vllm: see scripts/fidelity.sh.")
@@ -63,7 +60,7 @@ def conformance(
     template: Annotated[
         list[str] | None, typer.Option(help="With --fidelity: keeps or strips. Repeatable. Default: both.")
     ] = None,
-    at_once: Annotated[int, typer.Option(min=1, help="With --fidelity: agents at a time.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="With --fidelity: agents at a time.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Run the real agents through Polar and measure what arrives: calls, edges, retries, losses.
@@ -74,7 +71,8 @@ def conformance(
     --fidelity plays other answers, in both prompt modes, counts the training sequences that drift splits, and writes
     fidelity.md and fidelity.json. The exit code is 0 if drift split none in continue mode.
     """
-    from polar_proxy.conformance import CHECK_NAMES
+    from polar_proxy.conformance import CHECK_NAMES, is_good
+    from polar_proxy.conformance.fidelity import is_good as is_faithful
 
     checks = check or list(CHECK_NAMES)
     if unknown := [name for name in checks if name not in CHECK_NAMES]:
@@ -84,18 +82,18 @@ def conformance(
     adapters = _get_adapters(harness or ["all"])
     if fidelity:
         options = ConformanceOptions(adapters, sandbox, patience, out_dir)
-        found = run_async(_measure_fidelity(settings, options, template, at_once))
-        good = _is_faithful(found)
+        found = run_async(_measure_fidelity(settings, options, template, concurrency))
+        good = is_faithful(found)
         show: Callable[[Json], None] = _print_fidelity
         files = "fidelity"
     else:
         if check:
             out_dir = None
         elif out_dir is None and engine == "scripted":
-            out_dir = Path("docs")
+            out_dir = Path("benchmarks/results")
         options = ConformanceOptions(adapters, sandbox, patience, out_dir)
         found = run_async(_measure(settings, options, checks, slow))
-        good = all(_is_good(row) for row in found["harnesses"])
+        good = all(is_good(row) for row in found["harnesses"])
         show, files = _print_table, "conformance"
     if as_json:
         print_json(found)
@@ -124,7 +122,7 @@ def _get_adapters(names: list[str]) -> list[tuple[HarnessAdapter, str | None]]:
 
 async def _measure(settings: Settings, options: ConformanceOptions, checks: list[str], slow: float) -> Json:
     """Run one harness at a time. The files are written after each, so that an interruption keeps the rows so far."""
-    from polar_proxy.conformance import ScenarioRunner, document, markdown, merged
+    from polar_proxy.conformance import ScenarioRunner, document, merged, save
     from polar_proxy.engines.factory import make_engine
     from polar_proxy.store import open_store
     from sandboxes import choose
@@ -140,12 +138,10 @@ async def _measure(settings: Settings, options: ConformanceOptions, checks: list
             for number, (adapter, version) in enumerate(options.adapters, 1):
                 title = f"{number}/{len(options.adapters)} {adapter.name}"
                 row = await _measure_harness(runner, settings, adapter, version, checks, slow, title)
-                new = document(
-                    [row], engine=_describe(engine.info), sandbox=choice.kind, slow=slow, measured=_timestamp()
-                )
+                new = document([row], engine=engine.info, sandbox=choice.kind, slow=slow)
                 found = merged(found, new)
                 if options.out_dir is not None:
-                    await asyncio.to_thread(_write, options.out_dir / "conformance", new, merged, markdown)
+                    await asyncio.to_thread(save, options.out_dir, new)
     return found
 
 
@@ -158,8 +154,7 @@ async def _measure_harness(
     slow: float,
     title: str,
 ) -> HarnessRow:
-    from harness_adapters.base import HarnessError
-    from polar_proxy.conformance import CheckResult, HarnessRow, measure
+    from polar_proxy.conformance import install_and_measure
 
     with err.status(escape(title)) as status:
 
@@ -168,25 +163,13 @@ async def _measure_harness(
             if not err.is_terminal:
                 err.print(f"{title}: {text}", markup=False)
 
-        try:
-            if not await asyncio.to_thread(adapter.is_installed, settings.harness_cache, version):
-                progress("installing (once; a minute or two)")
-            installed = await asyncio.to_thread(adapter.install, settings.harness_cache, version)
-        except HarnessError as error:
-            row = HarnessRow(adapter.name, version or adapter.default_version, "-", "-")
-            problem = CheckResult("not run", f"could not be installed: {str(error)[:300]}")
-            row.checks = dict.fromkeys(checks, problem)
-        else:
-            row = await measure(runner, adapter, installed, checks, slow=slow, progress=progress)
+        row = await install_and_measure(
+            runner, adapter, version, checks, cache=settings.harness_cache, slow=slow, progress=progress
+        )
     state = "[green]ok[/]" if row.good else "[red]failed[/]"
     counts = f"{row.calls} calls, {row.lost} lost, {row.doubled} doubled, {row.seconds:.0f} s"
     err.print(f"{escape(title)} {escape(row.version)}: {state} ({counts})")
     return row
-
-
-def _is_good(row: Json) -> bool:
-    failed = any(result["status"] == "failed" for result in row["checks"].values())
-    return not (failed or row["lost"] or row["doubled"])
 
 
 def _print_table(found: Json) -> None:
@@ -206,7 +189,7 @@ def _print_table(found: Json) -> None:
 
 
 async def _measure_fidelity(
-    settings: Settings, options: ConformanceOptions, templates: list[str] | None, at_once: int
+    settings: Settings, options: ConformanceOptions, templates: list[str] | None, concurrency: int
 ) -> Json:
     """Play all jobs. The files are written after each, so that an interruption keeps the rows so far."""
     from polar_proxy.conformance.fidelity import (
@@ -214,9 +197,9 @@ async def _measure_fidelity(
         TEMPLATES,
         ForcedVllmEngine,
         document,
-        markdown,
         merged,
         play,
+        save,
     )
     from polar_proxy.engines.scripted import ScriptedEngine
     from sandboxes import choose
@@ -245,23 +228,18 @@ async def _measure_fidelity(
 
     found: Json = {"schema": 1, "rows": []}
     async for played in play(
-        jobs, make_fidelity_engine, choice.kind, at_once=at_once, patience=options.patience, began=started
+        jobs, make_fidelity_engine, choice.kind, concurrency=concurrency, patience=options.patience, on_start=started
     ):
         row = played.row
         outcome = (
             row.fault or f"{row.calls} calls, {row.drifted} splits by drift, {row.traces} traces, {row.seconds:.0f} s"
         )
         err.print(f"{row.harness}, {row.template}, {row.mode}: {outcome}", markup=False)
-        new = document(
-            [row],
-            engine=_describe(played.engine),
-            sandbox=choice.kind,
-            cut_every=CUT_EVERY if kind == "vllm" else 0,
-            measured=_timestamp(),
-        )
+        cut_every = CUT_EVERY if kind == "vllm" else 0
+        new = document([row], engine=played.engine, sandbox=choice.kind, cut_every=cut_every)
         found = merged(found, new)
         if options.out_dir is not None:
-            await asyncio.to_thread(_write, options.out_dir / "fidelity", new, merged, markdown)
+            await asyncio.to_thread(save, options.out_dir, new)
     return found
 
 
@@ -281,14 +259,6 @@ async def _fidelity_jobs(settings: Settings, options: ConformanceOptions, templa
     return jobs
 
 
-def _is_faithful(found: Json) -> bool:
-    """Return whether no job failed, no sequence was split by drift in continue mode, and all tokens add up."""
-    return all(
-        row["fault"] is None and row["adds_up"] and not (row["mode"] == "continue" and row["drifted"])
-        for row in found["rows"]
-    )
-
-
 def _print_fidelity(found: Json) -> None:
     table = make_table("harness", "template", "mode", "calls", "continued", "drift", "traces", "recorded", "trained")
     for row in found["rows"]:
@@ -299,24 +269,3 @@ def _print_fidelity(found: Json) -> None:
             row["harness"], row["template"], row["mode"], str(row["calls"]), str(row["bases"]), drift, *numbers
         )
     out.print(table)
-
-
-# Both
-
-
-def _describe(info: EngineInfo) -> str:
-    return info.engine if info.engine == "scripted" else f"{info.engine} {info.version}, {info.model}"
-
-
-def _timestamp() -> str:
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _write(path: Path, new: Json, merged: Callable[[Json | None, Json], Json], markdown: Callable[[Json], str]) -> None:
-    """Merge the new rows into `path`.json, and write `path`.md from it."""
-    json_file = path.with_suffix(".json")
-    old = orjson.loads(json_file.read_bytes()) if json_file.is_file() else None
-    found = merged(old, new)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    json_file.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2) + b"\n")
-    path.with_suffix(".md").write_text(markdown(found))

@@ -205,7 +205,7 @@ async def _watch_drift(
 ) -> tuple[FidelityRow, EngineInfo]:
     from harness_adapters.base import HarnessError, get_adapter, split_version
     from polar_proxy.conformance import ScenarioRunner
-    from polar_proxy.conformance.fidelity.watch import TASK, watch
+    from polar_proxy.conformance.fidelity import TASK, measure_drift
     from polar_proxy.store import open_store
     from sandboxes import choose
 
@@ -222,7 +222,7 @@ async def _watch_drift(
             open_store(f"sqlite:///{folder}/drift.db") as store,
             ScenarioRunner(engine, store, choice.kind, prompt_mode="render") as runner,
         ):
-            row = await watch(
+            row = await measure_drift(
                 runner,
                 store,
                 adapter,

@@ -1,14 +1,15 @@
-"""Conformance: each real agent program against the real gateway, with a scripted engine, counted from outside.
+"""Conformance: every real agent program against the real gateway, with a scripted engine, measured from outside.
 
-The program is installed by its adapter and runs in a sandbox. Between it and the gateway stands a TCP front that counts
-answers and breaks connections; the engine answers with the tool calls which that program needs. Every cell of the
-table is measured; what cannot be is said to be so. *Lost* and *doubled* are defined in `count`.
+The program is installed by its adapter and runs in a sandbox (`runner.py`). Between it and the gateway a TCP proxy
+records exchanges and breaks connections (`recording_proxy.py`). The engine answers with the tool calls that the program
+needs (`scripted_model.py`, `profiles.py`). Each check has a measured result; what cannot be measured is marked as such
+(`checks.py`, which also defines *lost* and *doubled*).
 """
 
 from polar_proxy.conformance.checks import SCENARIO_CHECKS, CheckResult
-from polar_proxy.conformance.measure import CHECK_NAMES, HarnessRow, measure
+from polar_proxy.conformance.measure import CHECK_NAMES, HarnessRow, install_and_measure, measure
 from polar_proxy.conformance.profiles import PROFILES, HarnessProfile, profile_of
-from polar_proxy.conformance.report import document, markdown, merged
+from polar_proxy.conformance.report import document, is_good, markdown, merged, save
 from polar_proxy.conformance.runner import ProgramRun, ScenarioRun, ScenarioRunner
 
 __all__ = [
@@ -22,8 +23,11 @@ __all__ = [
     "ScenarioRun",
     "ScenarioRunner",
     "document",
+    "install_and_measure",
+    "is_good",
     "markdown",
     "measure",
     "merged",
     "profile_of",
+    "save",
 ]

@@ -1,105 +1,94 @@
-"""From what was seen of the runs to one cell for each check.
+"""The checks: what is concluded from the runs of a harness, one result for each check.
 
-A cell is `ok`, `failed`, `n/a` (the harness cannot have it: the detail says why), `gives up` (measured: the harness
-itself ends its run there, and Polar recorded it rightly) or `not run` (it could not be measured: the detail says why).
-Judges look at the store, at the front's exchanges and at what reached the engine, and never guess.
+A result is `ok`, `failed`, `n/a` (the harness cannot have it; the detail says why), `gives up` (measured: the harness
+itself ends its run there, and Polar recorded that correctly) or `not run` (it could not be measured; the detail says
+why). Checks use the store, the exchanges of the recording proxy and the requests that reached the engine, and never
+guess.
+
+Two counts run over all scenarios:
+
+* *lost*: a model answer with status 200 whose last byte was handed to the agent's socket, and whose call is not in the
+  store. Both halves are seen from outside the pipeline: the answer at the proxy's sockets, the call in the database.
+* *doubled*: an answered call (`ok`, `no_tokens`) with the same canonical request as an earlier one of its session,
+  unless its edge is `retries`. Requests are the same if they have the same messages and tools, as JSON with sorted keys
+  and without cache marks, or the same stored fingerprint. (A retry that was joined to the first call has no call of its
+  own.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from harness_adapters.base import HarnessInfo
-from polar_proxy.conformance import count
+import orjson
+
 from polar_proxy.conformance.profiles import HarnessProfile
 from polar_proxy.conformance.runner import ScenarioRun
-from polar_proxy.conformance.scenarios import FaultKind
-from polar_proxy.conformance.scripted_model import ReceivedRequest
-from polar_proxy.types import Message
+from polar_proxy.conformance.scripted_model import FaultKind, ReceivedRequest
+from polar_proxy.types import CallRecord, Message
 
-Status = Literal["ok", "failed", "n/a", "gives up", "not run"]
+CheckStatus = Literal["ok", "failed", "n/a", "gives up", "not run"]
+_ANSWERED = ("ok", "no_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    status: Status
+    status: CheckStatus
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckInput:
-    """What a judge gets."""
+    """One run of a harness, and its profile."""
 
     profile: HarnessProfile
-    info: HarnessInfo
     run: ScenarioRun
 
-    def asked(self, kind: str = "main") -> list[ReceivedRequest]:
-        return [asked for asked in self.run.director.asked if asked.kind == kind]
+    def requests(self, kind: str = "main") -> list[ReceivedRequest]:
+        return [request for request in self.run.model.requests if request.kind == kind]
 
-    def at(self, step: int, kind: str = "main") -> ReceivedRequest | None:
-        """The last request that asks for this step."""
-        return next((asked for asked in reversed(self.asked(kind)) if asked.step == step), None)
+    def last_request(self, step: int) -> ReceivedRequest | None:
+        """Return the last request of the main conversation that asks for this step."""
+        return next((request for request in reversed(self.requests()) if request.step == step), None)
 
 
 CheckFunction = Callable[[CheckInput], CheckResult]
 
 
-def _texts(asked: ReceivedRequest, role: str) -> list[str]:
-    return [_text(message) for message in asked.request.messages if message.role == role]
-
-
-def _text(message: Message) -> str:
-    if isinstance(message.content, str):
-        return message.content
-    return "\n".join(str(part.get("text", "")) for part in message.content or ())
-
-
-def _went_wrong(run: ScenarioRun) -> str:
-    if not run.starts:
-        return "the program was not started"
-    if not run.director.asked:
-        return f"the model was never asked; {run.last.detail}"
-    return f"{len(run.director.asked)} requests, then: {run.last.detail}"
-
-
 def tool_round_trip(case: CheckInput) -> CheckResult:
-    after = case.at(1)
+    after = case.last_request(1)
     if after is None:
-        return CheckResult("failed", _went_wrong(case.run))
-    said = "\n".join(_texts(after, "tool") or _texts(after, "user"))
-    wanted = f"{case.run.director.tag(0)} ran-42"
-    return (
-        CheckResult("ok")
-        if wanted in said
-        else CheckResult("failed", f"the next request does not hold what the command printed: {said[-300:]!r}")
-    )
+        return CheckResult("failed", _describe_end(case.run))
+    results = "\n".join(_texts(after, "tool") or _texts(after, "user"))
+    if f"{case.run.model.tag(0)} ran-42" in results:
+        return CheckResult("ok")
+    return CheckResult("failed", f"the next request does not contain what the command printed: {results[-300:]!r}")
 
 
 def parallel_calls(case: CheckInput) -> CheckResult:
-    after = case.at(2)
+    after = case.last_request(2)
     if after is None:
-        return CheckResult("failed", _went_wrong(case.run))
-    said = "\n".join(_texts(after, "tool"))
-    tag = case.run.director.tag(1)
-    found = [f"{tag} ran-{number}" in said for number in (42, 43)]
+        return CheckResult("failed", _describe_end(case.run))
+    results = _texts(after, "tool")
+    tag = case.run.model.tag(1)
+    found = [f"{tag} ran-{number}" in "\n".join(results) for number in (42, 43)]
     turns = [message for message in after.request.messages if message.role == "assistant" and message.tool_calls]
     calls = max((len(turn.tool_calls) for turn in turns), default=0)
     if all(found):
         return CheckResult("ok", "" if calls == 2 else f"sent back as {calls} call a message")
-    back = _texts(after, "tool")[-2:]
-    return CheckResult("failed", f"{sum(found)} of 2 outputs came back: {[text[-200:] for text in back]}")
+    return CheckResult("failed", f"{sum(found)} of 2 outputs came back: {[text[-200:] for text in results[-2:]]}")
 
 
 def reasoning(case: CheckInput) -> CheckResult:
-    after = case.at(1)
-    if after is None and case.run.director.scenario.second:
-        after = next((asked for asked in case.asked() if asked.step > 0), None)
+    after = case.last_request(1)
+    if after is None and case.run.model.scenario.second:
+        after = next((request for request in case.requests() if request.step > 0), None)
     if after is None:
-        return CheckResult("failed", _went_wrong(case.run))
-    thought = f"thought-{case.run.director.tag(0)}"
+        return CheckResult("failed", _describe_end(case.run))
+    thought = f"thought-{case.run.model.tag(0)}"
     kept = any(thought in (message.reasoning or "") for message in after.request.messages)
     shown = any(thought in _text(message) for message in after.request.messages)
     if kept:
@@ -110,127 +99,120 @@ def reasoning(case: CheckInput) -> CheckResult:
 def second_turn(case: CheckInput) -> CheckResult:
     run = case.run
     if len(run.starts) < 2:
-        return CheckResult("failed", _went_wrong(run))
+        return CheckResult("failed", _describe_end(run))
     if run.last.outcome != "ok":
         return CheckResult("failed", run.last.detail)
-    begun = next((asked for asked in case.asked() if "part 2" in "\n".join(_texts(asked, "user"))), None)
-    if begun is None:
-        return CheckResult("failed", "no request carries what the user said second")
-    held = f"main-{run.director.nonce}, part 1" in "\n".join(_texts(begun, "user"))
+    first = next((request for request in case.requests() if "part 2" in "\n".join(_texts(request, "user"))), None)
+    if first is None:
+        return CheckResult("failed", "no request carries the user's second text")
+    has_first_turn = f"main-{run.model.nonce}, part 1" in "\n".join(_texts(first, "user"))
     calls = [call for call in run.calls if any(b"part 2)" in message for message in call.messages)]
     edge = calls[0].edge if calls else "none"
-    named = edge + (f" ({calls[0].rule})" if calls and calls[0].rule not in (None, "extends") else "")
-    if not held:
-        return CheckResult("ok" if edge == "root" else "failed", f"the first turn is not told again: {named}")
-    if edge == "root" and case.profile.rebuilds:
-        return CheckResult("ok", f"root: {case.profile.rebuilds}")
-    return CheckResult("ok" if edge in ("continues", "rewinds", "compacts") else "failed", named)
+    found = edge + (f" ({calls[0].rule})" if calls and calls[0].rule not in (None, "extends") else "")
+    if not has_first_turn:
+        return CheckResult("ok" if edge == "root" else "failed", f"the first turn is not sent again: {found}")
+    if edge == "root" and case.profile.rebuilds_history:
+        return CheckResult("ok", f"root: {case.profile.rebuilds_history}")
+    return CheckResult("ok" if edge in ("continues", "rewinds", "compacts") else "failed", found)
 
 
 def long_run(case: CheckInput) -> CheckResult:
     run = case.run
-    edges = count.edges(call for call in run.calls if call.edge != "side_call")
-    wanted = len(run.director.scenario.steps)
+    edges = edge_counts(call for call in run.calls if call.edge != "side_call")
+    wanted = len(run.model.scenario.steps)
     found = ", ".join(f"{number} {edge}" for edge, number in edges.most_common())
-    whole = run.starts and run.last.outcome == "ok" and case.at(wanted - 1) is not None
-    if not whole:
-        return CheckResult("failed", f"{_went_wrong(run)} ({found})")
+    if not run.starts or run.last.outcome != "ok" or case.last_request(wanted - 1) is None:
+        return CheckResult("failed", f"{_describe_end(run)} ({found})")
     masked = [call for call in run.calls if call.edge == "compacts"]
     rules = sorted({call.rule or "" for call in masked})
-    good = edges["root"] == 1 and edges["root"] + edges["continues"] + len(masked) == sum(edges.values()) >= wanted
+    joined = edges["root"] + edges["continues"] + len(masked)
+    good = edges["root"] == 1 and joined == sum(edges.values()) >= wanted
     ambiguous = sum(call.ambiguous for call in run.calls)
-    told = (
-        found + (f"; masked: {', '.join(rules)}" if rules else "") + (f"; {ambiguous} ambiguous" if ambiguous else "")
-    )
-    return CheckResult("ok" if good and not ambiguous else "failed", told)
+    found += f"; masked: {', '.join(rules)}" if rules else ""
+    found += f"; {ambiguous} ambiguous" if ambiguous else ""
+    return CheckResult("ok" if good and not ambiguous else "failed", found)
 
 
 def subagent(case: CheckInput) -> CheckResult:
     run = case.run
-    children = case.asked("child")
-    if not children:
-        return CheckResult("failed", f"no request of a sub-agent; {_went_wrong(run)}")
-    named = [call for call in run.calls if call.edge == "subagent"]
-    how = ", ".join(sorted({call.rule or "?" for call in named}))
-    told = f"{len(children)} calls of the child; found by {how}" if named else f"{len(children)} calls of the child"
-    if not named:
-        return CheckResult("failed", f"{told}; no call has the edge `subagent`")
-    return CheckResult("ok", told) if named[0].parent_call_id else CheckResult("failed", f"{told}; no parent")
+    requests = case.requests("subagent")
+    if not requests:
+        return CheckResult("failed", f"no request of a sub-agent; {_describe_end(run)}")
+    calls = [call for call in run.calls if call.edge == "subagent"]
+    count = f"{len(requests)} calls of the sub-agent"
+    if not calls:
+        return CheckResult("failed", f"{count}; no call has the edge `subagent`")
+    found = f"{count}; found by {_rules(calls)}"
+    return CheckResult("ok", found) if calls[0].parent_call_id else CheckResult("failed", f"{found}; no parent")
 
 
 def compaction(case: CheckInput) -> CheckResult:
-    run = case.run
-    asked = case.asked("compaction")
-    named = [call for call in run.calls if call.edge == "compacts"]
-    how = ", ".join(sorted({call.rule or "?" for call in named}))
-    if named:
-        return CheckResult("ok", f"{len(asked)} requests for a summary; found by {how}")
-    if asked:
-        return CheckResult("failed", f"{len(asked)} requests for a summary, but no call has the edge `compacts`")
-    return CheckResult("not run", f"a full context did not make it ask for a summary; {_went_wrong(run)}")
+    requests = case.requests("compaction")
+    calls = [call for call in case.run.calls if call.edge == "compacts"]
+    if calls:
+        return CheckResult("ok", f"{len(requests)} requests for a summary; found by {_rules(calls)}")
+    if requests:
+        return CheckResult("failed", f"{len(requests)} requests for a summary, but no call has the edge `compacts`")
+    return CheckResult("not run", f"a full context did not make it ask for a summary; {_describe_end(case.run)}")
 
 
 def fault(kind: FaultKind) -> CheckFunction:
-    """Judge of one fault of the faults scenario."""
+    """Return the check of one fault of the faults scenario."""
 
-    def judge(case: CheckInput) -> CheckResult:
+    def check(case: CheckInput) -> CheckResult:
         run = case.run
-        hit = next((asked for asked in case.asked() if asked.fault == kind), None)
+        hit = next((request for request in case.requests() if request.fault == kind), None)
         if hit is None:
-            return CheckResult("not run", f"it did not come so far: {_went_wrong(run)}")
-        same = [asked for asked in case.asked() if asked.step == hit.step]
-        others = [asked for asked in case.asked() if asked.step > hit.step]
-        # A retry that Polar joins to the first never reaches the engine.
-        joined = count.joined(run)
-        if others or run.last.outcome == "ok":
+            return CheckResult("not run", f"the run ended before it: {_describe_end(run)}")
+        same = [request for request in case.requests() if request.step == hit.step]
+        later = [request for request in case.requests() if request.step > hit.step]
+        if later or run.last.outcome == "ok":
             if kind == "slow":
                 more = f", asked {len(same) - 1} times more" if len(same) > 1 else ""
-                return CheckResult("ok", f"waited {run.director.slow:g} s{more}")
+                return CheckResult("ok", f"waited {run.model.slow:g} s{more}")
             if len(same) > 1:
                 return CheckResult("ok", f"asked again after {same[1].at - same[0].at:.1f} s")
-            if joined:
+            if joined_retries(run):  # a retry that Polar joins to the first call does not reach the engine
                 return CheckResult("ok", "asked again, got the recorded answer")
-            return CheckResult(
-                "ok", "went on with what it had of the answer" if others else "ended as if all were well"
-            )
+            return CheckResult("ok", "continued with the part it had" if later else "ended as after a good answer")
         if run.last.outcome == "timed_out":
             return CheckResult("not run", f"no end within {run.last.seconds:.0f} s")
         return CheckResult("gives up", f"ends its run: {run.last.detail}"[:200])
 
-    return judge
+    return check
 
 
 def client_killed(case: CheckInput) -> CheckResult:
     run = case.run
     if not run.killed:
-        return CheckResult("not run", f"it ended before it could be killed: {_went_wrong(run)}")
+        return CheckResult("not run", f"it ended before it could be killed: {_describe_end(run)}")
     gone = [call for call in run.calls if call.status == "client_gone"]
     sampled = sum(len(choice.token_ids) for call in gone for choice in call.choices)
     if not gone:
         return CheckResult("failed", f"no call is recorded as client_gone: {[call.status for call in run.calls]}")
     if not sampled:
-        return CheckResult("failed", "nothing of what was sampled is recorded")
+        return CheckResult("failed", "none of the sampled tokens is recorded")
     return CheckResult("ok", f"recorded as client_gone with the {sampled} tokens sampled until then")
 
 
 def exit_ok(case: CheckInput) -> CheckResult:
     bad = [start for start in case.run.starts if start.outcome != "ok"]
     if not case.run.starts or bad:
-        return CheckResult("failed", bad[0].detail if bad else _went_wrong(case.run))
+        return CheckResult("failed", bad[0].detail if bad else _describe_end(case.run))
     return CheckResult("ok", f"exit {case.run.starts[0].exit_code}")
 
 
 def exit_failed(case: CheckInput) -> CheckResult:
     run = case.run
-    tried = sum(exchange.model_call for exchange in run.exchanges)
-    if not tried:
-        return CheckResult("not run", _went_wrong(run))
-    told = f"{case.profile.refusal} for ever: {tried} tries, exit {run.last.exit_code}"
+    attempts = sum(exchange.model_call for exchange in run.exchanges)
+    if not attempts:
+        return CheckResult("not run", _describe_end(run))
+    found = f"{case.profile.refusal_status} every time: {attempts} attempts, exit {run.last.exit_code}"
     if run.last.outcome == "timed_out":
-        return CheckResult("not run", f"{told}: still trying after {run.last.seconds:.0f} s")
+        return CheckResult("not run", f"{found}: still trying after {run.last.seconds:.0f} s")
     if run.last.outcome != "failed":
-        return CheckResult("failed", f"{told}, read as {run.last.outcome}")
-    return CheckResult("ok", told + (", read from its output" if run.last.exit_code == 0 else ""))
+        return CheckResult("failed", f"{found}, read as {run.last.outcome}")
+    return CheckResult("ok", found + (", read from its output" if run.last.exit_code == 0 else ""))
 
 
 SCENARIO_CHECKS: Mapping[str, tuple[str, CheckFunction]] = {
@@ -249,4 +231,111 @@ SCENARIO_CHECKS: Mapping[str, tuple[str, CheckFunction]] = {
     "client_killed": ("killed", client_killed),
     "exit_failed": ("refused", exit_failed),
 }
-"""Check -> the scenario that it is judged by, and the judge."""
+"""Name of a check -> the scenario that it needs, and its function."""
+
+
+def lost(run: ScenarioRun) -> int:
+    """Count the lost calls of a run."""
+    stored = {call.call_id for call in run.calls}
+    return sum(
+        exchange.model_call and exchange.complete and exchange.status == 200 and exchange.call_id not in stored
+        for exchange in run.exchanges
+    )
+
+
+def doubled(calls: Sequence[CallRecord]) -> int:
+    """Count the doubled calls of one session."""
+    found = 0
+    seen: set[object] = set()
+    for call in calls:
+        if call.status not in _ANSWERED:
+            continue
+        tools = hashlib.sha256(call.tools or b"").digest()
+        names: list[object] = [_request_hash(call)]
+        if call.fingerprint and call.fingerprint.get("asked"):
+            names.append(
+                (call.fingerprint["asked"], call.fingerprint.get("ids"), call.fingerprint.get("thread"), tools)
+            )
+        if call.edge != "retries" and any(name in seen for name in names):
+            found += 1
+        seen.update(names)
+    return found
+
+
+def sent_before_recorded(run: ScenarioRun) -> int:
+    """Count answers whose last byte was handed on before their call was committed."""
+    return sum(
+        exchange.model_call and exchange.complete and exchange.status == 200 and not exchange.committed_first
+        for exchange in run.exchanges
+    )
+
+
+def without_evidence(calls: Iterable[CallRecord]) -> int:
+    """Count answered calls without prompt ids, or without one log-probability for each id of every answer."""
+    return sum(
+        call.status in _ANSWERED
+        and (
+            call.status == "no_tokens"
+            or call.prompt_ids is None
+            or not call.choices
+            or any(not 0 < len(choice.token_ids) == len(choice.logprobs) for choice in call.choices)
+        )
+        for call in calls
+    )
+
+
+def refused(run: ScenarioRun) -> Counter[str]:
+    """Count model requests that Polar itself answered with an error (so they have no call), by status and path."""
+    return Counter(
+        f"{exchange.status} {exchange.path.partition('?')[0]}"
+        for exchange in run.exchanges
+        if exchange.model_call and exchange.complete and exchange.status >= 400 and exchange.call_id is None
+    )
+
+
+def edge_counts(calls: Iterable[CallRecord]) -> Counter[str]:
+    return Counter(call.edge for call in calls)
+
+
+def joined_retries(run: ScenarioRun) -> int:
+    """Count model requests that were answered with the call of an earlier request."""
+    answered = [exchange.call_id for exchange in run.exchanges if exchange.model_call and exchange.call_id is not None]
+    return len(answered) - len(set(answered))
+
+
+def _request_hash(call: CallRecord) -> bytes:
+    """Return a hash of a call's messages and tools."""
+    digest = hashlib.sha256()
+    for message in call.messages:
+        digest.update(orjson.dumps(_without_cache_marks(orjson.loads(message)), option=orjson.OPT_SORT_KEYS))
+    digest.update(call.tools or b"")
+    return digest.digest()
+
+
+def _without_cache_marks(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_cache_marks(item) for key, item in value.items() if key != "cache_control"}
+    return [_without_cache_marks(item) for item in value] if isinstance(value, list) else value
+
+
+def _texts(received: ReceivedRequest, role: str) -> list[str]:
+    return [_text(message) for message in received.request.messages if message.role == role]
+
+
+def _text(message: Message) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    return "\n".join(str(part.get("text", "")) for part in message.content or ())
+
+
+def _rules(calls: Sequence[CallRecord]) -> str:
+    return ", ".join(sorted({call.rule or "?" for call in calls}))
+
+
+def _describe_end(run: ScenarioRun) -> str:
+    """Return how far a run came and how it ended."""
+    if not run.starts:
+        return "the program was not started"
+    if not run.model.requests:
+        return f"the model received no request; {run.last.detail}"
+    return f"{len(run.model.requests)} requests, then: {run.last.detail}"

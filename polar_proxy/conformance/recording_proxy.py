@@ -1,7 +1,7 @@
-"""A TCP front between an agent and the gateway: forwards bytes unchanged, counts what passes, cuts where it is told to.
+"""A TCP proxy between an agent and the gateway: it forwards bytes unchanged, records exchanges, and can cut answers.
 
-It knows nothing of the pipeline's own bookkeeping: an exchange is complete when HTTP says that the last byte of its
-answer has been handed to the client's socket. `Exchange.committed_first` is looked up at that moment, and not later.
+It is independent of the gateway's own bookkeeping: an exchange is complete when, by HTTP, the last byte of its answer
+has been handed to the client's socket. `Exchange.committed_first` is looked up at that moment, and not later.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import httptools
 
 _CHUNK = 1 << 16
 _CUT_AFTER = 400
-"""Bytes of a streamed answer that pass before it is cut."""
+"""Number of bytes of a streamed answer that pass before it is cut."""
 _ROUTES = ("/chat/completions", "/responses", "/messages", "/completions")
 
 
 def is_model_route(path: str) -> bool:
-    """Whether a POST to `path` asks a model for an answer (counting tokens does not)."""
+    """Return whether a POST to `path` asks a model for an answer (counting tokens does not)."""
     path = path.partition("?")[0]
     return path.endswith(_ROUTES) or path.endswith((":generateContent", ":streamGenerateContent"))
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One HTTP request and its answer, as they passed."""
+    """One HTTP request and its answer, as they passed through the proxy."""
 
     method: str = ""
     path: str = ""
@@ -39,7 +39,7 @@ class Exchange:
     started_at: float = 0.0
     status: int = 0
     call_id: str | None = None
-    """What the answer's `x-polar-call-id` says."""
+    """The answer's header `x-polar-call-id`."""
     streamed: bool = False
     body_bytes: int = 0
     complete: bool = False
@@ -47,7 +47,7 @@ class Exchange:
     committed_first: bool = False
     """When the last byte was about to be handed on, the call had been committed already."""
     cut: bool = False
-    """The front broke the connection in the middle of the answer."""
+    """The proxy broke the connection in the middle of the answer."""
     ended_at: float | None = None
 
     @property
@@ -56,16 +56,16 @@ class Exchange:
 
 
 class RecordingProxy:
-    """`async with Front(host, port, committed) as front:` listens on a free loopback port, and on more if asked to.
+    """`async with RecordingProxy(host, port, committed) as proxy:` listens on a free loopback port.
 
-    `committed(call_id)` tells whether that call is in the store. `cut_due(exchange)` is asked of every model request
-    and says whether its answer is to be broken.
+    `committed(call_id)` returns whether that call is in the store. `should_cut(exchange)` is called for every model
+    request and returns whether its answer shall be broken.
     """
 
     def __init__(self, host: str, port: int, committed: Callable[[str], bool]) -> None:
         self._upstream = (host, port)
         self._committed = committed
-        self.cut_due: Callable[[Exchange], bool] = lambda exchange: False
+        self.should_cut: Callable[[Exchange], bool] = lambda exchange: False
         self.exchanges: list[Exchange] = []
         self._connections: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.Server] = []
@@ -80,13 +80,13 @@ class RecordingProxy:
     async def __aexit__(self, *_: Any) -> None:
         for server in self._servers:
             server.close()
-        await self.hang_up()
+        await self.close_connections()
 
     async def serve_on(self, listener: socket.socket) -> None:
-        """Listen on one more socket, such as one inside a sandbox's network. The front closes it."""
+        """Listen on one more socket, such as one inside a sandbox's network. The proxy closes it."""
         self._servers.append(await asyncio.start_server(self._accept, sock=listener))
 
-    async def hang_up(self) -> None:
+    async def close_connections(self) -> None:
         """Close every connection."""
         for task in list(self._connections):
             task.cancel()
@@ -99,12 +99,12 @@ class RecordingProxy:
         try:
             await _ProxiedConnection(self, reader, writer).serve(self._upstream)
         except (OSError, asyncio.CancelledError):
-            pass  # one side went away: what passed until then is what counts
+            pass  # one side left: what passed until then counts
         finally:
             self._connections.discard(task)
             writer.close()
 
-    def begun(self, exchange: Exchange) -> None:
+    def add(self, exchange: Exchange) -> None:
         self.exchanges.append(exchange)
 
     def is_committed(self, exchange: Exchange) -> bool:
@@ -112,36 +112,36 @@ class RecordingProxy:
 
 
 class _RequestObserver:
-    """What the parser of a connection's requests calls."""
+    """Callbacks of the parser of a connection's requests."""
 
-    def __init__(self, front: RecordingProxy, waiting: deque[Exchange]) -> None:
-        self._front = front
-        self._waiting = waiting
+    def __init__(self, proxy: RecordingProxy, pending: deque[Exchange]) -> None:
+        self._proxy = proxy
+        self._pending = pending
         self.parser = httptools.HttpRequestParser(self)
 
     def on_message_begin(self) -> None:
-        self._now = Exchange(started_at=time.time())
+        self._exchange = Exchange(started_at=time.time())
 
     def on_url(self, url: bytes) -> None:
-        self._now.path += url.decode("latin-1")
+        self._exchange.path += url.decode("latin-1")
 
     def on_body(self, data: bytes) -> None:
-        self._now.body += data
+        self._exchange.body += data
 
     def on_message_complete(self) -> None:
-        exchange = self._now
+        exchange = self._exchange
         exchange.method = self.parser.get_method().decode()
         if exchange.model_call:
-            self._front.begun(exchange)
-            exchange.cut = self._front.cut_due(exchange)
-        self._waiting.append(exchange)
+            self._proxy.add(exchange)
+            exchange.cut = self._proxy.should_cut(exchange)
+        self._pending.append(exchange)
 
 
 class _ResponseObserver:
-    """What the parser of a connection's answers calls."""
+    """Callbacks of the parser of a connection's responses."""
 
-    def __init__(self, waiting: deque[Exchange]) -> None:
-        self._waiting = waiting
+    def __init__(self, pending: deque[Exchange]) -> None:
+        self._pending = pending
         self.finished: list[Exchange] = []
         self.restart()
 
@@ -149,81 +149,85 @@ class _ResponseObserver:
         self.parser = httptools.HttpResponseParser(self)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._waiting and name.lower() == b"x-polar-call-id":
-            self._waiting[0].call_id = value.decode()
-        if self._waiting and name.lower() == b"content-type":
-            self._waiting[0].streamed = value.startswith(b"text/event-stream")
+        if self._pending and name.lower() == b"x-polar-call-id":
+            self._pending[0].call_id = value.decode()
+        if self._pending and name.lower() == b"content-type":
+            self._pending[0].streamed = value.startswith(b"text/event-stream")
 
     def on_headers_complete(self) -> None:
-        if self._waiting:
-            self._waiting[0].status = self.parser.get_status_code()
-            if self._waiting[0].method == "HEAD":
+        if self._pending:
+            self._pending[0].status = self.parser.get_status_code()
+            if self._pending[0].method == "HEAD":
                 self.on_message_complete()
 
     def on_body(self, data: bytes) -> None:
-        if self._waiting:
-            self._waiting[0].body_bytes += len(data)
+        if self._pending:
+            self._pending[0].body_bytes += len(data)
 
     def on_message_complete(self) -> None:
-        if self._waiting:
-            self.finished.append(self._waiting.popleft())
+        if self._pending:
+            self.finished.append(self._pending.popleft())
 
 
 class _ProxiedConnection:
-    """One connection of a client with one of the gateway."""
+    """A connection of a client, paired with one to the gateway."""
 
-    def __init__(self, front: RecordingProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._front = front
+    def __init__(self, proxy: RecordingProxy, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._proxy = proxy
         self._reader = reader
         self._writer = writer
-        self._waiting: deque[Exchange] = deque()
+        self._pending: deque[Exchange] = deque()
 
     async def serve(self, upstream: tuple[str, int]) -> None:
         up_reader, up_writer = await asyncio.open_connection(*upstream)
-        ways = [
+        directions = [
             asyncio.create_task(self._requests(up_writer)),
-            asyncio.create_task(self._answers(up_reader)),
+            asyncio.create_task(self._responses(up_reader)),
         ]
         try:
-            # Whoever leaves first, the other side is told by a closed connection, as it would be without the front.
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            # When one side leaves, the other sees a closed connection, as it would without the proxy.
+            await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
+            for direction in directions:
+                direction.cancel()
+            await asyncio.gather(*directions, return_exceptions=True)
             up_writer.close()
             now = time.time()
-            for exchange in self._waiting:
+            for exchange in self._pending:
                 exchange.ended_at = now
 
     async def _requests(self, up_writer: asyncio.StreamWriter) -> None:
-        parser = _RequestObserver(self._front, self._waiting).parser
+        parser = _RequestObserver(self._proxy, self._pending).parser
         while data := await self._reader.read(_CHUNK):
             parser.feed_data(data)
             up_writer.write(data)
             await up_writer.drain()
 
-    async def _answers(self, up_reader: asyncio.StreamReader) -> None:
-        answers = _ResponseObserver(self._waiting)
+    async def _responses(self, up_reader: asyncio.StreamReader) -> None:
+        responses = _ResponseObserver(self._pending)
         while data := await up_reader.read(_CHUNK):
-            now = self._waiting[0] if self._waiting else None
-            answers.parser.feed_data(data)
-            if now is not None and now.cut and (now.body_bytes >= _CUT_AFTER or now in answers.finished):
-                answers.finished.clear()
-                await self._break(now, data)
+            current = self._pending[0] if self._pending else None
+            responses.parser.feed_data(data)
+            if (
+                current is not None
+                and current.cut
+                and (current.body_bytes >= _CUT_AFTER or current in responses.finished)
+            ):
+                responses.finished.clear()
+                await self._cut(current, data)
                 return
-            for exchange in answers.finished:
-                exchange.committed_first = self._front.is_committed(exchange)
+            for exchange in responses.finished:
+                exchange.committed_first = self._proxy.is_committed(exchange)
             self._writer.write(data)
             await self._writer.drain()
-            for exchange in answers.finished:
+            for exchange in responses.finished:
                 exchange.complete, exchange.ended_at = True, time.time()
                 if exchange.method == "HEAD":
-                    answers.restart()
-            answers.finished.clear()
+                    responses.restart()
+            responses.finished.clear()
 
-    async def _break(self, exchange: Exchange, data: bytes) -> None:
-        """Half of what came goes out, then the connection is reset."""
+    async def _cut(self, exchange: Exchange, data: bytes) -> None:
+        """Send half of the data, then reset the connection."""
         self._writer.write(data[: len(data) // 2])
         await self._writer.drain()
         await asyncio.sleep(0.2)

@@ -1,107 +1,121 @@
-"""The rows as a file for programs and a page for people. A page is made from the file alone, so they never differ."""
+"""The measured rows as a JSON file and as a Markdown page. The page is made from the file, so they agree."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import Path
+
+import orjson
 
 from polar_proxy import __version__
 from polar_proxy.conformance.checks import SCENARIO_CHECKS
 from polar_proxy.conformance.measure import CHECK_NAMES, HarnessRow
-from polar_proxy.conformance.scenarios import SCENARIOS
-from polar_proxy.types import Json
+from polar_proxy.conformance.scripted_model import SCENARIOS
+from polar_proxy.types import EngineInfo, Json
 
-TITLES = {
-    "tool_round_trip": "tool call",
-    "parallel_calls": "parallel calls",
-    "reasoning": "reasoning",
-    "second_turn": "second turn",
-    "exit_ok": "exit, good run",
-    "long_run": "26 turns",
-    "subagent": "sub-agent",
-    "compaction": "compaction",
-    "retry_429": "429",
-    "retry_500": "500",
-    "slow_first_byte": "slow first byte",
-    "dropped_stream": "dropped stream",
-    "client_killed": "client killed",
-    "exit_failed": "exit, bad run",
-    "evidence": "ids and log-probabilities",
-    "recorded_first": "recorded before told",
-    "refused": "refused requests",
-    "lost": "lost",
-    "doubled": "doubled",
+DESCRIPTIONS = {
+    "tool_round_trip": ("tool call", "the next request contains what a command printed, which only running it tells"),
+    "parallel_calls": (
+        "parallel calls",
+        "two tool calls of one answer are both run, and both outputs are in the next request",
+    ),
+    "reasoning": ("reasoning", "whether the reasoning of one answer is in the messages of the next request"),
+    "second_turn": (
+        "second turn",
+        "the program is started again to continue; its first request is joined to the first turn",
+    ),
+    "exit_ok": ("exit, good run", "a run that succeeds is read as such"),
+    "long_run": ("26 turns", "26 model calls in a row: one `root`, all others `continues`, none of them ambiguous"),
+    "subagent": ("sub-agent", "the calls of a sub-agent have the edge `subagent` and a parent"),
+    "compaction": (
+        "compaction",
+        "the context is reported as full; the conversation after the summary has the edge `compacts`",
+    ),
+    "retry_429": ("429", "one 429 (with `retry-after`)"),
+    "retry_500": ("500", "one 500"),
+    "slow_first_byte": ("slow first byte", "the first token takes long"),
+    "dropped_stream": ("dropped stream", "the connection is reset after some bytes of the answer"),
+    "client_killed": (
+        "client killed",
+        "the program is killed in the middle of an answer; the sampled tokens are kept as `client_gone`",
+    ),
+    "exit_failed": (
+        "exit, bad run",
+        "a run whose every request is refused is read as failed, whatever its exit status is",
+    ),
+    "evidence": (
+        "ids and log-probabilities",
+        "every answered call has its prompt's ids, and an id and a log-probability for each sampled token",
+    ),
+    "recorded_first": (
+        "recorded before sent",
+        "when the last byte of an answer was handed on, its call was committed",
+    ),
+    "refused": ("refused requests", "no request of the program was refused by Polar itself (4xx without a call)"),
+    "lost": ("lost", "see above"),
+    "doubled": ("doubled", "see above"),
 }
-MEANINGS = {
-    "tool_round_trip": "what a command printed, and only running it tells, is in the next request",
-    "parallel_calls": "two tool calls of one answer are both run and both outputs are in the next request",
-    "reasoning": "whether the reasoning of one answer is in the messages of the next request",
-    "second_turn": "the program is started again to go on; its first request is joined to the first turn",
-    "exit_ok": "a run that goes well is read as such",
-    "long_run": "26 model calls in a row: one `root`, all others `continues`, none of them ambiguous",
-    "subagent": "the calls of a sub-agent have the edge `subagent` and a parent",
-    "compaction": "the context is said to be full; the conversation after the summary has the edge `compacts`",
-    "retry_429": "one 429 (with `retry-after`)",
-    "retry_500": "one 500",
-    "slow_first_byte": "the first token takes long",
-    "dropped_stream": "the connection is reset after some bytes of the answer",
-    "client_killed": "the program is killed in the middle of an answer; what was sampled is kept as `client_gone`",
-    "exit_failed": "a run that the model refuses for ever is read as failed, whatever the exit status says",
-    "evidence": "every answered call has an id and a log-probability for each sampled token, and its prompt's ids",
-    "recorded_first": "when the last byte of an answer was handed on, its call was committed",
-    "refused": "no request of the program was refused by Polar itself (4xx without a call)",
-    "lost": "see above",
-    "doubled": "see above",
-}
+"""Name of a check -> its title and what it means."""
 
 
-def document(rows: Iterable[HarnessRow], *, engine: str, sandbox: str, slow: float, measured: str) -> Json:
-    """What is written as JSON. `measured` is a date and time."""
-    made = {"measured": measured, "polar": __version__, "engine": engine, "sandbox": sandbox, "slow_seconds": slow}
-    harnesses = [{**asdict(row), **made} for row in rows]
+def document(rows: Iterable[HarnessRow], *, engine: EngineInfo, sandbox: str, slow: float) -> Json:
+    """Return the rows as they are written to the JSON file."""
+    measured = {
+        "measured": now(),
+        "polar": __version__,
+        "engine": engine_name(engine),
+        "sandbox": sandbox,
+        "slow_seconds": slow,
+    }
+    harnesses = [{**asdict(row), **measured} for row in rows]
     for row in harnesses:
         row["checks"] = {name: row["checks"][name] for name in CHECK_NAMES if name in row["checks"]}
     return {"schema": 1, "harnesses": harnesses}
 
 
 def merged(old: Json | None, new: Json) -> Json:
-    """`new` with the harnesses of `old` that it does not have; sorted by name."""
+    """Return `new` plus the harnesses that only `old` has, sorted by name."""
     rows = {row["name"]: row for row in (old or {}).get("harnesses", [])}
     rows |= {row["name"]: row for row in new["harnesses"]}
     return {**new, "harnesses": [rows[name] for name in sorted(rows)]}
 
 
-def markdown(found: Json) -> str:
-    """The page for people."""
-    rows = found["harnesses"]
+def is_good(row: Json) -> bool:
+    """Return whether no check of a row failed and no call was lost or doubled."""
+    failed = any(cell["status"] == "failed" for cell in row["checks"].values())
+    return not (failed or row["lost"] or row["doubled"])
+
+
+def save(folder: Path, new: Json) -> None:
+    """Write conformance.json and conformance.md. Harnesses that were not run keep the rows they have there."""
+    write_report(folder, "conformance", new, merged, markdown)
+
+
+def markdown(document: Json) -> str:
+    rows = document["harnesses"]
     lines = [_HEAD, "", "## The table", ""]
     heads = ["harness", "version", "wire API", "streamed", "calls", "lost", "doubled"]
-    lines += _table(heads, ([row[key] for key in _KEYS] for row in rows))
-    shown = [check for check in CHECK_NAMES if check not in ("lost", "doubled")]
-    lines += [""]
-    lines += _table(
-        ["check", *(row["name"] for row in rows)],
-        (
-            [TITLES[check], *(row["checks"].get(check, {"status": "not run"})["status"] for row in rows)]
-            for check in shown
-        ),
-    )
-    lines += ["", "## What each check says", ""]
+    keys = ("name", "version", "dialect", "streamed", "calls", "lost", "doubled")
+    lines += markdown_table(heads, ([row[key] for key in keys] for row in rows))
+    shown = [name for name in CHECK_NAMES if name not in ("lost", "doubled")]
+    statuses = ([row["checks"].get(name, {"status": "not run"})["status"] for row in rows] for name in shown)
+    titles = [DESCRIPTIONS[name][0] for name in shown]
+    lines += ["", *markdown_table(["check", *(row["name"] for row in rows)], map(_prepend, titles, statuses))]
+    lines += ["", "## What each check means", ""]
     scenarios = {scenario.name: scenario.title for scenario in SCENARIOS}
-    for check in CHECK_NAMES:
-        played = (
-            f" (scenario: {scenarios[SCENARIO_CHECKS[check][0]]})"
-            if check in SCENARIO_CHECKS
-            else " (over all scenarios)"
-        )
-        lines.append(f"* **{TITLES[check]}**: {MEANINGS[check]}{played}")
+    for name in CHECK_NAMES:
+        title, meaning = DESCRIPTIONS[name]
+        scope = f"scenario: {scenarios[SCENARIO_CHECKS[name][0]]}" if name in SCENARIO_CHECKS else "over all scenarios"
+        lines.append(f"* **{title}**: {meaning} ({scope})")
     for row in rows:
         lines += ["", *_section(row)]
     return "\n".join(lines) + "\n"
 
 
-_KEYS = ("name", "version", "dialect", "streamed", "calls", "lost", "doubled")
+def _prepend(title: str, cells: list[str]) -> list[str]:
+    return [title, *cells]
 
 
 def _section(row: Json) -> list[str]:
@@ -114,30 +128,48 @@ def _section(row: Json) -> list[str]:
         f"{row['calls']} calls; edges: {edges}.",
         "",
     ]
-    lines += _table(
-        ["check", "found", "detail"],
-        ([TITLES[name], cell["status"], cell["detail"]] for name, cell in row["checks"].items()),
-    )
-    lines += [""]
+    cells = ([DESCRIPTIONS[name][0], cell["status"], cell["detail"]] for name, cell in row["checks"].items())
+    lines += [*markdown_table(["check", "result", "detail"], cells), ""]
     heads = ["scenario", "exit", "seconds", "requests", "calls", "joined retries", "edges", "status"]
-    lines += _table(heads, (_scenario(one) for one in row["scenarios"]))
-    return lines
+    return lines + markdown_table(heads, map(_scenario_cells, row["scenarios"]))
 
 
-def _scenario(one: Json) -> list[str]:
+def _scenario_cells(run: Json) -> list[object]:
     def counts(value: Json) -> str:
         return ", ".join(f"{number} {name}" for name, number in value.items())
 
-    exits = ", ".join("stopped" if start["exit_code"] is None else str(start["exit_code"]) for start in one["starts"])
-    seconds = ", ".join(str(start["seconds"]) for start in one["starts"])
-    numbers = [str(one[key]) for key in ("requests", "calls", "joined")]
-    return [one["scenario"], exits or str(one["fault"]), seconds, *numbers, counts(one["edges"]), counts(one["status"])]
+    exits = ", ".join("stopped" if start["exit_code"] is None else str(start["exit_code"]) for start in run["starts"])
+    seconds = ", ".join(str(start["seconds"]) for start in run["starts"])
+    numbers = [run[key] for key in ("requests", "calls", "joined")]
+    return [run["scenario"], exits or run["fault"], seconds, *numbers, counts(run["edges"]), counts(run["status"])]
 
 
-def _table(heads: list[str], rows: Iterable[list[Any]]) -> list[str]:
+# Shared with the fidelity report
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def engine_name(info: EngineInfo) -> str:
+    return info.engine if info.engine == "scripted" else f"{info.engine} {info.version}, {info.model}"
+
+
+def write_report(
+    folder: Path, name: str, new: Json, merge: Callable[[Json | None, Json], Json], page: Callable[[Json], str]
+) -> None:
+    """Merge `new` into `name`.json in a folder, and write `name`.md from the result."""
+    path = folder / f"{name}.json"
+    old = orjson.loads(path.read_bytes()) if path.is_file() else None
+    document = merge(old, new)
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2) + b"\n")
+    (folder / f"{name}.md").write_text(page(document))
+
+
+def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    lines += ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
-    return lines
+    return lines + ["| " + " | ".join(_cell(value) for value in row) + " |" for row in rows]
 
 
 def _cell(value: object) -> str:
@@ -147,15 +179,15 @@ def _cell(value: object) -> str:
 _HEAD = """# Conformance: real agents through Polar
 
 Made by `polar conformance`; do not edit. Each program, as its adapter installs it, ran in a sandbox against the real
-gateway. The engine was scripted: it answers with the tool calls which that program needs, with real token ids and
-log-probabilities. A TCP front between program and gateway counted what passed and broke connections where a check says
-so.
+gateway. The engine was scripted: it answers with the tool calls that the program needs, with real token ids and
+log-probabilities. A TCP proxy between program and gateway recorded what passed, and broke connections where a check
+needs that.
 
 * **lost**: a model answer with status 200 whose last byte was handed to the program's socket, and whose call is not in
   the database. Both halves are seen from outside Polar's pipeline.
-* **doubled**: an answered call that answers the same agent turn as an earlier one of its session (the same messages and
-  tools, as canonical JSON without cache marks, or the same meaning by the marks that history keeps) without being named
-  a retry. A retry that was joined to the first call has no call of its own.
+* **doubled**: an answered call with the same request as an earlier one of its session (the same messages and tools, as
+  canonical JSON without cache marks, or the same stored fingerprint) that is not marked as a retry. A retry that was
+  joined to the first call has no call of its own.
 
-Cells: `ok`; `failed`; `n/a`, the program cannot have it; `gives up`, the program itself ends its run there and Polar
-recorded that rightly; `not run`, it could not be measured. The details stand in the section of each program."""
+Results: `ok`; `failed`; `n/a`, the program cannot have it; `gives up`, the program itself ends its run there and Polar
+recorded that correctly; `not run`, it could not be measured. The section of each program has the details."""

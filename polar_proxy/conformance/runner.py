@@ -1,4 +1,4 @@
-"""One run of a real program against the real gateway, the front between them, and all that was seen of it."""
+"""Run a scenario: a real program in a sandbox against the real gateway, with a recording proxy between them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BEFORE_KILL = 1.5
 
 @runtime_checkable
 class ScriptableEngine(Protocol):
-    """An engine that says what a script tells it."""
+    """An engine whose answers come from a script."""
 
     script: Script
 
@@ -39,7 +39,7 @@ class ProgramRun:
     """One start of the program and its end."""
 
     exit_code: int | None
-    """None: it was ended by the clock, or killed on purpose."""
+    """None if it reached its time limit or was killed on purpose."""
     outcome: ExitOutcome
     detail: str
     output: str
@@ -48,17 +48,17 @@ class ProgramRun:
 
 @dataclass(slots=True)
 class ScenarioRun:
-    """A scenario as it was played."""
+    """One scenario with one harness, and everything that was recorded of it."""
 
-    director: ScriptedModel
+    model: ScriptedModel
     session_id: str = ""
     starts: list[ProgramRun] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
     killed: bool = False
     fault: str | None = None
-    """Why it could not be played."""
-    limit: float = 0.0
+    """Why the scenario could not be run."""
+    time_limit: float = 0.0
     """Seconds that a start may take."""
 
     @property
@@ -67,7 +67,10 @@ class ScenarioRun:
 
 
 class ScenarioRunner:
-    """`async with Bench(engine, store) as bench:` has gateway and front; `play` runs one scenario at a time."""
+    """`async with ScenarioRunner(engine, store, sandbox) as runner:` starts a gateway and a recording proxy before it.
+
+    `play` runs one scenario at a time. `patience` multiplies all time limits.
+    """
 
     def __init__(
         self,
@@ -86,15 +89,15 @@ class ScenarioRunner:
         self._committed: set[str] = set()
 
     async def __aenter__(self) -> Self:
-        from polar_proxy.gateway import Gateway  # here: a web framework, which `polar --help` should not load
+        from polar_proxy.gateway import Gateway  # imported here to keep a web framework out of `polar --help`
 
         self._stack = contextlib.AsyncExitStack()
         await self._stack.enter_async_context(self.engine)
         settings = GatewaySettings(host="127.0.0.1", port=0, require_known_keys=True, prompt_mode=self._prompt_mode)
         self.gateway = await self._stack.enter_async_context(Gateway(self.engine, self._store, settings, grace=2))
         self.gateway.observe(lambda record: self._committed.add(record.call_id))
-        front = RecordingProxy("127.0.0.1", self.gateway.port, self._committed.__contains__)
-        self._front = await self._stack.enter_async_context(front)
+        proxy = RecordingProxy("127.0.0.1", self.gateway.port, self._committed.__contains__)
+        self._proxy = await self._stack.enter_async_context(proxy)
         return self
 
     async def __aexit__(
@@ -102,48 +105,48 @@ class ScenarioRunner:
     ) -> None:
         await self._stack.aclose()
 
-    async def play(self, director: ScriptedModel, adapter: HarnessAdapter, installed: Installation) -> ScenarioRun:
-        """One scenario: a start of the program, or two, in a sandbox of their own with a session of their own."""
-        scenario = director.scenario
-        run = ScenarioRun(director)
-        self._front.exchanges = run.exchanges
-        self._front.cut_due = director.cut_due
+    async def play(self, model: ScriptedModel, adapter: HarnessAdapter, installed: Installation) -> ScenarioRun:
+        """Run the model's scenario: one or two starts of the program, in one sandbox and one session of their own."""
+        scenario = model.scenario
+        run = ScenarioRun(model)
+        self._proxy.exchanges = run.exchanges
+        self._proxy.should_cut = model.should_cut
         if isinstance(self.engine, ScriptableEngine):
-            self.engine.script = director
+            self.engine.script = model
         from polar_proxy.sessions import hash_key, new_key
 
         key = new_key()
         session = await self._store.sessions.create(key_hash=hash_key(key), label=None, policy=None, origin="key")
         run.session_id = session.session_id
-        run.limit = self._patience * scenario.seconds
-        run.limit += director.slow if "slow" in director.faults.values() else 0
+        run.time_limit = self._patience * scenario.seconds
+        run.time_limit += model.slow if "slow" in model.faults.values() else 0
         try:
             async with self._sandbox(installed) as (sandbox, url):
                 for turn in range(2 if scenario.second else 1):
                     context = LaunchContext(
                         base_url=url + "/v1",
                         api_key=key,
-                        model=self.model_of(director),
-                        instruction=director.instruction(turn),
+                        model=self._model_name(model),
+                        instruction=model.instruction(turn),
                         home=sandbox.home,
                         workdir=sandbox.workdir,
-                        max_steps=director.profile.max_steps,
+                        max_steps=model.profile.max_steps,
                         resume=turn > 0,
-                        context_length=director.profile.window,
+                        context_length=model.profile.context_window,
                     )
                     plan = adapter.launch(installed, context)
                     run.starts.append(await self._start(run, sandbox, plan, adapter))
                     if run.last.outcome != "ok":
                         break
         finally:
-            await self._front.hang_up()
+            await self._proxy.close_connections()
             with contextlib.suppress(TimeoutError):
                 await self.gateway.sessions.idle(run.session_id, timeout=_SETTLE_SECONDS)
         run.calls = list(await self._store.calls.of_session(run.session_id))
         return run
 
-    def model_of(self, director: ScriptedModel) -> str:
-        return director.profile.model if isinstance(self.engine, ScriptedEngine) else self.engine.info.model
+    def _model_name(self, model: ScriptedModel) -> str:
+        return model.profile.model if isinstance(self.engine, ScriptedEngine) else self.engine.info.model
 
     @contextlib.asynccontextmanager
     async def _sandbox(self, installed: Installation) -> AsyncIterator[tuple[Sandbox, str]]:
@@ -158,10 +161,10 @@ class ScenarioRunner:
                 await sandbox.write(f"{sandbox.workdir}/a.txt", b"hello\n")
                 await sandbox.exec(["sh", "-c", _REPOSITORY], timeout=30)
                 listener = await sandbox.listen()
-                port = self._front.port
+                port = self._proxy.port
                 if listener is not None:
                     port = listener.getsockname()[1]
-                    await self._front.serve_on(listener)
+                    await self._proxy.serve_on(listener)
             yield sandbox, f"http://127.0.0.1:{port}"
 
     async def _start(self, run: ScenarioRun, sandbox: Sandbox, plan: LaunchPlan, adapter: HarnessAdapter) -> ProgramRun:
@@ -174,18 +177,18 @@ class ScenarioRunner:
                 plan.argv,
                 env=plan.env,
                 cwd=sandbox.workdir,
-                timeout=run.limit,
+                timeout=run.time_limit,
                 on_output=tail.extend,
             )
         )
         try:
-            if run.director.scenario.endless:
-                await self._until_answering(run, program)
+            if run.model.scenario.endless:
+                await self._wait_for_answer(run, program)
                 run.killed = not program.done()
                 program.cancel()
             await asyncio.wait({program})
         finally:
-            program.cancel()  # of no effect when it is done
+            program.cancel()  # no effect if it is done
             await asyncio.wait({program})
             await sandbox.kill_all()
         exit_code = None
@@ -196,10 +199,10 @@ class ScenarioRunner:
         outcome, detail = adapter.interpret(exit_code, output)
         return ProgramRun(exit_code, outcome, detail, output, time.monotonic() - began)
 
-    async def _until_answering(self, run: ScenarioRun, program: asyncio.Task[object]) -> None:
-        """Until the engine has been at the answer for a moment."""
+    async def _wait_for_answer(self, run: ScenarioRun, program: asyncio.Task[object]) -> None:
+        """Wait until the engine has been answering for a moment."""
         while not program.done():
-            if any(asked.kind == "main" for asked in run.director.asked):
+            if any(request.kind == "main" for request in run.model.requests):
                 await asyncio.sleep(_BEFORE_KILL)
                 return
             await asyncio.sleep(0.1)

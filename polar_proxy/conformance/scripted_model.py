@@ -1,38 +1,119 @@
-"""The script of one run: what to answer to a request, told by the request alone, so that a retry gets the same answer.
+"""What the scripted model does in a run: scenarios as data, and the answer to each request of one run.
 
-Every answer carries a tag, `step-3-<nonce>`. How far a conversation is, is the highest tag in it: that holds after
-retries, compaction, and whatever else a harness does to its messages.
+An answer depends on the request alone, so that a retry gets the same answer. Every answer carries a tag such as
+`step-3-<nonce>`; the progress of a conversation is the highest tag in it. That holds after retries, compaction, and
+whatever else a harness does to its messages.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
-from polar_proxy.conformance.profiles import HarnessProfile, say
+from harness_adapters.base import Feature
+from polar_proxy.conformance.profiles import Arguments, HarnessProfile
 from polar_proxy.conformance.recording_proxy import Exchange
-from polar_proxy.conformance.scenarios import FaultKind, Finish, RunCommands, Scenario, Step
 from polar_proxy.engines.scripted import Reply
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.sessions.client_metadata import NO_METADATA
 from polar_proxy.sessions.rules import COMPACTION_REQUESTS, SIDE_CALLS, RequestTexts, match
-from polar_proxy.types import ChatRequest, EngineRequest
+from polar_proxy.types import ChatRequest, EngineRequest, Json, ToolCall, new_id
 
-Kind = Literal["main", "child", "compaction", "side"]
+FaultKind = Literal["429", "500", "slow", "drop"]
+RequestKind = Literal["main", "subagent", "compaction", "side_call"]
+_LARGEST_CUT_REQUEST = 1 << 22
 
-_CHILD_STEPS: tuple[Step, ...] = (RunCommands(), Finish())
+
+@dataclass(frozen=True, slots=True)
+class RunCommands:
+    """The model runs commands, all in one answer. Each is preceded by one whose output only running it can tell."""
+
+    commands: tuple[str, ...] = ("true",)
+
+
+@dataclass(frozen=True, slots=True)
+class StartSubagent:
+    """The model starts a sub-agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitForSubagent:
+    """The model waits for its sub-agent if the harness has a tool for that; otherwise it runs a command."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The model reports that it is done, in the harness's own way."""
+
+
+Step = RunCommands | StartSubagent | WaitForSubagent | Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run of the program, or two if there is a second user turn."""
+
+    name: str
+    title: str
+    steps: tuple[Step, ...]
+    second: tuple[Step, ...] = ()
+    """Steps of a second user turn, in a second start of the program with the same home and workspace."""
+    faults: tuple[FaultKind, ...] = ()
+    """Faults, once each, at requests for a step. Another run repeats those that a run did not reach."""
+    needs: Feature | None = None
+    fills_context: bool = False
+    """From the second step on, the reported prompt is so long that the context is full, until a summary is requested.
+    The number of commands is the harness's own (`HarnessProfile.compaction_steps`)."""
+    endless: bool = False
+    """The answer is so slow that the program is killed in the middle of it."""
+    refuses: bool = False
+    """Every request gets an error that is not worth a retry."""
+    seconds: float = 120.0
+    """Time limit of one start of the program."""
+
+
+BASIC = Scenario(
+    "basic",
+    "a command, two commands at once, the end; then a second user turn",
+    steps=(RunCommands(), RunCommands(("true", "true")), Finish()),
+    second=(RunCommands(), Finish()),
+)
+LONG = Scenario("long", "25 commands and the end", steps=(*(RunCommands() for _ in range(25)), Finish()), seconds=240)
+SUBAGENT = Scenario(
+    "subagent",
+    "a sub-agent that runs a command",
+    steps=(StartSubagent(), WaitForSubagent(), Finish()),
+    needs="subagents",
+)
+COMPACTION = Scenario(
+    "compaction", "the context fills up", steps=(RunCommands(), Finish()), fills_context=True, seconds=240
+)
+FAULTS = Scenario(
+    "faults",
+    "429, 500, a slow first byte, a connection that is reset",
+    steps=(*(RunCommands() for _ in range(5)), Finish()),
+    faults=("429", "500", "slow", "drop"),
+    seconds=180,
+)
+KILLED = Scenario("killed", "the program is killed in the middle of an answer", steps=(Finish(),), endless=True)
+REFUSED = Scenario("refused", "the model refuses every request", steps=(Finish(),), refuses=True)
+
+SCENARIOS = (BASIC, LONG, SUBAGENT, COMPACTION, FAULTS, KILLED, REFUSED)
+_SUBAGENT_STEPS: tuple[Step, ...] = (RunCommands(), Finish())
 
 
 @dataclass(slots=True)
 class ReceivedRequest:
     """One request that reached the engine."""
 
-    kind: Kind
+    kind: RequestKind
     step: int
     """Number of the step that it asks for."""
     request: ChatRequest
@@ -42,14 +123,15 @@ class ReceivedRequest:
 
 @dataclass(slots=True)
 class ScriptedModel:
-    """Script of one run. `slow` is how many seconds a slow first byte takes."""
+    """Script of one run; an instance is the `script` of an engine. A slow first byte takes `slow` seconds."""
 
     profile: HarnessProfile
     scenario: Scenario
     slow: float
     faults: dict[int, FaultKind] = field(default_factory=dict)
+    """Fault by number of the step."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(4))
-    asked: list[ReceivedRequest] = field(default_factory=list)
+    requests: list[ReceivedRequest] = field(default_factory=list)
     compacted: bool = False
     _fired: set[int] = field(default_factory=set)
     _cut: set[int] = field(default_factory=set)
@@ -59,45 +141,47 @@ class ScriptedModel:
         return (*self.scenario.steps, *self.scenario.second)
 
     def instruction(self, turn: int) -> str:
-        """What the user says in the first or second turn."""
+        """Return the user's text of the first or second turn."""
         word = "Look around in this folder" if turn == 0 else "Look around once more"
         return f"{word}, change a.txt, and say when it is done (main-{self.nonce}, part {turn + 1})."
 
-    def tag(self, step: int, kind: Kind = "main") -> str:
+    def tag(self, step: int, kind: RequestKind = "main") -> str:
         return f"{'step' if kind == 'main' else 'cstep'}-{step}-{self.nonce}"
 
     def __call__(self, request: EngineRequest) -> Reply:
         if not isinstance(request, ChatRequest):
             return Reply("This is not a conversation.")
-        kind, step = self._look(request)
-        asked = ReceivedRequest(kind, step, request, time.time())
-        self.asked.append(asked)
+        kind, step = self._classify(request)
+        received = ReceivedRequest(kind, step, request, time.time())
+        self.requests.append(received)
         if self.scenario.refuses:
             return Reply(error=self._refusal())
-        if kind == "side":
+        if kind == "side_call":
             return Reply("{}" if request.response_format else "A small task")
         if kind == "compaction":
             self.compacted = True
             return Reply(self._summary(step))
-        if kind == "child":
-            return say(self.profile, _CHILD_STEPS[min(step, 1)], self.tag(step, "child"), "")
-        return self._main(asked)
+        if kind == "subagent":
+            return step_reply(self.profile, _SUBAGENT_STEPS[min(step, 1)], self.tag(step, "subagent"))
+        return self._main_reply(received)
 
-    def _main(self, asked: ReceivedRequest) -> Reply:
-        step = asked.step
-        taken = self.steps[step] if step < len(self.steps) else Finish()
-        reply = say(self.profile, taken, self.tag(step), f"child-{self.nonce}", _agent_id(asked.request))
+    def _main_reply(self, received: ReceivedRequest) -> Reply:
+        """Return the reply to the main conversation, with what its scenario adds: padding, faults, slowness."""
+        number = received.step
+        step = self.steps[number] if number < len(self.steps) else Finish()
+        subagent, agent_id = f"child-{self.nonce}", _subagent_id(received.request)
+        reply = step_reply(self.profile, step, self.tag(number), subagent=subagent, agent_id=agent_id)
         if self.scenario.endless:
             return replace(reply, text="word " * 2000, calls=(), pace=0.1)
-        if self.scenario.fills_context and step >= 1 and not self.compacted:
+        if self.scenario.fills_context and number >= 1 and not self.compacted:
             if self.profile.context_error:
-                return Reply(error=_too_long())
-            return replace(reply, prompt_tokens=self.profile.full)
-        fault = self.faults.get(step)
-        if fault is None or step in self._fired:
+                return Reply(error=_context_length_error())
+            return replace(reply, prompt_tokens=self.profile.full_prompt_tokens)
+        fault = self.faults.get(number)
+        if fault is None or number in self._fired:
             return reply
-        self._fired.add(step)
-        asked.fault = fault
+        self._fired.add(number)
+        received.fault = fault
         if fault == "slow":
             return replace(reply, wait=self.slow)
         if fault == "drop":
@@ -105,56 +189,139 @@ class ScriptedModel:
         message = "Too many requests at once." if fault == "429" else "The scripted engine broke."
         return Reply(error=EngineError(message, status=int(fault)))
 
-    def cut_due(self, exchange: Exchange) -> bool:
-        """Whether the answer to this request is to be broken by the front."""
-        if "drop" not in self.faults.values() or len(exchange.body) > 1 << 22:
+    def should_cut(self, exchange: Exchange) -> bool:
+        """Return whether the recording proxy shall break the answer to this request."""
+        if "drop" not in self.faults.values() or len(exchange.body) > _LARGEST_CUT_REQUEST:
             return False
         text = exchange.body.decode(errors="replace")
-        step = self._furthest(text, "main")
-        if self.faults.get(step) != "drop" or step in self._cut or not self._is_main(text):
+        step = self._next_step(text, "main")
+        if self.faults.get(step) != "drop" or step in self._cut or not self._offers_tool(text):
             return False
         self._cut.add(step)
         return True
 
-    def _look(self, request: ChatRequest) -> tuple[Kind, int]:
+    def _classify(self, request: ChatRequest) -> tuple[RequestKind, int]:
         text = orjson.dumps([message.to_openai() for message in request.messages]).decode()
-        view = RequestTexts.of(request.messages, request)
-        if match(COMPACTION_REQUESTS, view, NO_METADATA) is not None:
-            return "compaction", self._furthest(text, "main")
-        tools = orjson.dumps(request.tools).decode()
-        if match(SIDE_CALLS, view, NO_METADATA) is not None or not self._is_main(tools):
-            return "side", 0
+        texts = RequestTexts.of(request.messages, request)
+        if match(COMPACTION_REQUESTS, texts, NO_METADATA) is not None:
+            return "compaction", self._next_step(text, "main")
+        if match(SIDE_CALLS, texts, NO_METADATA) is not None:
+            return "side_call", 0
+        if not self._offers_tool(orjson.dumps(request.tools).decode()):
+            return "side_call", 0
         users = [message for message in request.messages if message.role == "user"]
         if any(f"child-{self.nonce}" in orjson.dumps(message.content).decode() for message in users):
-            return "child", self._furthest(text, "child")
-        return "main", self._furthest(text, "main")
+            return "subagent", self._next_step(text, "subagent")
+        return "main", self._next_step(text, "main")
 
-    def _is_main(self, text: str) -> bool:
+    def _offers_tool(self, text: str) -> bool:
         return f'"{self.profile.tool}"' in text if self.profile.tool else True
 
-    def _furthest(self, text: str, kind: Kind) -> int:
+    def _next_step(self, text: str, kind: RequestKind) -> int:
+        """Return the number of the step after the highest tag in a conversation."""
         word = "step" if kind == "main" else "cstep"
         found = re.findall(rf"(?<![a-z]){word}-(\d+)-{self.nonce}", text)
         return max(map(int, found), default=-1) + 1
 
     def _summary(self, step: int) -> str:
-        told = f"The user wants main-{self.nonce}; the last thing that was done is {self.tag(step - 1)}."
-        return f"<analysis>Short.</analysis>\n<summary>\n<state_snapshot>\n{told}\n</state_snapshot>\n</summary>"
+        content = f"The user wants main-{self.nonce}; the last thing that was done is {self.tag(step - 1)}."
+        return f"<analysis>Short.</analysis>\n<summary>\n<state_snapshot>\n{content}\n</state_snapshot>\n</summary>"
 
     def _refusal(self) -> RequestError | EngineError:
-        status = self.profile.refusal
+        status = self.profile.refusal_status
         if status == 401:
             return RequestError("Incorrect API key provided.", status=401, code="invalid_api_key")
         return EngineError("The scripted engine refuses every request.", status=status)
 
 
-def _too_long() -> RequestError:
+def step_reply(profile: HarnessProfile, step: Step, tag: str, *, subagent: str = "", agent_id: str = "") -> Reply:
+    """Return the answer that takes `step`, in the form that the harness understands.
+
+    `tag` is part of the answer, so that later requests show how far the run is. `subagent` marks the task of a
+    sub-agent, `agent_id` is the id of the one that was started.
+    """
+    if profile.answer_format == "terminus":
+        return _terminus_reply(step, tag)
+    if profile.answer_format == "aider":
+        return _aider_reply(step, tag)
+    reasoning = f"I thought of thought-{tag}."
+    if isinstance(step, RunCommands):
+        commands = [
+            traced_command(tag, number, text) + profile.command_suffix for number, text in enumerate(step.commands)
+        ]
+        calls = [(profile.tool, _fill(profile.arguments, command=command)) for command in commands]
+        return Reply(reasoning=reasoning, calls=_tool_calls(calls))
+    if isinstance(step, StartSubagent) and profile.start_subagent is not None:
+        name, arguments = profile.start_subagent
+        prompt = f"{subagent}: run one command in a shell, then say what it printed. ({tag})"
+        return Reply(reasoning=reasoning, calls=_tool_calls([(name, _fill(arguments, prompt=prompt))]))
+    if isinstance(step, WaitForSubagent):
+        if profile.wait_for_subagent is None:
+            return step_reply(profile, RunCommands((f"sleep 1; echo {tag}",)), tag)
+        name, arguments = profile.wait_for_subagent
+        calls = [(name, _fill(arguments, agent=agent_id))]
+        return Reply(text=f"Waiting: {tag}.", reasoning=reasoning, calls=_tool_calls(calls))
+    if profile.finish is not None:
+        name, arguments = profile.finish
+        return Reply(reasoning=reasoning, calls=_tool_calls([(name, _fill(arguments, command=f"echo {tag}"))]))
+    return Reply(text=f"It is done: {tag}.", reasoning=reasoning)
+
+
+def _terminus_reply(step: Step, tag: str) -> Reply:
+    """Terminus 2 parses one JSON object: keystrokes for its terminal, or that the task is complete."""
+    commands = step.commands if isinstance(step, RunCommands) else ()
+    keys = [
+        {"keystrokes": traced_command(tag, number, text) + "\n", "duration": 0.3}
+        for number, text in enumerate(commands)
+    ]
+    done = isinstance(step, Finish)
+    value = {"analysis": f"I am at {tag}.", "plan": "Go on.", "commands": keys, "task_complete": done}
+    return Reply(text=json.dumps(value), reasoning=f"I thought of thought-{tag}.")
+
+
+def _aider_reply(step: Step, tag: str) -> Reply:
+    """aider takes whole files out of the text."""
+    if isinstance(step, Finish):
+        return Reply(text=f"Nothing is left to do: {tag}.", reasoning=f"I thought of thought-{tag}.")
+    text = f"I change the file: {tag}.\n\na.txt\n```\nhello\n{tag}\n```\n"
+    return Reply(text=text, reasoning=f"I thought of thought-{tag}.")
+
+
+def traced_command(tag: str, number: int, command: str) -> str:
+    """Return the command after one that prints `ran-42` (43, ...), a text that the command line does not contain.
+
+    It uses no shell substitutions, which some harnesses refuse to run.
+    """
+    return f"printf '%s ran-%d\\n' {tag} 0{0o52 + number:o}; {command}"
+
+
+def _fill(arguments: Arguments, **values: str) -> Json:
+    """Replace `{name}` in all strings of a tool call's arguments."""
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, str):
+            for name, text in values.items():
+                value = value.replace("{" + name + "}", text)
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        if isinstance(value, dict):
+            return {key: fill(item) for key, item in value.items()}
+        return value
+
+    return {key: fill(value) for key, value in arguments.items()}
+
+
+def _tool_calls(calls: Sequence[tuple[str, Arguments]]) -> tuple[ToolCall, ...]:
+    return tuple(ToolCall(new_id("call"), name, json.dumps(dict(arguments))) for name, arguments in calls)
+
+
+def _context_length_error() -> RequestError:
     text = "This model's maximum context length is 1000 tokens. Your messages resulted in 2000 tokens."
     return RequestError(text, code="context_length_exceeded")
 
 
-def _agent_id(request: ChatRequest) -> str:
-    """The id of a sub-agent, as the tool that started it told."""
+def _subagent_id(request: ChatRequest) -> str:
+    """Return the id of a sub-agent, from the result of the tool that started it."""
     for message in reversed(request.messages):
         if message.role == "tool" and (found := re.search(r'"agent_id"\s*:\s*"([^"]+)"', str(message.content))):
             return found[1]

@@ -1,4 +1,4 @@
-"""`polar doctor` as before, and `polar doctor drift`, with the scripted engine."""
+"""`polar doctor` and `polar doctor drift` with the scripted engine."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tests.cli.process import error_text, polar, polar_json
 pytestmark = pytest.mark.usefixtures("polar_home")
 
 SCRIPTED = ("--engine", "scripted", "--sandbox", "process")
-TIDY = ("doctor", "drift", "--harness", "tests.conformance.small_agent:TidyAgent", *SCRIPTED)
+RESERIALISING = ("doctor", "drift", "--harness", "tests.conformance.small_agent:ReserialisingAgent", *SCRIPTED)
 SMALL = ("doctor", "drift", "--harness", "tests.conformance.small_agent:SmallAgent", *SCRIPTED)
 
 
-def test_doctor_without_a_verb_is_what_it_was(tmp_path: Path) -> None:
+def test_doctor_without_a_verb_prints_its_checks(tmp_path: Path) -> None:
     found = polar_json("doctor", cwd=tmp_path)
     assert {"python", "git", "database"} <= {check["name"] for check in found["checks"]}
 
 
-def test_the_first_difference_its_cause_and_what_helps(tmp_path: Path) -> None:
-    found = polar_json(*TIDY, cwd=tmp_path)
+def test_drift_reports_first_difference_cause_and_fix(tmp_path: Path) -> None:
+    found = polar_json(*RESERIALISING, cwd=tmp_path)
     assert (found["verdict"], found["calls"], found["bases"]) == ("drift", 8, 7)
     assert found["drifted"] == sum(found["causes"].values()) > 2
     assert set(found["causes"]) == {"arguments_reserialised"}
@@ -32,20 +32,20 @@ def test_the_first_difference_its_cause_and_what_helps(tmp_path: Path) -> None:
     assert '"command":' in first["before"] + "".join(first["sampled"])
 
 
-def test_the_words_for_people(tmp_path: Path) -> None:
-    done = polar(*TIDY, cwd=tmp_path)
+def test_drift_prints_a_readable_summary(tmp_path: Path) -> None:
+    done = polar(*RESERIALISING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for words in ("left its tokens", "the first difference", "arguments_reserialised", "--prompt-mode continue"):
+    for words in ("leave its tokens", "the first difference", "arguments_reserialised", "--prompt-mode continue"):
         assert words in done.stdout
 
 
-def test_no_drift_is_said_too_and_turns_are_counted(tmp_path: Path) -> None:
+def test_drift_reports_no_drift_and_stops_after_the_turns(tmp_path: Path) -> None:
     found = polar_json(*SMALL, "--turns", "3", cwd=tmp_path)
     assert (found["verdict"], found["calls"], found["bases"], found["first"]) == ("no_drift", 3, 2, None)
     assert found["outcomes"] == ["stopped"]
 
 
-def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+def test_drift_and_fidelity_reject_unusable_arguments(tmp_path: Path) -> None:
     drift = ("doctor", "drift", "--harness")
     assert "--engine-url" in error_text(polar(*drift, "pi", "--engine", "vllm", "--awkward", cwd=tmp_path))
     assert "no-such" in error_text(polar(*drift, "no-such", *SCRIPTED, cwd=tmp_path))

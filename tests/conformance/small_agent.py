@@ -1,6 +1,6 @@
-"""A harness that does all that the conformance checks look at; its relatives each do one thing badly.
+"""A harness that passes the conformance checks, and variants that each do one thing wrong.
 
-The adapter, and the program that it launches (standard library only).
+This file is the adapter and also the program that it launches (standard library only).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOOL = {
 
 
 class SmallAgent:
-    """Behaves."""
+    """Passes every check."""
 
     name = "small-agent"
     default_version = "1"
@@ -35,7 +35,7 @@ class SmallAgent:
 
     @property
     def info(self):  # type: ignore[no-untyped-def]
-        from harness_adapters.base import HarnessInfo  # not there where the agent program itself runs
+        from harness_adapters.base import HarnessInfo  # not available where the agent program itself runs
 
         features = frozenset({"resume", "parallel_tools", "reasoning"})
         return HarnessInfo("https://example.org", "none", ("1", "1"), ("openai_chat",), "python 3", features)
@@ -56,42 +56,42 @@ class SmallAgent:
 
         env = {"BASE_URL": context.base_url, "API_KEY": context.api_key, "TASK": context.instruction}
         env |= {"HOME": context.home, "MANNER": self.manner, "RESUME": "1" if context.resume else ""}
-        # Names the test that all this belongs to, for whoever looks for stray processes.
-        env["OF_TEST"] = os.environ.get("POLAR_HOME", "")
+        # Names the test that the process belongs to, so that stray processes can be found.
+        env["TEST_HOME"] = os.environ.get("POLAR_HOME", "")
         return LaunchPlan((str(installed.program), str(Path(__file__).resolve())), env, mounts=installed.mounts)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[str, str]:
         if exit_code is None:
-            return "timed_out", "stopped by the clock"
+            return "timed_out", "reached its time limit"
         return ("ok", "finished") if exit_code == 0 else ("failed", f"exited with {exit_code}")
 
 
 class ForgetfulAgent(SmallAgent):
-    """Runs commands but never tells what they printed, nor what was thought."""
+    """Runs commands, but sends back neither their output nor the reasoning."""
 
     manner = "forgetful"
 
 
 class LyingAgent(SmallAgent):
-    """Exits with 0 whatever happened, and its adapter believes it."""
+    """Exits with 0 whatever happened."""
 
     manner = "lying"
 
 
 class RewritingAgent(SmallAgent):
-    """Says every request in other words than before."""
+    """Changes its earlier messages in every request."""
 
     manner = "rewriting"
 
 
-class TidyAgent(SmallAgent):
-    """Writes the arguments of every call anew before it sends them back, as many programs do."""
+class ReserialisingAgent(SmallAgent):
+    """Parses and prints the arguments of every call before it sends them back, as many programs do."""
 
-    manner = "tidy"
+    manner = "reserialising"
 
 
 def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """One answer, tried five times with the header by which SDKs name their retries."""
+    """Return one answer, after up to five attempts with the header that SDKs mark retries with."""
     body = json.dumps({"model": "m", "messages": messages, "tools": [TOOL]}).encode()
     headers = {"authorization": "Bearer " + os.environ["API_KEY"], "content-type": "application/json"}
     for attempt in range(5):
@@ -106,13 +106,13 @@ def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
         except (OSError, http.client.HTTPException, ValueError):
             pass
         time.sleep(0.1)
-    raise OSError("five tries")
+    raise OSError("no answer after five attempts")
 
 
 def main() -> int:
     manner = os.environ["MANNER"]
-    kept = Path(os.environ["HOME"]) / "talk.json"
-    messages = json.loads(kept.read_text()) if os.environ["RESUME"] else [{"role": "system", "content": "Help."}]
+    history = Path(os.environ["HOME"]) / "conversation.json"
+    messages = json.loads(history.read_text()) if os.environ["RESUME"] else [{"role": "system", "content": "Help."}]
     messages.append({"role": "user", "content": os.environ["TASK"]})
     while True:
         if manner == "rewriting":
@@ -123,10 +123,10 @@ def main() -> int:
         answer = ask(messages)
         if manner == "forgetful":
             answer.pop("reasoning_content", None)
-        for call in answer.get("tool_calls") or () if manner == "tidy" else ():
+        for call in answer.get("tool_calls") or () if manner == "reserialising" else ():
             call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), sort_keys=True)
         messages.append(answer)
-        kept.write_text(json.dumps(messages))
+        history.write_text(json.dumps(messages))
         if not answer.get("tool_calls"):
             return 0
         for call in answer["tool_calls"]:

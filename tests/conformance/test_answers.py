@@ -1,4 +1,4 @@
-"""Awkward ways to write: the same value, the same text."""
+"""Awkward answers keep their value and their text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_proxy.conformance.fidelity.answers import STYLES, pieces, spoken, written
+from polar_proxy.conformance.fidelity.answers import STYLES, qwen_text, split_randomly, to_json
 from polar_proxy.engines.scripted import Reply
 from polar_proxy.types import ToolCall
 
@@ -22,13 +22,13 @@ VALUES = st.recursive(
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
 @given(value=VALUES)
-def test_every_style_reads_as_the_value(style: Any, value: Any) -> None:
-    assert json.loads(written(value, style)) == value
+def test_every_style_parses_to_the_same_value(style: Any, value: Any) -> None:
+    assert json.loads(to_json(value, style)) == value
 
 
-def test_no_style_is_what_a_serialiser_writes() -> None:
+def test_styles_differ_from_each_other_and_from_json_dumps() -> None:
     value = {"command": "a/é", "n": 2000, "flags": [True, None], "empty": {}}
-    texts = {name: written(value, style) for name, style in STYLES.items()}
+    texts = {name: to_json(value, style) for name, style in STYLES.items()}
     assert texts["plain"] == json.dumps(value, ensure_ascii=False)
     assert len(set(texts.values())) == len(STYLES)
     assert texts["escaped"] == '{"command":"a\\/\\u00e9","n":2000,"flags":[true,null],"empty":{}}'
@@ -36,23 +36,23 @@ def test_no_style_is_what_a_serialiser_writes() -> None:
 
 
 @given(st.text(alphabet='ab é\n{}"<>/thinkol_c', max_size=80), st.integers(0, 10))
-def test_pieces_are_the_text(text: str, every: int) -> None:
-    assert "".join(pieces(text, every=every)) == text
-    assert pieces(text, every=every) == pieces(text, every=every)
+def test_pieces_join_to_the_text_and_are_repeatable(text: str, every: int) -> None:
+    assert "".join(split_randomly(text, every=every)) == text
+    assert split_randomly(text, every=every) == split_randomly(text, every=every)
 
 
-def test_pieces_are_many_but_tags_stay_whole() -> None:
+def test_tags_are_not_cut() -> None:
     text = "<think>\n" + "word " * 200 + "</think><tool_call>{}</tool_call>"
-    cut = pieces(text, every=10)
-    assert len(cut) > 50
-    assert {"<think>", "</think>", "<tool_call>", "</tool_call>"} <= set(cut)
-    assert pieces(text, every=0)[1] == "\n" + "word " * 200
+    pieces = split_randomly(text, every=10)
+    assert len(pieces) > 50
+    assert {"<think>", "</think>", "<tool_call>", "</tool_call>"} <= set(pieces)
+    assert split_randomly(text, every=0)[1] == "\n" + "word " * 200
 
 
-def test_an_answer_is_written_as_its_model_would() -> None:
+def test_qwen_text_has_reasoning_text_and_calls() -> None:
     calls = (ToolCall("1", "bash", '{ "a" :1}'), ToolCall("2", "x", "{}"))
-    assert spoken(Reply("Well.", "Hm.", calls)) == (
+    assert qwen_text(Reply("Well.", "Hm.", calls)) == (
         '<think>\nHm.\n</think>\n\nWell.\n<tool_call>\n{"name": "bash", "arguments": { "a" :1}}\n</tool_call>\n'
         '<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call>'
     )
-    assert spoken(Reply("Yes.")) == "<think>\n\n</think>\n\nYes."
+    assert qwen_text(Reply("Yes.")) == "<think>\n\n</think>\n\nYes."

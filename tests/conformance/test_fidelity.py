@@ -1,4 +1,4 @@
-"""Fidelity with a small agent: scripted in `make test`, on a real vLLM and with real agents in `make test-full`."""
+"""Fidelity of a small agent with scripted answers; on a real vLLM and with real agents in `make test-full`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from harness_adapters.base import get_adapter
+from polar_proxy.conformance import ScenarioRunner
 from polar_proxy.conformance.fidelity import (
     LOGITS_PROCESSOR,
     PLUGIN,
@@ -19,18 +20,17 @@ from polar_proxy.conformance.fidelity import (
     ForcedVllmEngine,
     document,
     markdown,
-    measure_one,
+    measure_harness,
     merged,
     play,
 )
-from polar_proxy.conformance.fidelity.measure import tell
-from polar_proxy.conformance.runner import ScenarioRunner
+from polar_proxy.conformance.fidelity.measure import count_tokens
 from polar_proxy.engines.base import Engine
-from polar_proxy.engines.scripted import Reply, ScriptedEngine
+from polar_proxy.engines.scripted import INFO, Reply, ScriptedEngine
 from polar_proxy.errors import EngineError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, Message, PromptMode, Sampling
-from tests.conformance.small_agent import SmallAgent, TidyAgent
+from tests.conformance.small_agent import ReserialisingAgent, SmallAgent
 from tests.engines import test_vllm_real as real
 
 
@@ -41,70 +41,75 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def measured(store: Store, agent: SmallAgent, mode: PromptMode, engine: Engine | None = None) -> FidelityRow:
-    async with ScenarioRunner(engine or ScriptedEngine(), store, "process", prompt_mode=mode) as bench:
-        row, _ = await measure_one(bench, agent, agent.install(Path("/")), mode, "keeps")
+    async with ScenarioRunner(engine or ScriptedEngine(), store, "process", prompt_mode=mode) as runner:
+        row, _ = await measure_harness(runner, agent, agent.install(Path("/")), mode, "keeps")
         return row
 
 
-async def test_what_an_agent_rewrites_splits_observed_runs_and_no_continued_one(store: Store) -> None:
-    observed = await measured(store, TidyAgent(), "render")
-    continued = await measured(store, TidyAgent(), "continue")
-    assert observed.outcomes == continued.outcomes == ("ok", "ok")
-    assert (observed.calls, observed.bases) == (continued.calls, continued.bases) == (9, 8)
-    assert observed.drifted >= 4
-    assert {"arguments_reserialised"} == set(observed.causes)
-    assert observed.reasons == {"off": 8, "no_base": 1}
-    assert observed.traces == 1 + observed.drifted
+async def test_reserialised_arguments_split_traces_in_render_mode_only(store: Store) -> None:
+    rendered = await measured(store, ReserialisingAgent(), "render")
+    continued = await measured(store, ReserialisingAgent(), "continue")
+    assert rendered.outcomes == continued.outcomes == ("ok", "ok")
+    assert (rendered.calls, rendered.bases) == (continued.calls, continued.bases) == (9, 8)
+    assert rendered.drifted >= 4
+    assert {"arguments_reserialised"} == set(rendered.causes)
+    assert rendered.reasons == {"off": 8, "no_base": 1}
+    assert rendered.traces == 1 + rendered.drifted
     assert (continued.drifted, continued.continued, continued.traces) == (0, 8, 1)
-    for row in (observed, continued):
+    for row in (rendered, continued):
         assert row.adds_up
         assert row.trained == row.recorded > 2000
         assert row.largest == pytest.approx(0, abs=1e-6)  # the scripted engine's own numbers
         assert row.scored > 0
 
 
-async def test_an_agent_that_gives_everything_back_does_not_drift(store: Store) -> None:
+async def test_an_agent_that_sends_answers_back_unchanged_does_not_drift(store: Store) -> None:
     row = await measured(store, SmallAgent(), "render")
     assert (row.drifted, row.traces, row.bases, row.continued) == (0, 1, 8, 0)
 
 
-async def test_books_that_do_not_add_up_are_seen() -> None:
+async def test_row_detects_counts_that_do_not_add_up() -> None:
     row = FidelityRow("a", "1", "render", "keeps", recorded=10, trained=7, excluded={"side_call": 3})
     assert row.adds_up
     assert not replace(row, trained=8).adds_up
 
 
-async def test_side_calls_are_in_the_books(store: Store) -> None:
-    async with ScenarioRunner(ScriptedEngine(), store, "process") as bench:
+async def test_side_calls_are_counted_as_excluded(store: Store) -> None:
+    async with ScenarioRunner(ScriptedEngine(), store, "process") as runner:
         agent = SmallAgent()
-        _, run = await measure_one(bench, agent, agent.install(Path("/")), "continue", "keeps")
+        _, run = await measure_harness(runner, agent, agent.install(Path("/")), "continue", "keeps")
         calls = [replace(run.calls[0], edge="side_call"), *run.calls[1:]]
         row = FidelityRow("a", "1", "continue", "keeps")
-        await tell(row, calls, bench.engine, score=False)
+        await count_tokens(row, calls, runner.engine, score=False)
     assert row.excluded == {"side_call": len(run.calls[0].choices[0].token_ids)}
     assert row.adds_up
     assert row.trained < row.recorded
 
 
-async def test_page_and_file_say_the_same(store: Store) -> None:
-    rows = [await measured(store, TidyAgent(), mode) for mode in ("render", "continue")]
-    made = document(rows, engine="scripted", sandbox="process", cut_every=0, measured="now")
-    page = markdown(made)
-    found = rows[0].drifted
-    assert f"| small-agent | 1 | openai_chat | 9 | 8 | {found} | 0 | {found + 1} | 1 |" in page
-    assert f"| small-agent | keeps | render | {found} | {found} x arguments_reserialised |" in page
-    again = merged(made, document(rows[:1], engine="other", sandbox="process", cut_every=0, measured="later"))
-    assert [(row["mode"], row["engine"]) for row in again["rows"]] == [("continue", "scripted"), ("render", "other")]
+async def test_page_is_made_from_the_document(store: Store) -> None:
+    rows = [await measured(store, ReserialisingAgent(), mode) for mode in ("render", "continue")]
+    first = document(rows, engine=INFO, sandbox="process", cut_every=0)
+    page = markdown(first)
+    drifted = rows[0].drifted
+    assert f"| small-agent | 1 | openai_chat | 9 | 8 | {drifted} | 0 | {drifted + 1} | 1 |" in page
+    assert f"| small-agent | keeps | render | {drifted} | {drifted} x arguments_reserialised |" in page
+    both = merged(first, document(rows[:1], engine=replace(INFO, engine="other"), sandbox="process", cut_every=0))
+    assert [(row["mode"], row["engine"]) for row in both["rows"]] == [
+        ("continue", "scripted"),
+        ("render", "other 1, scripted-model"),
+    ]
 
 
-async def test_many_runs_at_a_time_do_not_mix() -> None:
-    agents = [SmallAgent(), TidyAgent()]
+async def test_concurrent_runs_do_not_mix() -> None:
+    agents = [SmallAgent(), ReserialisingAgent()]
     jobs = [
         FidelityJob(agent, agent.install(Path("/")), "keeps", mode)
         for agent in agents
         for mode in ("continue", "render")
     ]
-    rows = [done.row async for done in play(jobs, lambda template: ScriptedEngine(), "process", at_once=4, score=False)]
+    rows = [
+        done.row async for done in play(jobs, lambda template: ScriptedEngine(), "process", concurrency=4, score=False)
+    ]
     assert sorted((row.calls, row.drifted > 0, row.mode) for row in rows) == [
         (9, False, "continue"),
         (9, False, "continue"),
@@ -113,7 +118,7 @@ async def test_many_runs_at_a_time_do_not_mix() -> None:
     ]
 
 
-# On a real vLLM.
+# On a real vLLM
 
 
 @pytest.fixture(scope="module")
@@ -127,26 +132,26 @@ def forced_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-async def test_vllm_samples_what_it_is_told_with_the_models_own_logprobs(forced_url: str) -> None:
-    said = Reply('Well. {"a": "é"}  ', "Hm.\n")
-    async with ForcedVllmEngine(forced_url, script=lambda request: said, cut_every=4) as engine:
+async def test_vllm_samples_forced_tokens_with_the_models_own_logprobs(forced_url: str) -> None:
+    reply = Reply('Well. {"a": "é"}  ', "Hm.\n")
+    async with ForcedVllmEngine(forced_url, script=lambda request: reply, cut_every=4) as engine:
         request = ChatRequest(engine.info.model, (Message("user", "Hi"),), Sampling(max_tokens=200))
         events = [event async for event in engine.sample(request)]
         ids = [token for event in events for token in event.token_ids]
-        wanted = await engine.tokens("<think>\nHm.\n\n</think>\n\n" + said.text)
+        wanted = await engine.tokens("<think>\nHm.\n\n</think>\n\n" + reply.text)
         assert tuple(ids) == wanted
-        whole = await engine._encoded("<think>\nHm.\n\n</think>\n\n" + said.text)
+        whole = await engine.client.encode("<think>\nHm.\n\n</think>\n\n" + reply.text)
         assert ids[:-1] != whole  # otherwise nothing awkward was sampled
         prompt = list(next(event.prompt_ids for event in events if event.prompt_ids is not None))
         fresh = (await engine.score([*prompt, *ids]))[len(prompt) - 1 :]
-        told = [value for event in events for value in event.logprobs]
-        assert told == pytest.approx(fresh, abs=1e-3)
-        assert "".join(event.text for event in events).strip() == said.text.strip()
+        reported = [value for event in events for value in event.logprobs]
+        assert reported == pytest.approx(fresh, abs=1e-3)
+        assert "".join(event.text for event in events).strip() == reply.text.strip()
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-async def test_a_server_without_the_plugin_is_refused(tmp_path: Path) -> None:
+async def test_rejects_a_server_without_the_plugin(tmp_path: Path) -> None:
     for url in real.serve(real.POLAR_TINY):
         with pytest.raises(EngineError, match="--logits-processors polar_forced_tokens"):
             async with ForcedVllmEngine(url):
@@ -156,17 +161,17 @@ async def test_a_server_without_the_plugin_is_refused(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("template", TEMPLATES)
-async def test_real_agents_drift_when_observed_and_never_when_continued(forced_url: str, template: str) -> None:
+async def test_real_agents_drift_in_render_mode_and_never_in_continue_mode(forced_url: str, template: str) -> None:
     cache = Path(os.environ.get("POLAR_CACHE_DIR") or Path("~/.polar/harnesses").expanduser())
     adapters = [get_adapter(name) for name in ("codex", "claude-code", "pi", "qwen-code", "mini-swe-agent")]
-    there = [adapter for adapter in adapters if adapter.is_installed(cache)]
-    if not there:
+    installed = [adapter for adapter in adapters if adapter.is_installed(cache)]
+    if not installed:
         pytest.skip(
             "no harness is installed: `make test-full` installs them in its other tests, or `polar harness install`"
         )
     jobs = [
         FidelityJob(adapter, adapter.install(cache), template, mode)
-        for adapter in there
+        for adapter in installed
         for mode in ("continue", "render")
     ]
 
@@ -174,7 +179,7 @@ async def test_real_agents_drift_when_observed_and_never_when_continued(forced_u
         path = TEMPLATES[name]
         return ForcedVllmEngine(forced_url, template=None if path is None else path.read_text())
 
-    rows = [done.row async for done in play(jobs, engine, real_sandbox(), at_once=4, patience=4)]
+    rows = [done.row async for done in play(jobs, engine, real_sandbox(), concurrency=4, patience=4)]
     assert {row.harness: row.fault for row in rows if row.fault} == {}
     assert {(row.harness, row.mode): row.excluded for row in rows if not row.adds_up} == {}
     continued = [row for row in rows if row.mode == "continue"]

@@ -1,4 +1,4 @@
-"""The whole measurement with a small agent: checks pass for one that behaves, and fail for those that do not."""
+"""Checks pass for an agent that does everything right, and each fails for a variant that does one thing wrong."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def measured(store: Store, state_dir: None) -> Measure:
-    async def go(
+    async def run(
         agent: SmallAgent, *checks: str, commit: Commit | None = None, runs: list[ScenarioRun] | None = None
     ) -> HarnessRow:
         if commit is not None:
             replace_commit(store, commit)
         keep = (lambda run: None) if runs is None else runs.append
-        async with ScenarioRunner(ScriptedEngine(), store, "process") as bench:
+        async with ScenarioRunner(ScriptedEngine(), store, "process") as runner:
             return await measure(
-                bench,
+                runner,
                 agent,
                 agent.install(Path("/")),
                 checks or CHECK_NAMES,
@@ -60,27 +60,27 @@ def measured(store: Store, state_dir: None) -> Measure:
                 keep=keep,
             )
 
-    return go
+    return run
 
 
-async def test_an_agent_that_behaves_passes_every_check(measured: Measure) -> None:
+async def test_correct_agent_passes_every_check(measured: Measure) -> None:
     runs: list[ScenarioRun] = []
     row = await measured(SmallAgent(), runs=runs)
-    found = {name: (cell.status, cell.detail) for name, cell in row.checks.items()}
-    assert set(found) == set(CHECK_NAMES)
-    allowed = {"subagent": "n/a", "compaction": "not run"}  # it has neither
-    assert {name: cell for name, cell in found.items() if cell[0] != allowed.get(name, "ok")} == {}
+    results = {name: (cell.status, cell.detail) for name, cell in row.checks.items()}
+    assert set(results) == set(CHECK_NAMES)
+    allowed = {"subagent": "n/a", "compaction": "not run"}  # this agent has neither
+    assert {name: cell for name, cell in results.items() if cell[0] != allowed.get(name, "ok")} == {}
     assert (row.lost, row.doubled, row.dialect, row.streamed) == (0, 0, "openai_chat", "no")
-    assert found["reasoning"][1] == "comes back"
-    assert "asked again" in found["retry_429"][1]
-    assert "asked again" in found["dropped_stream"][1]
-    faults = next(run for run in runs if run.director.scenario.name == "faults")
+    assert results["reasoning"][1] == "comes back"
+    assert "asked again" in results["retry_429"][1]
+    assert "asked again" in results["dropped_stream"][1]
+    faults = next(run for run in runs if run.model.scenario.name == "faults")
     assert sum(exchange.cut for exchange in faults.exchanges) == 1
     assert [exchange.complete for exchange in faults.exchanges if exchange.cut] == [False]
     assert row.good
 
 
-async def test_a_forgetful_agent_fails_the_round_trips(measured: Measure) -> None:
+async def test_agent_without_outputs_and_reasoning_fails_the_round_trips(measured: Measure) -> None:
     row = await measured(ForgetfulAgent(), "tool_round_trip", "parallel_calls", "reasoning", "exit_ok")
     assert row.checks["tool_round_trip"].status == "failed"
     assert row.checks["parallel_calls"].detail == "0 of 2 outputs came back: ['', '']"
@@ -89,18 +89,18 @@ async def test_a_forgetful_agent_fails_the_round_trips(measured: Measure) -> Non
     assert not row.good
 
 
-async def test_an_agent_that_lies_about_its_end_fails(measured: Measure) -> None:
+async def test_exit_failed_detects_an_agent_that_exits_with_0(measured: Measure) -> None:
     row = await measured(LyingAgent(), "exit_failed")
     assert row.checks["exit_failed"].status == "failed"
     assert "read as ok" in row.checks["exit_failed"].detail
 
 
-async def test_an_agent_that_rewrites_its_history_fails_the_long_run(measured: Measure) -> None:
+async def test_long_run_detects_a_rewritten_history(measured: Measure) -> None:
     row = await measured(RewritingAgent(), "long_run")
     assert row.checks["long_run"].status == "failed", row.checks["long_run"]
 
 
-async def test_a_call_that_is_not_committed_is_lost(measured: Measure) -> None:
+async def test_counts_an_uncommitted_call_as_lost(measured: Measure) -> None:
     async def commit(save: Save, record: CallRecord, number: int) -> None:
         if number == 2:
             raise StoreError("the disk is full")
@@ -113,7 +113,7 @@ async def test_a_call_that_is_not_committed_is_lost(measured: Measure) -> None:
     assert row.checks["lost"].detail.startswith("1 of ")
 
 
-async def test_a_call_that_is_committed_twice_is_doubled(measured: Measure) -> None:
+async def test_counts_a_call_committed_twice_as_doubled(measured: Measure) -> None:
     async def commit(save: Save, record: CallRecord, number: int) -> None:
         await save(record)
         if number == 2:
@@ -124,7 +124,7 @@ async def test_a_call_that_is_committed_twice_is_doubled(measured: Measure) -> N
     assert row.checks["doubled"].status == "failed"
 
 
-async def test_a_second_call_that_is_named_a_retry_is_not_doubled(measured: Measure) -> None:
+async def test_does_not_count_a_retry_as_doubled(measured: Measure) -> None:
     async def commit(save: Save, record: CallRecord, number: int) -> None:
         await save(record)
         if number == 2:
@@ -135,7 +135,7 @@ async def test_a_second_call_that_is_named_a_retry_is_not_doubled(measured: Meas
     assert row.doubled == 0
 
 
-async def test_a_call_without_its_log_probabilities_is_seen(measured: Measure) -> None:
+async def test_evidence_detects_a_call_without_log_probabilities(measured: Measure) -> None:
     async def commit(save: Save, record: CallRecord, number: int) -> None:
         await save(replace(record, status="no_tokens") if number == 1 else record)
 

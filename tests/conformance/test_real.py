@@ -1,4 +1,4 @@
-"""The real command with real agents: those that install and run in reasonable time.
+"""The command with real agents that install and run in reasonable time.
 
 The others (OpenHands, aider, terminus-2, Mistral Vibe, Cline) take one to three minutes each: `polar conformance
 --harness NAME` measures them.
@@ -23,7 +23,7 @@ COUNTED = ("evidence", "recorded_first", "lost", "doubled")
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("harness", ["codex", "claude-code", "pi", "gemini-cli", "qwen-code", "mini-swe-agent"])
-def test_a_real_agent_loses_and_doubles_nothing(harness: str, tmp_path: Path) -> None:
+def test_real_agent_loses_and_doubles_no_call(harness: str, tmp_path: Path) -> None:
     env = {**os.environ, "POLAR_HOME": str(tmp_path / "home")}
     env["POLAR_HARNESSES"] = os.environ.get("POLAR_CACHE_DIR") or str(Path("~/.polar/harnesses").expanduser())
     command = [POLAR, "conformance", "--harness", harness, "--slow", "3", "--patience", "3", "--json"]

@@ -1,4 +1,4 @@
-"""The front: bytes pass unchanged, answers are counted when they are whole, and cuts are real."""
+"""The recording proxy forwards bytes unchanged, records whole answers, and breaks connections."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BODY = b"x" * 5000
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A server that answers GET with a body of known length and everything else with chunks."""
+    """Serve a connection: GET gets a body with its length, every other method gets chunks."""
     try:
         while head := await reader.readuntil(b"\r\n\r\n"):
             lines = head.split(b"\r\n")
@@ -41,61 +41,61 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 @asynccontextmanager
-async def fronted(committed: bool = True) -> AsyncIterator[tuple[RecordingProxy, httpx.AsyncClient]]:
+async def proxied(committed: bool = True) -> AsyncIterator[tuple[RecordingProxy, httpx.AsyncClient]]:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     async with (
-        RecordingProxy("127.0.0.1", port, lambda call_id: committed) as front,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.port}", trust_env=False, timeout=60) as client,
+        RecordingProxy("127.0.0.1", port, lambda call_id: committed) as proxy,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{proxy.port}", trust_env=False, timeout=60) as client,
     ):
-        yield front, client
+        yield proxy, client
     server.close()
 
 
-async def test_what_passes_is_unchanged_and_counted() -> None:
-    async with fronted() as (front, client):
+async def test_forwards_bytes_unchanged_and_records_model_calls() -> None:
+    async with proxied() as (proxy, client):
         for _ in range(2):
             assert (await client.post("/v1/responses", json={"input": "hi"})).content == BODY
         assert (await client.head("/api/hello")).status_code == 200
         assert (await client.get("/v1/models")).content == BODY
-    assert [(e.path, e.status, e.complete, e.call_id) for e in front.exchanges] == [
+    assert [(e.path, e.status, e.complete, e.call_id) for e in proxy.exchanges] == [
         ("/v1/responses", 200, True, "call_1")
     ] * 2
-    assert all(e.body_bytes == len(BODY) and e.streamed and e.committed_first for e in front.exchanges)
-    assert bytes(front.exchanges[0].body) == b'{"input":"hi"}'
+    assert all(e.body_bytes == len(BODY) and e.streamed and e.committed_first for e in proxy.exchanges)
+    assert bytes(proxy.exchanges[0].body) == b'{"input":"hi"}'
 
 
-async def test_an_answer_that_was_not_committed_in_time_is_seen() -> None:
-    async with fronted(committed=False) as (front, client):
+async def test_records_an_answer_that_was_sent_before_its_call_was_committed() -> None:
+    async with proxied(committed=False) as (proxy, client):
         await client.post("/v1/messages", json={})
-    assert [(e.complete, e.committed_first) for e in front.exchanges] == [(True, False)]
+    assert [(e.complete, e.committed_first) for e in proxy.exchanges] == [(True, False)]
 
 
-async def test_a_cut_breaks_the_connection_in_the_middle() -> None:
-    async with fronted() as (front, client):
-        front.cut_due = lambda exchange: len(front.exchanges) == 1
+async def test_cut_answer_breaks_the_connection() -> None:
+    async with proxied() as (proxy, client):
+        proxy.should_cut = lambda exchange: len(proxy.exchanges) == 1
         with pytest.raises(httpx.TransportError):
             await client.post("/v1/messages", json={})
         assert (await client.post("/v1/messages", json={})).content == BODY
-    assert [(e.cut, e.complete) for e in front.exchanges] == [(True, False), (False, True)]
-    assert 0 < front.exchanges[0].body_bytes < len(BODY)
+    assert [(e.cut, e.complete) for e in proxy.exchanges] == [(True, False), (False, True)]
+    assert 0 < proxy.exchanges[0].body_bytes < len(BODY)
 
 
-async def test_a_client_that_goes_leaves_an_incomplete_exchange() -> None:
-    async with fronted() as (front, client):
+async def test_records_an_incomplete_exchange_when_the_client_leaves() -> None:
+    async with proxied() as (proxy, client):
         async with client.stream("POST", "/v1/messages", json={}) as response:
             async for _ in response.aiter_raw():
                 break
         async with asyncio.timeout(60):
-            while not front.exchanges or front.exchanges[0].ended_at is None:
+            while not proxy.exchanges or proxy.exchanges[0].ended_at is None:
                 await asyncio.sleep(0.01)
-    (exchange,) = front.exchanges
+    (exchange,) = proxy.exchanges
     assert not exchange.complete
     assert exchange.ended_at is not None
 
 
-def test_which_routes_ask_a_model() -> None:
-    asked = ["/v1/messages?beta=true", "/v1/responses", "/s/key/v1/chat/completions"]
-    asked += ["/v1beta/models/m:streamGenerateContent?alt=sse"]
-    assert all(map(is_model_route, asked))
+def test_is_model_route() -> None:
+    routes = ["/v1/messages?beta=true", "/v1/responses", "/s/key/v1/chat/completions"]
+    routes += ["/v1beta/models/m:streamGenerateContent?alt=sse"]
+    assert all(map(is_model_route, routes))
     assert not any(map(is_model_route, ["/v1/messages/count_tokens", "/v1/models", "/v1beta/models/m:countTokens"]))

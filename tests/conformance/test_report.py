@@ -1,4 +1,4 @@
-"""The files, and the command line around them."""
+"""The report files, and the command `polar conformance`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from polar_proxy.conformance import CheckResult, HarnessRow, document, markdown, merged
+from polar_proxy.engines.scripted import INFO
 from tests.rollouts.test_run import strays
 
 POLAR = str(Path(sys.executable).with_name("polar"))
@@ -20,35 +21,35 @@ AGENT = ["--harness", "tests.conformance.small_agent:SmallAgent"]
 
 
 def row(name: str, **changes: object) -> dict[str, object]:
-    made = HarnessRow(name, "1.0", "openai_chat", "yes", calls=3, edges={"root": 1, "continues": 2})
-    made.checks = {"lost": CheckResult("ok", "0 of 3"), "long_run": CheckResult("failed", "a | b\nc")}
+    result = HarnessRow(name, "1.0", "openai_chat", "yes", calls=3, edges={"root": 1, "continues": 2})
+    result.checks = {"lost": CheckResult("ok", "0 of 3"), "long_run": CheckResult("failed", "a | b\nc")}
     for key, value in changes.items():
-        setattr(made, key, value)
-    return document([made], engine="scripted", sandbox="process", slow=20, measured="2026-01-01 00:00 UTC")
+        setattr(result, key, value)
+    return document([result], engine=INFO, sandbox="process", slow=20)
 
 
-def test_rows_of_other_harnesses_stay() -> None:
+def test_merging_keeps_rows_of_other_harnesses() -> None:
     found = merged(merged(None, row("b")), row("a"))
     assert [one["name"] for one in found["harnesses"]] == ["a", "b"]
     again = merged(found, row("b", calls=9))
     assert [one["calls"] for one in again["harnesses"]] == [3, 9]
 
 
-def test_the_page_is_made_of_the_file() -> None:
+def test_page_is_made_from_the_document() -> None:
     page = markdown(json.loads(json.dumps(row("codex", lost=2))))
     assert "| codex | 1.0 | openai_chat | yes | 3 | 2 | 0 |" in page
     assert "| 26 turns | failed | a \\| b c |" in page
-    assert "| 429 | not run |" in page, "a check without a cell was not run"
+    assert "| 429 | not run |" in page, "a check without a result was not run"
     assert "* **lost**" in page
 
 
 @pytest.fixture
-def own_places(polar_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_folders(polar_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
 
 
-def test_the_command_writes_both_files(own_places: None, tmp_path: Path) -> None:
+def test_command_writes_both_files(own_folders: None, tmp_path: Path) -> None:
     out = tmp_path / "docs"
     command = [POLAR, "conformance", *AGENT, "--sandbox", "process", "--slow", "0.2", "--out-dir", str(out), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
@@ -59,7 +60,9 @@ def test_the_command_writes_both_files(own_places: None, tmp_path: Path) -> None
     assert "small-agent" in (out / "conformance.md").read_text()
 
 
-def test_a_failed_check_is_an_exit_code_and_a_part_is_not_written(own_places: None, tmp_path: Path) -> None:
+def test_exits_with_1_after_a_failed_check_and_does_not_write_partial_results(
+    own_folders: None, tmp_path: Path
+) -> None:
     out = tmp_path / "docs"
     agent = ["--harness", "tests.conformance.small_agent:ForgetfulAgent"]
     command = [POLAR, "conformance", *agent, "--sandbox", "process", "--check", "tool_round_trip"]
@@ -69,7 +72,7 @@ def test_a_failed_check_is_an_exit_code_and_a_part_is_not_written(own_places: No
     assert not out.exists()
 
 
-def test_stopped_in_the_middle_nothing_is_left(own_places: None, polar_home: Path) -> None:
+def test_interrupted_command_leaves_no_process_and_no_file(own_folders: None, polar_home: Path) -> None:
     command = [POLAR, "conformance", *AGENT, "--sandbox", "process", "--check", "slow_first_byte", "--slow", "100"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -77,13 +80,13 @@ def test_stopped_in_the_middle_nothing_is_left(own_places: None, polar_home: Pat
         time.sleep(0.1)
     assert [line for line in strays(polar_home) if "small_agent.py" in line]
     process.send_signal(signal.SIGINT)
-    _, words = process.communicate(timeout=120)
-    assert process.returncode == 130, words
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
     assert strays(polar_home) == []
     assert list(Path(os.environ["TMPDIR"]).glob("polar-conformance-*")) == []
 
 
-def test_usage_errors_are_one_line(own_places: None) -> None:
+def test_usage_errors_are_one_line_without_traceback(own_folders: None) -> None:
     for arguments in (["--check", "nothing"], ["--harness", "nothing"], ["--sandbox", "nothing"]):
         done = subprocess.run(
             [POLAR, "conformance", *arguments], capture_output=True, text=True, timeout=120, check=False

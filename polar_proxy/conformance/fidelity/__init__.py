@@ -1,29 +1,31 @@
-"""Fidelity: real agents and a real vLLM with given answers; are the tokens that are trained those that were sampled?
+"""Fidelity: real agents and a real vLLM with forced answers. Are the trained tokens those that were sampled?
 
-`awkward` writes answers as no serialiser would, `forced` makes vLLM sample them, `script` says what is done, `measure`
-counts what became of every sampled token, `explain` shows where a prompt left them, `report` makes file and page.
+`answers` writes awkward answers, `forced_vllm` makes vLLM sample them, `measure` counts what became of every sampled
+token and explains where a prompt left them, `play` runs the jobs, `report` makes the file and the page.
 """
 
-from polar_proxy.conformance.fidelity.explain import ExplainedDrift, explain
 from polar_proxy.conformance.fidelity.forced_vllm import CUT_EVERY, LOGITS_PROCESSOR, PLUGIN, ForcedVllmEngine
-from polar_proxy.conformance.fidelity.measure import FidelityRow, measure_one
-from polar_proxy.conformance.fidelity.play import MODES, TEMPLATES, FidelityJob, play
-from polar_proxy.conformance.fidelity.report import document, markdown, merged
+from polar_proxy.conformance.fidelity.measure import ExplainedDrift, FidelityRow, measure_harness
+from polar_proxy.conformance.fidelity.play import MODES, TASK, TEMPLATES, FidelityJob, measure_drift, play
+from polar_proxy.conformance.fidelity.report import document, is_good, markdown, merged, save
 
 __all__ = [
     "CUT_EVERY",
     "LOGITS_PROCESSOR",
     "MODES",
     "PLUGIN",
+    "TASK",
     "TEMPLATES",
     "ExplainedDrift",
     "FidelityJob",
     "FidelityRow",
     "ForcedVllmEngine",
     "document",
-    "explain",
+    "is_good",
     "markdown",
-    "measure_one",
+    "measure_drift",
+    "measure_harness",
     "merged",
     "play",
+    "save",
 ]

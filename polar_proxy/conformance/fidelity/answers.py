@@ -1,8 +1,11 @@
-"""The same value and the same text, written as no serialiser and no tokenizer would write them. Pure.
+"""The answers of a fidelity run: one for each thing that makes a re-rendered prompt differ from the sampled tokens.
 
-A policy at temperature 1 writes JSON with its own spaces, escapes and order of keys, and samples texts as other tokens
-than the tokenizer would cut them into. Both come back changed from a harness and a template: that is where re-rendered
-prompts leave the tokens that were sampled.
+The scripted model of the conformance checks decides *what* is done (tool names and arguments are the harness's own).
+Here it is written as no serialiser and no tokenizer would write it, as a policy at temperature 1 does: JSON in five
+styles, characters beyond ASCII, optional arguments of every scalar type, empty and nested arguments, two calls at once,
+text before a call, white space around everything, long answers, long outputs, and texts sampled as other tokens than
+the tokenizer would cut them into. All of it comes back changed from a harness and a template, and that is where
+re-rendered prompts leave the tokens that were sampled.
 """
 
 from __future__ import annotations
@@ -11,22 +14,49 @@ import json
 import random
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from polar_proxy.conformance.scripted_model import (
+    Finish,
+    ReceivedRequest,
+    RunCommands,
+    Scenario,
+    ScriptedModel,
+    Step,
+    step_reply,
+)
 from polar_proxy.engines.scripted import Reply
+from polar_proxy.types import ChatRequest, Json, ToolCall, new_id
 
+LONG_OUTPUT = "yes 'The quick brown fox jumps over the lazy dog.' | head -c 30000"
+"""A command that prints 30 kB."""
+_UNICODE_COMMAND = "printf '%s\\n' 'caf\u00e9 na\u00efve \u2014 \"q\" \\ / \u6f22\u5b57 \U0001f642'"
+_LONG_COMMAND = "cat > notes.txt <<'EOF'\n" + "".join(
+    f'{{"line": {n}, "ok": {str(n % 2 == 0).lower()}}}\t# caf\u00e9 \\ {n}\n' for n in range(5)
+)
+_LONG_COMMAND += "EOF"
+_MARKDOWN = "".join(
+    f"\n{n}. **Step {n}**:  `a.txt` \u2014 don't; \u201cdone\u201d \n\n```json\n{{}}\n```\n" for n in range(3)
+)
+_UNKNOWN_ARGUMENTS: Json = {
+    "none": {},
+    "deep": {"list": [1, 2000, True, None, {"a/b": "\u00e9\u2028"}], "empty": []},
+}
+_OPTION_VALUES: Mapping[Any, Any] = {"boolean": False, "integer": 20000, "number": 20000}
 _TAG = re.compile(r"(</?(?:think|tool_call)>)")
+_MAX_REQUESTS_PER_STEP = 3
+"""A step that is requested more often ends the run: some harnesses drop an answer that they cannot use."""
 
 
 @dataclass(frozen=True, slots=True)
 class JsonStyle:
-    """How JSON is written. All of it is what JSON allows, and reads as the same value."""
+    """How JSON is written. Every style is valid JSON and parses to the same value."""
 
     comma: str = ", "
     colon: str = ": "
     inside: str = ""
-    """Put behind an opening and before a closing bracket."""
+    """After an opening and before a closing bracket."""
     ascii: bool = False
     """Characters beyond ASCII as `\\u` escapes, and `/` as `\\/`."""
     reverse: bool = False
@@ -44,13 +74,115 @@ STYLES: Mapping[str, JsonStyle] = {
 }
 
 
-def written(value: Any, style: JsonStyle) -> str:
-    """`value` as JSON text in that style."""
+@dataclass(frozen=True, slots=True)
+class AnswerStyle:
+    """How one step is written."""
+
+    json: str = "plain"
+    """Name of the style of its JSON."""
+    before: str = ""
+    """Text before the calls."""
+    thought: str = "Hm."
+    """Appended to the reasoning."""
+    silent: bool = False
+    """No reasoning."""
+    options: bool = False
+    """Optional arguments of the tool, of every scalar type, are given too."""
+    odd_calls: bool = False
+    """Besides the call: one of the same tool without arguments, and one of a tool that does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
+class StyledStep:
+    """A step and how it is written."""
+
+    step: Step
+    style: AnswerStyle
+
+
+FIRST = (
+    StyledStep(RunCommands((_UNICODE_COMMAND,)), AnswerStyle("escaped")),
+    StyledStep(RunCommands(("true", "echo /tmp")), AnswerStyle("spaced", before="I look, twice. ")),
+    StyledStep(RunCommands(), AnswerStyle("numbers", options=True, thought="Let me see.\n\n- a\n-  b \n ")),
+    StyledStep(RunCommands((LONG_OUTPUT,)), AnswerStyle("plain", before="\n\nNow a long one:\n", silent=True)),
+    StyledStep(RunCommands((_LONG_COMMAND,)), AnswerStyle("reversed", thought="word " * 40)),
+    StyledStep(RunCommands(), AnswerStyle("plain", odd_calls=True)),
+    StyledStep(Finish(), AnswerStyle("reversed")),
+)
+SECOND = (
+    StyledStep(RunCommands(), AnswerStyle("reversed", before="Once more.")),
+    StyledStep(Finish(), AnswerStyle(thought="I am done. ")),
+)
+SCENARIO = Scenario(
+    "fidelity",
+    "awkward answers, long outputs, a second turn",
+    steps=tuple(styled.step for styled in FIRST),
+    second=tuple(styled.step for styled in SECOND),
+    seconds=240,
+)
+
+
+class FidelityModel(ScriptedModel):
+    """The scripted model of the conformance checks, with awkward answers. Runs `SCENARIO`, with or without its second
+    turn."""
+
+    def _main_reply(self, received: ReceivedRequest) -> Reply:
+        steps = (*FIRST, *SECOND) if self.scenario.second else FIRST
+        count = sum(other.kind == "main" and other.step == received.step for other in self.requests)
+        tag = self.tag(received.step)
+        if received.step >= len(steps) or count > _MAX_REQUESTS_PER_STEP:
+            return step_reply(self.profile, Finish(), tag)
+        styled = steps[received.step]
+        reply = step_reply(self.profile, styled.step, tag)
+        return _restyle(reply, styled.style, self.profile.tool, received.request)
+
+
+def _restyle(reply: Reply, style: AnswerStyle, tool: str, request: ChatRequest) -> Reply:
+    """Return the same answer, written in another style."""
+    json_style = STYLES[style.json]
+    reasoning = "" if style.silent else f"{reply.reasoning} {style.thought}"
+    if not reply.calls:
+        text = _restyle_object(reply.text, json_style)
+        return replace(reply, reasoning=reasoning, text=text if text != reply.text else text + _MARKDOWN)
+    extra = _optional_arguments(request, tool) if style.options else {}
+    calls = [replace(call, arguments=to_json(json.loads(call.arguments) | extra, json_style)) for call in reply.calls]
+    if style.odd_calls:
+        calls.append(ToolCall(new_id("call"), tool, "{}"))
+        calls.append(ToolCall(new_id("call"), "no_such_tool", to_json(_UNKNOWN_ARGUMENTS, STYLES["numbers"])))
+    return replace(reply, reasoning=reasoning, text=style.before, calls=tuple(calls))
+
+
+def _restyle_object(text: str, style: JsonStyle) -> str:
+    """Return a text that is one JSON object (from a model that acts by text) in that style; other text unchanged."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return to_json(value, style) if isinstance(value, dict) else text
+
+
+def _optional_arguments(request: ChatRequest, tool: str) -> dict[str, Any]:
+    """Return a value for every optional boolean and number in the tool's own schema."""
+    for offered in request.tools:
+        function = offered.get("function") or {}
+        if function.get("name") == tool:
+            schema: Mapping[str, Any] = function.get("parameters") or {}
+            required = schema.get("required") or ()
+            return {
+                name: _OPTION_VALUES[form.get("type")]
+                for name, form in (schema.get("properties") or {}).items()
+                if name not in required and isinstance(form, Mapping) and form.get("type") in _OPTION_VALUES
+            }
+    return {}
+
+
+def to_json(value: Any, style: JsonStyle) -> str:
+    """Return `value` as JSON text in a style."""
     if isinstance(value, Mapping):
-        items = [(written(str(key), style) + style.colon + written(item, style)) for key, item in value.items()]
+        items = [(to_json(str(key), style) + style.colon + to_json(item, style)) for key, item in value.items()]
         return _bracketed("{", items[::-1] if style.reverse else items, "}", style)
     if isinstance(value, list | tuple):
-        return _bracketed("[", [written(item, style) for item in value], "]", style)
+        return _bracketed("[", [to_json(item, style) for item in value], "]", style)
     if isinstance(value, str):
         text = json.dumps(value, ensure_ascii=style.ascii)
         return text.replace("/", "\\/") if style.ascii else text
@@ -63,8 +195,8 @@ def _bracketed(opening: str, items: list[str], closing: str, style: JsonStyle) -
     return opening + (style.inside + style.comma.join(items) + style.inside if items else "") + closing
 
 
-def spoken(reply: Reply) -> str:
-    """An answer as a model of the Qwen family writes it: reasoning in `<think>`, empty or not, calls as Hermes JSON."""
+def qwen_text(reply: Reply) -> str:
+    """Return an answer as a Qwen model samples it: reasoning in `<think>`, empty or not, and calls as Hermes JSON."""
     out = f"<think>\n{reply.reasoning}\n</think>\n\n{reply.text}"
     for number, call in enumerate(reply.calls):
         out += ("\n" if reply.text or number else "") + "<tool_call>\n"
@@ -72,20 +204,20 @@ def spoken(reply: Reply) -> str:
     return out
 
 
-def pieces(text: str, *, every: int) -> list[str]:
-    """`text` cut at random places, on average one in `every` characters; 0 cuts nowhere. Tags stay whole.
+def split_randomly(text: str, *, every: int) -> list[str]:
+    """Cut `text` at random places, on average one in `every` characters; 0 cuts nowhere. Tags stay whole.
 
-    The same text is always cut alike, so that a request that is sent again gets the same tokens.
+    The same text is always cut alike, so that a repeated request gets the same tokens.
     """
     chance = random.Random(text)
-    out: list[str] = []
+    pieces: list[str] = []
     for part in _TAG.split(text):
         if _TAG.fullmatch(part) or not every:
-            out += [part] if part else []
+            pieces += [part] if part else []
             continue
         start = 0
         for place in range(1, len(part) + 1):
             if place == len(part) or chance.random() < 1 / every:
-                out.append(part[start:place])
+                pieces.append(part[start:place])
                 start = place
-    return out
+    return pieces

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Self
 
-from polar_proxy.conformance.fidelity.answers import pieces, spoken
+from polar_proxy.conformance.fidelity.answers import qwen_text, split_randomly
 from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.http_client import HttpResponse
 from polar_proxy.engines.scripted import Reply, Script
@@ -56,7 +56,7 @@ class ForcedVllmEngine(VllmEngine):
     """A vLLM server that samples the answers of `script(request)`.
 
     Entering raises EngineError if the server lacks the plugin. `template` replaces the model's chat template (which
-    needs `--trust-request-chat-template` of the server). `cut_every` is the argument of `answers.pieces`.
+    needs `--trust-request-chat-template` of the server). `cut_every` is the argument of `answers.split_randomly`.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ForcedVllmEngine(VllmEngine):
         if reply.error is not None:
             raise reply.error
         forced = copy.copy(self)
-        forced.client = self._forcing_client.forcing(await self.tokens(spoken(reply)))
+        forced.client = self._forcing_client.forcing(await self.tokens(qwen_text(reply)))
         async with aclosing(VllmEngine.sample(forced, request, stream=stream, prompt=prompt)) as events:
             async for event in events:
                 yield event
@@ -102,7 +102,7 @@ class ForcedVllmEngine(VllmEngine):
         Raises EngineError if they do not decode to the text.
         """
         ids: list[int] = []
-        for piece in pieces(text, every=self._cut_every):
+        for piece in split_randomly(text, every=self._cut_every):
             if piece not in self._piece_ids:
                 self._piece_ids[piece] = await self.client.encode(piece)
             ids += self._piece_ids[piece]

@@ -1,8 +1,8 @@
-"""A model for fidelity runs: what it would say does not matter, what its tokenizer and template do does.
+"""A model for fidelity runs, in which only the tokenizer and the template matter, not the answers.
 
-Small enough that a CPU reads prompts of 50,000 tokens in seconds; random weights; a byte-level tokenizer that cuts as
-those in use do (the bundled polar-tiny needs twice as many tokens for an agent's prompt); the chat template of
-polar-tiny. Needs `pip install 'polar-proxy[local]'`.
+It is small enough that a CPU reads prompts of 50,000 tokens in seconds. It has random weights, a byte-level tokenizer
+that cuts like those in common use (the bundled polar-tiny needs twice as many tokens for an agent's prompt), and the
+chat template of polar-tiny. Needs `pip install 'polar-proxy[local]'`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ VOCABULARY = 12_000
 CONTEXT = 262_144
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-_CUT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Where words begin, as the tokenizers of the Qwen family see it."""
+_WORD = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How the tokenizers of the Qwen family cut text into words."""
 _READ_BYTES = 3_000_000
 
 
@@ -32,7 +34,7 @@ def make_model(folder: Path) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(_CUT), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        [pre_tokenizers.Split(Regex(_WORD), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -67,7 +69,7 @@ def make_model(folder: Path) -> Path:
 
 
 def _texts() -> Iterator[str]:
-    """Source code and prose that every Python brings: its library, in the order of names."""
+    """Yield text that every Python has: the source code of its library, in the order of names."""
     left = _READ_BYTES
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text = path.read_text(errors="replace")

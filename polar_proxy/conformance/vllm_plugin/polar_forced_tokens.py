@@ -3,9 +3,9 @@
 The server runs in an environment of its own, so this file imports nothing of Polar. Start the server with this folder
 on PYTHONPATH and `--logits-processors polar_forced_tokens:ForcedTokens`.
 
-The n-th token of an answer is `forced_ids[n]`, whatever the model would have said; behind the last one the model is
-free. vLLM computes raw log-probabilities before logits processors, so what it reports is the model's own
-log-probability of each forced token, exactly as if it had been sampled.
+The n-th token of an answer is `forced_ids[n]`, whatever the model prefers; after the last one the model is free. vLLM
+computes raw log-probabilities before logits processors, so it reports the model's own log-probability of each forced
+token, exactly as if it had been sampled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAME = "forced_ids"
 
 
 class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]
-    """Leaves one token possible at each position that `forced_ids` names."""
+    """Leave one possible token at each position in `forced_ids`."""
 
     @classmethod
     def validate_params(cls, params: Any) -> None:
