@@ -35,7 +35,7 @@ def test_drift_reports_first_difference_cause_and_fix(tmp_path: Path) -> None:
 def test_drift_prints_a_readable_summary(tmp_path: Path) -> None:
     done = polar(*RESERIALISING, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for words in ("leave its tokens", "the first difference", "arguments_reserialised", "--prompt-mode continue"):
+    for words in ("left its tokens", "the first difference", "arguments_reserialised", "--prompt-mode continue"):
         assert words in done.stdout
 
 
