@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = [
-    {"types", "errors", "bounded"},
+    {"types", "errors"},
     {"rollout_spec", "sequences"},
     {"config", "api_models"},
     {"webhooks"},

@@ -28,8 +28,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import orjson
+from cachetools import LRUCache
 
-from polar_proxy.bounded import Bounded
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import CannotContinueError, Engine, ExactPrompt, is_constrained
@@ -149,8 +149,8 @@ class PromptBuilder:
         self._engine = engine
         self._store = store
         self._settings = settings
-        self._turn_endings = Bounded[Hashable, TurnEnding](_SHAPES)
-        self._proved = Bounded[Hashable, bool](_SHAPES)
+        self._turn_endings: LRUCache[Hashable, TurnEnding] = LRUCache(_SHAPES)
+        self._proved: LRUCache[Hashable, bool] = LRUCache(_SHAPES)
         """Whether a suffix of this shape was how the rendering of a whole request ended."""
 
     async def build(self, request: EngineRequest, base: Base | None, session: SessionState) -> PromptPlan:
@@ -264,8 +264,7 @@ class PromptBuilder:
         suffix = find_suffix(await self._engine.render(probe), ending, end_of_turn)
         if proved is None:
             rendering = await self._engine.render(request)
-            proved = suffix is not None and ends_in_suffix(rendering, suffix)
-            self._proved.put(shape, proved)
+            proved = self._proved[shape] = suffix is not None and ends_in_suffix(rendering, suffix)
         if suffix is None or not proved:
             raise _NotContinued("suffix_unproven")
         return suffix
@@ -275,8 +274,7 @@ class PromptBuilder:
         ending = self._turn_endings.get(shape)
         if ending is None:
             ids = await self._engine.render(head, generation=False)
-            ending = find_turn_ending(ids, self._engine.info.eos_token_ids)
-            self._turn_endings.put(shape, ending)
+            ending = self._turn_endings[shape] = find_turn_ending(ids, self._engine.info.eos_token_ids)
         return ending
 
     async def _template_drops_reasoning(self, request: ChatRequest, answered: AnsweredCall) -> bool:

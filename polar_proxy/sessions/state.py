@@ -8,10 +8,12 @@ what was used least recently goes first, and is parsed again, or read from the s
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from polar_proxy.bounded import Bounded
+from cachetools import LRUCache
+
 from polar_proxy.dialects import ParsedRequest
 from polar_proxy.sessions.client_metadata import ClientMetadata
 from polar_proxy.sessions.hashing import HashedConversation
@@ -63,14 +65,16 @@ class ConversationCache:
     """Last requests and answered calls of all sessions, at most `capacity` bytes of them."""
 
     def __init__(self, capacity: int = _CACHE_BYTES) -> None:
-        self._entries = Bounded[object, LastRequest | AnsweredCall](capacity)
+        self._entries: LRUCache[Hashable, LastRequest | AnsweredCall] = LRUCache(capacity, lambda entry: entry.size)
 
-    def get(self, key: object) -> LastRequest | AnsweredCall | None:
+    def get(self, key: Hashable) -> LastRequest | AnsweredCall | None:
         return self._entries.get(key)
 
-    def put(self, key: object, entry: LastRequest | AnsweredCall) -> None:
+    def put(self, key: Hashable, entry: LastRequest | AnsweredCall) -> None:
         """Insert or replace an entry. One that is larger than the capacity is not kept."""
-        self._entries.put(key, entry, entry.size)
+        self._entries.pop(key, None)
+        if entry.size <= self._entries.maxsize:
+            self._entries[key] = entry
 
 
 @dataclass(slots=True)

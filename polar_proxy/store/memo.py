@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from cachetools import LRUCache
 
-from polar_proxy.bounded import Bounded
 from polar_proxy.store.chains import ChainNode, bytes_chain, token_chain
 from polar_proxy.types import TokenIds
 
@@ -38,16 +38,18 @@ class ChainCache:
     """By session. The sessions that asked least recently are forgotten first."""
 
     def __init__(self, capacity: int = _CAPACITY_BYTES) -> None:
-        self._asked = Bounded[str, RequestChains](capacity)
+        self._asked: LRUCache[str, RequestChains] = LRUCache(capacity, lambda asked: asked.size)
 
     def get(self, session_id: str) -> RequestChains | None:
         return self._asked.get(session_id)
 
     def put(self, session_id: str, asked: RequestChains) -> None:
-        self._asked.put(session_id, asked, asked.size)
+        self._asked.pop(session_id, None)
+        if asked.size <= self._asked.maxsize:
+            self._asked[session_id] = asked
 
     def forget_all(self) -> None:
-        self._asked.forget_all()
+        self._asked.clear()
 
 
 def message_chain(messages: Sequence[bytes], last: RequestChains | None) -> tuple[tuple[ChainNode, ...], int]:
