@@ -36,8 +36,13 @@ def _all_strings(value: list[Any]) -> list[str]:
     return value
 
 
+def positive_or_none(value: int) -> int | None:
+    """Return `top_k`; 0 and -1 turn it off."""
+    return value if value > 0 else None
+
+
 Integer = Annotated[int, BeforeValidator(_integral), Field(ge=-(2**63), le=2**63 - 1)]
-TopK = Annotated[int, BeforeValidator(_integral), Field(ge=-1, le=2**31 - 1)]
+TopK = Annotated[int, BeforeValidator(_integral), Field(ge=-1, le=2**31 - 1), AfterValidator(positive_or_none)]
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
@@ -52,7 +57,8 @@ class RequestFields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
+    def _prepare(cls, value: Any) -> Any:
+        """Drop the fields that are null."""
         if not isinstance(value, dict) or None not in value.values():
             return value
         return {key: item for key, item in value.items() if item is not None}

@@ -13,7 +13,7 @@ from polar_proxy.dialects.answer import Answer
 from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest
 from polar_proxy.dialects.fields import Integer, invalid, invalid_type, invalid_value
 from polar_proxy.dialects.openai_common import StreamFields, error_body, error_object, token_logprobs, usage
-from polar_proxy.dialects.wire import sse, stored_tools, to_json
+from polar_proxy.dialects.wire import sse, storable_params, stored_tools, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, ToolCall
 
@@ -60,14 +60,12 @@ class OpenAIChat(Dialect):
             response_format=_parse_response_format(fields.response_format),
             template_kwargs=fields.chat_template_kwargs,
         )
-        params = {key: value for key, value in body.items() if key not in ("messages", "tools")}
-        to_json(params, "body")
         return ParsedRequest(
             requests=(request,),
             stream=fields.stream,
             messages=(stored_messages,),
             tools=tools_json,
-            params=params,
+            params=storable_params(body, "messages", "tools"),
             options={
                 "model": fields.model,
                 "usage": fields.stream_usage,

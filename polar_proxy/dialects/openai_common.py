@@ -56,7 +56,6 @@ class SamplingFields(RequestFields):
 
     def sampling(self, *, max_tokens: int | None, logprobs: bool, top_logprobs: int) -> Sampling:
         shared: Json = {name: getattr(self, name) for name in SamplingFields.model_fields}
-        shared["top_k"] = self.top_k if self.top_k and self.top_k > 0 else None
         return Sampling(**shared, max_tokens=max_tokens, logprobs=logprobs, top_logprobs=top_logprobs)
 
 

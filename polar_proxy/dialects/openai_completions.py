@@ -16,7 +16,7 @@ from polar_proxy.dialects.answer import Answer, AnswerChoice
 from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest
 from polar_proxy.dialects.fields import Integer, invalid, unsupported
 from polar_proxy.dialects.openai_common import StreamFields, error_body, error_object, usage
-from polar_proxy.dialects.wire import sse, to_json
+from polar_proxy.dialects.wire import sse, storable_params, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, SampleEvent, TextRequest, TopLogprob
 
@@ -50,14 +50,12 @@ class OpenAICompletions(Dialect):
             logprobs=fields.logprobs is not None,
             top_logprobs=fields.logprobs or 0,
         )
-        params = {key: value for key, value in body.items() if key != "prompt"}
-        to_json(params, "body")
         return ParsedRequest(
             requests=tuple(TextRequest(fields.model, prompt, sampling) for prompt in prompts),
             stream=fields.stream,
             messages=tuple((to_json(prompt, "prompt"),) for prompt in prompts),
             tools=None,
-            params=params,
+            params=storable_params(body, "prompt"),
             options={
                 "model": fields.model,
                 "usage": fields.stream_usage,

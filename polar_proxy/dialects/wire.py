@@ -24,6 +24,13 @@ def to_json(value: Any, param: str) -> bytes:
         ) from error
 
 
+def storable_params(body: Json, *separate: str) -> Json:
+    """Return the fields of a body except `separate`, which are stored apart. Raises RequestError as `to_json`."""
+    params = {key: value for key, value in body.items() if key not in separate}
+    to_json(params, "body")
+    return params
+
+
 def stored_tools(tools: bytes | None) -> Json:
     """Return the field `tools` of a body from its stored bytes."""
     return {} if tools is None else {"tools": orjson.loads(tools)}

@@ -20,7 +20,7 @@ from polar_proxy.dialects.anthropic.errors import error_body
 from polar_proxy.dialects.anthropic.tools import AnthropicTools, parse_tool_choice, parse_tools
 from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest, TokenCount
 from polar_proxy.dialects.fields import Integer, Probability, RequestFields, Strings, Temperature, TopK, invalid
-from polar_proxy.dialects.wire import stored_tools, to_json
+from polar_proxy.dialects.wire import storable_params, stored_tools, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message, Sampling
 
@@ -76,7 +76,7 @@ class AnthropicMessages(Dialect):
             sampling=Sampling(
                 temperature=fields.temperature,
                 top_p=fields.top_p,
-                top_k=fields.top_k if fields.top_k and fields.top_k > 0 else None,
+                top_k=fields.top_k,
                 max_tokens=fields.max_tokens,
                 stop=tuple(item for item in fields.stop_sequences if item),
             ),
@@ -86,14 +86,12 @@ class AnthropicMessages(Dialect):
             response_format=_parse_response_format(fields.output_config.get("format"), body.get("output_format")),
             template_kwargs=_template_kwargs(fields.thinking),
         )
-        params = {key: value for key, value in body.items() if key not in ("messages", "system", "tools")}
-        to_json(params, "body")
         return ParsedRequest(
             requests=(request,),
             stream=fields.stream,
             messages=(_stored_messages(fields),),
             tools=to_json(fields.tools, "tools") if fields.tools else None,
-            params=params,
+            params=storable_params(body, "messages", "system", "tools"),
             options={
                 "model": fields.model,
                 "eager": sorted(tools.eager),

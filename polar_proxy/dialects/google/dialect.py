@@ -21,7 +21,7 @@ from polar_proxy.dialects.google.encoder import GoogleEncoder
 from polar_proxy.dialects.google.errors import google_error
 from polar_proxy.dialects.google.request import to_chat_request
 from polar_proxy.dialects.google.schema import CountTokensRequest, GenerateContentRequest, camel_case
-from polar_proxy.dialects.wire import stored_tools, to_json
+from polar_proxy.dialects.wire import storable_params, stored_tools, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 
@@ -55,9 +55,8 @@ class GoogleGenerateContent(Dialect):
             messages.insert(0, to_json({"systemInstruction": system}, "systemInstruction"))
         tools = _field(body, "tools")
         tools_json = to_json(tools, "tools") if tools else None
-        params = {key: value for key, value in body.items() if camel_case(key) not in _SEPARATE}
-        to_json(params, "body")
-        # After to_json, which limits how deep a tool's schema can be.
+        params = storable_params(body, *(key for key in body if camel_case(key) in _SEPARATE))
+        # After the JSON was written, which limits how deep a tool's schema can be.
         fields = GenerateContentRequest.read(body)
         request = to_chat_request(self.model, fields)
         return ParsedRequest(

@@ -46,7 +46,7 @@ def _sampling(config: GenerationConfig) -> Sampling:
     return Sampling(
         temperature=config.temperature,
         top_p=config.top_p,
-        top_k=config.top_k if config.top_k and config.top_k > 0 else None,
+        top_k=config.top_k,
         max_tokens=config.max_output_tokens,
         seed=config.seed,
         stop=tuple(stop for stop in config.stop_sequences if stop),

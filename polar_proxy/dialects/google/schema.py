@@ -11,10 +11,10 @@ import re
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from polar_proxy.dialects.fields import Penalty, Probability, RequestFields, Strings, Temperature
+from polar_proxy.dialects.fields import Penalty, Probability, RequestFields, Strings, Temperature, positive_or_none
 from polar_proxy.types import Json
 
 T = TypeVar("T")
@@ -50,7 +50,8 @@ class GoogleFields(RequestFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
+    def _prepare(cls, value: Any) -> Any:
+        """Drop the fields that are null, and spell the others in camelCase."""
         if not isinstance(value, dict) or not ("_" in "".join(value) or None in value.values()):
             return value
         return {camel_case(key): item for key, item in value.items() if item is not None}
@@ -138,7 +139,7 @@ class ThinkingConfig(GoogleFields):
 class GenerationConfig(GoogleFields):
     temperature: Temperature | None = None
     top_p: Probability | None = None
-    top_k: Annotated[Int64, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_k: Annotated[Int64, Field(ge=-1, le=2**31 - 1), AfterValidator(positive_or_none)] | None = None
     max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
     stop_sequences: Strings = Field(default_factory=list)
     candidate_count: Annotated[Int64, Field(ge=1, le=128)] = 1

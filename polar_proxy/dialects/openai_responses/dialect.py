@@ -27,7 +27,7 @@ from polar_proxy.dialects.openai_responses.encoder import ResponsesEncoder
 from polar_proxy.dialects.openai_responses.input import collect_tools, to_messages
 from polar_proxy.dialects.openai_responses.items import answer_items, call_id_of_response
 from polar_proxy.dialects.openai_responses.tools import Toolbox
-from polar_proxy.dialects.wire import stored_tools, to_json
+from polar_proxy.dialects.wire import storable_params, stored_tools, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 
@@ -67,8 +67,6 @@ class OpenAIResponses(Dialect):
 
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:
         fields, request, tools = _parse(body)
-        params = {key: value for key, value in body.items() if key not in ("input", "tools", "instructions")}
-        to_json(params, "body")
         stored = to_json(fields.tools, "tools") if fields.tools else None
         messages = [to_json(item, f"input[{i}]") for i, item in enumerate(_items(fields.input))]
         if fields.instructions:
@@ -79,7 +77,7 @@ class OpenAIResponses(Dialect):
             stream=fields.stream,
             messages=(tuple(messages),),
             tools=stored,
-            params=params,
+            params=storable_params(body, "input", "tools", "instructions"),
             options={
                 "tools": tools,
                 "echo": {**_echoed_fields(fields), "tools": orjson.Fragment(stored or b"[]")},
