@@ -20,7 +20,7 @@ import orjson
 from harness_adapters.base import Feature
 from polar_proxy.conformance.profiles import Arguments, HarnessProfile
 from polar_proxy.conformance.recording_proxy import Exchange
-from polar_proxy.engines.scripted import Reply
+from polar_proxy.engines.scripted import ScriptedReply
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.sessions.client_metadata import NO_METADATA
 from polar_proxy.sessions.rules import COMPACTION_REQUESTS, SIDE_CALLS, RequestTexts, match
@@ -148,24 +148,24 @@ class ScriptedModel:
     def tag(self, step: int, kind: RequestKind = "main") -> str:
         return f"{'step' if kind == 'main' else 'cstep'}-{step}-{self.nonce}"
 
-    def __call__(self, request: EngineRequest) -> Reply:
+    def __call__(self, request: EngineRequest) -> ScriptedReply:
         if not isinstance(request, ChatRequest):
-            return Reply("This is not a conversation.")
+            return ScriptedReply("This is not a conversation.")
         kind, step = self._classify(request)
         received = ReceivedRequest(kind, step, request, time.time())
         self.requests.append(received)
         if self.scenario.refuses:
-            return Reply(error=self._refusal())
+            return ScriptedReply(error=self._refusal())
         if kind == "side_call":
-            return Reply("{}" if request.response_format else "A small task")
+            return ScriptedReply("{}" if request.response_format else "A small task")
         if kind == "compaction":
             self.compacted = True
-            return Reply(self._summary(step))
+            return ScriptedReply(self._summary(step))
         if kind == "subagent":
             return step_reply(self.profile, _SUBAGENT_STEPS[min(step, 1)], self.tag(step, "subagent"))
         return self._main_reply(received)
 
-    def _main_reply(self, received: ReceivedRequest) -> Reply:
+    def _main_reply(self, received: ReceivedRequest) -> ScriptedReply:
         """Return the reply to the main conversation, with what its scenario adds: padding, faults, slowness."""
         number = received.step
         step = self.steps[number] if number < len(self.steps) else Finish()
@@ -175,7 +175,7 @@ class ScriptedModel:
             return replace(reply, text="word " * 2000, calls=(), pace=0.1)
         if self.scenario.fills_context and number >= 1 and not self.compacted:
             if self.profile.context_error:
-                return Reply(error=_context_length_error())
+                return ScriptedReply(error=_context_length_error())
             return replace(reply, prompt_tokens=self.profile.full_prompt_tokens)
         fault = self.faults.get(number)
         if fault is None or number in self._fired:
@@ -187,7 +187,7 @@ class ScriptedModel:
         if fault == "drop":
             return replace(reply, pace=0.1)
         message = "Too many requests at once." if fault == "429" else "The scripted engine broke."
-        return Reply(error=EngineError(message, status=int(fault)))
+        return ScriptedReply(error=EngineError(message, status=int(fault)))
 
     def should_cut(self, exchange: Exchange) -> bool:
         """Return whether the recording proxy shall break the answer to this request."""
@@ -234,7 +234,9 @@ class ScriptedModel:
         return EngineError("The scripted engine refuses every request.", status=status)
 
 
-def step_reply(profile: HarnessProfile, step: Step, tag: str, *, subagent: str = "", agent_id: str = "") -> Reply:
+def step_reply(
+    profile: HarnessProfile, step: Step, tag: str, *, subagent: str = "", agent_id: str = ""
+) -> ScriptedReply:
     """Return the answer that takes `step`, in the form that the harness understands.
 
     `tag` is part of the answer, so that later requests show how far the run is. `subagent` marks the task of a
@@ -250,24 +252,24 @@ def step_reply(profile: HarnessProfile, step: Step, tag: str, *, subagent: str =
             traced_command(tag, number, text) + profile.command_suffix for number, text in enumerate(step.commands)
         ]
         calls = [(profile.tool, _fill(profile.arguments, command=command)) for command in commands]
-        return Reply(reasoning=reasoning, calls=_tool_calls(calls))
+        return ScriptedReply(reasoning=reasoning, calls=_tool_calls(calls))
     if isinstance(step, StartSubagent) and profile.start_subagent is not None:
         name, arguments = profile.start_subagent
         prompt = f"{subagent}: run one command in a shell, then say what it printed. ({tag})"
-        return Reply(reasoning=reasoning, calls=_tool_calls([(name, _fill(arguments, prompt=prompt))]))
+        return ScriptedReply(reasoning=reasoning, calls=_tool_calls([(name, _fill(arguments, prompt=prompt))]))
     if isinstance(step, WaitForSubagent):
         if profile.wait_for_subagent is None:
             return step_reply(profile, RunCommands((f"sleep 1; echo {tag}",)), tag)
         name, arguments = profile.wait_for_subagent
         calls = [(name, _fill(arguments, agent=agent_id))]
-        return Reply(text=f"Waiting: {tag}.", reasoning=reasoning, calls=_tool_calls(calls))
+        return ScriptedReply(text=f"Waiting: {tag}.", reasoning=reasoning, calls=_tool_calls(calls))
     if profile.finish is not None:
         name, arguments = profile.finish
-        return Reply(reasoning=reasoning, calls=_tool_calls([(name, _fill(arguments, command=f"echo {tag}"))]))
-    return Reply(text=f"It is done: {tag}.", reasoning=reasoning)
+        return ScriptedReply(reasoning=reasoning, calls=_tool_calls([(name, _fill(arguments, command=f"echo {tag}"))]))
+    return ScriptedReply(text=f"It is done: {tag}.", reasoning=reasoning)
 
 
-def _terminus_reply(step: Step, tag: str) -> Reply:
+def _terminus_reply(step: Step, tag: str) -> ScriptedReply:
     """Terminus 2 parses one JSON object: keystrokes for its terminal, or that the task is complete."""
     commands = step.commands if isinstance(step, RunCommands) else ()
     keys = [
@@ -276,15 +278,15 @@ def _terminus_reply(step: Step, tag: str) -> Reply:
     ]
     done = isinstance(step, Finish)
     value = {"analysis": f"I am at {tag}.", "plan": "Go on.", "commands": keys, "task_complete": done}
-    return Reply(text=json.dumps(value), reasoning=f"I thought of thought-{tag}.")
+    return ScriptedReply(text=json.dumps(value), reasoning=f"I thought of thought-{tag}.")
 
 
-def _aider_reply(step: Step, tag: str) -> Reply:
+def _aider_reply(step: Step, tag: str) -> ScriptedReply:
     """aider takes whole files out of the text."""
     if isinstance(step, Finish):
-        return Reply(text=f"Nothing is left to do: {tag}.", reasoning=f"I thought of thought-{tag}.")
+        return ScriptedReply(text=f"Nothing is left to do: {tag}.", reasoning=f"I thought of thought-{tag}.")
     text = f"I change the file: {tag}.\n\na.txt\n```\nhello\n{tag}\n```\n"
-    return Reply(text=text, reasoning=f"I thought of thought-{tag}.")
+    return ScriptedReply(text=text, reasoning=f"I thought of thought-{tag}.")
 
 
 def traced_command(tag: str, number: int, command: str) -> str:

@@ -33,7 +33,7 @@ INFO = EngineInfo(
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ScriptedReply:
     """One scripted answer."""
 
     text: str = ""
@@ -49,9 +49,9 @@ class Reply:
     """Raised instead of an answer, after `wait`."""
 
     @classmethod
-    def of(cls, answer: ScriptedAnswer) -> Reply:
+    def of(cls, answer: ScriptedAnswer) -> ScriptedReply:
         """Return the reply that a script's shorter forms stand for."""
-        if isinstance(answer, Reply):
+        if isinstance(answer, ScriptedReply):
             return answer
         if isinstance(answer, str):
             return cls(answer)
@@ -60,7 +60,7 @@ class Reply:
         return cls(calls=(answer,) if isinstance(answer, ToolCall) else tuple(answer))
 
 
-ScriptedAnswer = Reply | str | ToolCall | Sequence[ToolCall] | Exception
+ScriptedAnswer = ScriptedReply | str | ToolCall | Sequence[ToolCall] | Exception
 Script = Callable[[EngineRequest], ScriptedAnswer]
 
 
@@ -143,7 +143,7 @@ class ScriptedEngine(Engine):
         try:
             prompt_ids: Sequence[int] | None = await self._prompt_ids(request, prompt)
             for index in range(request.sampling.n):
-                reply = Reply.of(self.script(request))
+                reply = ScriptedReply.of(self.script(request))
                 await asyncio.sleep(reply.wait)
                 if reply.error is not None:
                     raise reply.error
@@ -164,7 +164,9 @@ class ScriptedEngine(Engine):
             return await self.render(request)
         return encode(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
 
-    async def _events(self, reply: Reply, index: int, request: EngineRequest) -> AsyncGenerator[SampleEvent, None]:
+    async def _events(
+        self, reply: ScriptedReply, index: int, request: EngineRequest
+    ) -> AsyncGenerator[SampleEvent, None]:
         """Yield one choice in pieces, cut at `max_tokens`. A tool call that is cut is not reported."""
         left = request.sampling.max_tokens
         made = 0
@@ -203,7 +205,7 @@ class ScriptedEngine(Engine):
         return None
 
 
-def _pieces(reply: Reply, size: int) -> Iterator[tuple[SampleEvent, list[int]]]:
+def _pieces(reply: ScriptedReply, size: int) -> Iterator[tuple[SampleEvent, list[int]]]:
     """Yield events of an answer with the ids that they are sampled as."""
     if reply.reasoning:
         yield SampleEvent(), encode("<think>")

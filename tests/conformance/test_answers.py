@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polar_proxy.conformance.fidelity.answers import STYLES, qwen_text, split_randomly, to_json
-from polar_proxy.engines.scripted import Reply
+from polar_proxy.engines.scripted import ScriptedReply
 from polar_proxy.types import ToolCall
 
 VALUES = st.recursive(
@@ -51,8 +51,8 @@ def test_tags_are_not_cut() -> None:
 
 def test_qwen_text_has_reasoning_text_and_calls() -> None:
     calls = (ToolCall("1", "bash", '{ "a" :1}'), ToolCall("2", "x", "{}"))
-    assert qwen_text(Reply("Well.", "Hm.", calls)) == (
+    assert qwen_text(ScriptedReply("Well.", "Hm.", calls)) == (
         '<think>\nHm.\n</think>\n\nWell.\n<tool_call>\n{"name": "bash", "arguments": { "a" :1}}\n</tool_call>\n'
         '<tool_call>\n{"name": "x", "arguments": {}}\n</tool_call>'
     )
-    assert qwen_text(Reply("Yes.")) == "<think>\n\n</think>\n\nYes."
+    assert qwen_text(ScriptedReply("Yes.")) == "<think>\n\n</think>\n\nYes."

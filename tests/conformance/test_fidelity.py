@@ -26,7 +26,7 @@ from polar_proxy.conformance.fidelity import (
 )
 from polar_proxy.conformance.fidelity.measure import count_tokens
 from polar_proxy.engines.base import Engine
-from polar_proxy.engines.scripted import INFO, Reply, ScriptedEngine
+from polar_proxy.engines.scripted import INFO, ScriptedEngine, ScriptedReply
 from polar_proxy.errors import EngineError
 from polar_proxy.store import Store
 from polar_proxy.types import ChatRequest, Message, PromptMode, Sampling
@@ -133,7 +133,7 @@ def forced_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 async def test_vllm_samples_forced_tokens_with_the_models_own_logprobs(forced_url: str) -> None:
-    reply = Reply('Well. {"a": "é"}  ', "Hm.\n")
+    reply = ScriptedReply('Well. {"a": "é"}  ', "Hm.\n")
     async with ForcedVllmEngine(forced_url, script=lambda request: reply, cut_every=4) as engine:
         request = ChatRequest(engine.info.model, (Message("user", "Hi"),), Sampling(max_tokens=200))
         events = [event async for event in engine.sample(request)]

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from polar_proxy.config import GatewaySettings
-from polar_proxy.engines.scripted import Reply, ScriptedEngine
+from polar_proxy.engines.scripted import ScriptedEngine, ScriptedReply
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store, open_store
 from polar_proxy.types import ChatRequest, EngineRequest, ToolCall
@@ -22,16 +22,18 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def look_once_more(request: EngineRequest) -> Reply:
+def look_once_more(request: EngineRequest) -> ScriptedReply:
     """Answer with reasoning, text and a tool call, all numbered by the turn."""
     assert isinstance(request, ChatRequest)
     turn = sum(message.role == "assistant" for message in request.messages)
-    return Reply(f"Step {turn}.", f"Thought {turn}.", (ToolCall(f"call_{turn}", "look", '{"n":1,  "deep": false}'),))
+    return ScriptedReply(
+        f"Step {turn}.", f"Thought {turn}.", (ToolCall(f"call_{turn}", "look", '{"n":1,  "deep": false}'),)
+    )
 
 
 @contextlib.asynccontextmanager
 async def run_gateway(
-    url: str, script: Callable[[EngineRequest], Reply] = look_once_more, **settings: Any
+    url: str, script: Callable[[EngineRequest], ScriptedReply] = look_once_more, **settings: Any
 ) -> AsyncIterator[tuple[Gateway, Store]]:
     """Run a gateway that shares the database `url`. Yields it and its own connection to the database."""
     given = GatewaySettings.model_validate({"port": 0, "require_known_keys": True, "shared": True, **settings})
@@ -41,7 +43,7 @@ async def run_gateway(
 
 def run_slow_gateway(url: str, wait: float) -> contextlib.AbstractAsyncContextManager[tuple[Gateway, Store]]:
     """Run a gateway whose answers begin after `wait` seconds."""
-    return run_gateway(url, lambda request: Reply("Done.", wait=wait))
+    return run_gateway(url, lambda request: ScriptedReply("Done.", wait=wait))
 
 
 @contextlib.asynccontextmanager

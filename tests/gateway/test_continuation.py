@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from polar_proxy.engines.scripted import END, INFO, Reply, ScriptedEngine, decode, encode
+from polar_proxy.engines.scripted import END, INFO, ScriptedEngine, ScriptedReply, decode, encode
 from polar_proxy.errors import EngineError
 from polar_proxy.store import Store
 from polar_proxy.traces import BUILDERS
@@ -22,13 +22,13 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 OTHER_TOOL = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
 
 
-def script(request: EngineRequest) -> Reply:
+def script(request: EngineRequest) -> ScriptedReply:
     assert isinstance(request, ChatRequest)
     last = request.messages[-1]
     if last.role == "user" and "look" in str(last.content):
         calls = (ToolCall("call_a", "look", SAMPLED), ToolCall("call_b", "look", "{}"))
-        return Reply(text="I look.", reasoning="Hm, where?", calls=calls)
-    return Reply(text=f"Done after {len(request.messages)}.", reasoning="Well.")
+        return ScriptedReply(text="I look.", reasoning="Hm, where?", calls=calls)
+    return ScriptedReply(text=f"Done after {len(request.messages)}.", reasoning="Well.")
 
 
 class Conversation:
@@ -131,7 +131,10 @@ async def test_continues_from_the_store_after_a_restart(serve: Serve, store: Sto
 
 
 async def test_adds_the_end_of_turn_to_a_cut_answer(serve: Serve, store: Store) -> None:
-    async with serve(ScriptedEngine(lambda request: Reply("0123456789" * 5))) as gateway, client(gateway.url) as http:
+    async with (
+        serve(ScriptedEngine(lambda request: ScriptedReply("0123456789" * 5))) as gateway,
+        client(gateway.url) as http,
+    ):
         conversation = Conversation(http)
         choice = await conversation.say(user("hi"), max_tokens=7)
         assert choice["finish_reason"] == "length"
@@ -150,7 +153,7 @@ async def test_continues_the_chosen_answer_of_several(serve: Serve, store: Store
     class Several(ScriptedEngine):
         async def sample(self, request, *, stream=True, prompt=None):  # type: ignore[no-untyped-def, override]
             for index in range(request.sampling.n):
-                self.script = lambda _: Reply(next(answers))
+                self.script = lambda _: ScriptedReply(next(answers))
                 one = ChatRequest(request.model, request.messages)
                 async for event in super().sample(one, stream=stream, prompt=prompt):
                     yield type(event)(**{**{name: getattr(event, name) for name in event.__slots__}, "index": index})
@@ -318,7 +321,7 @@ async def test_records_weights_that_change_while_sampling(serve: Serve, store: S
                 values = {name: getattr(event, name) for name in event.__slots__}
                 yield type(event)(**{**values, "weight_version": f"v{min(number, 2)}" if self.told else None})
 
-    engine = Moving(lambda request: Reply("0123456789" * 3))
+    engine = Moving(lambda request: ScriptedReply("0123456789" * 3))
     async with serve(engine) as gateway, client(gateway.url) as http:
         await Conversation(http).say(user("one"))
         engine.told = True
@@ -341,7 +344,7 @@ async def test_an_engine_that_dies_after_its_answer_loses_no_call(serve: Serve, 
                 raise EngineError("The engine is gone.")
             return "7"
 
-    async with serve(Dying(lambda request: Reply("last words"))) as gateway, client(gateway.url) as http:
+    async with serve(Dying(lambda request: ScriptedReply("last words"))) as gateway, client(gateway.url) as http:
         await Conversation(http).say(user("one"))
     (call,) = await recorded_calls(store)
     assert (call.status, call.weight_version) == ("ok", "7")

@@ -26,7 +26,7 @@ from polar_proxy.conformance.scripted_model import (
     Step,
     step_reply,
 )
-from polar_proxy.engines.scripted import Reply
+from polar_proxy.engines.scripted import ScriptedReply
 from polar_proxy.types import ChatRequest, Json, ToolCall, new_id
 
 LONG_OUTPUT = "yes 'The quick brown fox jumps over the lazy dog.' | head -c 30000"
@@ -126,7 +126,7 @@ class FidelityModel(ScriptedModel):
     """The scripted model of the conformance checks, with awkward answers. Runs `SCENARIO`, with or without its second
     turn."""
 
-    def _main_reply(self, received: ReceivedRequest) -> Reply:
+    def _main_reply(self, received: ReceivedRequest) -> ScriptedReply:
         steps = (*FIRST, *SECOND) if self.scenario.second else FIRST
         count = sum(other.kind == "main" and other.step == received.step for other in self.requests)
         tag = self.tag(received.step)
@@ -137,7 +137,7 @@ class FidelityModel(ScriptedModel):
         return _restyle(reply, styled.style, self.profile.tool, received.request)
 
 
-def _restyle(reply: Reply, style: AnswerStyle, tool: str, request: ChatRequest) -> Reply:
+def _restyle(reply: ScriptedReply, style: AnswerStyle, tool: str, request: ChatRequest) -> ScriptedReply:
     """Return the same answer, written in another style."""
     json_style = STYLES[style.json]
     reasoning = "" if style.silent else f"{reply.reasoning} {style.thought}"
@@ -195,7 +195,7 @@ def _bracketed(opening: str, items: list[str], closing: str, style: JsonStyle) -
     return opening + (style.inside + style.comma.join(items) + style.inside if items else "") + closing
 
 
-def qwen_text(reply: Reply) -> str:
+def qwen_text(reply: ScriptedReply) -> str:
     """Return an answer as a Qwen model samples it: reasoning in `<think>`, empty or not, and calls as Hermes JSON."""
     out = f"<think>\n{reply.reasoning}\n</think>\n\n{reply.text}"
     for number, call in enumerate(reply.calls):

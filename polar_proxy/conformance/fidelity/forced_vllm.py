@@ -16,7 +16,7 @@ from typing import Self
 from polar_proxy.conformance.fidelity.answers import qwen_text, split_randomly
 from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.http_client import HttpResponse
-from polar_proxy.engines.scripted import Reply, Script
+from polar_proxy.engines.scripted import Script, ScriptedReply
 from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.engines.vllm.client import CHAT, COMPLETIONS, VllmClient
 from polar_proxy.errors import EngineError
@@ -69,7 +69,7 @@ class ForcedVllmEngine(VllmEngine):
         cut_every: int = CUT_EVERY,
     ) -> None:
         super().__init__(url, model=model)
-        self.script: Script = script or (lambda request: Reply("This is vLLM with a scripted answer."))
+        self.script: Script = script or (lambda request: ScriptedReply("This is vLLM with a scripted answer."))
         self._cut_every = cut_every
         self.client = self._forcing_client = _ForcingClient(url, model=model, template=template)
         self._piece_ids: dict[str, list[int]] = {}
@@ -86,7 +86,7 @@ class ForcedVllmEngine(VllmEngine):
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
-        reply = Reply.of(self.script(request))
+        reply = ScriptedReply.of(self.script(request))
         await asyncio.sleep(reply.wait)
         if reply.error is not None:
             raise reply.error
