@@ -1,6 +1,6 @@
-"""A dishonest agent in each kind of sandbox: what each of its attempts got.
+"""A dishonest agent in each kind of sandbox: which of its attempts succeed.
 
-    python benchmarks/attacks.py --json                          # process, and bubblewrap and docker where they run
+    python benchmarks/attacks.py --json                          # every kind of sandbox that runs here
     python benchmarks/attacks.py --sandboxes bubblewrap
 
 Real rollouts by `polar serve --rollout-workers N` with its settings as they come. docs/security.md has the table.
@@ -38,14 +38,14 @@ AGENT = Path(__file__).parent / "_stacks" / "attacker.py"
 ROWS = ROOT / "examples" / "tasks" / "swebench" / "rows.jsonl"
 HARBOR = ROOT / "examples" / "tasks" / "harbor"
 SECRETS = ["class TestMostCommon", "-counts[item]"]
-"""A line of the hidden tests, and one of the fix, which is also in the repository's future."""
+"""A line of the hidden tests, and one of the fix, which is also in later commits of the repository."""
 SECONDS = 300.0
 
 
-def outside(stack: ExitStack) -> dict[str, Any]:
-    """What there is to be reached: a TCP and a UDP service on the host's own address, one on its loopback."""
+def open_services(stack: ExitStack) -> dict[str, Any]:
+    """Open services to reach from a sandbox: TCP and UDP on the host's own address, TCP on its loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; says which address it would be sent from
+        probe.connect(("192.0.2.1", 9))  # sends nothing; determines the address that packets would come from
         host = probe.getsockname()[0]
     loop_tcp, tcp = (stack.enter_context(socket.create_server((name, 0))) for name in ("127.0.0.1", host))
     udp = stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
@@ -56,7 +56,7 @@ def outside(stack: ExitStack) -> dict[str, Any]:
     return {"host": host, "sockets": ports} | {name: one.getsockname()[1] for name, one in ports.items()}
 
 
-async def answering(sockets: dict[str, socket.socket]) -> None:
+async def answer_connections(sockets: dict[str, socket.socket]) -> None:
     loop = asyncio.get_running_loop()
 
     async def tcp(listener: socket.socket) -> None:
@@ -73,7 +73,7 @@ async def answering(sockets: dict[str, socket.socket]) -> None:
     await asyncio.gather(tcp(sockets["port"]), tcp(sockets["loopback_port"]), udp(sockets["udp_port"]))
 
 
-class Attack:
+class AttackRun:
     """All attempts in one kind of sandbox."""
 
     def __init__(self, kind: SandboxKind, folder: Path, store: Store, known: dict[str, Any], unlisted: Path) -> None:
@@ -84,12 +84,12 @@ class Attack:
         task = get_source(str(ROWS)).task(0)
         async with self.neighbour(task) as other:
             row = await self.rollout("explorer", task, {"neighbour": other})
-            for line in (await self.said(row)).splitlines():
+            for line in (await self.agent_log(row)).splitlines():
                 with contextlib.suppress(ValueError):
                     one = json.loads(line)
                     self.results[one.pop("attempt")] = one
-            told = [self.results[name]["reached"] for name in ("other_session", "other_key")]
-            if (await self.row(other["rollout_id"])).calls != 1 and not any(told):
+            reached = [self.results[name]["reached"] for name in ("other_session", "other_key")]
+            if (await self.row(other["rollout_id"])).calls != 1 and not any(reached):
                 self.results["other_session"] = {"reached": True, "got": "a call in the other rollout's session"}
             self.results["write_outside"]["reached"] = (written := self.host_folder / "written").exists()
             written.unlink(missing_ok=True)
@@ -97,12 +97,15 @@ class Attack:
             if self.results["write_outside"]["reached"]:
                 self.results["write_outside"]["got"] = "a file on the host"
         row = await self.rollout("planter", task)
-        stayed = [line for pid, line in processes_of(self.known["run"]) if "time.sleep(0.02)" in line]
+        still_running = [line for pid, line in processes_of(self.known["run"]) if "time.sleep(0.02)" in line]
         ran = (self.host_folder / "by-git").exists()
         await self.add(
             "plant_for_the_evaluator", row, also=ran, more=", its git filters wrote to the host" if ran else ""
         )
-        self.results["stay_behind"] = {"reached": bool(stayed), "got": f"{len(stayed)} of its programs still run"}
+        self.results["stay_behind"] = {
+            "reached": bool(still_running),
+            "got": f"{len(still_running)} of its programs still run",
+        }
         await self.add("forge_the_test_runner", await self.rollout("forger", task))
         if self.kind == "bubblewrap":  # docker would build the example's image, which needs a registry
             harbor = get_source(str(HARBOR)).task(0)
@@ -122,11 +125,11 @@ class Attack:
 
     @contextlib.asynccontextmanager
     async def neighbour(self, task: Task) -> AsyncIterator[dict[str, Any]]:
-        """Another rollout in the same kind of sandbox, which is there while the block lasts."""
+        """Run another rollout in the same kind of sandbox while the block lasts."""
         job_id, rollout_id = await self.queue("neighbour", task)
         try:
             async with asyncio.timeout(SECONDS):
-                while not (row := await self.row(rollout_id)).calls:  # noqa: ASYNC110 (another process makes them)
+                while not (row := await self.row(rollout_id)).calls:  # noqa: ASYNC110 (another process makes the calls)
                     await asyncio.sleep(0.1)
             pids = [pid for pid, line in processes_of("attacker.py") if "neighbour" in line]
             pids += [child for pid in pids for child in descendants(pid)]
@@ -162,13 +165,13 @@ class Attack:
                 await asyncio.sleep(0.1)
         return row
 
-    async def said(self, row: RolloutRow) -> str:
+    async def agent_log(self, row: RolloutRow) -> str:
         (log,) = [item for item in await self.store.artifacts.of_rollout(row.rollout_id) if item.name == "agent.log"]
         return log.path.read_text()
 
 
 @contextlib.contextmanager
-def deployment(folder: Path) -> Iterator[tuple[EngineProcess, ServiceProcess]]:
+def deploy(folder: Path) -> Iterator[tuple[EngineProcess, ServiceProcess]]:
     with ExitStack() as stack:
         engine = EngineProcess(folder, "echo", delay=0.0)
         stack.callback(engine.stop)
@@ -180,12 +183,12 @@ def deployment(folder: Path) -> Iterator[tuple[EngineProcess, ServiceProcess]]:
         yield engine, service
 
 
-async def attack(kinds: list[SandboxKind], folder: Path, tell: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+async def attack(kinds: list[SandboxKind], folder: Path, report: Any) -> dict[str, Any]:
+    attempts: dict[str, Any] = {}
     with ExitStack() as stack:
-        engine, service = stack.enter_context(deployment(folder))
-        reachable = outside(stack)
-        listening = asyncio.create_task(answering(reachable.pop("sockets")))
+        engine, service = stack.enter_context(deploy(folder))
+        reachable = open_services(stack)
+        listening = asyncio.create_task(answer_connections(reachable.pop("sockets")))
         unlisted = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="polar-attacks-host-")))
         known = {
             "run": folder.name,
@@ -200,38 +203,38 @@ async def attack(kinds: list[SandboxKind], folder: Path, tell: Any) -> dict[str,
         }
         async with open_store(service.db) as store:
             for kind in kinds:
-                tell(f"{kind} ...")
-                found[kind] = await Attack(kind, folder, store, known, unlisted).run()
+                report(f"{kind} ...")
+                attempts[kind] = await AttackRun(kind, folder, store, known, unlisted).run()
         listening.cancel()
         await asyncio.to_thread(service.stop)
         assert service.process is not None
         remains = [*left_behind(folder), *containers_of(service.process.pid)]
-    return {"attempts": found, "left_behind": len(remains), "remains": remains}
+    return {"attempts": attempts, "left_behind": len(remains), "remains": remains}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sandboxes", help="comma-separated; default: all that can be used here")
+    parser.add_argument("--sandboxes", help="comma-separated list; default: all that run here")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        kinds, missing = chosen(given.sandboxes)
+        kinds, missing = chosen(arguments.sandboxes)
     except ValueError as error:
         parser.error(str(error))
 
-    def tell(line: str) -> None:
+    def report(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     folder = Path(tempfile.mkdtemp(prefix="polar-attacks-"))
-    os.chmod(folder, 0o755)  # what keeps others out must be the sandbox, not this folder
+    os.chmod(folder, 0o755)  # the sandbox must keep the agent out, not the permissions of this folder
     try:
-        document = asyncio.run(attack(kinds, folder, tell)) | {"missing": missing}
+        document = asyncio.run(attack(kinds, folder, report)) | {"missing": missing}
     except StackError as error:
-        tell(str(error))
+        report(str(error))
         return 2
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if given.json:
+    if arguments.json:
         print(json.dumps(document, indent=1))
         return 0
     for kind, attempts in document["attempts"].items():

@@ -1,6 +1,6 @@
-"""How soon a cancelled rollout, group or job is over, at every stage and in each kind of sandbox.
+"""Time until a cancelled rollout, group or job is over, at every stage and in each kind of sandbox.
 
-    python benchmarks/cancel.py --json                                   # every kind that is there; ten minutes
+    python benchmarks/cancel.py --json                                   # every kind that runs here; ten minutes
     python benchmarks/cancel.py --sandboxes process --repeat 2 --stages running,calling
 
 A real `polar serve --rollout-workers N` and the HTTP client. Two times, both from the request on: until all of it has
@@ -39,21 +39,21 @@ from sandboxes import orphans  # noqa: E402
 from sandboxes.base import SandboxKind  # noqa: E402
 
 STAGES = ("queued", "preparing", "running", "calling", "scoring")
-"""`calling`: running, while the engine is answering a call."""
+"""`calling` means running, while the engine answers a call."""
 SIZES = {"rollout": (1, 1), "group": (1, 4), "job": (2, 4)}
-"""Groups, and rollouts of each. Four run at a time: of the job the others wait."""
+"""Number of groups, and of rollouts in each. Four rollouts run at a time; the others of a job wait."""
 AGENTS = 4
 WAIT_SECONDS = 120.0
 LOOK_SECONDS = 0.01
 DELAY = 4.0
-"""Of the engine, before each of eight pieces: an answer takes longer than it is waited for."""
+"""Seconds of the engine before each of eight chunks, so that a call lasts until it is cancelled."""
 TREE = "sleep 601 & sh -c 'sleep 602 & sleep 603' & sleep 604"
-AGENT = Path(__file__).parent / "_stacks" / "witness_agent.py"
+AGENT = Path(__file__).parent / "_stacks" / "logging_agent.py"
 
 
 @dataclass
-class Cell:
-    """One kind of sandbox, what is cancelled, its stage, and who asks: this server (http) or the database (store)."""
+class CancelCase:
+    """What is cancelled in which stage and kind of sandbox, through the server (http) or the database (store)."""
 
     kind: SandboxKind
     what: str
@@ -65,8 +65,8 @@ class Cell:
     nothing_left: list[float] = field(default_factory=list)
 
 
-class Watched:
-    """What exists of a service's sandboxes."""
+class SandboxWatcher:
+    """Looks for remains of a service's sandboxes."""
 
     def __init__(self, folder: Path, service: ServiceProcess, client: AsyncClient) -> None:
         self._state = folder / "tmp" / f"polar-sandboxes-{os.getuid()}"
@@ -74,23 +74,23 @@ class Watched:
         self._seen: set[str] = set()
 
     def records(self) -> set[str]:
-        found = {path.stem for path in (self._state / "records").glob("polar-*.json")}
-        self._seen |= found
-        return found
+        records = {path.stem for path in (self._state / "records").glob("polar-*.json")}
+        self._seen |= records
+        return records
 
-    async def shelf(self) -> int:
+    async def pooled(self) -> int:
         pool = (await self._client.service()).pool
         assert pool is not None
         return pool.on_shelf
 
     async def remains(self, rows: list[RolloutRow]) -> list[str]:
-        """What there is beyond the shelf's; nothing while the rollouts themselves are not over."""
+        """Describe what is left besides the warm pool, or the rollouts that are not over yet."""
         if not all(row.final for row in rows):
             return ["rollouts"]
-        waiting = await self.shelf()
+        waiting = await self.pooled()
         registered = self.records()
         if len(registered) > waiting:
-            return [f"{len(registered)} sandboxes, {waiting} on the shelf"]
+            return [f"{len(registered)} sandboxes, {waiting} in the pool"]
         return await asyncio.to_thread(lambda: list(self._strays(registered)))
 
     def _strays(self, registered: set[str]) -> Iterator[str]:
@@ -101,14 +101,14 @@ class Watched:
             yield f"process {pid} of {ident}"
 
     def containers(self) -> list[str]:
-        """Of this service, beyond those that are registered."""
+        """Return containers of this service, if there are more than registered sandboxes."""
         assert self._service.process is not None
         lines = containers_of(self._service.process.pid)
         return lines if len(lines) > len(self.records()) else []
 
 
 def task(kind: SandboxKind, stage: str) -> tuple[dict[str, Any], str]:
-    """A task and the agent that keep a rollout in this stage."""
+    """Return a task and an agent command that keep a rollout in this stage."""
     files = {f"part{number % 40}/file{number}.txt": f"{number}\n" for number in range(3000)}
     row = {
         "task_id": f"cancel-{stage}",
@@ -119,47 +119,49 @@ def task(kind: SandboxKind, stage: str) -> tuple[dict[str, Any], str]:
     }
     agents = {
         "scoring": "true",
-        "calling": f"{python_inside()} -S {{mount:{AGENT}}} --witness /tmp --turns 1",
+        "calling": f"{python_inside()} -S {{mount:{AGENT}}} --log /tmp --turns 1",
     }
     return row, "shell:" + agents.get(stage, f'sh -c "{TREE}"')
 
 
-class Bench:
-    def __init__(self, store: Store, client: AsyncClient, watched: Watched, choose: random.Random) -> None:
-        self.store, self.client, self.watched, self.random = store, client, watched, choose
+class CancelBenchmark:
+    def __init__(
+        self, store: Store, client: AsyncClient, watcher: SandboxWatcher, random_source: random.Random
+    ) -> None:
+        self.store, self.client, self.watcher, self.random = store, client, watcher, random_source
         self.left: list[str] = []
 
-    async def one(self, cell: Cell) -> None:
-        groups, samples = SIZES[cell.what]
-        row, agent = task(cell.kind, cell.stage)
-        if cell.stage == "queued":
+    async def one(self, case: CancelCase) -> None:
+        groups, samples = SIZES[case.what]
+        row, agent = task(case.kind, case.stage)
+        if case.stage == "queued":
             await self.client.pause_service()
-        rows = [{**row, "task_id": f"{row['task_id']}-{number}"} for number in range(groups)]
+        tasks = [{**row, "task_id": f"{row['task_id']}-{number}"} for number in range(groups)]
         request = JobRequest(
-            task_specs=rows, samples=samples, harness=agent, sandbox=cell.kind, timeout=500.0, instances=groups
+            task_specs=tasks, samples=samples, harness=agent, sandbox=case.kind, timeout=500.0, instances=groups
         )
         job_id = (await self.client.submit(request)).job_id
-        await self.reached(job_id, cell.stage, min(AGENTS, groups * samples))
+        await self.reached(job_id, case.stage, min(AGENTS, groups * samples))
         await asyncio.sleep(self.random.uniform(0.0, 0.5))
-        self.watched.records()
-        mine = await self.store.rollouts.find(job_id=job_id)
-        if any(row.final for row in mine):
-            raise StackError(f"a rollout ended before it was cancelled: {mine[0].status} {mine[0].error}")
-        what = {"rollout": mine[0].rollout_id, "group": mine[0].group_id, "job": job_id}[cell.what]
-        began = time.monotonic()
-        looking = asyncio.create_task(self.look(job_id, began))
-        await (self.client.cancel(what) if cell.by == "http" else cancel(self.store, what))
-        cell.answered.append(time.monotonic() - began)
-        final, nothing_left = await looking
-        cell.final.append(final)
-        cell.nothing_left.append(nothing_left)
-        await asyncio.sleep(0.3)  # what was about to be opened would show itself by now
-        self.left += [f"{cell.kind}, {cell.what}, {cell.stage}: {line}" for line in await self.over(job_id)]
-        if cell.stage == "queued":
+        self.watcher.records()
+        rows = await self.store.rollouts.find(job_id=job_id)
+        if any(row.final for row in rows):
+            raise StackError(f"a rollout ended before it was cancelled: {rows[0].status} {rows[0].error}")
+        what = {"rollout": rows[0].rollout_id, "group": rows[0].group_id, "job": job_id}[case.what]
+        started = time.monotonic()
+        watching = asyncio.create_task(self.watch(job_id, started))
+        await (self.client.cancel(what) if case.by == "http" else cancel(self.store, what))
+        case.answered.append(time.monotonic() - started)
+        final, nothing_left = await watching
+        case.final.append(final)
+        case.nothing_left.append(nothing_left)
+        await asyncio.sleep(0.3)  # a sandbox that was still being opened would be visible by now
+        self.left += [f"{case.kind}, {case.what}, {case.stage}: {line}" for line in await self.problems(job_id)]
+        if case.stage == "queued":
             await self.client.resume_service()
 
     async def reached(self, job_id: str, stage: str, count: int) -> None:
-        """So many are in the stage, and of `calling`, with a call in flight."""
+        """Wait until `count` rollouts are in the stage, with a call in flight for `calling`."""
         status = "running" if stage == "calling" else stage
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
@@ -167,51 +169,57 @@ class Bench:
             if sum(row.status == status for row in rows) >= count:
                 break
             if time.monotonic() > deadline or any(row.final for row in rows):
-                told = ", ".join(f"{row.status} {row.error or ''}" for row in rows)
-                raise StackError(f"no rollout stays in {stage}: {told}")
+                states = ", ".join(f"{row.status} {row.error or ''}" for row in rows)
+                raise StackError(f"no rollout stays in {stage}: {states}")
             await asyncio.sleep(0.02)
         if stage == "calling":
-            await asyncio.sleep(0.7)  # the agent's Python starts, and asks
+            await asyncio.sleep(0.7)  # the agent's Python starts, and calls the model
 
-    async def look(self, job_id: str, began: float) -> tuple[float, float]:
-        """Seconds until all is final, and until nothing is left."""
+    async def watch(self, job_id: str, started: float) -> tuple[float, float]:
+        """Return the seconds until all rollouts are final, and until nothing is left."""
         final: float | None = None
         while True:
             rows = await self.store.rollouts.find(job_id=job_id)
             if final is None and all(row.final for row in rows):
-                final = time.monotonic() - began
-            if final is not None and not (remains := await self.watched.remains(rows)):
-                return final, time.monotonic() - began
-            if time.monotonic() - began > WAIT_SECONDS:
+                final = time.monotonic() - started
+            if final is not None and not (remains := await self.watcher.remains(rows)):
+                return final, time.monotonic() - started
+            if time.monotonic() - started > WAIT_SECONDS:
                 raise StackError(f"not over after {WAIT_SECONDS:g} s: {remains if final else 'not final'}")
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def over(self, job_id: str) -> list[str]:
+    async def problems(self, job_id: str) -> list[str]:
         rows = await self.store.rollouts.find(job_id=job_id)
-        found = [*await self.watched.remains(rows), *await asyncio.to_thread(self.watched.containers)]
+        problems = [*await self.watcher.remains(rows), *await asyncio.to_thread(self.watcher.containers)]
         for row in rows:
             if row.status != "cancelled":
-                found.append(f"{row.rollout_id} is {row.status}, not cancelled")
+                problems.append(f"{row.rollout_id} is {row.status}, not cancelled")
             closed = await self.store.sessions.ids_of_rollout(row.rollout_id, closed=True)
             every = await self.store.sessions.ids_of_rollout(row.rollout_id)
-            found += [f"session {one} is open" for one in every if one not in closed]
-        return found
+            problems += [f"session {one} is open" for one in every if one not in closed]
+        return problems
 
 
-async def of_kind(folder: Path, service: ServiceProcess, cells: list[Cell], given: argparse.Namespace) -> list[str]:
+async def measure_kind(
+    folder: Path, service: ServiceProcess, cases: list[CancelCase], arguments: argparse.Namespace
+) -> list[str]:
     key = (folder / "home" / "api-key").read_text().strip()
     async with AsyncClient(service.url, key) as client, open_store(service.db) as store:
-        bench = Bench(store, client, Watched(folder, service, client), random.Random(given.seed))
-        for cell in cells:
-            for _ in range(given.repeat):
-                await bench.one(cell)
-            told = spread(cell.nothing_left)
-            print(f"{cell.kind}, {cell.what}, {cell.stage}, by {cell.by}: {told}", file=sys.stderr, flush=True)
-        return bench.left
+        benchmark = CancelBenchmark(
+            store, client, SandboxWatcher(folder, service, client), random.Random(arguments.seed)
+        )
+        for case in cases:
+            for _ in range(arguments.repeat):
+                await benchmark.one(case)
+            seconds = spread(case.nothing_left)
+            print(f"{case.kind}, {case.what}, {case.stage}, by {case.by}: {seconds}", file=sys.stderr, flush=True)
+        return benchmark.left
 
 
-def measure(kinds: list[SandboxKind], folder: Path, given: argparse.Namespace) -> tuple[list[Cell], list[str]]:
-    found: list[Cell] = []
+def measure(
+    kinds: list[SandboxKind], folder: Path, arguments: argparse.Namespace
+) -> tuple[list[CancelCase], list[str]]:
+    found: list[CancelCase] = []
     left: list[str] = []
     for kind in kinds:
         with ExitStack() as stack:
@@ -221,14 +229,14 @@ def measure(kinds: list[SandboxKind], folder: Path, given: argparse.Namespace) -
             stack.callback(engine.stop)
             engine.start()
             service = ServiceProcess(own, str(own / "home" / "polar.db"), engine.url, engine.model, AGENTS)
-            # What the machine has free decides how long a stage takes to be reached, which is not measured here.
+            # Admission by free memory would only delay reaching a stage, which is not measured.
             service.environment |= {"POLAR_ADMISSION__MEMORY_MB": "1", "POLAR_ADMISSION__MEMORY_RESERVE_MB": "0"}
             stack.callback(service.stop)
             service.start()
-            cells = [Cell(kind, what, stage) for stage in given.stages for what in SIZES]
-            cells += [Cell(kind, "job", "running", "store")] if "running" in given.stages else []
-            left += asyncio.run(of_kind(own, service, cells, given))
-            found += cells
+            cases = [CancelCase(kind, what, stage) for stage in arguments.stages for what in SIZES]
+            cases += [CancelCase(kind, "job", "running", "store")] if "running" in arguments.stages else []
+            left += asyncio.run(measure_kind(own, service, cases, arguments))
+            found += cases
             assert service.process is not None
             pid = service.process.pid
         left += [*left_behind(own), *containers_of(pid)]
@@ -237,43 +245,43 @@ def measure(kinds: list[SandboxKind], folder: Path, given: argparse.Namespace) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sandboxes", help="comma-separated; default: all that can be used here")
-    parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated")
-    parser.add_argument("--repeat", type=int, default=5, help="cancellations of each sort")
+    parser.add_argument("--sandboxes", help="comma-separated list; default: all that run here")
+    parser.add_argument("--stages", default=",".join(STAGES), help="comma-separated list")
+    parser.add_argument("--repeat", type=int, default=5, help="cancellations of each case")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    given.stages = given.stages.split(",")
-    if unknown := set(given.stages) - set(STAGES):
+    arguments = parser.parse_args()
+    arguments.stages = arguments.stages.split(",")
+    if unknown := set(arguments.stages) - set(STAGES):
         parser.error(f"no such stage: {', '.join(sorted(unknown))}")
     try:
-        kinds, missing = chosen(given.sandboxes)
+        kinds, missing = chosen(arguments.sandboxes)
     except ValueError as error:
         parser.error(str(error))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is stopped then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave the with blocks, which stop all processes
     try:
         with own_folder("cancel") as folder:
-            cells, left = measure(kinds, folder, given)
+            cases, left = measure(kinds, folder, arguments)
     except StackError as error:
         print(error, file=sys.stderr)
         return 2
     rows = [
-        {"sandbox": cell.kind, "what": cell.what, "stage": cell.stage, "by": cell.by}
-        | {name: spread(getattr(cell, name), 3) for name in ("answered", "final", "nothing_left")}
-        for cell in cells
+        {"sandbox": case.kind, "what": case.what, "stage": case.stage, "by": case.by}
+        | {name: spread(getattr(case, name), 3) for name in ("answered", "final", "nothing_left")}
+        for case in cases
     ]
-    times = [value for cell in cells for value in cell.nothing_left]
+    times = [value for case in cases for value in case.nothing_left]
     share = sum(value < 1.0 for value in times) / max(1, len(times))
-    document = {"rows": rows, "repeat": given.repeat, "cancelled": len(times), "within_a_second": round(share, 3)}
+    document = {"rows": rows, "repeat": arguments.repeat, "cancelled": len(times), "within_a_second": round(share, 3)}
     document |= {"seconds": spread(times, 3), "missing": missing, "left_behind": left}
-    print(json.dumps(document, indent=1) if given.json else table(rows))
+    print(json.dumps(document, indent=1) if arguments.json else table(rows))
     for line in left:
         print(line, file=sys.stderr)
     return 1 if left else 0
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: seconds, median / most."""
+    """Return a Markdown table of seconds: median / maximum."""
     lines = ["| sandbox | stage | asked | what | final in the store | nothing left |", "|---|---|---|---|---|---|"]
     for row in rows:
         times = [f"{row[name]['median']:.2f} / {row[name]['most']:.2f}" for name in ("final", "nothing_left")]

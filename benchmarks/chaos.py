@@ -1,10 +1,10 @@
-"""`kill -9` of everything, at random moments: is a call lost, or doubled, and does every rollout come to its end?
+"""`kill -9` of every process at random moments: is a call lost or doubled, and does every rollout end?
 
     python benchmarks/chaos.py --rounds 10 --json
-    python benchmarks/chaos.py --rounds 3 --victims engine --engine vllm     # POLAR_VLLM_CPU: a real vLLM's folder
-    python benchmarks/chaos.py --rounds 1 --db sqlite --victims service,sandbox,engine
+    python benchmarks/chaos.py --rounds 3 --targets engine --engine vllm     # POLAR_VLLM_CPU: folder of a real vLLM
+    python benchmarks/chaos.py --rounds 1 --db sqlite --targets service,sandbox,engine
 
-README.md says what is killed, who is the witness, and what the figures mean.
+README.md explains what is killed, how answers are logged independently, and what the figures mean.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from polar_proxy.store.jobs import JobRow  # noqa: E402
 from polar_proxy.tasks import get_source  # noqa: E402
 
 T = TypeVar("T")
-VICTIMS = ("service", "sandbox", "engine", "postgresql", "node")
-AGENT = Path(__file__).parent / "_stacks" / "witness_agent.py"
+TARGETS = ("service", "sandbox", "engine", "postgresql", "node")
+AGENT = Path(__file__).parent / "_stacks" / "logging_agent.py"
 FINAL_SECONDS = 240.0
-"""From the victim's restart to the final status of every rollout: three attempts and a hold of 30 s have room in it."""
+"""Limit from the restart to the final status of every rollout: enough for three attempts and claims of 30 s."""
 
 
 @dataclass
 class Kill:
-    """One kill and what came of it."""
+    """One kill and its outcome."""
 
-    victim: str
+    target: str
     round: int
     moment: float
     """Seconds after the job was queued."""
@@ -62,59 +62,61 @@ class Kill:
     unfinished: list[str] = field(default_factory=list)
 
 
-class Chaos:
-    """The deployment under test: a database, an engine, a service, all real processes. To kill a `node` the service
-    is one over a Ray cluster of two."""
+class KillTest:
+    """The deployment under test: database, engine and service, all real processes.
+
+    To kill a `node`, the service runs on a Ray cluster of two nodes.
+    """
 
     def __init__(
-        self, folder: Path, victims: list[str], given: argparse.Namespace, tell: Callable[[str], None]
+        self, folder: Path, targets: list[str], arguments: argparse.Namespace, report: Callable[[str], None]
     ) -> None:
-        self.folder, self.names, self.given, self.tell = folder, victims, given, tell
-        self.random = random.Random(given.seed)
+        self.folder, self.names, self.arguments, self.report = folder, targets, arguments, report
+        self.random = random.Random(arguments.seed)
         folder.mkdir()
-        self.witness = folder / "witness"
-        self.witness.mkdir()
+        self.answer_log = folder / "answers"
+        self.answer_log.mkdir()
         self.kills: list[Kill] = []
         self.rollout_ids: list[str] = []
         self.stopped: str | None = None
-        """Why it ended before all rounds were done: a victim could not be started again."""
+        """Why it ended early: a target could not be started again."""
 
     def start(self, stack: ExitStack) -> None:
-        given = self.given
-        self.engine = EngineProcess(self.folder, given.engine)
+        arguments = self.arguments
+        self.engine = EngineProcess(self.folder, arguments.engine)
         stack.callback(self.engine.stop)
         self.engine.start()
-        self.victims: dict[str, KillTarget] = {"engine": self.engine}
+        self.targets: dict[str, KillTarget] = {"engine": self.engine}
         self.db = str(self.folder / "home" / "polar.db")
-        if given.db == "postgresql":
+        if arguments.db == "postgresql":
             postgres = Postgres()
             stack.callback(postgres.stop)
-            self.victims["postgresql"] = postgres
+            self.targets["postgresql"] = postgres
             self.db = postgres.url
-        self.service = ServiceProcess(self.folder, self.db, self.engine.url, self.engine.model, given.concurrency)
+        self.service = ServiceProcess(self.folder, self.db, self.engine.url, self.engine.model, arguments.concurrency)
         self.cluster: Cluster | None = None
         if "node" in self.names:
-            self.cluster = Cluster(self.service, self.folder, 2, given.concurrency, self.random)
+            self.cluster = Cluster(self.service, self.folder, 2, arguments.concurrency, self.random)
             stack.callback(self.cluster.stop)
-            self.victims["node"] = self.cluster
+            self.targets["node"] = self.cluster
         stack.callback(self.service.stop)
         if self.cluster is None:
             self.service.start()
         else:
             self.cluster.begin()
-        self.victims |= {"service": self.service, "sandbox": AnySandbox(self.folder, self.random)}
+        self.targets |= {"service": self.service, "sandbox": AnySandbox(self.folder, self.random)}
 
     async def run(self) -> None:
         async with open_store(self.db) as store:
             self.store = store
-            self.length = await self.untouched()
+            self.length = await self.undisturbed_seconds()
             try:
-                for number in range(self.given.rounds):
+                for number in range(self.arguments.rounds):
                     for name in self.names:
                         await self.kill_one(name, number)
-            except StackError as error:  # what came before it is counted all the same
+            except StackError as error:  # what came before is still counted
                 self.stopped = str(error)
-                self.tell(self.stopped)
+                self.report(self.stopped)
             await self.settle()
 
     async def queue(self) -> str:
@@ -126,46 +128,46 @@ class Chaos:
         }
         file = self.folder / "task.jsonl"
         file.write_text(json.dumps(row) + "\n")
-        agent = f"shell:{sys.executable} -S {{mount:{AGENT}}} --witness {self.witness} --turns {self.given.turns}"
-        spec = JobSpec(harness=agent, sandbox="process", timeout=200.0, samples=self.given.samples)
+        agent = f"shell:{sys.executable} -S {{mount:{AGENT}}} --log {self.answer_log} --turns {self.arguments.turns}"
+        spec = JobSpec(harness=agent, sandbox="process", timeout=200.0, samples=self.arguments.samples)
         tasks = [get_source(str(file)).task(0)]
-        job, _ = await patient(lambda: submit(self.store, tasks, spec))
-        self.rollout_ids += await patient(lambda: rollout_ids(self.store, job.job_id))
+        job, _ = await retry(lambda: submit(self.store, tasks, spec))
+        self.rollout_ids += await retry(lambda: rollout_ids(self.store, job.job_id))
         return job.job_id
 
-    async def untouched(self) -> float:
-        """How long a job takes that nobody disturbs; the moments of the kills are spread over as long."""
+    async def undisturbed_seconds(self) -> float:
+        """Return the duration of a job without kills, over which the kills are spread."""
         began = time.monotonic()
         job_id = await self.queue()
         left = await self.until_final(job_id, FINAL_SECONDS)
         if left:
-            raise StackError(f"a job that nobody disturbs does not end: {', '.join(left)}")
+            raise StackError(f"an undisturbed job does not end: {', '.join(left)}")
         return time.monotonic() - began
 
     async def kill_one(self, name: str, number: int) -> None:
-        victim = self.victims[name]
+        target = self.targets[name]
         began = time.monotonic()
         job_id = await self.queue()
         await asyncio.sleep(self.random.uniform(0, self.length))
         row = await self.job(job_id)
-        while not await asyncio.to_thread(victim.kill):
+        while not await asyncio.to_thread(target.kill):
             row = await self.job(job_id)
-            if row.status == "done":  # no sandbox was open any more: another job
+            if row.status == "done":  # no sandbox was open: start another job
                 began, job_id = time.monotonic(), await self.queue()
             await asyncio.sleep(0.01)
         moment, down = time.monotonic() - began, self.random.uniform(1, 2)
         kill = Kill(name, number, round(moment, 2), round(down, 2), job_id, row.rollouts)
         await asyncio.sleep(down)
-        await asyncio.to_thread(victim.start)
+        await asyncio.to_thread(target.start)
         self.kills.append(kill)
         restarted = time.monotonic()
         kill.unfinished = await self.until_final(job_id, FINAL_SECONDS)
         kill.final_after = None if kill.unfinished else round(time.monotonic() - restarted, 2)
         after = "NOT FINAL" if kill.final_after is None else f"final after {kill.final_after:.1f} s"
-        self.tell(f"round {number + 1}: {name} killed after {moment:.1f} s with {kill.in_flight}: {after}")
+        self.report(f"round {number + 1}: {name} killed after {moment:.1f} s with {kill.in_flight}: {after}")
 
     async def until_final(self, job_id: str, seconds: float) -> list[str]:
-        """Wait until every rollout of the job is final and its group settled; what is not, as lines."""
+        """Wait until every rollout of the job is final and its group settled; describe what is not."""
         deadline = time.monotonic() + seconds
         while True:
             if (await self.job(job_id)).status in ("done", "cancelled"):
@@ -177,24 +179,24 @@ class Chaos:
             await asyncio.sleep(0.1)
 
     async def job(self, job_id: str) -> JobRow:
-        row = await patient(lambda: self.store.jobs.get(job_id))
+        row = await retry(lambda: self.store.jobs.get(job_id))
         assert row is not None
         return row
 
     async def settle(self) -> None:
-        """Stop the service as its owner would, then count."""
+        """Stop the service normally, then count."""
         await asyncio.to_thread(self.service.stop)
-        await asyncio.to_thread(self.engine.stop)  # a real one names the folder, too
+        await asyncio.to_thread(self.engine.stop)  # the processes of a real vLLM name the folder too
         if self.cluster is not None:
             await asyncio.to_thread(self.cluster.stop)
         self.remains = left_behind(self.folder)
         self.unfinished = [line for kill in self.kills for line in kill.unfinished]
         final = [row.rollout_id for row in await self.store.rollouts.find(rollout_ids=self.rollout_ids) if row.final]
-        self.account = await reconcile(self.store, self.witness, final, echoes=self.given.engine == "echo")
+        self.result = await reconcile(self.store, self.answer_log, final, echoes=self.arguments.engine == "echo")
 
 
-async def patient(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The benchmark's own questions to a database that may have been killed."""
+async def retry(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Repeat a database operation while the database is down."""
     for _ in range(300):
         try:
             return await ask()
@@ -203,14 +205,14 @@ async def patient(ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
     return await ask()
 
 
-def document(found: list[Chaos], given: argparse.Namespace) -> dict[str, Any]:
-    account = sum((chaos.account for chaos in found), Reconciliation())
-    kills = [kill for chaos in found for kill in chaos.kills]
-    unfinished = [line for chaos in found for line in chaos.unfinished]
-    remains = [line for chaos in found for line in chaos.remains]
+def summarise(tests: list[KillTest], arguments: argparse.Namespace) -> dict[str, Any]:
+    result = sum((test.result for test in tests), Reconciliation())
+    kills = [kill for test in tests for kill in test.kills]
+    unfinished = [line for test in tests for line in test.unfinished]
+    remains = [line for test in tests for line in test.remains]
     killed: dict[str, dict[str, Any]] = {}
-    for name in given.victims:
-        own = [kill for kill in kills if kill.victim == name]
+    for name in arguments.targets:
+        own = [kill for kill in kills if kill.target == name]
         after = sorted(kill.final_after for kill in own if kill.final_after is not None)
         killed[name] = {
             "kills": len(own),
@@ -219,84 +221,84 @@ def document(found: list[Chaos], given: argparse.Namespace) -> dict[str, Any]:
             "moments_s": [kill.moment for kill in own],
         }
     return {
-        "rounds": given.rounds,
-        "acknowledged": account.acknowledged,
-        "lost": len(account.lost),
-        "doubled": len(account.doubled),
+        "rounds": arguments.rounds,
+        "acknowledged": result.acknowledged,
+        "lost": len(result.lost),
+        "doubled": len(result.doubled),
         "unfinished": len(unfinished),
         "left_behind": len(remains),
-        "wrong": len(account.wrong),
-        "unaccounted": len(account.unaccounted),
-        "asked_again": account.asked_again,
-        "calls": {"recorded": account.recorded, "trained": account.trained, "excluded": dict(account.excluded)},
+        "wrong": len(result.wrong),
+        "unaccounted": len(result.unaccounted),
+        "repeated": result.repeated,
+        "calls": {"recorded": result.recorded, "trained": result.trained, "excluded": dict(result.excluded)},
         "rollouts": {
-            "statuses": dict(account.statuses),
-            "causes": dict(account.causes),
-            "attempts": {str(number): count for number, count in sorted(account.attempts.items())},
+            "statuses": dict(result.statuses),
+            "causes": dict(result.causes),
+            "attempts": {str(number): count for number, count in sorted(result.attempts.items())},
         },
         "killed": killed,
-        "not_killed": [name for name in VICTIMS if name not in given.victims],
-        "stopped": [chaos.stopped for chaos in found if chaos.stopped is not None],
-        "engine": given.engine,
-        "db": given.db,
-        "seed": given.seed,
-        "cases": [*account.lost, *account.doubled, *account.wrong, *account.unaccounted, *unfinished, *remains],
+        "not_killed": [name for name in TARGETS if name not in arguments.targets],
+        "stopped": [test.stopped for test in tests if test.stopped is not None],
+        "engine": arguments.engine,
+        "db": arguments.db,
+        "seed": arguments.seed,
+        "cases": [*result.lost, *result.doubled, *result.wrong, *result.unaccounted, *unfinished, *remains],
     }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10, help="kills of each victim")
-    parser.add_argument("--victims", default="all", help=f"of {', '.join(VICTIMS)}")
+    parser.add_argument("--rounds", type=int, default=10, help="kills of each target")
+    parser.add_argument("--targets", default="all", help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--engine", choices=("echo", "vllm"), default="echo")
     parser.add_argument("--db", choices=("postgresql", "sqlite"), default="postgresql")
-    parser.add_argument("--samples", type=int, default=4, help="rollouts of each job; a job for each kill")
+    parser.add_argument("--samples", type=int, default=4, help="rollouts per job; each kill has its own job")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", action="store_true", help="leave the run's folder, with all logs")
+    parser.add_argument("--keep", action="store_true", help="keep the run's folder with all logs")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    known = [name for name in VICTIMS if given.db == "postgresql" or name not in ("postgresql", "node")]
-    given.victims = known if given.victims == "all" else given.victims.split(",")
-    if unknown := set(given.victims) - set(known):
+    arguments = parser.parse_args()
+    known = [name for name in TARGETS if arguments.db == "postgresql" or name not in ("postgresql", "node")]
+    arguments.targets = known if arguments.targets == "all" else arguments.targets.split(",")
+    if unknown := set(arguments.targets) - set(known):
         parser.error(f"cannot be killed here: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
 
-    def tell(line: str) -> None:
+    def report_line(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is stopped then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave the with blocks, which stop all processes
     folder = Path(tempfile.mkdtemp(prefix="polar-chaos-"))
-    alone = [name for name in given.victims if name != "node"]
-    found = []
+    without_nodes = [name for name in arguments.targets if name != "node"]
+    tests = []
     try:
-        for number, victims in enumerate([alone, [name for name in given.victims if name == "node"]]):
-            if victims:
+        for number, targets in enumerate([without_nodes, [name for name in arguments.targets if name == "node"]]):
+            if targets:
                 with ExitStack() as stack:
-                    chaos = Chaos(folder / str(number), victims, given, tell)
-                    chaos.start(stack)
-                    asyncio.run(chaos.run())
-                    found.append(chaos)
+                    test = KillTest(folder / str(number), targets, arguments, report_line)
+                    test.start(stack)
+                    asyncio.run(test.run())
+                    tests.append(test)
     except StackError as error:
-        tell(str(error))
+        report_line(str(error))
         return 2
     finally:
-        if given.keep:
-            tell(f"kept: {folder}")
+        if arguments.keep:
+            report_line(f"kept: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    told = document(found, given)
-    if given.json:
-        print(json.dumps(told, indent=1))
+    report = summarise(tests, arguments)
+    if arguments.json:
+        print(json.dumps(report, indent=1))
     else:
         for name in ("rounds", "acknowledged", "lost", "doubled", "unfinished", "left_behind", "wrong", "unaccounted"):
-            print(f"{name:14}{told[name]}")
-    for line in told["cases"]:
-        tell(line)
+            print(f"{name:14}{report[name]}")
+    for line in report["cases"]:
+        report_line(line)
     bad = ("lost", "doubled", "unfinished", "left_behind", "wrong", "unaccounted")
-    if any(told[name] for name in bad):
+    if any(report[name] for name in bad):
         return 1
-    return 2 if told["stopped"] else 0
+    return 2 if report["stopped"] else 0
 
 
 if __name__ == "__main__":

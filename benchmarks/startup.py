@@ -1,10 +1,10 @@
-"""From the queue to the agent's first call: cold and warm, in each kind of sandbox, with the warm pool and without.
+"""Time from the queue to the agent's first call: cold and warm, in each kind of sandbox, with and without warm pool.
 
     python benchmarks/startup.py --json
     python benchmarks/startup.py --harness mini-swe-agent --sandboxes bubblewrap --repeat 3
 
-The agent is a script whose first act is its first call, so that the time is Polar's; with --harness it is a real one's.
-The rollouts are siblings of one group: what waits on the shelf was opened for the sibling before.
+The agent is a script that calls at once, so that only Polar's time is measured; --harness measures a real agent. The
+rollouts belong to one group, so each one finds the sandboxes that the pool opened for the one before.
 """
 
 from __future__ import annotations
@@ -38,44 +38,44 @@ from polar_proxy.tasks import get_source
 from sandboxes.base import SandboxKind
 
 REST_SECONDS = 1.0
-"""What the scripted agent does after its call: a real one works for minutes, while the next sandboxes are opened."""
-AGENT = Path(__file__).parent / "_stacks" / "witness_agent.py"
+"""Time that the scripted agent keeps running after its call, in which the pool opens the next sandboxes."""
+AGENT = Path(__file__).parent / "_stacks" / "logging_agent.py"
 
 
 async def times_of(store: Store, row: RolloutRow) -> dict[str, float]:
-    """Seconds of one rollout; raises RuntimeError where its agent never called."""
+    """Return the seconds of one rollout. Raises RuntimeError if its agent never called."""
     assert row.session_id is not None
     calls = await store.calls.summaries(row.session_id)
     if not calls:
         raise RuntimeError(f"no call: {row.status} {row.error}")
     stages = {stage.stage: stage for stage in await store.rollouts.stages(row.rollout_id)}
-    began, ready, running = stages["preparing"].started_at, stages["preparing"].ended_at, stages["running"].started_at
+    started, ready, running = stages["preparing"].started_at, stages["preparing"].ended_at, stages["running"].started_at
     assert ready is not None
     first = calls[0].started_at
     return {
-        "to_first_call": first - began,
-        "preparing": ready - began,
+        "to_first_call": first - started,
+        "preparing": ready - started,
         "agent": first - running,
     }
 
 
-async def one(kind: SandboxKind, pool: bool, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """A group, one sibling after the other, the first in a process whose register, repositories and shelf are empty."""
+async def measure_group(kind: SandboxKind, pool: bool, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the rollouts of a group one after the other; the first one starts with empty caches and an empty pool."""
     folder.mkdir()
     limits = ServiceLimits(
         WorkerLimits(in_flight=1, running=1, poll_seconds=0.05), pool_size=2 if pool else 0, refill=pool
     )
     harness = (
-        given.harness or f"shell:{python_inside()} -S {{mount:{AGENT}}} --witness /tmp --turns 1 --rest {REST_SECONDS}"
+        arguments.harness or f"shell:{python_inside()} -S {{mount:{AGENT}}} --log /tmp --turns 1 --rest {REST_SECONDS}"
     )
     task = get_source("swe-task").task(0)
     async with (
         make_engine(EngineSettings(kind="scripted")) as engine,
         service(folder, engine, limits, Settings().harness_cache) as (running, store),
     ):
-        spec = JobSpec(harness=harness, sandbox=kind, timeout=120.0, samples=given.repeat + 1)
+        spec = JobSpec(harness=harness, sandbox=kind, timeout=120.0, samples=arguments.repeat + 1)
         rows = await finished(running, store, [task], spec)
-        # The queue is worked off in no order that a sibling's number would tell.
+        # The queue does not preserve the order of siblings.
         measured = [await times_of(store, row) for row in sorted(rows, key=lambda row: row.started_at or 0.0)]
         counts = running.pool.count
     names = measured[0].keys()
@@ -86,39 +86,45 @@ async def one(kind: SandboxKind, pool: bool, folder: Path, given: argparse.Names
     }
 
 
-async def measure(kinds: list[SandboxKind], folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+async def measure(kinds: list[SandboxKind], folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    results: dict[str, Any] = {}
     for kind in kinds:
-        found[kind] = {}
+        results[kind] = {}
         for pool in (False, True):
             name = "pool" if pool else "no_pool"
             print(f"{kind}, {name} ...", file=sys.stderr, flush=True)
-            found[kind][name] = await one(kind, pool, folder / f"{kind}-{name}", given)
-    return found
+            results[kind][name] = await measure_group(kind, pool, folder / f"{kind}-{name}", arguments)
+    return results
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sandboxes", help="comma-separated; default: all that can be used here")
-    parser.add_argument("--repeat", type=int, default=8, help="warm rollouts of each")
-    parser.add_argument("--harness", help="a real agent, by name; it must be installed")
+    parser.add_argument("--sandboxes", help="comma-separated list; default: all that run here")
+    parser.add_argument("--repeat", type=int, default=8, help="warm rollouts of each case")
+    parser.add_argument("--harness", help="name of a real agent, which must be installed")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        kinds, missing = chosen(given.sandboxes)
+        kinds, missing = chosen(arguments.sandboxes)
     except ValueError as error:
         parser.error(str(error))
     with own_folder("startup") as folder:
-        found = asyncio.run(measure(kinds, folder, given))
+        results = asyncio.run(measure(kinds, folder, arguments))
         remains = [*left_behind(folder), *containers_of(os.getpid())]
-    agent = given.harness or "a script"
-    document = {"kinds": found, "repeat": given.repeat, "agent": agent, "missing": missing, "left_behind": remains}
-    if given.json:
+    agent = arguments.harness or "a script"
+    document = {
+        "kinds": results,
+        "repeat": arguments.repeat,
+        "agent": agent,
+        "missing": missing,
+        "left_behind": remains,
+    }
+    if arguments.json:
         print(json.dumps(document, indent=1))
         return 1 if remains else 0
     print("| sandbox | pool | cold, s | warm, s: median (least - most) | of it: preparing, s | agent, s |")
     print("|---|---|---|---|---|---|")
-    for kind, both in found.items():
+    for kind, both in results.items():
         for name, times in both.items():
             warm, parts = times["warm"]["to_first_call"], times["warm"]
             row = [kind, "on" if name == "pool" else "off", f"{times['cold']['to_first_call']:.2f}"]

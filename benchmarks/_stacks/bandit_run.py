@@ -1,10 +1,10 @@
-"""What `benchmarks/resume.py` kills: a whole training run in one process, taken up wherever the last one was killed.
+"""A whole training run in one process, which `benchmarks/resume.py` kills and starts again.
 
     python -m benchmarks._stacks.bandit_run FOLDER MODEL SEED STEPS
 
-Engine, store, jobs, feed, leases, trainer, checkpoints, weight sync and recovery are Polar's own; only the agent is a
-stand-in, one call of a few tokens (`tests/training/bandit.py`). FOLDER/points gets the names of the points of the loop
-that are passed, one a line.
+Engine, store, jobs, feed, leases, trainer, checkpoints, weight sync and recovery are Polar's own; only the agent is
+replaced by one call of a few tokens (`tests/training/bandit.py`). The names of the points of the loop that are passed
+go to FOLDER/points, one per line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from polar_proxy.rollouts.recovery import recover
 from polar_proxy.training.config import GrpoConfig
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 
-SEEDS_APART = 1_000_000
+SEED_DISTANCE = 1_000_000
 
 
 def settings(seed: int, steps: int) -> GrpoConfig:
@@ -30,13 +30,13 @@ def settings(seed: int, steps: int) -> GrpoConfig:
 
 async def run(folder: Path, model: Path, seed: int, steps: int) -> None:
     config = settings(seed, steps)
-    # So named, a killed process's rollouts are known to be nobody's (rollout/recovery.py).
+    # With host and process id in the name, recovery recognises the rollouts of a killed process.
     worker = f"{socket.gethostname()}:{os.getpid()}:bandit"
     with (folder / "points").open("a", buffering=1) as points:
         async with opened(folder, model) as (store, engine):
             await recover(store)
             bandit = Bandit(
-                store, engine, "bandit", config.groups, config.samples, seed=SEEDS_APART * seed, worker=worker
+                store, engine, "bandit", config.groups, config.samples, seed=SEED_DISTANCE * seed, worker=worker
             )
             await trainer(
                 folder, model, store, engine, config, rollouts=bandit, on_point=lambda point: print(point, file=points)

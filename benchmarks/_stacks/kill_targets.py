@@ -1,6 +1,6 @@
-"""What `benchmarks/chaos.py` kills: real processes, each started, killed with SIGKILL and started again.
+"""The targets of `benchmarks/chaos.py`: real processes that are started, killed with SIGKILL and started again.
 
-Nothing here cleans up for Polar: a killed service's sandboxes, sessions and rollouts are left as the kill left them.
+Nothing here cleans up for Polar: the sandboxes, sessions and rollouts of a killed service stay as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Protocol
 from benchmarks._stacks.stacks import ROOT, StackError, free_port, tail
 
 START_SECONDS = 600.0
-"""vLLM on two cores that others use needs minutes."""
+"""vLLM on two busy cores needs minutes to start."""
 
 
 class KillTarget(Protocol):
@@ -35,12 +35,12 @@ class KillTarget(Protocol):
         ...
 
     def kill(self) -> bool:
-        """SIGKILL, and wait until it is gone. False: there was nothing to kill just now."""
+        """Kill it with SIGKILL and wait until it is gone. Returns False if there is nothing to kill at the moment."""
         ...
 
 
 class ServerProcess:
-    """A server process in a session of its own; `kill` ends it alone, `stop` asks it to end."""
+    """A server process in its own session. `kill` kills only this process, `stop` ends it normally."""
 
     name = "process"
 
@@ -55,7 +55,7 @@ class ServerProcess:
         deadline = time.monotonic() + START_SECONDS
         while not answers(self._ready):
             if self.process.poll() is not None:
-                raise StackError(f"{self.name} ended at its start: {tail(self.log)}")
+                raise StackError(f"{self.name} ended while starting: {tail(self.log)}")
             if time.monotonic() > deadline:
                 raise StackError(f"{self.name} was not ready within {START_SECONDS:g} s: {tail(self.log)}")
             time.sleep(0.1)
@@ -97,7 +97,7 @@ class ServiceProcess(ServerProcess):
 
 
 class EngineProcess(ServerProcess):
-    """The scripted engine, or a real vLLM on the processor."""
+    """The scripted engine, or a real vLLM on the CPU."""
 
     name = "engine"
 
@@ -111,7 +111,7 @@ class EngineProcess(ServerProcess):
             self.model = "polar-tiny"
             model = ROOT / "polar_proxy" / "models" / "polar_tiny"
             script = [str(ROOT / "scripts" / "vllm_cpu.sh"), "serve", place, str(model), self.model, str(port)]
-            own = folder / "engine"  # a killed server leaves its log, sockets and caches: they go with the run's folder
+            own = folder / "engine"  # for logs, sockets and caches that a killed server leaves
             own.mkdir()
             super().__init__(script, folder, f"{self.url}/health", TMPDIR=str(own))
         else:
@@ -120,14 +120,14 @@ class EngineProcess(ServerProcess):
             super().__init__([*script, str(delay)], folder, f"{self.url}/health")
 
     def kill(self) -> bool:
-        """With all of its processes: the engine itself is below the script that started it."""
+        """Kill all its processes, because the engine is a child of the script that started it."""
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         return True
 
     def stop(self) -> None:
-        """Returns when they are gone: what was killed with gigabytes of memory takes a moment."""
+        """Return when all processes are gone, which takes a moment with gigabytes of memory."""
         with suppress(ProcessLookupError):
             self.kill()
             assert self.process is not None
@@ -137,7 +137,7 @@ class EngineProcess(ServerProcess):
 
 
 class Postgres:
-    """A PostgreSQL server with its own data folder and port, its settings as they come (each commit is synced)."""
+    """A PostgreSQL server with its own data folder and port, and default settings (each commit is synced)."""
 
     name = "postgresql"
 
@@ -163,7 +163,7 @@ class Postgres:
     def start(self) -> None:
         options = f"-p {self._port} -k {self._data} -c listen_addresses=127.0.0.1"
         log = str(self._data / "log")
-        for left in range(20, -1, -1):  # while the dead one is still in the system's table it refuses to start
+        for left in range(20, -1, -1):  # it refuses to start while the killed server is still in the process table
             try:
                 self._run(
                     "pg_ctl", "-D", str(self._data / "cluster"), "-w", "-t", "60", "-o", options, "-l", log, "start"
@@ -175,14 +175,14 @@ class Postgres:
                 time.sleep(0.25)
 
     def kill(self) -> bool:
-        """The postmaster and each of its processes."""
+        """Kill the postmaster and all its processes."""
         postmaster = int((self._data / "cluster" / "postmaster.pid").read_text().split()[0])
-        doomed = [postmaster, *children(postmaster)]
-        for pid in doomed:
+        pids = [postmaster, *children(postmaster)]
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 10
-        while any(alive(pid) for pid in doomed) and time.monotonic() < deadline:
+        while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.02)
         return True
 
@@ -193,28 +193,28 @@ class Postgres:
 
     def _run(self, program: str, *arguments: str) -> None:
         command = [*self._as, str(self._bin / program), *arguments]
-        # Its errors go into a file: the server inherits them, and a pipe would stay open as long as it lives.
-        with (self._data / "commands.log").open("a+") as said:
-            done = subprocess.run(command, cwd="/", stdout=subprocess.DEVNULL, stderr=said, check=False)
+        # Errors go to a file: the server inherits the descriptor, and a pipe would stay open as long as it runs.
+        with (self._data / "commands.log").open("a+") as errors:
+            done = subprocess.run(command, cwd="/", stdout=subprocess.DEVNULL, stderr=errors, check=False)
             if done.returncode != 0:
-                said.seek(0)
-                raise StackError(f"{program}: {said.read().strip()[-400:]}")
+                errors.seek(0)
+                raise StackError(f"{program}: {errors.read().strip()[-400:]}")
 
 
 class AnySandbox:
-    """Any one sandbox that is open when it is asked: an agent's, an evaluator's, or one of the pool's."""
+    """Any sandbox that is open at the moment: of an agent, an evaluator or the warm pool."""
 
     name = "sandbox"
 
-    def __init__(self, folder: Path, choose: random.Random) -> None:
+    def __init__(self, folder: Path, random_source: random.Random) -> None:
         self._records = folder / "tmp" / f"polar-sandboxes-{os.getuid()}" / "records"
-        self._random = choose
+        self._random = random_source
 
     def start(self) -> None:
-        """Polar opens the next one by itself."""
+        """Do nothing: Polar opens the next sandbox by itself."""
 
     def kill(self) -> bool:
-        """Its supervisor and whatever it has started, the agent included."""
+        """Kill its supervisor and all its descendants, the agent included."""
         records = sorted(self._records.glob("*.json"))
         self._random.shuffle(records)
         for path in records:
@@ -225,8 +225,8 @@ class AnySandbox:
             pids = [pid for pid, _ in processes if alive(pid)]
             if not pids:
                 continue
-            doomed = {member for pid in pids for member in (pid, *descendants(pid))}
-            for pid in doomed:
+            targets = {member for pid in pids for member in (pid, *descendants(pid))}
+            for pid in targets:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             return True
@@ -234,7 +234,7 @@ class AnySandbox:
 
 
 def spawn(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A process that leads a session of its own and writes into `log`, behind what stands there."""
+    """Start a process in its own session that appends its output to `log`."""
     with log.open("ab") as out:
         return subprocess.Popen(
             command,

@@ -1,5 +1,5 @@
-"""The reckoning of `benchmarks/chaos.py`: what agents say that they were answered against what the store holds, and
-what of the run still exists on the machine."""
+"""Reconciliation for `benchmarks/chaos.py`: compares the answers that agents logged with the store, and finds what is
+left of the run on the machine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from polar_proxy.store import Store
 
 @dataclass
 class Reconciliation:
-    """Lists hold one line for people per case."""
+    """Counts, and lists with one readable line per case."""
 
     acknowledged: int = 0
-    asked_again: int = 0
-    """Answers that an agent got only after it had asked more than once."""
+    repeated: int = 0
+    """Answers that an agent got only after several attempts."""
     lost: list[str] = field(default_factory=list)
     doubled: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    """Answers that were another's, or are stored with other text or another number of tokens."""
+    """Answers to another request, or stored with another text or number of tokens."""
     unaccounted: list[str] = field(default_factory=list)
-    """Recorded calls of ended rollouts that are neither trained nor excluded, or both."""
+    """Recorded calls of finished rollouts that are neither trained nor excluded, or both."""
     statuses: Counter[str] = field(default_factory=Counter)
     causes: Counter[str] = field(default_factory=Counter)
     attempts: Counter[int] = field(default_factory=Counter)
@@ -42,65 +42,73 @@ class Reconciliation:
 
 
 def logged_answers(folder: Path) -> list[dict[str, Any]]:
-    """What agents wrote down. A last line that a kill cut short was not acknowledged: it was never synced."""
-    found = []
+    """Return the lines that agents logged. A line that a kill cut short was never synced and does not count."""
+    lines = []
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text().splitlines():
             try:
-                found.append(json.loads(line))
+                lines.append(json.loads(line))
             except ValueError:
                 continue
-    return found
+    return lines
 
 
 async def reconcile(store: Store, folder: Path, rollout_ids: list[str], *, echoes: bool) -> Reconciliation:
-    """Of these rollouts, all of which have ended. `echoes`: the engine says the word that it is told."""
-    account = Reconciliation()
+    """Reconcile these finished rollouts. `echoes`: the engine repeats the word of the request."""
+    result = Reconciliation()
     calls: dict[str, Any] = {}
     trained_of: dict[str, list[str]] = {}
     for row in await store.rollouts.find(rollout_ids=rollout_ids):
-        account.statuses[row.status] += 1
-        account.attempts[row.attempt] += 1
-        account.causes[row.cause or "none"] += 1
+        result.statuses[row.status] += 1
+        result.attempts[row.attempt] += 1
+        result.causes[row.cause or "none"] += 1
         trained_by: list[str] = []
         for session_id in await store.sessions.ids_of_rollout(row.rollout_id):
             recorded = {call.call_id: call for call in await store.calls.of_session(session_id)}
             excluded = await store.traces.exclusions(session_id)
             trained = {call for trace in await store.traces.find(session_id=session_id) for call in trace.call_ids}
             calls |= recorded
-            account.recorded += len(recorded)
-            account.trained += len(trained)
-            account.excluded.update(excluded.values())
+            result.recorded += len(recorded)
+            result.trained += len(trained)
+            result.excluded.update(excluded.values())
             for call_id in recorded:
                 if (call_id in trained) == (call_id in excluded):
                     both = "trained and excluded" if call_id in trained else "neither trained nor excluded"
-                    account.unaccounted.append(f"{call_id} of {row.rollout_id} ({row.status}) is {both}")
+                    result.unaccounted.append(f"{call_id} of {row.rollout_id} ({row.status}) is {both}")
             trained_by += [session_id] if trained else []
             for call_id in trained:
                 words = NONCE.findall(recorded[call_id].messages[-1].decode(errors="replace"))
                 trained_of.setdefault(words[-1] if words else call_id, []).append(call_id)
         if len(trained_by) > 1:
-            account.doubled.append(f"{row.rollout_id} is trained from {len(trained_by)} attempts")
-    account.doubled += [f"{word}: {', '.join(ids)}" for word, ids in trained_of.items() if len(ids) > 1]
-    for said in logged_answers(folder):
-        account.acknowledged += 1
-        account.asked_again += said["asked"] > 1
-        call = calls.get(said["call_id"])
+            result.doubled.append(f"{row.rollout_id} is trained from {len(trained_by)} attempts")
+    result.doubled += [f"{word}: {', '.join(ids)}" for word, ids in trained_of.items() if len(ids) > 1]
+    for logged in logged_answers(folder):
+        result.acknowledged += 1
+        result.repeated += logged["attempts"] > 1
+        call = calls.get(logged["call_id"])
         if call is None or call.status != "ok" or not call.choices:
-            account.lost.append(f"{said['nonce']}: {said['call_id']} {'is not there' if call is None else call.status}")
+            result.lost.append(
+                f"{logged['nonce']}: {logged['call_id']} {'is missing' if call is None else call.status}"
+            )
             continue
         (choice,) = call.choices
-        heard = json.dumps(said["nonce"])[1:-1] in call.messages[-1].decode()
-        if not heard or len(choice.token_ids) != said["tokens"] or (echoes and said["nonce"] not in said["text"]):
-            account.wrong.append(f"{said['nonce']}: {said['call_id']} holds {len(choice.token_ids)} tokens, {said}")
-    return account
+        same_request = json.dumps(logged["nonce"])[1:-1] in call.messages[-1].decode()
+        if (
+            not same_request
+            or len(choice.token_ids) != logged["tokens"]
+            or (echoes and logged["nonce"] not in logged["text"])
+        ):
+            result.wrong.append(
+                f"{logged['nonce']}: {logged['call_id']} holds {len(choice.token_ids)} tokens, {logged}"
+            )
+    return result
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Of this run: processes that name its folder, sandboxes, their records and temporary files."""
+    """Return what is left of the run: processes that name its folder, sandboxes, their records and temporary files."""
     found = [f"process {pid}: {line}" for pid, line in processes_of(str(folder))]
     for root, folders, files in os.walk(folder / "tmp"):
-        # The register of sandboxes itself, and the packed repositories of tasks, are kept on purpose.
+        # The registry of sandboxes and the packed repositories of tasks are kept on purpose.
         kept = ("records", "repositories")
         inside = [name for name in (*folders, *files) if not name.startswith("polar-sandboxes-") and name not in kept]
         found += [os.path.join(root, name) for name in inside]
@@ -109,7 +117,7 @@ def left_behind(folder: Path) -> list[str]:
 
 
 def processes_of(word: str) -> list[tuple[int, str]]:
-    """Living processes with this word in their command or environment, this one apart."""
+    """Return running processes other than this one with the word in their command or environment."""
     found = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
     [("sqlite", "service,sandbox,engine"), ("postgresql", "service,sandbox,engine,postgresql")],
 )
 def test_a_round(db: str, victims: str) -> None:
-    command = [sys.executable, "benchmarks/chaos.py", "--rounds", "1", "--db", db, "--victims", victims, "--json"]
+    command = [sys.executable, "benchmarks/chaos.py", "--rounds", "1", "--db", db, "--targets", victims, "--json"]
     small = ["--samples", "2", "--turns", "4", "--concurrency", "2", "--seed", "3"]
     done = subprocess.run([*command, *small], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     if "server programs are not installed" in done.stderr:
@@ -56,7 +56,7 @@ def call(session_id: str, word: str) -> CallRecord:
 
 def said(told: CallRecord, word: str, **changes: object) -> str:
     tokens = len(told.choices[0].token_ids)
-    line = {"nonce": word, "asked": 1, "call_id": told.call_id, "text": word, "tokens": tokens}
+    line = {"nonce": word, "attempts": 1, "call_id": told.call_id, "text": word, "tokens": tokens}
     return json.dumps(line | changes) + "\n"
 
 
@@ -100,7 +100,7 @@ async def test_each_fault_is_noticed(store: Store, tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("".join(lines))
     account = await reconcile(store, tmp_path, [rollout_id], echoes=True)
     assert len(logged_answers(tmp_path)) == account.acknowledged == 4
-    assert [line.split(": ")[1] for line in account.lost] == [f"{other.call_id} is not there"]
+    assert [line.split(": ")[1] for line in account.lost] == [f"{other.call_id} is missing"]
     assert len(account.wrong) == 3
     (twice,) = account.doubled
     assert first.call_id in twice

@@ -23,5 +23,5 @@ def test_killed_run_ends_like_the_undisturbed_run() -> None:
     assert counts == {"kills": 3, "steps": 5, "trained_twice": 0, "skipped": 0, "unacknowledged": 0}
     assert report["groups_trained"] == 10
     # Only rounding: a group that was skipped or trained twice would move the weights as much as a step does.
-    assert report["weights_apart"] < report["weights_moved"] / 50
-    assert report["seeds"][0]["reward_killed"] > report["reward_begun"]
+    assert report["weights_difference"] < report["weights_moved"] / 50
+    assert report["seeds"][0]["reward_killed"] > report["reward_initial"]
