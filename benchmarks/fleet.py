@@ -39,7 +39,7 @@ from polar_proxy.rollouts.admission import EngineMonitor  # noqa: E402
 from polar_proxy.rollouts.pool import SandboxPool  # noqa: E402
 from polar_proxy.rollouts.worker import Worker, WorkerLimits  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
-from polar_proxy.store.groups import KEEP  # noqa: E402
+from polar_proxy.store.groups import KEEP_OVERFLOW  # noqa: E402
 from polar_proxy.store.jobs import NewGroup, NewRollout  # noqa: E402
 from polar_proxy.types import Json  # noqa: E402
 
@@ -92,7 +92,7 @@ def jobs(case: Case) -> list[NewGroup]:
     size = GROUP + case.setting.extra
     config: Json = {"group_policy": "first_n" if case.setting.extra else "wait_for_all"}
     if case.setting.keep:
-        config |= KEEP
+        config |= KEEP_OVERFLOW
     tasks = math.ceil(case.groups / 2)
     groups = []
     for group in range(case.groups):

@@ -10,6 +10,7 @@ import numpy as np
 
 from polar_proxy.sequences import assemble
 from polar_proxy.store import Store
+from polar_proxy.store.jobs import NewGroup, NewRollout
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Message, Span, Trace, new_id
 
 END = 7
@@ -127,29 +128,23 @@ async def new_session(store: Store, **changes: Any) -> str:
     return row.session_id
 
 
+ROLLOUT = NewRollout("mini-swe-agent", "process", "local", "polar-tiny", 11, {"timeout": 60})
+
+
 async def new_rollout(store: Store, session_id: str | None = None, **changes: Any) -> str:
+    """Queue a rollout that this process owns; with a session, claim it and start preparing it."""
     await store.tasks.put("task-1", "swe-task", 11, "Fix the bug.", {"tests": ["a"]})
-    group_id = await store.rollouts.create_group("task-1", 2, {"temperature": 1.0})
-    arguments = {
-        "group_id": group_id,
-        "task_id": "task-1",
-        "index": 0,
-        "harness": "mini-swe-agent",
-        "sandbox": "process",
-        "engine": "local",
-        "model": "polar-tiny",
-        "seed": 11,
-        "config": {"timeout": 60},
-        **changes,
-    }
-    rollout_id = await store.rollouts.create(**arguments)
+    group = NewGroup("task-1", 1, {"temperature": 1.0}, (replace(ROLLOUT, **changes),))
+    job, _ = await store.jobs.submit({}, [group], owned=True)
+    (rollout,) = await store.rollouts.find(job_id=job.job_id)
     if session_id is not None:
-        await store.rollouts.update(rollout_id, session_id=session_id)
-    return rollout_id
+        (claim,) = await store.queue.claim("worker", 1, 60, job_id=job.job_id)
+        await store.rollouts.enter_stage(claim, "preparing", session_id=session_id)
+    return rollout.rollout_id
 
 
 def joined_trace(calls: list[CallRecord], builder: str = "merged", rollout_id: str | None = None) -> Trace:
-    """Return a trace of the first call's prompt and answer, then what each later call's prompt adds, and its answer."""
+    """Join the calls: the first prompt and answer, then what each later prompt adds, and its answer."""
     spans: list[Span] = []
     length = 0
     for call in calls:

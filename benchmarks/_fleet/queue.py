@@ -15,7 +15,7 @@ from typing import Any
 from polar_proxy.store import FINAL_STATUSES
 from polar_proxy.store.groups import GroupRow
 from polar_proxy.store.jobs import NewGroup
-from polar_proxy.store.stages import Claim, ClaimLostError
+from polar_proxy.store.rollouts import Claim, ClaimLostError
 from polar_proxy.types import Json
 
 
@@ -42,7 +42,7 @@ class _Rollout:
 class _Group:
     group_id: str
     task_id: str
-    wanted: int
+    group_size: int
     config: Json
     rollouts: list[_Rollout] = field(default_factory=list)
     status: str = "open"
@@ -85,7 +85,7 @@ class ThinQueue:
 
     async def _submit_job(self, spec: Json, groups: Sequence[NewGroup]) -> tuple[Any, bool]:
         for group in groups:
-            made = _Group(f"group_{len(self._group_rows):08}", group.task_id, group.wanted, group.config)
+            made = _Group(f"group_{len(self._group_rows):08}", group.task_id, group.group_size, group.config)
             self._group_rows[made.group_id] = made
             self._of_task.setdefault(made.task_id, []).append(made)
             for index, rollout in enumerate(group.rollouts):
@@ -155,7 +155,7 @@ class ThinQueue:
     async def _group(self, group_id: str) -> GroupRow:
         group = self._group_rows[group_id]
         size, state = len(group.rollouts), (group.status, group.reason, None)
-        return GroupRow(group_id, "job", "task", size, group.wanted, group.config, *state, 0.0, None)
+        return GroupRow(group_id, "job", "task", size, group.group_size, group.config, *state, 0.0, None)
 
     async def _cancel_group(self, group_id: str, *, reason: str) -> list[str]:
         group = self._group_rows[group_id]

@@ -31,10 +31,7 @@ def fill(path: Path, calls: int) -> None:
         _insert(
             db,
             "groups",
-            (
-                {"group_id": f"group_{g:08}", "task_id": "t", "size": 8, "config": "{}", "created_at": _BASE + g}
-                for g in range(sessions // 8 + 1)
-            ),
+            (_group(number) for number in range(sessions // 8 + 1)),
         )
         _insert(db, "sessions", (_session(number) for number in range(sessions)))
         _insert(db, "rollouts", (_rollout(number) for number in range(sessions)))
@@ -101,6 +98,17 @@ def _session_id(number: int) -> str:
     return f"sess_{number:012}"
 
 
+def _group(number: int) -> dict[str, Any]:
+    return {
+        "group_id": f"group_{number:08}",
+        "task_id": "t",
+        "rollout_count": 8,
+        "group_size": 8,
+        "config": "{}",
+        "created_at": _BASE + number,
+    }
+
+
 def _session(number: int) -> dict[str, Any]:
     return {
         "session_id": _session_id(number),
@@ -145,6 +153,7 @@ def _trace(number: int) -> dict[str, Any]:
         "length": 0,
         "trained_tokens": 0,
         "grade": "exact",
+        "branch_at": 0,
         "call_ids": "[]",
         "created_at": _BASE,
     }
@@ -162,6 +171,8 @@ def _call(number: int) -> dict[str, Any]:
         "status": "ok",
         "http_status": 200,
         "edge": "continues",
+        "ambiguous": 0,
+        "prompt_mode": "render",
         "message_count": 1,
         "messages_node": bytes(16),
         "params_hash": bytes(16),

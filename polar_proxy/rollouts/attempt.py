@@ -36,7 +36,7 @@ from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.workspace import TaskNotPossibleError, prepare_workspace, read_patch
 from polar_proxy.sessions import hash_key, new_key
 from polar_proxy.store import RolloutStatus, Store
-from polar_proxy.store.stages import Claim, ClaimLostError
+from polar_proxy.store.rollouts import Claim, ClaimLostError
 from polar_proxy.tasks import Task, task_from_json
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.types import CallRecord

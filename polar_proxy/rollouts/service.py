@@ -29,7 +29,7 @@ from polar_proxy.rollouts.pool import SandboxOpener, SandboxPool
 from polar_proxy.rollouts.stopping import get_group_policy
 from polar_proxy.rollouts.worker import Worker, WorkerLimits
 from polar_proxy.store import Store
-from polar_proxy.store.groups import KEEP
+from polar_proxy.store.groups import KEEP_OVERFLOW
 from polar_proxy.store.jobs import JobRow, NewGroup, NewRollout
 from polar_proxy.tasks import Task, task_to_json
 from polar_proxy.types import EngineInfo, Json
@@ -74,7 +74,7 @@ async def submit(
         NewGroup(
             task.task_id,
             spec.group_size or spec.samples,
-            {"group_policy": spec.group_policy, **(KEEP if keep else {})},
+            {"group_policy": spec.group_policy, **(KEEP_OVERFLOW if keep else {})},
             (NewRollout(harness, spec.sandbox, engine, model, task.seed, config),) * spec.samples,
             spec.for_training,
             spec.max_staleness,

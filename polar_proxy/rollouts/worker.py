@@ -27,8 +27,8 @@ from polar_proxy.rollouts.orphaned_calls import exclude_orphaned_calls
 from polar_proxy.rollouts.stage_limits import AdmissionCheck, AdmissionRequest, StageLimiter, StageLimits
 from polar_proxy.rollouts.stopping import GroupPolicy, get_group_policy, wait_for_all
 from polar_proxy.store import Store
-from polar_proxy.store.groups import KEEP, GroupRow
-from polar_proxy.store.stages import Claim, ClaimLostError
+from polar_proxy.store.groups import KEEP_OVERFLOW, GroupRow
+from polar_proxy.store.rollouts import Claim, ClaimLostError
 from polar_proxy.types import Json, new_id
 from sandboxes.base import uncancellable
 
@@ -325,10 +325,10 @@ class Worker:
             return
         group = await self._store.groups.get(group_id)
         assert group is not None
-        reason = _group_policy(group)(group.wanted, await self._store.rollouts.find(group_id=group_id))
+        reason = _group_policy(group)(group.group_size, await self._store.rollouts.find(group_id=group_id))
         if reason is None:
             return
-        if group.config.items() >= KEEP.items():
+        if group.config.items() >= KEEP_OVERFLOW.items():
             await self._store.groups.keep_overflow(group_id, reason=reason)
             await self._settle(group_id)
             return

@@ -1,27 +1,16 @@
-"""Everything that Polar keeps: sessions, calls with their exact tokens, rollouts, rewards and traces, in SQL.
+"""Everything that Polar records: sessions, calls with their exact tokens, rollouts, rewards and traces, in SQL.
 
-One schema for SQLite (a file, the default) and PostgreSQL. `docs/guide/data.md` shows the tables to people.
+One schema for SQLite (a file, the default) and PostgreSQL. `docs/guide/data.md` describes the tables.
 """
 
-from polar_proxy.store.database import Durability
+from polar_proxy.store.artifacts import ArtifactRow, RewardRow
+from polar_proxy.store.calls import CallSummary
+from polar_proxy.store.database import Durability, default_url, display_url, normalise_url
 from polar_proxy.store.migrate import upgrade
-from polar_proxy.store.rows import (
-    FINAL_STATUSES,
-    ROLLOUT_STATUSES,
-    ArtifactRow,
-    CallSummary,
-    EventRow,
-    RewardRow,
-    RolloutRow,
-    RolloutStatus,
-    SessionOrigin,
-    SessionRow,
-    SessionSummary,
-    StoredCall,
-    TaskRow,
-)
+from polar_proxy.store.rollouts import EventRow, RolloutRow, TaskRow
+from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES, RolloutStatus
+from polar_proxy.store.sessions import SessionOrigin, SessionRow, SessionSummary
 from polar_proxy.store.store import Store, open_store
-from polar_proxy.store.urls import default_url, display_url, normalise_url
 
 __all__ = [
     "FINAL_STATUSES",
@@ -37,7 +26,6 @@ __all__ = [
     "SessionRow",
     "SessionSummary",
     "Store",
-    "StoredCall",
     "TaskRow",
     "default_url",
     "display_url",

@@ -1,11 +1,15 @@
-"""A selection of the database as one portable file, and back: `polar db export` and `polar db import`.
+"""Archives: a selection of a database as one portable file (`polar db export`), and back (`polar db import`).
 
-An archive is a zip of `polar.db`, an SQLite database of the same schema with the rows of the selection and all that
-they refer to, and of the artifacts' files under `artifacts/`. It is the same whatever database it came from.
+An archive is a zip file with `polar.db`, an SQLite database of the same schema that holds the selected rows and all
+rows that they refer to, and the files of the artifacts under `artifacts/`. Archives of SQLite and PostgreSQL databases
+are the same.
 
-Promises: keys are never in it (not even hashed); importing it twice is importing it once; what is there already is
-never overwritten, and where it differs nothing at all is imported; an archive of a newer schema is refused, one of an
-older schema is brought up first.
+Promises:
+
+* An archive contains no keys, not even hashed.
+* Importing an archive twice has the effect of importing it once.
+* Existing rows are never overwritten. If one differs from the archive, nothing is imported.
+* An archive of a newer schema is refused; one of an older schema is upgraded first.
 """
 
 from __future__ import annotations
@@ -29,31 +33,30 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
 from polar_proxy.store.artifacts import artifact_path, write_artifact
-from polar_proxy.store.database import Database
+from polar_proxy.store.database import Database, normalise_url
+from polar_proxy.store.encoding.loader import chain_ids
 from polar_proxy.store.filters import parse_where
-from polar_proxy.store.loader import chains_of
 from polar_proxy.store.migrate import upgrade
-from polar_proxy.store.urls import normalise_url
 
 _DATABASE = "polar.db"
 _ARTIFACT = re.compile(r"artifacts/([0-9a-f]{2})/(\1[0-9a-f]{62})")
 _PAGE = 500
 
-_LEFT_OUT = frozenset({"jobs", "leases", "callbacks", "job_events", "api_keys", "open_calls", "fleet"})
-"""What holds for one database only: its queue, its deliveries, its keys and what goes on now."""
-_BLANKED: dict[str, dict[str, Any]] = {
+NOT_EXPORTED = frozenset({"jobs", "leases", "callbacks", "job_events", "api_keys", "open_calls", "fleet"})
+"""Tables that concern one database only: its queue, deliveries, keys and calls in progress."""
+CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
     "sessions": {"key_hash": None},
     "groups": {"job_id": None, "delivery": None},
     "rollouts": {"job_id": None, "claimed_by": None, "lease_expires_at": None},
 }
-"""Columns that are not carried over, and not compared."""
+"""Columns that are cleared in archives and not compared by imports."""
 _NOT_COMPARED: dict[str, frozenset[str]] = {"nodes": frozenset({"data"})}
-"""The id of a node stands for its content; the packed form may be another."""
+"""The id of a node depends on its content, which may be packed differently."""
 
 
 @dataclass(slots=True)
 class ArchiveCounts:
-    """Rows by table, artifacts among them as files; `known`: those that were there already (import)."""
+    """Exported or imported rows by table, and files. `known`: rows that an import found already stored."""
 
     rows: dict[str, int] = field(default_factory=dict)
     known: int = 0
@@ -74,10 +77,11 @@ class StoreArchive:
     async def export_archive(
         self, file: Path, *, where: str | None = None, sessions: Sequence[str] = (), overwrite: bool = False
     ) -> ArchiveCounts:
-        """Write the rollouts that fulfil `where` and these sessions, with all that belongs to them; neither given:
-        everything. Of one moment, also while others write."""
+        """Write the rollouts that meet `where`, and these sessions, with all that belongs to them; without either, the
+        whole database. The archive is a consistent snapshot even while others write.
+        """
         if file.exists() and not overwrite:
-            raise UsageError(f"{file} exists already: name another file")
+            raise UsageError(f"{file} exists already. Name another file")
         moved = ArchiveCounts()
         with tempfile.TemporaryDirectory(prefix="polar-export-") as folder:
             made = Path(folder) / _DATABASE
@@ -86,28 +90,31 @@ class StoreArchive:
                     source = await source.execution_options(isolation_level="REPEATABLE READ")
                 queries = await _selection(source, where, sessions)
                 for table in schema.metadata.sorted_tables:
-                    if table.name not in _LEFT_OUT:
+                    if table.name not in NOT_EXPORTED:
                         moved.add(table.name, await _copy(source, target, table, queries[table.name]))
                 files = set(await source.scalars(_columns(schema.artifacts, queries["artifacts"], "sha256")))
             moved.files = await asyncio.to_thread(self._write_zip, file, made, sorted(files))
         return moved
 
     async def import_archive(self, file: Path) -> ArchiveCounts:
-        """Take in all of an archive, in one transaction. Raises StoreError, with nothing imported, for one that is no
-        archive, of a newer schema, damaged, or with a row that is here already and differs."""
+        """Import a whole archive in one transaction.
+
+        Raises StoreError, and imports nothing, if the file is not an archive, is damaged, has a newer schema, or
+        contains a row that is stored already and differs.
+        """
         moved = ArchiveCounts()
         with tempfile.TemporaryDirectory(prefix="polar-import-") as folder:
             contents = await asyncio.to_thread(_unpack, file, Path(folder))
             async with _opened(Path(folder) / _DATABASE) as source, source.reading() as rows:
                 wanted = set(await rows.scalars(select(schema.artifacts.c.sha256)))
                 if missing := wanted - contents.keys():
-                    raise StoreError(f"{file} is damaged: it lacks the artifact {min(missing)}")
+                    raise StoreError(f"{file} is damaged: the artifact {min(missing)} is missing from it")
                 for sha256 in sorted(wanted):
                     moved.files += await asyncio.to_thread(write_artifact, self._artifacts, contents[sha256]) == sha256
                 async with self._database.writing() as target:
                     for table in schema.metadata.sorted_tables:
-                        if table.name not in _LEFT_OUT:
-                            await _take_in(rows, target, table, moved)
+                        if table.name not in NOT_EXPORTED:
+                            await _import_table(rows, target, table, moved)
         return moved
 
     def _write_zip(self, file: Path, database: Path, files: Iterable[str]) -> int:
@@ -117,12 +124,14 @@ class StoreArchive:
             with os.fdopen(handle, "wb") as out, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
                 archive.write(database, _DATABASE)
                 for sha256 in files:
-                    place = artifact_path(self._artifacts, sha256)
-                    if not place.exists():
-                        raise StoreError(f"The artifact {place} is missing: `polar db verify` tells what else is")
-                    archive.write(place, f"artifacts/{sha256[:2]}/{sha256}")
+                    path = artifact_path(self._artifacts, sha256)
+                    if not path.exists():
+                        raise StoreError(
+                            f"The artifact {path} is missing. `polar db verify` lists everything that is damaged"
+                        )
+                    archive.write(path, f"artifacts/{sha256[:2]}/{sha256}")
                     written += 1
-            Path(temporary).replace(file)  # whole or not at all
+            Path(temporary).replace(file)  # complete or not at all
         except OSError as error:
             raise StoreError(f"The archive {file} cannot be written: {error.strerror}") from error
         finally:
@@ -131,19 +140,19 @@ class StoreArchive:
 
 
 def _unpack(file: Path, folder: Path) -> dict[str, bytes]:
-    """The database into `folder`; the artifacts by their hash."""
+    """Extract the database into `folder` and return the artifacts by their hash."""
     contents: dict[str, bytes] = {}
     try:
         with zipfile.ZipFile(file) as archive:
             names = archive.namelist()
             if _DATABASE not in names:
-                raise StoreError(f"{file} is not an archive of Polar: it has no {_DATABASE}")
+                raise StoreError(f"{file} is not a Polar archive: it contains no {_DATABASE}")
             archive.extract(_DATABASE, folder)
             for name in names:
                 if match := _ARTIFACT.fullmatch(name):
                     content = archive.read(name)
                     if hashlib.sha256(content).hexdigest() != match[2]:
-                        raise StoreError(f"{file} is damaged: {name} is not what its name says")
+                        raise StoreError(f"{file} is damaged: the content of {name} does not match its name")
                     contents[match[2]] = content
     except FileNotFoundError:
         raise UsageError(f"There is no file {file}") from None
@@ -154,19 +163,19 @@ def _unpack(file: Path, folder: Path) -> dict[str, bytes]:
 
 @asynccontextmanager
 async def _opened(path: Path) -> AsyncIterator[Database]:
-    """The archive's own database, made or brought to this schema."""
+    """Open the database of an archive, created or upgraded to this schema."""
     await upgrade(str(path))
     database = Database(normalise_url(str(path)))
     try:
         yield database
     finally:
         await database.close()
-    with closing(sqlite3.connect(path)) as connection:  # one file, without its log
+    with closing(sqlite3.connect(path)) as connection:  # a single file without a write-ahead log
         connection.execute("PRAGMA journal_mode=DELETE")
 
 
 async def _selection(source: AsyncConnection, where: str | None, sessions: Sequence[str]) -> dict[str, Select[Any]]:
-    """By table, the rows to take."""
+    """Return the query for the rows to export of each table."""
     t = schema.metadata.tables
     if where is None and not sessions:
         return {name: select(table) for name, table in t.items()}
@@ -189,12 +198,12 @@ async def _selection(source: AsyncConnection, where: str | None, sessions: Seque
     traces = select(t["traces"].c.trace_id).where(t["traces"].c.session_id.in_(session_ids))
 
     def used(*columns: ColumnElement[Any]) -> Any:
-        """Values of columns of calls or rescores of the selection."""
+        """Select the values of these columns of the selected calls or rescores."""
         parts = [select(column.label("key")).where(column.table.c.call_id.in_(calls)) for column in columns]
         return parts[0].union(*parts[1:])
 
     heads = used(c.messages_node, c.tools_node, c.prompt_node, x.prompt_node).subquery()
-    chain = chains_of(select(heads.c.key.label("node_id")).where(heads.c.key.is_not(None)))
+    chain = chain_ids(select(heads.c.key.label("node_id")).where(heads.c.key.is_not(None)))
     found_queries = {
         "tasks": select(t["tasks"]).where(t["tasks"].c.task_id.in_(tasks)),
         "groups": select(t["groups"]).where(t["groups"].c.group_id.in_(groups)),
@@ -210,10 +219,10 @@ async def _selection(source: AsyncConnection, where: str | None, sessions: Seque
         found_queries[name] = select(t[name]).where(t[name].c.call_id.in_(calls))
     for name in ("calls", "traces", "exclusions"):
         found_queries[name] = select(t[name]).where(t[name].c.session_id.in_(session_ids))
-    for name in ("rollouts", "rewards", "events", "artifacts", "stages"):
+    for name in ("rollouts", "rewards", "rollout_events", "artifacts", "stages"):
         found_queries[name] = select(t[name]).where(t[name].c.rollout_id.in_(rollouts))
     for name in ("training_runs", "training_lines"):
-        found_queries[name] = select(t[name]).where(false())  # of no rollout
+        found_queries[name] = select(t[name]).where(false())  # belong to no rollout
     return found_queries
 
 
@@ -222,12 +231,12 @@ def _columns(table: Table, query: Select[Any], name: str) -> Select[Any]:
 
 
 def _order(table: Table) -> list[ColumnElement[Any]]:
-    # A node after its parent; `total` grows along a chain, but not with an empty piece.
-    return [table.c.total, table.c.length.desc()] if table.name == "nodes" else list(table.primary_key.columns)
+    # A node after its parent. `chain_length` grows along a chain, except at empty nodes.
+    return [table.c.chain_length, table.c.length.desc()] if table.name == "nodes" else list(table.primary_key.columns)
 
 
 async def _copy(source: AsyncConnection, target: Database, table: Table, query: Select[Any]) -> int:
-    blank = _BLANKED.get(table.name, {})
+    blank = CLEARED_COLUMNS.get(table.name, {})
     count = 0
     result = await source.stream(query.order_by(*_order(table)))
     async for page in result.partitions(_PAGE):
@@ -239,12 +248,12 @@ async def _copy(source: AsyncConnection, target: Database, table: Table, query: 
     return count
 
 
-async def _take_in(rows: AsyncConnection, target: AsyncConnection, table: Table, moved: ArchiveCounts) -> None:
-    if table.name == "events":
-        await _take_in_events(rows, target, moved)
+async def _import_table(rows: AsyncConnection, target: AsyncConnection, table: Table, moved: ArchiveCounts) -> None:
+    if table.name == "rollout_events":
+        await _import_events(rows, target, moved)
         return
     key = list(table.primary_key.columns)
-    skip = {*_BLANKED.get(table.name, {}), *_NOT_COMPARED.get(table.name, ())}
+    skip = {*CLEARED_COLUMNS.get(table.name, {}), *_NOT_COMPARED.get(table.name, ())}
     compared = [column.name for column in table.columns if column.name not in skip]
     waiting = await rows.stream(select(table).order_by(*_order(table)))
     async for page in waiting.partitions(_PAGE):
@@ -260,8 +269,8 @@ async def _take_in(rows: AsyncConnection, target: AsyncConnection, table: Table,
                 if row[name] != there[values][name]:
                     shown = " ".join(value.hex() if isinstance(value, bytes) else str(value) for value in values)
                     raise StoreError(
-                        f"Nothing was imported: {table.name} {shown} is here already with another {name}. What is "
-                        "stored is not overwritten: import into a database of its own"
+                        f"Nothing was imported: {table.name} {shown} is stored already with another {name}, and "
+                        "stored rows are never overwritten. Import into a separate database"
                     )
             moved.known += 1
         if table.name == "nodes":
@@ -272,7 +281,7 @@ async def _take_in(rows: AsyncConnection, target: AsyncConnection, table: Table,
 
 
 def _parents_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Only rows of one page with equal `total` can be the wrong way round: a chain's empty pieces."""
+    """Order parents before children. Only empty nodes, as long as their parents, can be out of order."""
     waiting = {row["node_id"]: row for row in rows}
     ordered: list[dict[str, Any]] = []
     for row in rows:
@@ -285,9 +294,9 @@ def _parents_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return ordered
 
 
-async def _take_in_events(rows: AsyncConnection, target: AsyncConnection, moved: ArchiveCounts) -> None:
-    """Their numbers are each database's own; of a rollout, those that are not there yet."""
-    e = schema.events.c
+async def _import_events(rows: AsyncConnection, target: AsyncConnection, moved: ArchiveCounts) -> None:
+    """Import the events of each rollout that are not stored yet. Every database numbers its events itself."""
+    e = schema.rollout_events.c
     for rollout_id in list(await rows.scalars(select(e.rollout_id).distinct().order_by(e.rollout_id))):
         query = select(e.at, e.kind, e.data).where(e.rollout_id == rollout_id).order_by(e.event_id)
         here = [tuple(row) for row in await target.execute(query)]
@@ -299,5 +308,5 @@ async def _take_in_events(rows: AsyncConnection, target: AsyncConnection, moved:
             else:
                 new.append({"rollout_id": rollout_id, "at": row[0], "kind": row[1], "data": row[2]})
         if new:
-            await target.execute(insert(schema.events), new)
-        moved.add("events", len(new))
+            await target.execute(insert(schema.rollout_events), new)
+        moved.add("rollout_events", len(new))

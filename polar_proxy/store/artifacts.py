@@ -1,4 +1,4 @@
-"""What a rollout leaves beside its calls: rewards, events and artifacts."""
+"""Rewards of rollouts, and artifacts: files such as patches and logs, stored by their SHA-256."""
 
 from __future__ import annotations
 
@@ -7,21 +7,51 @@ import hashlib
 import os
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.base import Repository
 from polar_proxy.store.database import Database
-from polar_proxy.store.rows import ArtifactRow, RewardRow
-from polar_proxy.store.secrets import json_without_secrets, log_without_secrets
+from polar_proxy.store.secrets import log_without_secrets
 from polar_proxy.types import Json, new_id
+
+_w = schema.rewards.c
+_a = schema.artifacts.c
+_r = schema.rollouts.c
+_t = schema.traces.c
+
+
+@dataclass(frozen=True, slots=True)
+class RewardRow:
+    reward_id: str
+    rollout_id: str
+    trace_id: str | None
+    call_id: str | None
+    source: str
+    value: float | None
+    detail: Json
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactRow:
+    artifact_id: str
+    rollout_id: str
+    name: str
+    sha256: str
+    bytes: int
+    created_at: float
+    path: Path
+    """The file with its content on this machine."""
 
 
 class RewardRepository(Repository):
+    """Rewards of rollouts, traces and calls."""
+
     async def add(
         self,
         rollout_id: str,
@@ -31,10 +61,10 @@ class RewardRepository(Repository):
         trace_id: str | None = None,
         call_id: str | None = None,
     ) -> str:
-        """A reward of the rollout, of one of its traces or of one call. Returns its id.
+        """Store a reward of the rollout, of one of its traces or of one call, and return its id.
 
-        All rewards are kept; the newest of the rollout (or trace) also stands in its row. `value` None: the evaluator
-        could not say.
+        All rewards are kept. The row of the rollout (or trace) has the newest. `value` None: the evaluator returned no
+        value.
         """
         reward_id = new_id("rew")
         statement = insert(schema.rewards).values(
@@ -50,36 +80,36 @@ class RewardRepository(Repository):
         async with self._database.writing() as connection:
             await connection.execute(statement)
             if trace_id is not None and call_id is None:
-                await connection.execute(
-                    update(schema.traces).where(schema.traces.c.trace_id == trace_id).values(reward=value)
-                )
+                await connection.execute(update(schema.traces).where(_t.trace_id == trace_id).values(reward=value))
             elif call_id is None:
                 await connection.execute(
-                    update(schema.rollouts).where(schema.rollouts.c.rollout_id == rollout_id).values(reward=value)
+                    update(schema.rollouts).where(_r.rollout_id == rollout_id).values(reward=value)
                 )
         return reward_id
 
     async def of_rollout(self, rollout_id: str) -> list[RewardRow]:
-        """All rewards of a rollout, its traces and calls, oldest first."""
-        c = schema.rewards.c
-        columns = (c.reward_id, c.rollout_id, c.trace_id, c.call_id, c.source, c.value, c.detail, c.created_at)
-        query = select(*columns).where(c.rollout_id == rollout_id).order_by(c.reward_id)
+        """Return all rewards of a rollout, its traces and its calls, oldest first."""
+        columns = (_w.reward_id, _w.rollout_id, _w.trace_id, _w.call_id, _w.source, _w.value, _w.detail, _w.created_at)
+        query = select(*columns).where(_w.rollout_id == rollout_id).order_by(_w.reward_id)
         async with self._database.reading() as connection:
             return [RewardRow(*row) for row in await connection.execute(query)]
 
 
 class ArtifactRepository(Repository):
+    """Files that rollouts left."""
+
     def __init__(self, database: Database, folder: Path) -> None:
         super().__init__(database)
-        self._artifacts = folder
+        self._folder = folder
 
     async def add(self, rollout_id: str, name: str, data: bytes) -> ArtifactRow:
-        """Keep a file (a patch, a log). Equal contents are one file on disk, named by their SHA-256.
+        """Store a file. Files with equal content are stored once.
 
-        Logs are kept without secrets; a patch is kept as it is, since it must still apply."""
+        Secrets are removed from logs. A patch stays as it is, because it must still apply.
+        """
         if name.endswith(".log"):
             data = await asyncio.to_thread(log_without_secrets, data)
-        sha256 = await asyncio.to_thread(write_artifact, self._artifacts, data)
+        sha256 = await asyncio.to_thread(write_artifact, self._folder, data)
         values = {
             "artifact_id": new_id("art"),
             "rollout_id": rollout_id,
@@ -90,44 +120,38 @@ class ArtifactRepository(Repository):
         }
         async with self._database.writing() as connection:
             await connection.execute(insert(schema.artifacts).values(values))
-        return ArtifactRow(**values, path=artifact_path(self._artifacts, sha256))  # type: ignore[arg-type]
+        return ArtifactRow(**values, path=artifact_path(self._folder, sha256))  # type: ignore[arg-type]
 
     async def of_rollout(self, rollout_id: str) -> list[ArtifactRow]:
-        c = schema.artifacts.c
-        columns = (c.artifact_id, c.rollout_id, c.name, c.sha256, c.bytes, c.created_at)
-        query = select(*columns).where(c.rollout_id == rollout_id).order_by(c.artifact_id)
+        """Return the artifacts of a rollout, oldest first."""
+        columns = (_a.artifact_id, _a.rollout_id, _a.name, _a.sha256, _a.bytes, _a.created_at)
+        query = select(*columns).where(_a.rollout_id == rollout_id).order_by(_a.artifact_id)
         async with self._database.reading() as connection:
             rows = (await connection.execute(query)).all()
-        return [ArtifactRow(*row, path=artifact_path(self._artifacts, row.sha256)) for row in rows]
-
-
-async def insert_event(connection: AsyncConnection, rollout_id: str, at: float, kind: str, data: Json) -> None:
-    await connection.execute(
-        insert(schema.events).values(rollout_id=rollout_id, at=at, kind=kind, data=json_without_secrets(data))
-    )
+        return [ArtifactRow(*row, path=artifact_path(self._folder, row.sha256)) for row in rows]
 
 
 def artifact_path(folder: Path, sha256: str) -> Path:
-    """Where the artifact with this hash lies."""
+    """Return the path of the artifact with this hash."""
     return folder / sha256[:2] / sha256
 
 
 def write_artifact(folder: Path, data: bytes) -> str:
-    """Write it under its SHA-256, which is returned, unless it is there."""
+    """Write the data under its SHA-256, unless that file exists, and return the hash."""
     sha256 = hashlib.sha256(data).hexdigest()
-    place = artifact_path(folder, sha256)
+    path = artifact_path(folder, sha256)
     try:
-        os.utime(place)  # `polar db prune` leaves young files alone
+        os.utime(path)  # `polar db prune` does not remove young files
         return sha256
     except FileNotFoundError:
         pass
     try:
-        place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Written aside and renamed: a file under its hash is whole, whatever happens in between.
-        handle, temporary = tempfile.mkstemp(dir=place.parent)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Written to another file and renamed, so that a file with this name is always complete.
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        Path(temporary).replace(place)
+        Path(temporary).replace(path)
     except OSError as error:
         raise StoreError(f"An artifact cannot be written below {folder}: {error.strerror}") from error
     return sha256

@@ -1,4 +1,7 @@
-"""Connections: one engine that writes, one that reads, and the translation of driver errors to StoreError."""
+"""Connections to one database: a writer, readers, transactions, and driver errors as StoreError.
+
+Also reads the addresses that users type: a path, `sqlite:///...` or `postgresql://...`.
+"""
 
 from __future__ import annotations
 
@@ -9,54 +12,58 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event, make_url
+from sqlalchemy import Connection, Engine, Table, create_engine, event
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
 
-from polar_proxy.errors import StoreError
+from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import json_codec
-from polar_proxy.store.urls import display_url, sqlite_path
 
 T = TypeVar("T")
 
 Durability = Literal["process", "power"]
-"""What a commit outlives: the death of every process (`process`), or the machine losing power as well (`power`).
+"""What a commit survives: the end of every process (`process`), or also a power failure of the machine (`power`).
 
-`power` waits for the disk with each group commit. It is a matter of SQLite only: on PostgreSQL the server's own
+`power` waits for the disk with each group commit. It applies to SQLite. On PostgreSQL the server's own
 `synchronous_commit` decides, because there `process` would also lose calls when the server dies.
 """
 
+_SQLITE_DRIVER = "sqlite+aiosqlite"
+_POSTGRES_DRIVER = "postgresql+asyncpg"
 _BUSY_MS = 30_000
 _CHECKPOINT_PAGES = 4_000
-_AWAY_SECONDS = 45.0
-"""For which a PostgreSQL server is waited for that was there and is not: it may be restarting. Shorter than the
-gateway's patience with a commit, so that an agent hears of its answer from the store, not from a time limit."""
-_AWAY_STATES = {"57P01", "57P02", "57P03"}
+_RECONNECT_SECONDS = 45.0
+"""How long to wait for a PostgreSQL server that was reached before and may be restarting. It is shorter than the
+gateway's time limit for a commit, so that the agent gets the store's error."""
+_UNAVAILABLE_STATES = {"57P01", "57P02", "57P03"}
 """admin_shutdown, crash_shutdown, cannot_connect_now: https://www.postgresql.org/docs/current/errcodes-appendix.html"""
 
 
 class Database:
-    """The engines on one database, and who may write when.
+    """The connection pools of one database.
 
-    SQLite connections run with explicit BEGIN: a writer takes the lock at once (BEGIN IMMEDIATE), so that it waits in
-    the busy handler instead of failing half-way; a reader sees one snapshot and cannot write. The writers of this
-    process take turns by an asyncio lock, which is woken at once where the busy handler would sleep.
+    SQLite transactions begin explicitly. A writer takes the lock at once (BEGIN IMMEDIATE), so that it waits in the
+    busy handler instead of failing half-way; a reader sees one snapshot and cannot write. The writers of this process
+    also take turns by an asyncio lock, because it wakes the next writer at once where the busy handler sleeps.
 
-    A PostgreSQL server that was reached and is away is waited for before a transaction begins, never inside of one:
-    what its end cut off is an error, and only its caller knows whether it may be said again.
+    If a PostgreSQL server was reached and is unavailable, a new transaction waits for it. A transaction that the
+    server cut off raises an error: only its caller knows whether it may be repeated.
     """
 
     def __init__(self, url: str, durability: Durability = "process") -> None:
+        """`url`: as `normalise_url` returns it."""
         self.url = url
         self.path = sqlite_path(url)
         self.dialect: Literal["sqlite", "postgresql"] = "postgresql" if self.path is None else "sqlite"
-        self._turn = asyncio.Lock()
-        self._reached = False
+        self._write_lock = asyncio.Lock()
+        self._was_reached = False
         self._worker: ThreadPoolExecutor | None = None
         self._worker_engine: Engine | None = None
         common: dict[str, Any] = {"json_serializer": json_codec.dumps_text, "json_deserializer": json_codec.loads}
@@ -65,126 +72,100 @@ class Database:
                 own = {"connect_args": {"factory": _RollbackOnClose}}
                 self._writer = create_async_engine(url, pool_size=1, max_overflow=0, pool_timeout=120, **own, **common)
                 self._reader = create_async_engine(url, pool_size=4, max_overflow=4, **own, **common)
-                # aiosqlite crosses threads three times for every statement, so the hot path has a connection of its
-                # own in the thread that packs the rows, where a whole transaction is one crossing.
+                # aiosqlite changes threads three times per statement. The hot path therefore has its own connection in
+                # the thread that serializes the calls, where a whole transaction is one change of threads.
                 self._worker_engine = create_engine(
                     make_url(url).set(drivername="sqlite"),
                     pool_size=1,
                     max_overflow=0,
-                    # Closed from another thread, used in one.
+                    # Used in one thread, closed in another.
                     connect_args={"check_same_thread": False, "factory": _RollbackOnClose},
                     **common,
                 )
-                _sqlite_events(self._writer.sync_engine, durability, writes=True)
-                _sqlite_events(self._reader.sync_engine, durability, writes=False)
-                _sqlite_events(self._worker_engine, durability, writes=True)
+                _listen(self._writer.sync_engine, durability, writes=True)
+                _listen(self._reader.sync_engine, durability, writes=False)
+                _listen(self._worker_engine, durability, writes=True)
             else:
-                self._writer = create_async_engine(
-                    url,
-                    pool_size=4,
-                    max_overflow=4,
-                    pool_pre_ping=True,  # a server may have been restarted since
-                    **common,
-                )
+                # pre_ping: the server may have been restarted since the connection was pooled.
+                self._writer = create_async_engine(url, pool_size=4, max_overflow=4, pool_pre_ping=True, **common)
                 self._reader = self._writer
         except ModuleNotFoundError as error:
-            raise StoreError("PostgreSQL needs its driver asyncpg: pip install 'polar-proxy[postgres]'") from error
+            raise StoreError("PostgreSQL needs the driver asyncpg: pip install 'polar-proxy[postgres]'") from error
 
     def insert_new(self, table: Table) -> sqlite.Insert | postgresql.Insert:
-        """INSERT that leaves rows which exist as they are."""
+        """Return an INSERT that leaves existing rows unchanged."""
         if self.dialect == "sqlite":
             return sqlite.insert(table).on_conflict_do_nothing()
         return postgresql.insert(table).on_conflict_do_nothing()
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction that is committed when the block ends without an error."""
+        """Open a transaction that is committed when the block ends without an error."""
         with self.translated():
             async with (
-                self._turn if self.path is not None else nullcontext(),
+                self._write_lock if self.path is not None else nullcontext(),
                 self._connected(self._writer) as connection,
                 connection.begin(),
             ):
                 yield connection
 
-    async def write_packed(self, pack: Callable[[], T], write: Callable[[Connection, T], None]) -> T:
-        """The hot path: `pack` in the worker thread, then `write` in its own transaction; returns what was packed."""
+    async def write_in_thread(self, prepare: Callable[[], T], write: Callable[[Connection, T], None]) -> T:
+        """Run `prepare` in the worker thread, then `write` with its result in a transaction, and return the result."""
         loop = asyncio.get_running_loop()
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="polar-store")
         engine = self._worker_engine
         if engine is None:
-            packed = await loop.run_in_executor(self._worker, pack)
+            prepared = await loop.run_in_executor(self._worker, prepare)
             async with self.writing() as connection:
-                await connection.run_sync(write, packed)
-            return packed
+                await connection.run_sync(write, prepared)
+            return prepared
 
         def work() -> T:
-            packed = pack()
+            prepared = prepare()
             with engine.begin() as connection:
-                write(connection, packed)
-            return packed
+                write(connection, prepared)
+            return prepared
 
         with self.translated():
-            async with self._turn:
+            async with self._write_lock:
                 return await loop.run_in_executor(self._worker, work)
 
-    async def in_turn(self, work: Callable[[], T]) -> T:
-        """`work`, which writes by a connection of its own, in a thread, while no other writer of this process does."""
-        async with self._turn:
+    async def run_exclusive(self, work: Callable[[], T]) -> T:
+        """Run `work`, which has its own connection, in a thread while no other writer of this process runs."""
+        async with self._write_lock:
             return await asyncio.to_thread(work)
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[AsyncConnection]:
-        """A connection that sees one snapshot (SQLite) or each statement's own (PostgreSQL)."""
+        """Open a connection that sees one snapshot (SQLite) or a snapshot per statement (PostgreSQL)."""
         with self.translated():
             async with self._connected(self._reader) as connection:
                 yield connection
 
     @asynccontextmanager
     async def _connected(self, engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
-        deadline = time.monotonic() + (_AWAY_SECONDS if self._reached and self.path is None else 0.0)
+        may_restart = self._was_reached and self.path is None
+        deadline = time.monotonic() + (_RECONNECT_SECONDS if may_restart else 0.0)
         async with AsyncExitStack() as stack:
             while True:
                 try:
                     connection = await stack.enter_async_context(engine.connect())
                     break
                 except (SQLAlchemyError, OSError) as error:
-                    if not is_away(error) or time.monotonic() >= deadline:
+                    if not is_unavailable(error) or time.monotonic() >= deadline:
                         raise
                 await asyncio.sleep(0.2)
-            self._reached = True
+            self._was_reached = True
             yield connection
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Driver errors as one clear StoreError."""
+        """Raise driver errors of the block as StoreError."""
         try:
             yield
         except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-            raise StoreError(f"{self.describe(error)} ({display_url(self.url)})") from error
-
-    def describe(self, error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
-        """What went wrong, without the statement and its parameters (they may hold a conversation)."""
-        if isinstance(error, OSError):
-            return f"The database cannot be reached: {error}"
-        if isinstance(error, PoolTimeout):
-            return "The database is too busy: no connection became free in time"
-        if not isinstance(error, DBAPIError):
-            return f"The database refused: {type(error).__name__}"
-        reason = str(error.orig).splitlines()[0] if error.orig is not None else type(error).__name__
-        low = reason.lower()
-        if "not a database" in low:
-            return "This file is not a Polar database (not even an SQLite file)"
-        if "database is locked" in low:
-            return f"Another process has held the database's lock for {_BUSY_MS // 1000} seconds"
-        if "disk is full" in low or "no space left" in low:
-            return "The disk is full: nothing more can be recorded until there is room"
-        if "unable to open database file" in low or "readonly database" in low:
-            return f"The database file cannot be opened for this: {reason}"
-        if isinstance(error, IntegrityError):
-            return f"A row does not fit what is stored (an id that is unknown, or one used twice): {reason}"
-        return f"The database refused: {reason}"
+            raise StoreError(f"{_describe(error)} ({display_url(self.url)})") from error
 
     async def close(self) -> None:
         # Shielded: a cancelled shutdown must still end the drivers' threads, or the process never exits.
@@ -200,19 +181,42 @@ class Database:
             await self._reader.dispose()
 
 
-def is_away(error: BaseException | None) -> bool:
-    """Whether the server is not there now, or was not to the end of what failed."""
+def _describe(error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
+    """Describe the error without the statement and its parameters, which may hold a conversation."""
+    if isinstance(error, OSError):
+        return f"The database cannot be reached: {error}"
+    if isinstance(error, PoolTimeout):
+        return "The database is too busy: no connection became free in time"
+    if not isinstance(error, DBAPIError):
+        return f"The database refused: {type(error).__name__}"
+    reason = str(error.orig).splitlines()[0] if error.orig is not None else type(error).__name__
+    lower = reason.lower()
+    if "not a database" in lower:
+        return "This file is not a Polar database (not even an SQLite file)"
+    if "database is locked" in lower:
+        return f"Another process has held the database's lock for {_BUSY_MS // 1000} seconds"
+    if "disk is full" in lower or "no space left" in lower:
+        return "The disk is full: nothing can be recorded until space is freed"
+    if "unable to open database file" in lower or "readonly database" in lower:
+        return f"The database file cannot be opened for writing: {reason}"
+    if isinstance(error, IntegrityError):
+        return f"A row does not fit the stored rows (an unknown id, or an id used twice): {reason}"
+    return f"The database refused: {reason}"
+
+
+def is_unavailable(error: BaseException | None) -> bool:
+    """Return whether the server cannot be reached, or went away during what failed."""
     while error is not None:
         if isinstance(error, DBAPIError) and error.connection_invalidated:
             return True
-        if isinstance(error, OSError) or getattr(error, "sqlstate", None) in _AWAY_STATES:
+        if isinstance(error, OSError) or getattr(error, "sqlstate", None) in _UNAVAILABLE_STATES:
             return True
         error = error.__cause__
     return False
 
 
-def make_file(database: Database) -> None:
-    """The SQLite file, readable by its owner only: it holds whole conversations."""
+def create_file(database: Database) -> None:
+    """Create the SQLite file, readable only by its owner because it holds whole conversations."""
     if database.path is None:
         return
     try:
@@ -220,19 +224,19 @@ def make_file(database: Database) -> None:
         os.close(os.open(database.path, os.O_RDWR | os.O_CREAT, 0o600))
         empty = database.path.stat().st_size == 0
     except OSError as error:
-        raise StoreError(f"The database file {database.path} cannot be made: {error.strerror}") from error
+        raise StoreError(f"The database file {database.path} cannot be created: {error.strerror}") from error
     if empty:
         with closing(sqlite3.connect(database.path, timeout=_BUSY_MS / 1000)) as connection, database.translated():
-            # Only before anything is in it: `polar db vacuum` can then give space back piece by piece.
+            # Has an effect only on an empty file; `polar db vacuum` can then return space in small steps.
             connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
             connection.execute("PRAGMA journal_mode=WAL")
 
 
 class _RollbackOnClose(sqlite3.Connection):
-    """A connection whose transaction ends when it is closed.
+    """A connection that rolls back its transaction when it is closed.
 
-    SQLite keeps a closed connection, with its transaction and its locks, for as long as a statement of it is known to
-    anybody, and the traceback of a cancelled task knows one until the garbage collector comes.
+    SQLite keeps a closed connection, with its transaction and its locks, as long as one of its statements is
+    referenced, and the traceback of a cancelled task references one until the garbage collector runs.
     """
 
     def close(self) -> None:
@@ -241,11 +245,12 @@ class _RollbackOnClose(sqlite3.Connection):
         super().close()
 
 
-def _sqlite_events(engine: Engine, durability: Durability, *, writes: bool) -> None:
+def _listen(engine: Engine, durability: Durability, *, writes: bool) -> None:
+    """Set up the SQLite connections of an engine when they are opened and when a transaction begins."""
     begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
 
     def on_connect(connection: Any, _: ConnectionPoolEntry) -> None:
-        connection.isolation_level = None  # the driver must not begin by itself; see `on_begin`
+        connection.isolation_level = None  # the driver must not begin transactions; `on_begin` does
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout={_BUSY_MS}")
         if writes:
@@ -263,3 +268,53 @@ def _sqlite_events(engine: Engine, durability: Durability, *, writes: bool) -> N
 
     event.listen(engine, "connect", on_connect)
     event.listen(engine, "begin", on_begin)
+
+
+def default_url(home: Path) -> str:
+    """Return the URL of the SQLite file `polar.db` in Polar's home folder."""
+    return normalise_url(str(home / "polar.db"))
+
+
+def normalise_url(address: str) -> str:
+    """Return the URL for the async driver of a path or a database URL. Raises UsageError for anything else."""
+    address = address.strip()
+    if not address:
+        raise UsageError("The database address is empty: give a file path, sqlite:///FILE or postgresql://...")
+    if "://" not in address:
+        return _sqlite_url(address)
+    try:
+        url = make_url(address)
+    except ArgumentError as error:
+        raise UsageError("This is not a database URL: give a file path or postgresql://USER@HOST/NAME") from error
+    if url.drivername in {"sqlite", _SQLITE_DRIVER}:
+        return _sqlite_url(url.database or "")
+    if url.drivername in {"postgres", "postgresql", _POSTGRES_DRIVER}:
+        return _postgres_url(url).render_as_string(hide_password=False)
+    raise UsageError(f"Polar stores in SQLite or PostgreSQL, not in {url.drivername!r}")
+
+
+def display_url(url: str) -> str:
+    """Return the address without password and driver name, as users write it."""
+    parsed = make_url(normalise_url(url))
+    return parsed.set(drivername=parsed.get_backend_name()).render_as_string(hide_password=True)
+
+
+def sqlite_path(url: str) -> Path | None:
+    """Return the file of a normalised URL, None for PostgreSQL."""
+    parsed = make_url(url)
+    return Path(parsed.database or "") if parsed.get_backend_name() == "sqlite" else None
+
+
+def _sqlite_url(path: str) -> str:
+    if path in {"", ":memory:"}:
+        raise UsageError("Polar needs a database file: an in-memory SQLite database is lost when the process ends")
+    file = Path(path).expanduser().absolute()
+    return URL.create(_SQLITE_DRIVER, database=str(file)).render_as_string(hide_password=False)
+
+
+def _postgres_url(url: URL) -> URL:
+    # asyncpg has another name for libpq's `sslmode`, which providers print in their addresses.
+    query = dict(url.query)
+    if "sslmode" in query:
+        query["ssl"] = query.pop("sslmode")
+    return url.set(drivername=_POSTGRES_DRIVER, query=query)

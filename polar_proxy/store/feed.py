@@ -1,13 +1,14 @@
-"""The trainer feed: finished groups, each leased to one consumer at a time and acknowledged when it was trained on.
+"""The trainer feed: finished groups, each leased to one consumer and acknowledged after training.
 
 Promises, for any number of consumers and processes on one database:
 
-* no group is with two consumers: a group has at most one open lease, which the database itself enforces;
-* a lease that is neither acknowledged nor extended in time ends, and the group is offered again;
-* a group that is further behind than the consumer's bound, or its own, is dropped and counted, never delivered;
-* one that could only be delivered too late is not gone on with (`drop_stale`, which whoever begins rollouts asks).
+* A group has at most one open lease; a unique index enforces it.
+* A lease that is neither acknowledged nor extended in time expires, and the group is offered again.
+* A group that is more stale than the consumer's limit, or its own, is dropped and counted, never delivered.
+* A group that could only be delivered too stale is not continued: `drop_stale` runs before rollouts are claimed.
 
-How far behind: the versions between the policy under which its oldest rollout was begun and the trainer's.
+The staleness of a group is the number of policy versions between the one that started its oldest rollout and the
+trainer's.
 """
 
 from __future__ import annotations
@@ -32,33 +33,35 @@ _r = schema.rollouts.c
 
 
 class LeaseExpiredError(StoreError):
-    """The lease has run out, or never was."""
+    """The lease has expired or never existed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupLease:
-    """A group that a consumer has until `expires_at` (seconds since the epoch)."""
+    """A group that belongs to a consumer until `expires_at` (seconds since the epoch)."""
 
     lease_id: str
     group_id: str
     consumer: str
     expires_at: float
     staleness: int | None
-    """How many policy versions the group's oldest rollout is behind; None where versions are not numbers."""
+    """Policy versions between the group's oldest rollout and the trainer; None if versions are not numbers."""
     policy_version: str | None = None
-    """Under which that rollout was begun; None where versions are not numbers."""
+    """The version that started the oldest rollout; None if versions are not numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseBatch:
-    """What a consumer was given, and what could not be given any more."""
+    """The groups that a consumer got, and those that were dropped meanwhile."""
 
     leases: tuple[GroupLease, ...]
     dropped: tuple[str, ...]
-    """Groups that were too stale."""
+    """Ids of groups that were too stale."""
 
 
 class FeedRepository(Repository):
+    """Finished groups for training, and their leases."""
+
     async def lease(
         self,
         consumer: str,
@@ -68,120 +71,108 @@ class FeedRepository(Repository):
         policy_version: str | None = None,
         max_staleness: int | None = None,
     ) -> LeaseBatch:
-        """Up to `limit` finished groups, oldest first, for `seconds`.
+        """Lease up to `limit` finished groups, oldest first, for `seconds`.
 
-        With `max_staleness`, groups begun under a policy more than so many versions before `policy_version` are
-        dropped instead, and so are those further behind than their own bound. Raises UsageError where that is asked
-        for and versions are not whole numbers.
+        Groups whose staleness relative to `policy_version` exceeds `max_staleness`, or their own limit, are dropped
+        instead. Raises UsageError if `max_staleness` is given and `policy_version` is not a whole number.
         """
         now = time.time()
         current = _number(policy_version)
         if max_staleness is not None and current is None:
-            raise UsageError(f"A bound on staleness needs policy versions that are numbers, not {policy_version!r}.")
+            raise UsageError(f"max_staleness needs a policy version that is a number, not {policy_version!r}.")
         leases: list[GroupLease] = []
-        dropped: list[str] = []
+        stale: dict[int, list[str]] = {}
         async with self._database.writing() as connection:
             await _expire(connection, now)
-            # More than asked for, since some may be too stale.
+            # More than the limit, because some may be too stale.
             waiting = select(_g.group_id, _g.max_staleness).where(_g.delivery == "waiting")
             query = waiting.order_by(_g.ended_at, _g.group_id).with_for_update(skip_locked=True).limit(limit * 4 + 16)
-            stale: dict[int, list[str]] = {}
-            for group_id, own in (await connection.execute(query)).all():
+            for group_id, own_limit in (await connection.execute(query)).all():
                 if len(leases) == limit:
                     break
-                oldest = None if current is None else await _oldest(connection, group_id)
-                behind = None if current is None or oldest is None else current - oldest
-                bound = (
-                    None
-                    if current is None
-                    else min((one for one in (max_staleness, own) if one is not None), default=None)
-                )
-                if bound is not None and (behind is None or behind > bound):
-                    stale.setdefault(bound, []).append(group_id)
+                oldest = None if current is None else await _oldest_version(connection, group_id)
+                staleness = None if current is None or oldest is None else current - oldest
+                limits = [one for one in (max_staleness, own_limit) if one is not None and current is not None]
+                if limits and (staleness is None or staleness > min(limits)):
+                    stale.setdefault(min(limits), []).append(group_id)
                     continue
-                begun = None if oldest is None else str(oldest)
-                lease = GroupLease(new_id("lease"), group_id, consumer, now + seconds, behind, begun)
-                await connection.execute(
-                    insert(schema.leases).values(
-                        lease_id=lease.lease_id,
-                        group_id=group_id,
-                        consumer=consumer,
-                        policy_version=policy_version,
-                        leased_at=now,
-                        expires_at=lease.expires_at,
-                    )
-                )
-                leases.append(lease)
-            await _deliver(connection, now, [lease.group_id for lease in leases], "leased")
+                version = None if oldest is None else str(oldest)
+                leases.append(GroupLease(new_id("lease"), group_id, consumer, now + seconds, staleness, version))
+                await _insert_lease(connection, leases[-1], policy_version, now)
+            await _set_delivery(connection, now, [lease.group_id for lease in leases], "leased")
             for bound, groups in stale.items():
-                await _deliver(connection, now, groups, "dropped", _too_stale(bound))
-                dropped += groups
-        return LeaseBatch(tuple(leases), tuple(dropped))
+                await _set_delivery(connection, now, groups, "dropped", _stale_reason(bound))
+        return LeaseBatch(tuple(leases), tuple(group_id for groups in stale.values() for group_id in groups))
 
     async def any_waiting(self) -> bool:
-        """Whether there may be a group for a consumer now."""
+        """Return whether a consumer may get a group now."""
         waiting = exists().where(_g.delivery == "waiting")
-        over = exists().where(_l.ended_at.is_(None), _l.expires_at < time.time())
+        expired = exists().where(_l.ended_at.is_(None), _l.expires_at < time.time())
         async with self._database.reading() as connection:
-            return bool((await connection.execute(select(or_(waiting, over)))).scalar_one())
+            return bool((await connection.execute(select(or_(waiting, expired)))).scalar_one())
 
     async def drop_stale(self, policy_version: str | None) -> tuple[list[str], list[str]]:
-        """Give up the groups that are not finished and have fallen behind their own bound: whoever begins rollouts
-        asks this first. Returns the groups, and their rollouts that workers have in hand and must end.
+        """Drop unfinished groups that exceed their own staleness limit, because they can no longer be delivered.
 
-        Nothing of such a group can be delivered any more, whatever becomes of the rest of it.
+        Returns the ids of the groups, and of their claimed rollouts, which their workers must end.
         """
         current = _number(policy_version)
         if current is None:
             return [], []
         now = time.time()
-        begun = select(_g.group_id, _g.max_staleness, _r.policy_version).join(
-            schema.rollouts, _r.group_id == _g.group_id
+        started = (
+            select(_g.group_id, _g.max_staleness, _r.policy_version)
+            .join(schema.rollouts, _r.group_id == _g.group_id)
+            .where(_g.delivery == "open", _g.max_staleness.is_not(None))
+            .where(_r.policy_version.is_not(None), _r.status.not_in(("failed", "cancelled")))
+            .distinct()
         )
-        begun = begun.where(_g.delivery == "open", _g.max_staleness.is_not(None))
-        begun = begun.where(_r.policy_version.is_not(None), _r.status.not_in(("failed", "cancelled"))).distinct()
         async with self._database.reading() as connection:
-            rows = (await connection.execute(begun)).all()
-        bounds = {row.group_id: row.max_staleness for row in rows if _is_behind(row.policy_version, current, row[1])}
-        if not bounds:
+            rows = (await connection.execute(started)).all()
+        limits = {
+            row.group_id: row.max_staleness
+            for row in rows
+            if (version := _number(row.policy_version)) is not None and current - version > row.max_staleness
+        }
+        if not limits:
             return [], []
         async with self._database.writing() as connection:
-            mine = and_(_g.group_id.in_(list(bounds)), _g.delivery == "open")
-            ids = list((await connection.execute(select(_g.group_id).where(mine).with_for_update())).scalars())
-            for group_id in ids:
-                await _deliver(connection, now, [group_id], "dropped", _too_stale(bounds[group_id]))
-            in_flight = await cancel_rollouts(connection, _r.group_id.in_(ids), now)
-        return ids, in_flight
+            still_open = (_g.group_id.in_(sorted(limits)), _g.delivery == "open")
+            groups = list(
+                (await connection.execute(select(_g.group_id).where(*still_open).with_for_update())).scalars()
+            )
+            for group_id in groups:
+                await _set_delivery(connection, now, [group_id], "dropped", _stale_reason(limits[group_id]))
+            return groups, await cancel_rollouts(connection, _r.group_id.in_(groups), now)
 
     async def acknowledge(self, lease_id: str) -> None:
-        """The group was trained on: it is never offered again. Raises LeaseLostError where the lease has
-        run out."""
+        """Mark the group as trained on. Raises LeaseExpiredError if the lease has expired."""
         await self._end(lease_id, "acknowledged", "delivered")
 
     async def release(self, lease_id: str) -> None:
-        """The consumer will not use the group: it is offered again."""
+        """Return the group unused, so that it is offered again."""
         await self._end(lease_id, "returned", "waiting")
 
     async def extend(self, lease_id: str, seconds: float) -> float:
-        """Keep the group for `seconds` from now; returns when that ends."""
+        """Extend the lease to `seconds` from now and return the new end."""
         now = time.time()
         async with self._database.writing() as connection:
             await _expire(connection, now)
             mine = and_(_l.lease_id == lease_id, _l.ended_at.is_(None))
             changed = await connection.execute(update(schema.leases).where(mine).values(expires_at=now + seconds))
             if changed.rowcount != 1:
-                raise _gone(lease_id)
+                raise _expired_error(lease_id)
         return now + seconds
 
     async def depth(self) -> dict[str, int]:
-        """How many groups are waiting, leased, delivered, dropped; `open` ones are still being rolled out."""
+        """Return the number of groups that are open (unfinished), waiting, leased, delivered and dropped."""
         query = select(_g.delivery, func.count()).where(_g.delivery.is_not(None)).group_by(_g.delivery)
         async with self._database.writing() as connection:
             await _expire(connection, time.time())
             return {row[0]: row[1] for row in await connection.execute(query)}
 
     async def drop_reasons(self) -> dict[str, int]:
-        """How many groups were offered and dropped, by reason."""
+        """Return the number of dropped groups by reason."""
         query = select(_g.reason, func.count()).where(_g.delivery == "dropped").group_by(_g.reason)
         async with self._database.reading() as connection:
             return {row[0] or "unknown": row[1] for row in await connection.execute(query)}
@@ -193,56 +184,69 @@ class FeedRepository(Repository):
             query = select(_l.group_id, _l.outcome).where(_l.lease_id == lease_id).with_for_update()
             found = (await connection.execute(query)).one_or_none()
             if found is not None and found.outcome == outcome:
-                return  # said twice, as a client does whose first answer was lost
+                return  # repeated by a client that got no response
             if found is None or found.outcome is not None:
-                raise _gone(lease_id)
+                raise _expired_error(lease_id)
             await connection.execute(
                 update(schema.leases).where(_l.lease_id == lease_id).values(ended_at=now, outcome=outcome)
             )
-            await _deliver(connection, now, [found.group_id], delivery)
+            await _set_delivery(connection, now, [found.group_id], delivery)
 
 
-def _gone(lease_id: str) -> LeaseExpiredError:
-    return LeaseExpiredError(f"The lease {lease_id} has run out or never was: its group may be with another consumer")
+def _expired_error(lease_id: str) -> LeaseExpiredError:
+    return LeaseExpiredError(
+        f"The lease {lease_id} has expired or never existed: its group may be with another consumer"
+    )
+
+
+async def _insert_lease(
+    connection: AsyncConnection, lease: GroupLease, trainer_version: str | None, now: float
+) -> None:
+    await connection.execute(
+        insert(schema.leases).values(
+            lease_id=lease.lease_id,
+            group_id=lease.group_id,
+            consumer=lease.consumer,
+            policy_version=trainer_version,
+            leased_at=now,
+            expires_at=lease.expires_at,
+        )
+    )
 
 
 async def _expire(connection: AsyncConnection, now: float) -> None:
-    over = and_(_l.ended_at.is_(None), _l.expires_at < now)
-    rows = (await connection.execute(select(_l.lease_id, _l.group_id).where(over).with_for_update())).all()
+    """End expired leases, so that their groups wait again."""
+    expired = and_(_l.ended_at.is_(None), _l.expires_at < now)
+    rows = (await connection.execute(select(_l.lease_id, _l.group_id).where(expired).with_for_update())).all()
     if rows:
         mine = _l.lease_id.in_([row.lease_id for row in rows])
         await connection.execute(update(schema.leases).where(mine).values(ended_at=now, outcome="expired"))
-        await _deliver(connection, now, [row.group_id for row in rows], "waiting")
+        await _set_delivery(connection, now, [row.group_id for row in rows], "waiting")
 
 
-async def _deliver(
-    connection: AsyncConnection, now: float, groups: Sequence[str], state: str, reason: str | None = None
+async def _set_delivery(
+    connection: AsyncConnection, now: float, groups: Sequence[str], delivery: str, reason: str | None = None
 ) -> None:
     if not groups:
         return
     mine = _g.group_id.in_(groups)
-    values = {"delivery": state} | ({} if reason is None else {"reason": reason})
+    values = {"delivery": delivery} | ({} if reason is None else {"reason": reason})
     await connection.execute(update(schema.groups).where(mine).values(**values))
     for row in (await connection.execute(select(_g.group_id, _g.job_id).where(mine))).all():
-        told = {"status": state, "reason": reason}
-        await insert_job_event(connection, row.job_id, row.group_id, now, "feed", told)
+        data = {"status": delivery, "reason": reason}
+        await insert_job_event(connection, row.job_id, row.group_id, now, "feed", data)
 
 
-async def _oldest(connection: AsyncConnection, group_id: str) -> int | None:
-    """The version under which the oldest rollout of a group was begun; None where one has no number."""
+async def _oldest_version(connection: AsyncConnection, group_id: str) -> int | None:
+    """Return the policy version that started the group's oldest rollout; None if any version is not a number."""
     query = select(_r.policy_version).where(_r.group_id == group_id, _r.status.in_(("done", "timed_out")))
     versions = [_number(version) for version in (await connection.execute(query)).scalars()]
     known = [version for version in versions if version is not None]
     return min(known) if known and len(known) == len(versions) else None
 
 
-def _is_behind(version: str, current: int, bound: int) -> bool:
-    number = _number(version)
-    return number is not None and current - number > bound
-
-
-def _too_stale(bound: int) -> str:
-    return f"staler than {bound} policy versions"
+def _stale_reason(max_staleness: int) -> str:
+    return f"more than {max_staleness} policy versions old"
 
 
 def _number(version: str | None) -> int | None:

@@ -1,12 +1,12 @@
 """Groups: cancelling, settling, and the rollouts that outlive their group.
 
-Surplus rollouts: those still under way when their group is decided, kept for a later group of the same task.
+Overflow is the over-provisioned rollouts that still run when their group is complete. As in APRIL (arXiv:2509.18521),
+they can be carried over to a later group of the same task instead of being cancelled: n + k rollouts start, n complete
+the group, and the work of the others is not lost.
 
-As in APRIL (arXiv:2509.18521): n + k are begun, n decide, and the work that the others have done is not thrown away.
-Keeping one is a change of places: it takes the place of a rollout of a later group that has not begun, which is
-cancelled where it came from. So every group keeps its size, and each rollout counts in one group. While there is no
-such place it waits in a group of its own (`config.kept`), of no job and for no trainer, until `adopt_kept` finds it
-one.
+A carried-over rollout changes places with a rollout of the later group that has not started, and that rollout is
+cancelled in the first group. So every group keeps its size and each rollout counts in one group. While there is no such
+place, the rollout waits in a holding group, which has no job and is not for training, until `carry_over` finds one.
 """
 
 from __future__ import annotations
@@ -19,25 +19,31 @@ from sqlalchemy import ColumnElement, and_, case, func, insert, or_, select, upd
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.store import json_codec, schema
-from polar_proxy.store.artifacts import insert_event
 from polar_proxy.store.base import Repository
-from polar_proxy.store.callbacks import CallbackKind, queue_callback
-from polar_proxy.store.job_events import insert_job_event
+from polar_proxy.store.job_events import CallbackKind, insert_job_event, queue_callback
 from polar_proxy.store.queue import CANCEL_REQUESTED, cancel_rollouts
+from polar_proxy.store.rollouts import insert_event
 from polar_proxy.types import Json, new_id
 
-KEPT = "kept"
-KEEP = {"surplus": "keep"}
-"""In the configuration of a group whose surplus is kept, and which takes in what others kept."""
+KEEP_OVERFLOW = {"overflow": "keep"}
+"""The configuration of groups whose overflow is carried over, and which take overflow of other groups."""
+_HOLDING_FOR = "holding_for"
+"""In the configuration of a holding group: the id of the group that its rollouts come from."""
 
 _r = schema.rollouts.c
 _g = schema.groups.c
-_place = (_r.rollout_id, _r.group_id, _r.group_index, _r.job_id, _r.task_id, _r.harness, _r.sandbox, _r.model)
-_rows = select(*_place, _r.config, _r.policy_version, _r.status, _r.claimed_by)
-_not_ending = or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED)
-_free = and_(_r.status == "queued", _r.claimed_by.is_(None), _r.attempt == 1)
-_final = schema.rollout_is_final
 _j = schema.jobs.c
+_final = schema.rollout_is_final
+_not_ending = or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED)
+_not_started = and_(_r.status == "queued", _r.claimed_by.is_(None), _r.attempt == 1)
+_select_groups = select(
+    *(_g.group_id, _g.job_id, _g.task_id, _g.rollout_count, _g.group_size, _g.config, _g.status),
+    *(_g.reason, _g.delivery, _g.created_at, _g.ended_at),
+)
+_select_rollouts = select(
+    *(_r.rollout_id, _r.group_id, _r.group_index, _r.job_id, _r.task_id, _r.harness, _r.sandbox, _r.model),
+    *(_r.config, _r.policy_version, _r.status, _r.claimed_by),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +51,10 @@ class GroupRow:
     group_id: str
     job_id: str | None
     task_id: str
-    size: int
-    wanted: int
+    rollout_count: int
+    """Rollouts that were queued for the group."""
+    group_size: int
+    """Rollouts that complete the group."""
     config: Json
     status: str
     reason: str | None
@@ -56,68 +64,70 @@ class GroupRow:
 
 
 class GroupRepository(Repository):
-    async def cancel(self, group_id: str, *, reason: str) -> list[str]:
-        """Cancel what is left of a group; returns the ids of its rollouts that workers have in hand."""
-        now = time.time()
-        async with self._database.writing() as connection:
-            await connection.execute(
-                update(schema.groups)
-                .where(_g.group_id == group_id, _g.status == "open")
-                .values(reason=json_codec.clean_text(reason))
-            )
-            return await cancel_rollouts(connection, _r.group_id == group_id, now)
+    """Groups of rollouts of one task."""
 
     async def get(self, group_id: str) -> GroupRow | None:
         async with self._database.reading() as connection:
-            row = (await connection.execute(_groups.where(_g.group_id == group_id))).one_or_none()
+            row = (await connection.execute(_select_groups.where(_g.group_id == group_id))).one_or_none()
         return None if row is None else GroupRow(*row)
 
     async def of_job(self, job_id: str) -> list[GroupRow]:
-        """Of a job, in the order of submission."""
+        """Return the groups of a job in the order of submission."""
         async with self._database.reading() as connection:
-            rows = await connection.execute(_groups.where(_g.job_id == job_id).order_by(_g.group_id))
+            rows = await connection.execute(_select_groups.where(_g.job_id == job_id).order_by(_g.group_id))
             return [GroupRow(*row) for row in rows]
 
+    async def cancel(self, group_id: str, *, reason: str) -> list[str]:
+        """Cancel the remaining rollouts of a group. Returns the claimed ones, which their workers must end."""
+        open_group = (_g.group_id == group_id, _g.status == "open")
+        async with self._database.writing() as connection:
+            await connection.execute(
+                update(schema.groups).where(*open_group).values(reason=json_codec.clean_text(reason))
+            )
+            return await cancel_rollouts(connection, _r.group_id == group_id, time.time())
+
     async def unsettled(self) -> list[str]:
-        """Groups of jobs that are open though all of their rollouts have ended: whoever ended the last was killed."""
+        """Return the open groups of jobs whose rollouts have all ended: the process that ended the last was killed."""
         busy = select(_r.group_id).where(~_final)
         query = select(_g.group_id).where(_g.job_id.is_not(None), _g.status == "open", _g.group_id.not_in(busy))
         async with self._database.reading() as connection:
             return list((await connection.execute(query)).scalars())
 
     async def settle(self, group_id: str) -> tuple[GroupRow, bool] | None:
-        """End a group all of whose rollouts have ended, and its job with the last group; and whether it
-        was this call that did. None: it is still open.
+        """End a group whose rollouts have all ended, and its job with the last group.
 
-        An offered group then waits for a consumer, unless none of its rollouts came to an end of its own.
+        Returns the group and whether this call ended it, or None if rollouts are still open. A group for training then
+        waits for a consumer, unless none of its rollouts finished.
         """
         now = time.time()
+        mine = _g.group_id == group_id
         async with self._database.writing() as connection:
-            found = (await connection.execute(_groups.where(_g.group_id == group_id).with_for_update())).one()
+            found = (await connection.execute(_select_groups.where(mine).with_for_update())).one()
             if found.status != "open":
                 return GroupRow(*found), False
-            left = select(func.count()).where(_r.group_id == group_id, ~_final)
-            if (await connection.execute(left)).scalar_one():
+            still_open = select(func.count()).where(_r.group_id == group_id, ~_final)
+            if (await connection.execute(still_open)).scalar_one():
                 return None
             useful = select(func.count()).where(_r.group_id == group_id, _r.status.in_(("done", "timed_out")))
             finished = bool((await connection.execute(useful)).scalar_one())
+            delivery = case(
+                (_g.delivery.is_(None), None),
+                (_g.delivery == "dropped", "dropped"),  # too stale
+                else_="waiting" if finished else "dropped",
+            )
             await connection.execute(
                 update(schema.groups)
-                .where(_g.group_id == group_id)
+                .where(mine)
                 .values(
                     status="finished" if finished else "cancelled",
                     ended_at=now,
-                    delivery=case(
-                        (_g.delivery.is_(None), None),
-                        (_g.delivery == "dropped", "dropped"),  # it was too stale
-                        else_="waiting" if finished else "dropped",
-                    ),
-                    reason=func.coalesce(_g.reason, None if finished else "no rollout of it came to an end"),
+                    delivery=delivery,
+                    reason=func.coalesce(_g.reason, None if finished else "no rollout of the group finished"),
                 )
             )
-            group = GroupRow(*(await connection.execute(_groups.where(_g.group_id == group_id))).one())
-            told = {"status": group.status, "reason": group.reason, "delivery": group.delivery}
-            await insert_job_event(connection, found.job_id, group_id, now, "group", told)
+            group = GroupRow(*(await connection.execute(_select_groups.where(mine))).one())
+            data: Json = {"status": group.status, "reason": group.reason, "delivery": group.delivery}
+            await insert_job_event(connection, found.job_id, group_id, now, "group", data)
             if found.job_id is not None:
                 kind: CallbackKind = "group.finished" if finished else "group.cancelled"
                 await queue_callback(connection, found.job_id, kind, group_id, now)
@@ -125,78 +135,71 @@ class GroupRepository(Repository):
             return group, True
 
     async def keep_overflow(self, group_id: str, *, reason: str) -> dict[str, str]:
-        """The group is decided: what workers have in hand goes on, in another group; what has not begun is cancelled.
+        """Move the claimed rollouts of a complete group to other groups and cancel the unclaimed ones.
 
-        Returns where each went: rollout id -> group id. The group can be settled then.
+        Returns the new group of each moved rollout by rollout id. The group can be settled afterwards.
         """
         now = time.time()
         async with self._database.writing() as connection:
             mine = _g.group_id == group_id
-            query = select(_g.status, _g.task_id, _g.size).where(mine).with_for_update()
+            query = select(_g.status, _g.task_id, _g.rollout_count).where(mine).with_for_update()
             group = (await connection.execute(query)).one()
             if group.status != "open":
                 return {}
             await connection.execute(update(schema.groups).where(mine).values(reason=json_codec.clean_text(reason)))
             await cancel_rollouts(connection, and_(_r.group_id == group_id, _r.claimed_by.is_(None)), now)
-            left = _rows.where(_r.group_id == group_id, ~_final, _not_ending).order_by(_r.group_index)
-            under_way = list((await connection.execute(left.with_for_update())).all())
-            places = await _places(connection, group.task_id, _g.group_id != group_id) if under_way else []
-            gone: dict[str, str] = {}
-            for row in under_way:
-                place = next((place for place in places if _alike(row, place)), None)
-                if place is not None:
-                    places.remove(place)
+            running = _select_rollouts.where(_r.group_id == group_id, ~_final, _not_ending).order_by(_r.group_index)
+            overflow = list((await connection.execute(running.with_for_update())).all())
+            places = await _places(connection, group.task_id, _g.group_id != group_id) if overflow else []
+            moved: dict[str, str] = {}
+            for row in overflow:
+                if place := _take_place(row, places):
                     await _swap(connection, row, place, now)
-                    gone[row.rollout_id] = place.group_id
-            waiting = [row for row in under_way if row.rollout_id not in gone]
+                    moved[row.rollout_id] = place.group_id
+            waiting = [row for row in overflow if row.rollout_id not in moved]
             if waiting:
-                shelf = await _shelf(connection, group.task_id, group_id, len(waiting), now)
+                holding_group = await _add_holding_group(connection, group.task_id, group_id, len(waiting), now)
                 for index, row in enumerate(waiting):
-                    await _move(connection, row, shelf, index, None, now)
-                    gone[row.rollout_id] = shelf
-            return gone
+                    await _move(connection, row, holding_group, index, None, now)
+                    moved[row.rollout_id] = holding_group
+            return moved
 
     async def carry_over(
         self, group_id: str, *, policy_version: str | None = None, max_staleness: int = 1
     ) -> list[str]:
-        """Give a new group the rollouts of its task that were kept, in the places of its own that have not begun.
+        """Fill places of a new group with waiting overflow of its task. Returns the ids of the rollouts that it got.
 
-        Those of an older policy than `max_staleness` versions before `policy_version` are left, where both are
-        numbers: one of them would make the whole group stale. Returns the ids of those that it got.
+        If policy versions are numbers, overflow that is more than `max_staleness` versions older than `policy_version`
+        is left out, because one such rollout would make the whole group stale.
         """
         now = time.time()
         async with self._database.writing() as connection:
             query = select(_g.task_id).where(_g.group_id == group_id).with_for_update()
             task_id = (await connection.execute(query)).scalar_one()
             places = await _places(connection, task_id, _g.group_id == group_id)
-            shelves = select(_g.group_id, _g.config).where(_g.task_id == task_id, _g.job_id.is_(None))
-            kept = [row.group_id for row in await connection.execute(shelves) if KEPT in row.config]
-            if not places or not kept:
+            without_job = select(_g.group_id, _g.config).where(_g.task_id == task_id, _g.job_id.is_(None))
+            holding_groups = [
+                row.group_id for row in await connection.execute(without_job) if _HOLDING_FOR in row.config
+            ]
+            if not places or not holding_groups:
                 return []
             usable = or_(_r.status.in_(("done", "timed_out")), ~_final)
-            query = _rows.where(_r.group_id.in_(kept), usable, _not_ending, ~_r.incomplete, ~_free).order_by(
-                _r.rollout_id
-            )
-            rows = (await connection.execute(query.with_for_update(skip_locked=True))).all()
-            got = []
+            waiting = _select_rollouts.where(
+                _r.group_id.in_(holding_groups), usable, _not_ending, ~_r.incomplete, ~_not_started
+            ).order_by(_r.rollout_id)
+            rows = (await connection.execute(waiting.with_for_update(skip_locked=True))).all()
+            carried_over = []
             for row in rows:
-                place = next((place for place in places if _alike(row, place)), None)
-                if place is None or _too_old(row.policy_version, policy_version, max_staleness):
+                if _is_stale(row.policy_version, policy_version, max_staleness):
                     continue
-                places.remove(place)
-                await _swap(connection, row, place, now)
-                got.append(row.rollout_id)
-            return got
-
-
-_groups = select(
-    *(_g.group_id, _g.job_id, _g.task_id, _g.size, func.coalesce(_g.wanted, _g.size), _g.config, _g.status),
-    *(_g.reason, _g.delivery, _g.created_at, _g.ended_at),
-)
+                if place := _take_place(row, places):
+                    await _swap(connection, row, place, now)
+                    carried_over.append(row.rollout_id)
+            return carried_over
 
 
 async def _end_job(connection: AsyncConnection, job_id: str, now: float) -> None:
-    """When none of its groups is open any more."""
+    """End the job if none of its groups is open."""
     open_groups = select(func.count()).where(_g.job_id == job_id, _g.status == "open")
     if (await connection.execute(open_groups)).scalar_one():
         return
@@ -211,55 +214,61 @@ async def _end_job(connection: AsyncConnection, job_id: str, now: float) -> None
 
 
 async def _places(connection: AsyncConnection, task_id: str, which: ColumnElement[bool]) -> list[Any]:
-    """Rollouts of this task that have not begun, in open groups that take in what was kept; in the queue's order."""
+    """Return the rollouts of this task that have not started, in open groups that take overflow, in queue order."""
     query = (
-        _rows.add_columns(_g.config.label("group_config"))
+        _select_rollouts.add_columns(_g.config.label("group_config"))
         .join(schema.groups, _g.group_id == _r.group_id)
-        .where(_g.task_id == task_id, _g.status == "open", which, _free, _r.owner_pid.is_(None))
+        .where(_g.task_id == task_id, _g.status == "open", which, _not_started, _r.owner_pid.is_(None))
         .order_by(_r.group_id, _r.group_index)
         .with_for_update(skip_locked=True)
     )
     rows = (await connection.execute(query)).all()
-    return [row for row in rows if KEEP.items() <= row.group_config.items()]
+    return [row for row in rows if KEEP_OVERFLOW.items() <= row.group_config.items()]
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether they would be made in the same way. The sandbox's kind may have been left open."""
-    models = {one.model, other.model} - {""}  # empty: submitted before the engine was known
-    return (one.harness, one.config) == (other.harness, other.config) and len(models) < 2
+def _take_place(rollout: Any, places: list[Any]) -> Any | None:
+    """Remove and return the first place whose rollout has the same configuration."""
+    for place in places:
+        # The sandbox is not compared: it may be chosen later. An empty model was submitted before the engine was known.
+        models = {rollout.model, place.model} - {""}
+        if (rollout.harness, rollout.config) == (place.harness, place.config) and len(models) < 2:
+            places.remove(place)
+            return place
+    return None
 
 
-async def _swap(connection: AsyncConnection, kept: Any, place: Any, now: float) -> None:
-    await _move(connection, kept, place.group_id, place.group_index, place.job_id, now)
-    values = {"group_id": kept.group_id, "group_index": kept.group_index, "job_id": kept.job_id}
-    await connection.execute(update(schema.rollouts).where(_r.rollout_id == place.rollout_id).values(**values))
+async def _swap(connection: AsyncConnection, rollout: Any, place: Any, now: float) -> None:
+    """Move the rollout to the place, and cancel the place's rollout in the rollout's old group."""
+    await _move(connection, rollout, place.group_id, place.group_index, place.job_id, now)
     which = _r.rollout_id == place.rollout_id
+    values = {"group_id": rollout.group_id, "group_index": rollout.group_index, "job_id": rollout.job_id}
+    await connection.execute(update(schema.rollouts).where(which).values(**values))
     await cancel_rollouts(connection, which, now)
-    error = f"its place was taken by {kept.rollout_id}, which had been kept"
+    error = f"replaced by {rollout.rollout_id}, which was carried over from another group"
     await connection.execute(update(schema.rollouts).where(which).values(error=error))
 
 
 async def _move(
-    connection: AsyncConnection, row: Any, group_id: str, index: int, job_id: str | None, now: float
+    connection: AsyncConnection, rollout: Any, group_id: str, index: int, job_id: str | None, now: float
 ) -> None:
     values = {"group_id": group_id, "group_index": index, "job_id": job_id}
-    await connection.execute(update(schema.rollouts).where(_r.rollout_id == row.rollout_id).values(**values))
-    told: Any = {"from": row.group_id, "to": group_id}
-    await insert_event(connection, row.rollout_id, now, KEPT, told)
+    await connection.execute(update(schema.rollouts).where(_r.rollout_id == rollout.rollout_id).values(**values))
+    data: Json = {"from": rollout.group_id, "to": group_id}
+    await insert_event(connection, rollout.rollout_id, now, "moved", data)
 
 
-async def _shelf(connection: AsyncConnection, task_id: str, group_id: str, size: int, now: float) -> str:
-    shelf = new_id("group")
-    config: Any = {KEPT: group_id}
+async def _add_holding_group(connection: AsyncConnection, task_id: str, for_group: str, size: int, now: float) -> str:
+    group_id = new_id("group")
+    config: Json = {_HOLDING_FOR: for_group}
     await connection.execute(
         insert(schema.groups).values(
-            group_id=shelf, task_id=task_id, size=size, wanted=size, config=config, created_at=now
+            group_id=group_id, task_id=task_id, rollout_count=size, group_size=size, config=config, created_at=now
         )
     )
-    return shelf
+    return group_id
 
 
-def _too_old(version: str | None, current: str | None, bound: int) -> bool:
+def _is_stale(version: str | None, current: str | None, max_staleness: int) -> bool:
     if version is None or current is None or not (version.isdecimal() and current.isdecimal()):
         return False
-    return int(current) - int(version) > bound
+    return int(current) - int(version) > max_staleness

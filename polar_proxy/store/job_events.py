@@ -1,8 +1,14 @@
-"""What happens to jobs, in an order that can be followed: stages of rollouts, ends of groups and jobs, deliveries.
+"""What happens to jobs: a stream of events that clients follow, and the requests to callback URLs.
 
-Promise: who reads from a cursor to the end, and later from the cursor that came with the last row, sees every
-happening once and in its order, whichever process it asks. On PostgreSQL, where a later number can be visible before an
-earlier one, a row behind a missing number waits for it as long as `_GAP_SECONDS`.
+Promises, for any number of processes on one database:
+
+* A client that reads from a cursor to the end, and later from the cursor of the last row, sees every event once and in
+  order, whichever process it asks. On PostgreSQL a later number can become visible before an earlier one; a row after a
+  missing number therefore waits for it up to `_GAP_SECONDS`.
+* A callback is queued in the transaction that ends the group or the job, so it is sent whatever is killed.
+* One process at a time sends a callback. If the sender is killed, another process sends it after the sender's time.
+* A callback is sent until the receiver accepts it or all attempts have failed: at least once, always with the same id
+  and body.
 """
 
 from __future__ import annotations
@@ -14,23 +20,35 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from sqlalchemy import Column, Row, Select, exists, func, insert, select
+from sqlalchemy import Column, Row, Select, exists, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
-from polar_proxy.store import schema
+from polar_proxy.store import json_codec, schema
 from polar_proxy.store.base import Repository
-from polar_proxy.types import Json
+from polar_proxy.store.secrets import without_secrets
+from polar_proxy.types import Json, new_id
+
+CallbackKind = Literal["group.finished", "group.cancelled", "job.ended"]
 
 _GAP_SECONDS = 10.0
 """A number that is missing for longer belongs to a transaction that was rolled back."""
 
-_e, _r, _je = schema.events.c, schema.rollouts.c, schema.job_events.c
+_e, _r, _je = schema.rollout_events.c, schema.rollouts.c, schema.job_events.c
+_b, _j = schema.callbacks.c, schema.jobs.c
+_select_callbacks = (
+    select(
+        *(_b.callback_id, _b.job_id, _b.group_id, _b.kind, _b.body, _b.attempts, _b.created_at, _b.next_attempt_at),
+        *(_b.delivered_at, _b.error, _j.callback_url),
+    )
+    .join(schema.jobs, _j.job_id == _b.job_id)
+    .order_by(_b.callback_id)
+)
 
 
 @dataclass(frozen=True, slots=True)
 class EventCursor:
-    """How far somebody has read: in `events`, and in `job_events`."""
+    """A position in the stream: the last event read of `rollout_events` and of `job_events`."""
 
     stage: int = 0
     job: int = 0
@@ -40,27 +58,48 @@ class EventCursor:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises UsageError for what is no cursor."""
+        """Parse the text of a cursor. Raises UsageError for other text."""
         match = re.fullmatch(r"(\d{1,18})-(\d{1,18})", text)
         if match is None:
-            raise UsageError(f"{text!r} is no place in the events: give the id of one.")
+            raise UsageError(f"{text!r} is not a position in the event stream: give the id of an event.")
         return cls(int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True, slots=True)
 class JobEventRow:
-    """`cursor`: where to go on after it."""
+    """An event of a job. `cursor`: the position after it."""
 
     cursor: EventCursor
     kind: Literal["stage", "group", "job", "feed"]
     at: float
     data: Json
-    """stage: job_id, group_id, rollout_id, from, to (and cause, of a retry); else job_id, group_id, status, ..."""
+    """Kind stage: job_id, group_id, rollout_id, from, to (and cause, for a retry). Others: job_id, group_id, status."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallbackRow:
+    """A request to a callback URL."""
+
+    callback_id: str
+    job_id: str
+    group_id: str | None
+    kind: CallbackKind
+    body: str | None
+    attempts: int
+    """Attempts that were started."""
+    created_at: float
+    next_attempt_at: float | None
+    """None: delivered or given up."""
+    delivered_at: float | None
+    error: str | None
+    url: str
 
 
 class JobEventRepository(Repository):
+    """Events of jobs, groups and rollouts in one stream."""
+
     async def start(self, job_id: str | None = None) -> EventCursor:
-        """Just before the first happening of a job; without one, behind the last that there is."""
+        """Return the position before the first event of a job; without a job, after the last event so far."""
         async with self._database.reading() as connection:
             if job_id is None:
                 last = select(func.max(_e.event_id)), select(func.max(_je.job_event_id))
@@ -71,7 +110,7 @@ class JobEventRepository(Repository):
             return EventCursor(stage - 1, job - 1)
 
     async def end(self, job_id: str) -> EventCursor:
-        """Behind the last happening of a job so far."""
+        """Return the position after the last event of a job so far."""
         async with self._database.reading() as connection:
             last = select(func.max(_e.event_id)).join(schema.rollouts, _r.rollout_id == _e.rollout_id)
             stage = int(await connection.scalar(last.where(_r.job_id == job_id)) or 0)
@@ -79,83 +118,151 @@ class JobEventRepository(Repository):
             return EventCursor(stage, job)
 
     async def is_over(self, job_id: str) -> bool:
-        """Whether nothing more can happen to a job: it has ended, and so have its rollouts."""
-        ended = select(schema.jobs.c.status).where(schema.jobs.c.job_id == job_id)
-        left = exists().where(_r.job_id == job_id, ~schema.rollout_is_final)
+        """Return whether the job can have no more events: it has ended, and so have its rollouts."""
+        status = select(_j.status).where(_j.job_id == job_id)
+        still_open = exists().where(_r.job_id == job_id, ~schema.rollout_is_final)
         async with self._database.reading() as connection:
-            if (await connection.execute(ended)).scalar_one_or_none() in ("open", "paused"):
+            if (await connection.execute(status)).scalar_one_or_none() in ("open", "paused"):
                 return False
-            return not (await connection.execute(select(left))).scalar_one()
+            return not (await connection.execute(select(still_open))).scalar_one()
 
     async def read(
         self, after: EventCursor, *, job_id: str | None = None, limit: int = 500
     ) -> tuple[list[JobEventRow], EventCursor]:
-        """What came after a cursor, of one job or of all, and the cursor behind all that was looked at.
+        """Return events after a cursor, of one job or of all, and the position up to which events were read.
 
-        Where that cursor is `after` itself there is nothing more for now."""
-        stages = (
+        If that position equals `after`, there are no more events for now.
+        """
+        rollout_query = (
             select(_e.event_id, _e.at, _e.rollout_id, _e.kind, _e.data, _r.job_id, _r.group_id)
             .join(schema.rollouts, _r.rollout_id == _e.rollout_id)
             .where(_e.event_id > after.stage)
         )
-        jobs = select(_je.job_event_id, _je.at, _je.job_id, _je.group_id, _je.kind, _je.data)
-        jobs = jobs.where(_je.job_event_id > after.job)
+        job_query = select(_je.job_event_id, _je.at, _je.job_id, _je.group_id, _je.kind, _je.data)
+        job_query = job_query.where(_je.job_event_id > after.job)
         async with self._database.reading() as connection:
-            rollout_rows = await self._page(connection, stages, _e.event_id, after.stage, limit)
-            job_rows = await self._page(connection, jobs, _je.job_event_id, after.job, limit)
-        seen = after
+            rollout_page = await self._page(connection, rollout_query, _e.event_id, after.stage, limit)
+            job_page = await self._page(connection, job_query, _je.job_event_id, after.job, limit)
+        position = after
         found: list[JobEventRow] = []
-        for row in _merged(*rollout_rows, *job_rows):
+        for row in _merge(*rollout_page, *job_page):
+            event: JobEventRow | None = None
             if hasattr(row, "event_id"):
-                seen = EventCursor(row.event_id, seen.job)
-                told = _stage(seen, row)
+                position = EventCursor(row.event_id, position.job)
+                if row.kind == "status":
+                    ids = {"job_id": row.job_id, "group_id": row.group_id, "rollout_id": row.rollout_id}
+                    event = JobEventRow(position, "stage", row.at, {**ids, **row.data})
             else:
-                seen = EventCursor(seen.stage, row.job_event_id)
-                data = {"job_id": row.job_id, "group_id": row.group_id, **row.data}
-                told = JobEventRow(seen, row.kind, row.at, data)
-            if told is not None and (job_id is None or row.job_id == job_id):
-                found.append(told)
-        return found, seen
+                position = EventCursor(position.stage, row.job_event_id)
+                ids = {"job_id": row.job_id, "group_id": row.group_id}
+                event = JobEventRow(position, row.kind, row.at, {**ids, **row.data})
+            if event is not None and (job_id is None or row.job_id == job_id):
+                found.append(event)
+        return found, position
 
     async def _page(
         self, connection: AsyncConnection, query: Select[Any], number: Column[Any], after: int, limit: int
     ) -> tuple[Sequence[Row[Any]], bool]:
-        """Rows in the order of their numbers, and whether there may be more that cannot be given yet."""
+        """Return rows ordered by their numbers, and whether there may be more that cannot be returned yet."""
         rows: Sequence[Row[Any]] = (await connection.execute(query.order_by(number).limit(limit))).all()
         if self._database.dialect == "postgresql":
             expected, now = after + 1, time.time()
-            for place, row in enumerate(rows):
+            for index, row in enumerate(rows):
                 if row[0] != expected and row.at > now - _GAP_SECONDS:
-                    return rows[:place], True
+                    return rows[:index], True
                 expected = row[0] + 1
         return rows, len(rows) == limit
 
 
-def _merged(
-    stages: Sequence[Row[Any]], more_stages: bool, jobs: Sequence[Row[Any]], more_jobs: bool
+class CallbackRepository(Repository):
+    """Requests to the callback URLs of jobs."""
+
+    async def claim(self, limit: int, seconds: float) -> list[CallbackRow]:
+        """Return callbacks that are due and count an attempt of each. For `seconds`, only the caller sends them."""
+        now = time.time()
+        async with self._database.reading() as connection:  # takes no lock; usually nothing is due
+            first = select(_b.callback_id).where(_b.next_attempt_at <= now).limit(1)
+            if (await connection.execute(first)).scalar_one_or_none() is None:
+                return []
+        due = select(_b.callback_id).where(_b.next_attempt_at <= now).order_by(_b.next_attempt_at, _b.callback_id)
+        async with self._database.writing() as connection:
+            ids = list((await connection.execute(due.limit(limit).with_for_update(skip_locked=True))).scalars())
+            if not ids:
+                return []
+            mine = _b.callback_id.in_(ids)
+            values = {"attempts": _b.attempts + 1, "next_attempt_at": now + seconds}
+            await connection.execute(update(schema.callbacks).where(mine).values(**values))
+            return [CallbackRow(*row) for row in await connection.execute(_select_callbacks.where(mine))]
+
+    async def fix_body(self, callback_id: str, body: str) -> str:
+        """Store the body that every attempt sends, and return it: the body of an earlier attempt, if there was one."""
+        mine = _b.callback_id == callback_id
+        async with self._database.writing() as connection:
+            await connection.execute(update(schema.callbacks).where(mine, _b.body.is_(None)).values(body=body))
+            return str((await connection.execute(select(_b.body).where(mine))).scalar_one())
+
+    async def mark_delivered(self, callback_id: str) -> None:
+        values = {"next_attempt_at": None, "delivered_at": time.time(), "error": None}
+        async with self._database.writing() as connection:
+            await connection.execute(update(schema.callbacks).where(_b.callback_id == callback_id).values(**values))
+
+    async def mark_failed(self, callback_id: str, error: str, retry_after: float | None) -> None:
+        """Record a failed attempt. `retry_after`: seconds until the next attempt; None: give up."""
+        values = {
+            "next_attempt_at": None if retry_after is None else time.time() + retry_after,
+            "error": json_codec.clean_text(without_secrets(error)),
+        }
+        undelivered = (_b.callback_id == callback_id, _b.delivered_at.is_(None))
+        async with self._database.writing() as connection:
+            await connection.execute(update(schema.callbacks).where(*undelivered).values(**values))
+
+    async def of_job(self, job_id: str) -> list[CallbackRow]:
+        """Return the callbacks of a job, oldest first."""
+        async with self._database.reading() as connection:
+            rows = await connection.execute(_select_callbacks.where(_b.job_id == job_id))
+            return [CallbackRow(*row) for row in rows]
+
+
+def _merge(
+    rollout_rows: Sequence[Row[Any]], more_rollout_rows: bool, job_rows: Sequence[Row[Any]], more_job_rows: bool
 ) -> Iterator[Row[Any]]:
-    """By time, each sequence in its own order, as far as that is known. Of one moment, rollouts come before the end
-    that they bring about, and behind the opening of their job."""
-    of_rollouts, of_jobs = deque(stages), deque(jobs)
+    """Merge two ordered sequences by time, as far as the order is known.
+
+    At equal times, rollout events come before the end of the job that they cause and after the opening of the job.
+    """
+    of_rollouts, of_jobs = deque(rollout_rows), deque(job_rows)
     while of_rollouts and of_jobs:
         job = of_jobs[0]
-        first = (job.at, job.data.get("status") != "open") < (of_rollouts[0].at, True)
-        yield (of_jobs if first else of_rollouts).popleft()
-    if not (more_stages if of_jobs else more_jobs):
+        job_first = (job.at, job.data.get("status") != "open") < (of_rollouts[0].at, True)
+        yield (of_jobs if job_first else of_rollouts).popleft()
+    if not (more_rollout_rows if of_jobs else more_job_rows):
         yield from of_rollouts or of_jobs
-
-
-def _stage(cursor: EventCursor, row: Row[Any]) -> JobEventRow | None:
-    if row.kind != "status":
-        return None
-    of = {"job_id": row.job_id, "group_id": row.group_id, "rollout_id": row.rollout_id}
-    return JobEventRow(cursor, "stage", row.at, {**of, **row.data})
 
 
 async def insert_job_event(
     connection: AsyncConnection, job_id: str | None, group_id: str | None, at: float, kind: str, data: Json
 ) -> None:
-    """Of a group that belongs to no job nothing is told: nobody submitted it."""
+    """Record an event, unless the group belongs to no job."""
     if job_id is not None:
         values = {"job_id": job_id, "group_id": group_id, "at": at, "kind": kind, "data": data}
         await connection.execute(insert(schema.job_events).values(**values))
+
+
+async def queue_callback(
+    connection: AsyncConnection, job_id: str, kind: CallbackKind, group_id: str | None, now: float
+) -> None:
+    """Queue a callback, if the job has a callback URL."""
+    url = (await connection.execute(select(_j.callback_url).where(_j.job_id == job_id))).scalar_one_or_none()
+    if url is None:
+        return
+    await connection.execute(
+        insert(schema.callbacks).values(
+            callback_id=new_id("msg"),
+            job_id=job_id,
+            group_id=group_id,
+            kind=kind,
+            attempts=0,
+            created_at=now,
+            next_attempt_at=now,
+        )
+    )

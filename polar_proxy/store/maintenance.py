@@ -1,11 +1,11 @@
-"""Taking out what is old, and giving back the room: `polar db prune` and `polar db vacuum`.
+"""Maintenance: statistics, the integrity check, deleting old rows, returning disk space, and archives.
 
-Both run beside gateways that write. What makes that safe is that the database itself refuses a row which refers to one
-that is gone (foreign keys): a gateway that believes a node to be stored, and is told so, offers all rows of its call
-again (`commit.GroupCommit`). And nothing is removed that is referred to when the deleting transaction looks.
+`polar db prune` and `polar db vacuum` run beside gateways that write. Foreign keys make this safe: the database refuses
+a row that refers to a deleted one, and a gateway whose commit is refused inserts all rows of its call again
+(`group_commit.GroupCommit`). Nothing is deleted that is referred to when the deleting transaction looks.
 
-A foreign key that is not indexed costs a scan of the table for every row that is removed. The indices for it would cost
-every gateway a tenth more bytes a call, so they exist only while this runs.
+A foreign key without an index costs a scan of its table per deleted row. Permanent indices would cost every gateway a
+tenth more bytes per call, so they exist only while maintenance runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from polar_proxy.types import Json
 _BATCH = 500
 _ROLLOUTS_AT_ONCE = 20
 _YOUNG_FILE_SECONDS = 3600.0
-"""A file that was written or found equal since may belong to an artifact whose row is about to be stored."""
+"""A younger file may belong to an artifact whose row is about to be stored."""
 _ATTEMPTS = 5
 _PAGES_AT_ONCE = 2000
 
@@ -48,11 +48,11 @@ _TO_CALLS = (schema.trace_spans.c.call_id, schema.exclusions.c.call_id)
 
 @dataclass(slots=True)
 class PruneResult:
-    """What was removed (or, in a dry run, would be)."""
+    """What was deleted, or would be (dry run)."""
 
     rollouts: list[str] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)
-    """Removed, or emptied where their key still works."""
+    """Deleted, or emptied if their key is still valid."""
     calls: int = 0
     files: int = 0
 
@@ -65,7 +65,7 @@ class VacuumResult:
     bytes_before: int = 0
     bytes_after: int = 0
     free_bytes: int = 0
-    """Within the SQLite file, to be used again; `full` gives them back."""
+    """Unused bytes within the SQLite file. `full` returns them to the file system."""
 
 
 class MaintenanceRepository(Repository):
@@ -76,9 +76,9 @@ class MaintenanceRepository(Repository):
         self._artifacts = artifacts
 
     async def stats(self) -> Json:
-        """Rows of every table, bytes on disk, tokens by kind, the schema revision.
+        """Return the rows of every table, the bytes on disk, the tokens by kind and the schema revision.
 
-        `prompt_tokens` are as the calls saw them; `stored_prompt_tokens` are what is left after sharing.
+        `prompt_tokens` counts the prompts of all calls; `stored_prompt_tokens` counts shared prefixes once.
         """
         s, n = schema.sessions.c, schema.nodes.c
         async with self._database.reading() as connection:
@@ -129,11 +129,11 @@ class MaintenanceRepository(Repository):
         dry_run: bool = False,
         progress: ProgressCallback = no_progress,
     ) -> PruneResult:
-        """Remove rollouts that ended before this time (seconds since the epoch) with their sessions, and sessions
+        """Delete rollouts that ended before this time (seconds since the epoch) with their sessions, and sessions
         without a rollout whose last call is older, with all that belongs to them.
 
-        Never a rollout without a final status. A session that was not closed stays, empty, so that its key goes on
-        working. `where`: conditions on rollouts; then only rollouts. The chains stay until `vacuum`.
+        Rollouts without a final status stay. A session that is not closed stays, emptied, so that its key remains
+        valid. `where`: conditions on rollouts; sessions without a rollout then stay. Chains stay until `vacuum`.
         """
         pruned = PruneResult()
         conditions = [*_old_rollout(before), *(parse_where(where) if where else [])]
@@ -155,14 +155,14 @@ class MaintenanceRepository(Repository):
             return pruned
         async with self._indices(_TO_CALLS):
             for start in range(0, len(rollouts), _ROLLOUTS_AT_ONCE):
-                await self._rollouts_out(rollouts[start : start + _ROLLOUTS_AT_ONCE], before, pruned)
+                await self._delete_rollouts(rollouts[start : start + _ROLLOUTS_AT_ONCE], before, pruned)
                 progress("rollouts and sessions", start, total)
             for start in range(0, len(sessions), _ROLLOUTS_AT_ONCE):
-                await self._sessions_out(sessions[start : start + _ROLLOUTS_AT_ONCE], before, pruned)
+                await self._delete_sessions(sessions[start : start + _ROLLOUTS_AT_ONCE], before, pruned)
                 progress("rollouts and sessions", len(rollouts) + start, total)
         return pruned
 
-    async def _rollouts_out(self, candidates: Sequence[str], before: float, pruned: PruneResult) -> None:
+    async def _delete_rollouts(self, candidates: Sequence[str], before: float, pruned: PruneResult) -> None:
         a = schema.artifacts.c
         async with self._database.writing() as connection:
             query = select(_r.rollout_id).where(_r.rollout_id.in_(candidates), *_old_rollout(before)).with_for_update()
@@ -170,23 +170,23 @@ class MaintenanceRepository(Repository):
             sessions = list(await connection.scalars(_sessions_of(rollouts)))
             files = set(await connection.scalars(select(a.sha256).where(a.rollout_id.in_(rollouts))))
             groups = list(await connection.scalars(select(_r.group_id).where(_r.rollout_id.in_(rollouts)).distinct()))
-            pruned.calls += await _calls_out(connection, sessions)
-            for table in (schema.rewards, schema.events, schema.artifacts, schema.stages, schema.rollouts):
+            pruned.calls += await _delete_calls(connection, sessions)
+            for table in (schema.rewards, schema.rollout_events, schema.artifacts, schema.stages, schema.rollouts):
                 await connection.execute(delete(table).where(table.c.rollout_id.in_(rollouts)))
             await connection.execute(delete(schema.sessions).where(_s.session_id.in_(sessions)))
-            await _empty_groups_out(connection, groups)
+            await _delete_empty_groups(connection, groups)
             gone = files - set(await connection.scalars(select(a.sha256).where(a.sha256.in_(files))))
         pruned.rollouts += rollouts
         pruned.sessions += sessions
-        pruned.files += await asyncio.to_thread(self._files_out, gone)
+        pruned.files += await asyncio.to_thread(self._delete_files, gone)
 
-    async def _sessions_out(self, candidates: Sequence[str], before: float, pruned: PruneResult) -> None:
+    async def _delete_sessions(self, candidates: Sequence[str], before: float, pruned: PruneResult) -> None:
         async with self._database.writing() as connection:
-            # A gateway that commits a call of one of these holds its row until then: it is waited for, and looked at.
+            # Waits for gateways that are committing a call of one of these sessions, which lock its row.
             query = select(_s.session_id, _s.closed_at).where(_s.session_id.in_(candidates), *_old_session(before))
             rows = (await connection.execute(query.with_for_update())).all()
             sessions = [row.session_id for row in rows]
-            pruned.calls += await _calls_out(connection, sessions)
+            pruned.calls += await _delete_calls(connection, sessions)
             closed = [row.session_id for row in rows if row.closed_at is not None]
             await connection.execute(delete(schema.sessions).where(_s.session_id.in_(closed)))
             counters = dict.fromkeys(("calls", "failed_calls", "prompt_tokens", "completion_tokens"), 0)
@@ -195,29 +195,29 @@ class MaintenanceRepository(Repository):
             )
         pruned.sessions += sessions
 
-    def _files_out(self, gone: Collection[str]) -> int:
+    def _delete_files(self, gone: Collection[str]) -> int:
         removed = 0
         for sha256 in gone:
-            place = artifact_path(self._artifacts, sha256)
+            path = artifact_path(self._artifacts, sha256)
             try:
-                if place.stat().st_mtime < time.time() - _YOUNG_FILE_SECONDS:
-                    place.unlink()
+                if path.stat().st_mtime < time.time() - _YOUNG_FILE_SECONDS:
+                    path.unlink()
                     removed += 1
             except FileNotFoundError:
                 continue
             except OSError as error:
-                raise StoreError(f"The artifact {place} cannot be removed: {error.strerror}") from error
+                raise StoreError(f"The artifact {path} cannot be deleted: {error.strerror}") from error
         return removed
 
     async def vacuum(self, *, full: bool = False, progress: ProgressCallback = no_progress) -> VacuumResult:
-        """Remove nodes, settings and engines that nothing refers to, in small transactions, then give the room back.
+        """Delete nodes, settings and engines that nothing refers to, in small transactions, then return the space.
 
-        SQLite: files made by this version shrink piece by piece; `full` rewrites the file (writers wait for it), which
-        older ones need once. PostgreSQL: VACUUM, or VACUUM FULL.
+        SQLite: the file shrinks in small steps; `full` rewrites it while writers wait. PostgreSQL: VACUUM, or with
+        `full` VACUUM FULL.
         """
         done = VacuumResult(bytes_before=await self._size())
         async with self._indices((*_TO_NODES, *_TO_SETTINGS, *_TO_ENGINES)):
-            done.nodes = await self._nodes_out(progress)
+            done.nodes = await self._delete_nodes(progress)
             for table, key, users in (
                 (schema.settings, schema.settings.c.settings_hash, _TO_SETTINGS),
                 (schema.engines, schema.engines.c.engine_hash, _TO_ENGINES),
@@ -231,7 +231,7 @@ class MaintenanceRepository(Repository):
         done.bytes_after = await self._size()
         return done
 
-    async def _nodes_out(self, progress: ProgressCallback) -> int:
+    async def _delete_nodes(self, progress: ProgressCallback) -> int:
         removed, last = 0, b""
         async with self._database.reading() as connection:
             total = int(await connection.scalar(select(func.count()).select_from(schema.nodes)) or 0)
@@ -242,17 +242,17 @@ class MaintenanceRepository(Repository):
             if not leaves:
                 return removed
             last = leaves[-1]
-            while leaves:  # a parent may be nobody's any more
+            while leaves:  # deleting a leaf may turn its parent into one
                 parents = await self._delete_unused(schema.nodes, _n.node_id, _TO_NODES, leaves[:_BATCH])
                 removed += len(parents)
                 leaves = [*leaves[_BATCH:], *{parent for parent in parents if parent is not None}]
-                progress("nodes removed", removed, total)
-                await asyncio.sleep(0)  # writers of this process take their turn
+                progress("nodes deleted", removed, total)
+                await asyncio.sleep(0)  # lets other writers of this process take their turn
 
     async def _delete_unused(
         self, table: Table, key: ColumnElement[Any], users: Sequence[ColumnElement[Any]], keys: Sequence[bytes] | None
     ) -> list[bytes | None]:
-        """Removes those that are not used now; returns the parents of nodes, and the keys of others."""
+        """Delete unused rows. Returns the parents of deleted nodes, or the keys of other deleted rows."""
         statement = delete(table).where(*_unused(table, key, users))
         if keys is not None:
             statement = statement.where(key.in_(keys))
@@ -262,15 +262,17 @@ class MaintenanceRepository(Repository):
                 async with self._database.writing() as connection:
                     return list(await connection.scalars(returned))
             except StoreError:
-                # PostgreSQL: a call that refers to one of them was committed between looking and removing.
+                # PostgreSQL: a call that refers to one of them was committed between the check and the deletion.
                 if attempt == _ATTEMPTS - 1 or self._database.dialect == "sqlite":
                     raise
         return []
 
     @asynccontextmanager
     async def _indices(self, columns: Sequence[ColumnElement[Any]]) -> AsyncIterator[None]:
-        # Left by one that was killed, they are taken over and dropped at the end.
-        names = [(f"upkeep_{column.table.name}_{column.name}", column.table.name, column.name) for column in columns]
+        # Indices that a killed process left behind are used, and dropped at the end.
+        names = [
+            (f"maintenance_{column.table.name}_{column.name}", column.table.name, column.name) for column in columns
+        ]
         try:
             for name, table, column in names:
                 async with self._database.writing() as connection:
@@ -290,31 +292,28 @@ class MaintenanceRepository(Repository):
             return int((await connection.exec_driver_sql(query)).scalar_one())
 
     async def _shrink_file(self, full: bool, progress: ProgressCallback) -> int:
-        """Returns how many bytes of the file are free."""
+        """Return the unused bytes of the file."""
         assert self._database.path is not None
         path = self._database.path
 
-        def step() -> tuple[int, int, bool]:
+        def step() -> tuple[int, int]:
             with self._database.translated(), closing(sqlite3.connect(path, timeout=30)) as connection:
                 connection.isolation_level = None
-                piecewise = connection.execute("PRAGMA auto_vacuum").fetchone()[0] == 2
                 if full:
-                    connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
                     connection.execute("VACUUM")
-                elif piecewise:
+                else:
                     connection.execute(f"PRAGMA incremental_vacuum({_PAGES_AT_ONCE})").fetchall()
                 free = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
                 page = int(connection.execute("PRAGMA page_size").fetchone()[0])
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-                return free, page, piecewise
+                return free, page
 
         before: int | None = None
         while True:
-            free, page, piecewise = await self._database.in_turn(step)
-            progress(
-                "bytes to give back", 0 if before is None else max(0, before - free) * page, (before or free) * page
-            )
-            if full or not piecewise or free == 0 or (before is not None and free >= before):
+            free, page = await self._database.run_exclusive(step)
+            returned = 0 if before is None else max(0, before - free)
+            progress("bytes to return", returned * page, (before or free) * page)
+            if full or free == 0 or (before is not None and free >= before):
                 return free * page
             before = free
 
@@ -330,7 +329,7 @@ def _old_rollout(before: float) -> list[ColumnElement[bool]]:
 
 
 def _old_session(before: float) -> list[ColumnElement[bool]]:
-    """Of no rollout, and with something to remove."""
+    """Sessions without a rollout that have something to delete."""
     rollout = exists().where(or_(_r.session_id == _s.session_id, _r.rollout_id == _s.rollout_id))
     return [
         func.coalesce(_s.last_call_at, _s.created_at) < before,
@@ -340,13 +339,13 @@ def _old_session(before: float) -> list[ColumnElement[bool]]:
 
 
 def _sessions_of(rollouts: Sequence[str]) -> Any:
-    """Sessions of these rollouts and of no other."""
+    """Select the sessions that belong to these rollouts only."""
     own = select(_r.session_id.label("session_id")).where(_r.rollout_id.in_(rollouts), _r.session_id.is_not(None))
     other = exists().where(_r.session_id == _s.session_id, _r.rollout_id.not_in(rollouts))
     return select(_s.session_id).where(or_(_s.session_id.in_(own), _s.rollout_id.in_(rollouts)), ~other)
 
 
-async def _calls_out(connection: AsyncConnection, sessions: Sequence[str]) -> int:
+async def _delete_calls(connection: AsyncConnection, sessions: Sequence[str]) -> int:
     if not sessions:
         return 0
     t = schema.traces.c
@@ -360,12 +359,12 @@ async def _calls_out(connection: AsyncConnection, sessions: Sequence[str]) -> in
     return (await connection.execute(delete(schema.calls).where(_c.session_id.in_(sessions)))).rowcount
 
 
-async def _empty_groups_out(connection: AsyncConnection, groups: Sequence[str]) -> None:
-    """Groups that have no rollout any more, unless a job that goes on may still fill them."""
+async def _delete_empty_groups(connection: AsyncConnection, groups: Sequence[str]) -> None:
+    """Delete the groups without rollouts, unless their job is still open."""
     g, j = schema.groups.c, schema.jobs.c
-    going_on = exists().where(j.job_id == g.job_id, j.status.not_in(("done", "cancelled")))
+    job_open = exists().where(j.job_id == g.job_id, j.status.not_in(("done", "cancelled")))
     empty = ~exists().where(_r.group_id == g.group_id)
-    gone = list(await connection.scalars(select(g.group_id).where(g.group_id.in_(groups), empty, ~going_on)))
+    gone = list(await connection.scalars(select(g.group_id).where(g.group_id.in_(groups), empty, ~job_open)))
     for table in (schema.leases, schema.callbacks, schema.job_events, schema.groups):
         await connection.execute(delete(table).where(table.c.group_id.in_(gone)))
 

@@ -1,6 +1,6 @@
-"""Schema revisions: made by Alembic from `migrations/`, checked at every opening.
+"""Schema revisions: created by Alembic from `migrations/`, checked whenever a database is opened.
 
-Revisions are four digits that count up, so that a newer one is told from a damaged one.
+Revisions are numbers of four digits, so that a newer revision can be told from a damaged one.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from sqlalchemy import Connection, inspect, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
-from polar_proxy.store.database import Database, make_file
+from polar_proxy.store.database import Database, create_file, normalise_url
 from polar_proxy.store.schema import VERSION_TABLE
-from polar_proxy.store.urls import normalise_url
 
-HEAD = "0008"
-"""The newest revision. Stands here too so that opening a database need not load the migrations."""
+HEAD = "0001"
+"""The newest revision. Repeated here so that opening a database need not load the migrations."""
+VERSION_LOCATIONS = ("polar_proxy.store:migrations/versions",)
+"""The folders of the revisions."""
 
 _POSTGRES_LOCK = 0x706F6C6172  # any number that only Polar uses
-_LOOK_AGAIN = 0.02
-_migrating = threading.Lock()
-"""Alembic's `op` and `context` are of the whole process, so one database is migrated at a time."""
+_LOCK_POLL_SECONDS = 0.02
+_migration_lock = threading.Lock()
+"""Alembic's `op` and `context` are global, so a process migrates one database at a time."""
 
 
 async def upgrade(url: str) -> str:
-    """Create the database or bring it to the newest revision; returns that. A no-op where it is there already."""
+    """Create the database or upgrade it to the newest revision, and return that revision."""
     database = Database(normalise_url(url))
     try:
-        make_file(database)
+        create_file(database)
         await ensure_newest(database)
     finally:
         await database.close()
@@ -42,11 +43,11 @@ async def upgrade(url: str) -> str:
 
 
 async def ensure_newest(database: Database) -> None:
-    """Upgrade an empty or older database in one transaction; two processes that try at once take turns."""
+    """Upgrade an empty or older database in one transaction. Concurrent processes take turns."""
     async with database.reading() as connection:
         if await revision(connection) == HEAD:
             return
-    # On SQLite the transaction alone shuts out the writers of other processes.
+    # On SQLite the transaction alone excludes the writers of other processes.
     async with _one_at_a_time(), database.writing() as connection:
         if database.dialect == "postgresql":
             await connection.execute(text(f"SELECT pg_advisory_xact_lock({_POSTGRES_LOCK})"))
@@ -56,28 +57,30 @@ async def ensure_newest(database: Database) -> None:
 
 @asynccontextmanager
 async def _one_at_a_time() -> AsyncIterator[None]:
-    # Looked at again and again, because who holds it may be another task of this loop or run in another thread's.
-    while not _migrating.acquire(blocking=False):  # noqa: ASYNC110 (an event is of one loop)
-        await asyncio.sleep(_LOOK_AGAIN)
+    # Polled, because the owner may be a task of this event loop or of a loop in another thread.
+    while not _migration_lock.acquire(blocking=False):  # noqa: ASYNC110 (an asyncio.Event belongs to one loop)
+        await asyncio.sleep(_LOCK_POLL_SECONDS)
     try:
         yield
     finally:
-        _migrating.release()
+        _migration_lock.release()
 
 
 async def require_newest(database: Database) -> None:
-    """For readers: refuse a database that is missing or older as well as one that is newer. Changes nothing."""
+    """Raise StoreError unless the database exists and has the newest revision. Changes nothing."""
     if database.path is not None and not database.path.exists():
-        raise StoreError(f"There is no database at {database.path}: run something with Polar first, or name another")
+        raise StoreError(
+            f"There is no database at {database.path}. Run something with Polar first, or name another file"
+        )
     async with database.reading() as connection:
         found = await revision(connection)
     if found != HEAD:
-        what = f"has the older schema {found}" if found else "is empty"
-        raise StoreError(f"The database {what}: `polar db upgrade` brings it to {HEAD}")
+        problem = f"has the older schema {found}" if found else "is empty"
+        raise StoreError(f"The database {problem}. Run `polar db upgrade` to bring it to schema {HEAD}")
 
 
 async def revision(connection: AsyncConnection) -> str | None:
-    """The revision of the database, None when it is empty. Raises StoreError for a newer or a foreign one."""
+    """Return the revision of the database, None if it is empty. Raises StoreError for a newer or foreign database."""
     return await connection.run_sync(_revision)
 
 
@@ -91,7 +94,7 @@ def _revision(connection: Connection) -> str | None:
     if found is None or found == HEAD:
         return found
     if not re.fullmatch(r"\d{4}", str(found)):
-        raise StoreError(f"The schema revision {found!r} is not one of Polar's")
+        raise StoreError(f"The database has the schema revision {found!r}, which is not a revision of Polar")
     if str(found) > HEAD:
         raise StoreError(
             f"The database was written by a newer Polar (schema {found}, this one reads up to {HEAD}): update Polar"
@@ -102,5 +105,7 @@ def _revision(connection: Connection) -> str | None:
 def _run_migrations(connection: Connection) -> None:
     config = Config()
     config.set_main_option("script_location", "polar_proxy.store:migrations")
+    config.set_main_option("version_locations", " ".join(VERSION_LOCATIONS))
+    config.set_main_option("path_separator", "space")
     config.attributes["connection"] = connection
     command.upgrade(config, "head")

@@ -1,60 +1,67 @@
-"""The queue of rollouts: which worker has which, for any number of processes on one database.
+"""The queue of rollouts: which worker runs which, for any number of processes on one database.
 
 Promises:
 
-* a rollout is held by one worker at a time; a worker that says nothing until `lease_expires_at` has lost it;
-* what was cancelled is never begun afterwards, and of a paused job nothing is begun until it goes on;
-* while all servers are paused (`fleet`) nothing is begun but what a process runs for itself.
+* One worker at a time has a claim on a rollout. A worker that sends no heartbeat until `lease_expires_at` loses it.
+* A cancelled rollout never starts, and rollouts of a paused job do not start until the job is resumed.
+* While the fleet (all servers) is paused, only jobs that a process runs for itself (`polar run`) start rollouts. Each
+  claim reads the pause in its own transaction, so a pause holds on every server as soon as it is committed.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, exists, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.artifacts import insert_event
 from polar_proxy.store.base import Repository
-from polar_proxy.store.fleet import fleet_paused
-from polar_proxy.store.pace import staleness_filter
-from polar_proxy.store.stages import Claim, close_sessions, end_stages
+from polar_proxy.store.rollouts import Claim, close_sessions, end_stages, insert_status_event
 
 CANCEL_REQUESTED = "cancel_requested"
-"""The cause of a rollout that a worker has in hand and is asked to end."""
+"""The cause of a claimed rollout that its worker must end."""
 
+_THROUGHPUT_LEASES = 256
+"""The number of newest acknowledged leases from which the consumers' throughput is measured."""
 
 _r = schema.rollouts.c
+_g = schema.groups.c
 _j = schema.jobs.c
+_l = schema.leases.c
+_f = schema.fleet.c
 _st = schema.stages.c
 _final = schema.rollout_is_final
 
 
 class QueueRepository(Repository):
+    """Queued and claimed rollouts."""
+
     async def claim(
         self, worker: str, limit: int, seconds: float, *, policy_version: str | None = None, job_id: str | None = None
     ) -> list[Claim]:
-        """Take up to `limit` queued rollouts for `worker`, to be kept by `hold` before `seconds` have passed.
+        """Claim up to `limit` queued rollouts for `worker`, which must send the first heartbeat within `seconds`.
 
-        Of one job, or of all that no process owns. Jobs of higher priority come first, then jobs take turns, the one
-        with least in work first; within a job groups go in order and siblings together. A group that could only be
-        delivered too stale waits (`pace`).
+        `job_id`: only rollouts of this job; otherwise of all jobs that no process owns. Jobs of higher priority come
+        first. Jobs of equal priority take turns, the one with the fewest claimed rollouts first. Within a job, groups
+        keep their order and the rollouts of a group stay together. Groups that could only be delivered too late wait
+        (see `staleness_filter`).
         """
         now = time.time()
         columns = (_r.rollout_id, _r.group_id, _r.job_id, _r.task_id, _r.group_index, _r.attempt)
         more = (_r.harness, _r.sandbox, _r.seed, _r.config, _r.claimed_by)
         async with self._database.writing() as connection:
-            may_begin = [_may_begin(now), _within(job_id)]
-            if (timely := await staleness_filter(connection)) is not None:
-                may_begin.append(timely)
-            ids = list((await connection.execute(_queued(may_begin).limit(limit))).scalars())
-            if ids and job_id is None and await _fleet_paused(connection, now):
+            conditions = [_job_may_start(now), _within(job_id)]
+            if (fresh := await staleness_filter(connection)) is not None:
+                conditions.append(fresh)
+            ids = list((await connection.execute(_next_in_queue(conditions).limit(limit))).scalars())
+            if ids and job_id is None and await _fleet_is_paused(connection, now):
                 return []
-            # Another worker may have taken some between the two statements (PostgreSQL): those are skipped.
+            # On PostgreSQL another worker may have claimed some between the two statements: they are skipped.
             lock = select(_r.rollout_id).where(_r.rollout_id.in_(ids), _r.status == "queued", _r.claimed_by.is_(None))
             mine = list((await connection.execute(lock.with_for_update(skip_locked=True))).scalars())
             if not mine:
@@ -65,33 +72,34 @@ class QueueRepository(Repository):
                 .values(claimed_by=worker, lease_expires_at=now + seconds, policy_version=policy_version)
             )
             rows = (await connection.execute(select(*columns, *more).where(_r.rollout_id.in_(mine)))).all()
-        held = {row.rollout_id: Claim(**row._mapping) for row in rows}
-        return [held[rollout_id] for rollout_id in ids if rollout_id in held]
+        claims = {row.rollout_id: Claim(**row._mapping) for row in rows}
+        return [claims[rollout_id] for rollout_id in ids if rollout_id in claims]
 
     async def heartbeat(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
-        """Say that the worker still has these. Returns those it must end because they were cancelled, and those that
-        are not its own any more, about which it has nothing to say.
+        """Extend the worker's claims by `seconds`.
 
-        What it has not begun of a job that was paused since goes back into the queue, and is not its own any more.
+        Returns the rollouts that the worker must end because they were cancelled, and those that it has lost and must
+        not write about. Rollouts that it has not started go back into the queue, and are lost, if their job was paused.
         """
         mine = and_(_r.rollout_id.in_(list(rollout_ids)), _r.claimed_by == worker)
         now = time.time()
-        paused = and_(_r.status == "queued", _r.job_id.in_(select(_j.job_id).where(_j.status == "paused")))
+        job_paused = and_(_r.status == "queued", _r.job_id.in_(select(_j.job_id).where(_j.status == "paused")))
         async with self._database.writing() as connection:
             await connection.execute(
                 update(schema.rollouts)
-                .where(mine, paused, or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED))
+                .where(mine, job_paused, or_(_r.cause.is_(None), _r.cause != CANCEL_REQUESTED))
                 .values(claimed_by=None, lease_expires_at=None)
             )
             await connection.execute(update(schema.rollouts).where(mine).values(lease_expires_at=now + seconds))
-            asked = and_(~_final, _r.cause == CANCEL_REQUESTED)
-            rows = (await connection.execute(select(_r.rollout_id, asked.label("cancelled")).where(mine))).all()
+            must_end = and_(~_final, _r.cause == CANCEL_REQUESTED)
+            rows = (await connection.execute(select(_r.rollout_id, must_end.label("cancelled")).where(mine))).all()
         return {row.rollout_id for row in rows if row.cancelled}, set(rollout_ids) - {row.rollout_id for row in rows}
 
     async def release(self, rollout_id: str, *, cause: str) -> int:
-        """Put a rollout back into the queue for another attempt, whose number is returned.
+        """Queue a rollout for another attempt and return the number of that attempt.
 
-        0: it was to be cancelled, and now is. Raises UsageError where it has ended."""
+        Returns 0 if the rollout was to be cancelled and now is. Raises UsageError if it has ended.
+        """
         now = time.time()
         async with self._database.writing() as connection:
             attempt = await _requeue(connection, _r.rollout_id == rollout_id, cause, now)
@@ -99,143 +107,222 @@ class QueueRepository(Repository):
             raise UsageError(f"The rollout {rollout_id} has ended, or does not exist.")
         return attempt[rollout_id]
 
-    async def reclaim_expired(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
-        """Take rollouts from workers that fell silent: queued again, with their new attempt's number, or, after so
-        many `attempts` or where they were to be cancelled, ended (attempt 0). Of one job, or of all that no process
-        owns."""
-        return await self._take(and_(_r.lease_expires_at < time.time(), _within(job_id)), attempts)
-
-    async def workers(self) -> set[str]:
-        """The workers that hold rollouts which no process owns."""
-        query = select(_r.claimed_by).where(_r.claimed_by.is_not(None), ~_final, _within(None)).distinct()
-        async with self._database.reading() as connection:
-            return {str(worker) for worker in (await connection.execute(query)).scalars()}
-
-    async def reclaim_from(self, worker: str, *, attempts: int) -> dict[str, int]:
-        """As `lost`, of all that this worker holds: it is known to be dead."""
-        return await self._take(and_(_r.claimed_by == worker, _within(None)), attempts)
-
-    async def _take(self, which: ColumnElement[bool], attempts: int) -> dict[str, int]:
-        now = time.time()
-        silent = and_(which, _r.claimed_by.is_not(None), ~_final)
-        async with self._database.writing() as connection:
-            spent = (
-                await connection.execute(select(_r.rollout_id, _r.status).where(silent, _r.attempt >= attempts))
-            ).all()
-            for row in spent:
-                await insert_event(connection, row.rollout_id, now, "status", {"from": row.status, "to": "failed"})
-            gone = [row.rollout_id for row in spent]
-            await end_stages(connection, _st.rollout_id.in_(gone), now, "failed", "worker_lost")
-            await close_sessions(connection, gone, now)
-            await connection.execute(
-                update(schema.rollouts)
-                .where(_r.rollout_id.in_(gone))
-                .values(
-                    status="failed", cause="worker_lost", error="its worker fell silent", ended_at=now, claimed_by=None
-                )
-            )
-            again = await _requeue(connection, silent, "worker_lost", now)
-        return {**again, **dict.fromkeys(gone, 0)}
-
     async def cancel(self, rollout_id: str) -> bool:
-        """Cancel a rollout that is queued. False: a worker has it in hand and must end it, or it has ended."""
+        """Cancel a queued rollout. Returns False if a worker has claimed it and must end it, or if it has ended."""
         async with self._database.writing() as connection:
             await cancel_rollouts(connection, _r.rollout_id == rollout_id, time.time())
             query = select(_r.status).where(_r.rollout_id == rollout_id)
             return (await connection.execute(query)).scalar_one_or_none() == "cancelled"
 
+    async def reclaim_expired(self, *, attempts: int, job_id: str | None = None) -> dict[str, int]:
+        """Take rollouts from workers whose leases have expired, and return the number of each next attempt.
 
-def _queued(which: Sequence[ColumnElement[bool]]) -> Select[Any]:
-    """Ids of what nobody has in hand, whoever is next first."""
+        A rollout that had `attempts` attempts, or was to be cancelled, ends instead (number 0). `job_id`: only
+        rollouts of this job; otherwise of all jobs that no process owns.
+        """
+        return await self._reclaim(and_(_r.lease_expires_at < time.time(), _within(job_id)), attempts)
+
+    async def workers(self) -> set[str]:
+        """Return the workers that have claims on rollouts that no process owns."""
+        query = select(_r.claimed_by).where(_r.claimed_by.is_not(None), ~_final, _within(None)).distinct()
+        async with self._database.reading() as connection:
+            return {str(worker) for worker in (await connection.execute(query)).scalars()}
+
+    async def reclaim_from(self, worker: str, *, attempts: int) -> dict[str, int]:
+        """Take all rollouts of a worker that is known to be dead; see `reclaim_expired`."""
+        return await self._reclaim(and_(_r.claimed_by == worker, _within(None)), attempts)
+
+    async def _reclaim(self, which: ColumnElement[bool], attempts: int) -> dict[str, int]:
+        now = time.time()
+        lost = and_(which, _r.claimed_by.is_not(None), ~_final)
+        async with self._database.writing() as connection:
+            query = select(_r.rollout_id, _r.status).where(lost, _r.attempt >= attempts)
+            exhausted = (await connection.execute(query)).all()
+            for row in exhausted:
+                await insert_status_event(connection, row.rollout_id, now, row.status, "failed")
+            failed = [row.rollout_id for row in exhausted]
+            await end_stages(connection, _st.rollout_id.in_(failed), now, "failed", "worker_lost")
+            await close_sessions(connection, failed, now)
+            error = "its worker sent no heartbeat"
+            await connection.execute(
+                update(schema.rollouts)
+                .where(_r.rollout_id.in_(failed))
+                .values(status="failed", cause="worker_lost", error=error, ended_at=now, claimed_by=None)
+            )
+            again = await _requeue(connection, lost, "worker_lost", now)
+        return {**again, **dict.fromkeys(failed, 0)}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetRow:
+    """Times in seconds since the epoch."""
+
+    paused_at: float | None
+    """None: not paused. A pause that has ended may still be recorded here."""
+    paused_until: float | None
+
+    @property
+    def paused(self) -> bool:
+        return self.paused_at is not None and (self.paused_until is None or self.paused_until > time.time())
+
+
+class FleetRepository(Repository):
+    """Whether the rollout services of all servers are paused."""
+
+    async def get(self) -> FleetRow:
+        async with self._database.reading() as connection:
+            row = (await connection.execute(select(_f.paused_at, _f.paused_until).where(_f.fleet_id == 1))).one()
+        return FleetRow(*row)
+
+    async def update(self, wanted: FleetRow, *, only_if: FleetRow | None = None) -> bool:
+        """Pause or resume all servers and return True. `only_if`: do nothing and return False in any other state.
+
+        After this returns, `in_flight` includes every claim that was in progress meanwhile.
+        """
+        which = _f.fleet_id == 1
+        query = select(_f.paused_at, _f.paused_until).where(which).with_for_update()
+        async with self._database.writing() as connection:
+            found = (await connection.execute(query)).one()
+            if only_if is not None and FleetRow(*found) != only_if:
+                return False
+            paused_until = wanted.paused_until if wanted.paused_at else None
+            await connection.execute(
+                update(schema.fleet).where(which).values(paused_at=wanted.paused_at, paused_until=paused_until)
+            )
+        return True
+
+    async def in_flight(self) -> list[str]:
+        """Return the rollouts that the services of all servers have claimed."""
+        claimed = and_(_r.claimed_by.is_not(None), _r.owner_pid.is_(None), ~_final)
+        async with self._database.reading() as connection:
+            return list(
+                (await connection.execute(select(_r.rollout_id).where(claimed).order_by(_r.rollout_id))).scalars()
+            )
+
+
+async def staleness_filter(connection: AsyncConnection) -> ColumnElement[bool] | None:
+    """Return a condition on rollouts that holds back groups which could only be delivered too stale, or None.
+
+    The feed delivers the oldest groups first. If consumers take G groups per policy version, a group with A groups for
+    training before it (waiting, or started and not finished) is delivered in floor(A / G) versions at the earliest. If
+    that is more than its own `max_staleness`, its rollouts wait. G is measured from acknowledged leases; until it is
+    known, no group waits.
+    """
+    started = exists().where(_r.group_id == _g.group_id, or_(_r.status != "queued", _r.claimed_by.is_not(None)))
+    limited = (_g.delivery == "open", _g.max_staleness.is_not(None))
+    query = select(_g.group_id, _g.max_staleness, started).where(*limited).order_by(_g.group_id)
+    groups = (await connection.execute(query)).all()
+    if not groups or (groups_per_version := await _groups_per_version(connection)) is None:
+        return None
+    before = select(func.count()).where(or_(_g.delivery == "waiting", and_(_g.delivery == "open", started)))
+    ahead = int((await connection.execute(before)).scalar_one())
+    may_start: list[str] = []
+    for group_id, max_staleness, is_started in groups:
+        if not is_started and int(ahead / groups_per_version) <= max_staleness:
+            may_start.append(group_id)
+            ahead += 1
+    not_started = select(_g.group_id).where(*limited, ~started)
+    return or_(_r.group_id.not_in(not_started), _r.group_id.in_(may_start))
+
+
+async def _groups_per_version(connection: AsyncConnection) -> float | None:
+    """Return the mean over the policy versions before the newest, whose groups may not all be acknowledged yet."""
+    query = select(_l.policy_version).where(_l.outcome == "acknowledged").order_by(_l.lease_id.desc())
+    versions = [
+        int(version)
+        for version in (await connection.execute(query.limit(_THROUGHPUT_LEASES))).scalars()
+        if version is not None and version.isdecimal()
+    ]
+    complete = [version for version in versions if version != max(versions)]
+    return len(complete) / len(set(complete)) if complete else None
+
+
+def _next_in_queue(conditions: Sequence[ColumnElement[bool]]) -> Select[Any]:
+    """Select the ids of unclaimed rollouts in the order in which they are to be claimed."""
     busy = (
-        select(_r.job_id, func.count().label("n"))
+        select(_r.job_id, func.count().label("claimed"))
         .where(_r.claimed_by.is_not(None), ~_final)
         .group_by(_r.job_id)
         .subquery()
     )
-    place = func.row_number().over(
+    position = func.row_number().over(
         partition_by=func.coalesce(_r.job_id, _r.group_id), order_by=(_r.group_id, _r.group_index)
     )
     queue = (
         select(
             _r.rollout_id,
             func.coalesce(_j.priority, 0).label("priority"),
-            (place + func.coalesce(busy.c.n, 0)).label("turn"),
+            (position + func.coalesce(busy.c.claimed, 0)).label("turn"),
             _r.group_id,
             _r.group_index,
         )
         .outerjoin(schema.jobs, _j.job_id == _r.job_id)
         .outerjoin(busy, busy.c.job_id == _r.job_id)
-        .where(_r.status == "queued", _r.claimed_by.is_(None), *which)
+        .where(_r.status == "queued", _r.claimed_by.is_(None), *conditions)
         .subquery()
     )
     c = queue.c
     return select(c.rollout_id).order_by(c.priority.desc(), c.turn, c.group_id, c.group_index)
 
 
-async def _fleet_paused(connection: AsyncConnection, now: float) -> bool:
-    """Locked, but not against other claims: who pauses waits for the claims that are under way, and counts them."""
-    query = select(fleet_paused(now)).select_from(schema.fleet).with_for_update(read=True)
+async def _fleet_is_paused(connection: AsyncConnection, now: float) -> bool:
+    # A shared lock: a pause waits for the claims in progress, so that it can count them, and claims do not wait for
+    # each other.
+    paused = and_(_f.paused_at.is_not(None), or_(_f.paused_until.is_(None), _f.paused_until > now))
+    query = select(paused).select_from(schema.fleet).with_for_update(read=True)
     return bool((await connection.execute(query)).scalar_one())
 
 
 def _within(job_id: str | None) -> ColumnElement[bool]:
+    """Rollouts of this job; without one, rollouts that no process owns."""
     return _r.owner_pid.is_(None) if job_id is None else _r.job_id == job_id
 
 
-def _may_begin(now: float) -> ColumnElement[bool]:
-    """Whether rollouts of this job, or of none, may be begun."""
-    over = and_(_j.status == "paused", _j.paused_until <= now)
-    return or_(_j.status.is_(None), _j.status == "open", over)
+def _job_may_start(now: float) -> ColumnElement[bool]:
+    """The rollout has no job, or its job is open or its pause is over."""
+    pause_over = and_(_j.status == "paused", _j.paused_until <= now)
+    return or_(_j.status.is_(None), _j.status == "open", pause_over)
 
 
 async def cancel_rollouts(connection: AsyncConnection, which: ColumnElement[bool], now: float) -> list[str]:
-    """Cancel what nobody has in hand and ask for the end of the rest, whose ids are returned."""
+    """Cancel the unclaimed rollouts; ask the workers to end the others and return their ids."""
     rows = (await connection.execute(select(_r.rollout_id, _r.status, _r.claimed_by).where(which, ~_final))).all()
-    free = [row.rollout_id for row in rows if row.claimed_by is None]
+    unclaimed = [row.rollout_id for row in rows if row.claimed_by is None]
     for row in rows:
         if row.claimed_by is None:
-            await insert_event(connection, row.rollout_id, now, "status", {"from": row.status, "to": "cancelled"})
+            await insert_status_event(connection, row.rollout_id, now, row.status, "cancelled")
     await connection.execute(
         update(schema.rollouts)
-        .where(_r.rollout_id.in_(free))
-        .values(status="cancelled", cause="cancelled", error="cancelled before it began", ended_at=now)
+        .where(_r.rollout_id.in_(unclaimed))
+        .values(status="cancelled", cause="cancelled", error="cancelled before it started", ended_at=now)
     )
-    held = [row.rollout_id for row in rows if row.claimed_by is not None]
-    await connection.execute(update(schema.rollouts).where(_r.rollout_id.in_(held)).values(cause=CANCEL_REQUESTED))
-    return held
+    claimed = [row.rollout_id for row in rows if row.claimed_by is not None]
+    await connection.execute(update(schema.rollouts).where(_r.rollout_id.in_(claimed)).values(cause=CANCEL_REQUESTED))
+    return claimed
 
 
 async def _requeue(connection: AsyncConnection, which: ColumnElement[bool], cause: str, now: float) -> dict[str, int]:
-    """Queue them for another attempt, whose numbers are returned; 0: it was to be cancelled, and now is."""
+    """Queue rollouts for another attempt and return its numbers; 0 for those that were to be cancelled and now are."""
     query = select(_r.rollout_id, _r.status, _r.attempt, _r.cause).where(which, ~_final).with_for_update()
     rows = (await connection.execute(query)).all()
-    ended = [row.rollout_id for row in rows if row.cause == CANCEL_REQUESTED]
+    cancelled = [row.rollout_id for row in rows if row.cause == CANCEL_REQUESTED]
     again = {row.rollout_id: row.attempt + 1 for row in rows if row.cause != CANCEL_REQUESTED}
     for row in rows:
-        to = "queued" if row.rollout_id in again else "cancelled"
-        data: Any = {"from": row.status, "to": to, "cause": cause}
-        await insert_event(connection, row.rollout_id, now, "status", data)
-    await end_stages(connection, _st.rollout_id.in_([*again, *ended]), now, "failed", cause)
-    # In this transaction: whoever takes it next opens a session of its own, which is not to be closed.
-    await close_sessions(connection, [*again, *ended], now)
-    free: dict[str, Any] = {"claimed_by": None, "lease_expires_at": None}
+        status = "queued" if row.rollout_id in again else "cancelled"
+        await insert_status_event(connection, row.rollout_id, now, row.status, status, cause)
+    await end_stages(connection, _st.rollout_id.in_([*again, *cancelled]), now, "failed", cause)
+    # In the same transaction: the next worker opens its own session, which must not be closed.
+    await close_sessions(connection, [*again, *cancelled], now)
+    unclaimed: dict[str, Any] = {"claimed_by": None, "lease_expires_at": None}
+    fresh: dict[str, Any] = {"session_id": None, "started_at": None, "incomplete": False}
     await connection.execute(
         update(schema.rollouts)
         .where(_r.rollout_id.in_(list(again)))
-        .values(
-            status="queued",
-            attempt=_r.attempt + 1,
-            cause=cause,
-            session_id=None,
-            started_at=None,
-            incomplete=False,
-            **free,
-        )
+        .values(status="queued", attempt=_r.attempt + 1, cause=cause, **fresh, **unclaimed)
     )
     await connection.execute(
         update(schema.rollouts)
-        .where(_r.rollout_id.in_(ended))
-        .values(status="cancelled", cause="cancelled", error="cancelled", ended_at=now, **free)
+        .where(_r.rollout_id.in_(cancelled))
+        .values(status="cancelled", cause="cancelled", error="cancelled", ended_at=now, **unclaimed)
     )
-    return {**again, **dict.fromkeys(ended, 0)}
+    return {**again, **dict.fromkeys(cancelled, 0)}

@@ -1,12 +1,13 @@
-"""The tables as they are at the newest revision. `migrations/` makes them; a test holds the two together.
+"""The tables of the newest schema revision. `migrations/` creates them; a test compares the two.
 
-Times are seconds since the epoch (double precision), ids are text that sorts by time of creation, hashes are 16 bytes
-(keys: 32). JSON columns hold JSON text that the databases' own JSON functions read. Packed cells: see `codec`.
+Times are seconds since the epoch (double precision). Ids are text that sorts by time of creation. Hashes have 16 bytes
+(hashes of keys: 32). JSON columns hold JSON text, which the JSON functions of SQLite and PostgreSQL read. Binary cells
+are packed as `cells` describes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from sqlalchemy import (
     JSON,
@@ -26,11 +27,17 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Dialect
 
-from polar_proxy.store import codec, json_codec
-from polar_proxy.store.rows import FINAL_STATUSES
+from polar_proxy.store import json_codec
+from polar_proxy.store.encoding import cells
+
+RolloutStatus = Literal[
+    "queued", "preparing", "ready", "running", "scoring", "done", "failed", "cancelled", "timed_out"
+]
+ROLLOUT_STATUSES: frozenset[str] = frozenset(get_args(RolloutStatus))
+FINAL_STATUSES: frozenset[str] = frozenset({"done", "failed", "cancelled", "timed_out"})
 
 VERSION_TABLE = "polar_schema"
-"""Holds the schema revision; a database without it is not Polar's."""
+"""The table with the schema revision. A database without it is not a Polar database."""
 
 metadata = MetaData(
     naming_convention={
@@ -45,16 +52,16 @@ _serial = BigInteger().with_variant(Integer, "sqlite")
 
 
 class PackedJson(TypeDecorator[Any]):
-    """JSON that only Polar reads: a packed cell, a third of the text."""
+    """JSON that only Polar reads, packed to about a third of its text."""
 
     impl = LargeBinary
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> bytes | None:
-        return None if value is None else codec.pack_small_json(json_codec.dumps(value))
+        return None if value is None else cells.pack_small_json(json_codec.dumps(value))
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:
-        return None if value is None else json_codec.loads(codec.unpack_small_json(value))
+        return None if value is None else json_codec.loads(cells.unpack_small_json(value))
 
 
 def _json(name: str, *, nullable: bool = False) -> Column[Any]:
@@ -77,7 +84,7 @@ tasks = Table(
 )
 
 jobs = Table(
-    "jobs",  # what was submitted at once: groups of rollouts under one specification
+    "jobs",  # groups of rollouts that were submitted together
     metadata,
     Column("job_id", Text, primary_key=True),
     Column("idempotency_key", Text, unique=True),
@@ -88,8 +95,8 @@ jobs = Table(
     Column("error", Text),
     Column("created_at", Double, nullable=False),
     Column("ended_at", Double),
-    Column("paused_until", Double),  # of a paused one: when it goes on by itself; null: when somebody says so
-    Column("callback_url", Text),  # told of its groups and of its end
+    Column("paused_until", Double),  # end of a pause; null: paused until it is resumed
+    Column("callback_url", Text),  # receives the ends of its groups and of the job
 )
 
 groups = Table(
@@ -97,31 +104,31 @@ groups = Table(
     metadata,
     Column("group_id", Text, primary_key=True),
     Column("task_id", Text, ForeignKey("tasks.task_id"), nullable=False, index=True),
-    Column("size", Integer, nullable=False),
+    Column("rollout_count", Integer, nullable=False),  # rollouts that were queued
     _json("config"),
     Column("created_at", Double, nullable=False),
     Column("job_id", Text, index=True),
-    Column("wanted", Integer),  # how many of `size` decide the group; null: all
-    Column("status", Text, nullable=False, server_default="open"),  # then: finished, cancelled
-    Column("reason", Text),  # why it was ended or dropped
+    Column("group_size", Integer, nullable=False),  # rollouts that complete the group
+    Column("status", Text, nullable=False, server_default="open"),  # open, finished, cancelled
+    Column("reason", Text),  # why the group was stopped early or dropped
     Column("ended_at", Double),
-    Column("delivery", Text, index=True),  # to a trainer: open, waiting, leased, delivered, dropped; null: not offered
-    Column("max_staleness", Integer),  # in policy versions, of an offered group; null: no bound
+    Column("delivery", Text, index=True),  # open, waiting, leased, delivered, dropped; null: not for training
+    Column("max_staleness", Integer),  # largest staleness in policy versions; null: no limit
 )
 
 sessions = Table(
     "sessions",
     metadata,
     Column("session_id", Text, primary_key=True),
-    Column("key_hash", LargeBinary, unique=True),  # sha256; the key itself is never stored
+    Column("key_hash", LargeBinary, unique=True),  # SHA-256; the key is never stored
     Column("label", Text),
     Column("origin", Text, nullable=False),  # key, open, rollout
-    # No foreign key: rollouts.session_id points here already, and one circle of keys is one too many to insert.
+    # No foreign key: rollouts.session_id refers to this table, and a circle of keys could not be inserted.
     Column("rollout_id", Text, index=True),
     _json("policy", nullable=True),
     Column("created_at", Double, nullable=False),
     Column("closed_at", Double),
-    # Kept in the transaction that adds the calls, so that a listing never counts calls.
+    # Updated in the transaction that adds the calls, so that listings need not count calls.
     _counter("calls"),
     _counter("failed_calls"),
     _counter("prompt_tokens"),
@@ -138,8 +145,8 @@ rollouts = Table(
     Column("group_index", Integer, nullable=False),
     Column("session_id", Text, ForeignKey("sessions.session_id"), index=True),
     Column("status", Text, nullable=False, index=True),
-    Column("incomplete", Boolean, nullable=False, server_default="0"),  # capture broke: never trained on
-    Column("reward", Double),  # the newest reward of the rollout itself; all of them are in `rewards`
+    Column("incomplete", Boolean, nullable=False, server_default="0"),  # a call is missing: never trained on
+    Column("reward", Double),  # the newest reward of the rollout; all rewards are in `rewards`
     Column("exit_code", Integer),
     Column("error", Text),
     Column("harness", Text, nullable=False),
@@ -148,22 +155,24 @@ rollouts = Table(
     Column("model", Text, nullable=False),
     Column("seed", BigInteger),
     _json("config"),
-    Column("owner_host", Text),  # the process that works on it, so that a restart can tell what was left behind
+    Column("owner_host", Text),  # the process that runs it, so that a restart finds interrupted rollouts
     Column("owner_pid", BigInteger),
     Column("job_id", Text, index=True),
     Column("attempt", Integer, nullable=False, server_default="1"),
-    Column("cause", Text),  # of a failure, or of the last retry
-    Column("masked", Boolean, nullable=False, server_default="0"),  # in its group's baseline, not trained on
-    Column("claimed_by", Text, index=True),  # the worker that has it, until `lease_expires_at` unless it says so again
+    Column("cause", Text),  # machine-readable cause of the failure or of the last retry
+    Column("masked", Boolean, nullable=False, server_default="0"),  # counts in the group's baseline, is not trained on
+    Column(
+        "claimed_by", Text, index=True
+    ),  # the worker that runs it, until `lease_expires_at` unless it sends a heartbeat
     Column("lease_expires_at", Double),
-    Column("policy_version", Text),  # when it was dispatched
+    Column("policy_version", Text),  # when the rollout was claimed
     Column("created_at", Double, nullable=False),
-    Column("started_at", Double),  # when the agent began
-    Column("ended_at", Double),  # when a final status was reached
+    Column("started_at", Double),  # when the agent started
+    Column("ended_at", Double),  # when it reached a final status
 )
 
 rollout_is_final = rollouts.c.status.in_(sorted(FINAL_STATUSES))
-"""The condition that a rollout has come to its end."""
+"""SQL condition: the rollout has a final status."""
 
 stages = Table(
     "stages",
@@ -184,12 +193,12 @@ leases = Table(
     Column("lease_id", Text, primary_key=True),
     Column("group_id", Text, ForeignKey("groups.group_id"), nullable=False),
     Column("consumer", Text, nullable=False),
-    Column("policy_version", Text),  # of the trainer, when it asked
+    Column("policy_version", Text),  # of the trainer when it took the lease
     Column("leased_at", Double, nullable=False),
     Column("expires_at", Double, nullable=False),
     Column("ended_at", Double),
     Column("outcome", Text),  # acknowledged, returned, expired
-    # No group is with two consumers, whatever two gateways do at one moment.
+    # A group has at most one open lease, also when two servers write at the same time.
     Index(
         "uq_leases_group_id_open",
         "group_id",
@@ -200,22 +209,22 @@ leases = Table(
 )
 
 callbacks = Table(
-    "callbacks",  # what a job's callback_url is still to be told, or was
+    "callbacks",  # requests to the callback URLs of jobs, sent and to be sent
     metadata,
     Column("callback_id", Text, primary_key=True),
     Column("job_id", Text, nullable=False, index=True),
     Column("group_id", Text),
     Column("kind", Text, nullable=False),  # group.finished, group.cancelled, job.ended
-    Column("body", Text),  # as it was first sent, and is sent again; null: not yet
+    Column("body", Text),  # fixed at the first attempt; null: not attempted yet
     Column("attempts", Integer, nullable=False, server_default="0"),
     Column("created_at", Double, nullable=False),
-    Column("next_attempt_at", Double, index=True),  # when it is tried next; null: it was delivered, or given up
+    Column("next_attempt_at", Double, index=True),  # null: delivered, or given up
     Column("delivered_at", Double),
-    Column("error", Text),  # of the last attempt
+    Column("error", Text),  # error of the last attempt
 )
 
 job_events = Table(
-    "job_events",  # what became of jobs and groups; `events` has what became of rollouts
+    "job_events",  # status changes of jobs and groups; those of rollouts are in `rollout_events`
     metadata,
     Column("job_event_id", _serial, primary_key=True, autoincrement=True),
     Column("job_id", Text, nullable=False, index=True),
@@ -226,9 +235,9 @@ job_events = Table(
 )
 
 api_keys = Table(
-    "api_keys",  # of the HTTP API; agents' keys are those of sessions
+    "api_keys",  # keys of the HTTP API; agents use the keys of their sessions
     metadata,
-    Column("key_hash", LargeBinary, primary_key=True),  # sha256; the key itself is never stored
+    Column("key_hash", LargeBinary, primary_key=True),  # SHA-256; the key is never stored
     Column("role", Text, nullable=False),  # admin, trainer
     Column("label", Text),
     Column("created_at", Double, nullable=False),
@@ -236,22 +245,22 @@ api_keys = Table(
 )
 
 open_calls = Table(
-    "open_calls",  # being answered, where several gateways share the database: gone in the commit of the call
+    "open_calls",  # calls in progress when several gateways share the database; deleted by the commit of the call
     metadata,
     Column("call_id", Text, primary_key=True),
-    # No foreign key: a row may outlive its session for a moment, and must never keep one from being pruned.
+    # No foreign key: a row may outlive its session for a moment and must not prevent pruning.
     Column("session_id", Text, nullable=False, index=True),
-    Column("gateway", Text, nullable=False, index=True),  # HOST:PID:..., which renews `lease_expires_at` while it lives
+    Column("gateway", Text, nullable=False, index=True),  # HOST:PID:..., renews `lease_expires_at` while it runs
     Column("started_at", Double, nullable=False),
-    Column("lease_expires_at", Double, nullable=False),  # over: the call is lost
+    Column("lease_expires_at", Double, nullable=False),  # later: the call is lost
 )
 
 fleet = Table(
-    "fleet",  # of all servers on this database: one row, which every claim of work reads
+    "fleet",  # one row: whether all servers on this database are paused; read by every claim
     metadata,
     Column("fleet_id", Integer, primary_key=True, autoincrement=False),  # 1
-    Column("paused_at", Double),  # null: it takes work
-    Column("paused_until", Double),  # when a pause ends by itself; null: when somebody says so
+    Column("paused_at", Double),  # null: not paused
+    Column("paused_until", Double),  # end of the pause; null: paused until it is resumed
 )
 
 nodes = Table(
@@ -260,8 +269,8 @@ nodes = Table(
     Column("node_id", LargeBinary, primary_key=True),
     Column("parent_id", LargeBinary, ForeignKey("nodes.node_id")),
     Column("kind", Text, nullable=False),  # message, tools, tokens
-    Column("length", Integer, nullable=False),  # own tokens (kind tokens) or bytes
-    Column("total", BigInteger, nullable=False),  # with all nodes above
+    Column("length", Integer, nullable=False),  # tokens (kind tokens) or bytes of this node
+    Column("chain_length", BigInteger, nullable=False),  # with all ancestors
     Column("data", LargeBinary, nullable=False),
 )
 
@@ -300,13 +309,13 @@ calls = Table(
     Column("edge", Text, nullable=False),
     # No foreign key: a call may be committed before the one it continues.
     Column("parent_call_id", Text),
-    Column("rule", Text),  # of history, that gave it its edge
-    Column("ambiguous", Boolean, nullable=False, server_default="0"),
+    Column("rule", Text),  # the lineage rule that decided the edge
+    Column("ambiguous", Boolean, nullable=False),
     Column("thread", Text),
-    Column("fingerprint", PackedJson),  # by which history knows it again after a restart
-    Column("prompt_mode", Text, nullable=False, server_default="render"),  # or continue
-    Column("prompt_reason", Text),  # why it was not continued from its base
-    Column("base_call_id", Text),  # the answered call that it extends by meaning
+    Column("fingerprint", PackedJson),  # recognises the conversation after a restart
+    Column("prompt_mode", Text, nullable=False),  # or continue
+    Column("prompt_reason", Text),  # why the base was not continued
+    Column("base_call_id", Text),  # the answered call whose conversation it extends
     Column("base_choice", Integer),
     Column("message_count", Integer, nullable=False),
     Column("messages_node", LargeBinary, ForeignKey("nodes.node_id")),
@@ -314,8 +323,8 @@ calls = Table(
     Column("params_hash", LargeBinary, ForeignKey("settings.settings_hash"), nullable=False),
     Column("sampling_hash", LargeBinary, ForeignKey("settings.settings_hash"), nullable=False),
     Column("prompt_node", LargeBinary, ForeignKey("nodes.node_id")),
-    Column("prompt_tail", LargeBinary),  # packed ids that stand behind the chain of `prompt_node`
-    Column("prompt_tokens", Integer),  # null: the engine gave no ids
+    Column("prompt_tail", LargeBinary),  # packed ids after the chain of `prompt_node`
+    Column("prompt_tokens", Integer),  # null: the engine returned no ids
     Column("completion_tokens", Integer, nullable=False),
     Column("cached_tokens", Integer),
     Column("started_at", Double, nullable=False),
@@ -334,11 +343,11 @@ completions = Table(
     Column("message", LargeBinary, nullable=False),
     Column("token_ids", LargeBinary, nullable=False),
     Column("logprobs", LargeBinary, nullable=False),
-    _json("versions", nullable=True),  # [[first position, policy version], ...] where it changed within
+    _json("versions", nullable=True),  # [[first position, policy version], ...] if the version changed
 )
 
 rescores = Table(
-    "rescores",  # tokens of an answer that came as text: encoded and scored later, never sampled here
+    "rescores",  # tokens of answers recorded as text, encoded and scored later
     metadata,
     Column("call_id", Text, ForeignKey("calls.call_id"), primary_key=True),
     Column("choice_index", Integer, primary_key=True, autoincrement=False),
@@ -356,11 +365,11 @@ rewards = Table(
     metadata,
     Column("reward_id", Text, primary_key=True),
     Column("rollout_id", Text, ForeignKey("rollouts.rollout_id"), nullable=False, index=True),
-    # No foreign keys: a reward outlives the trace it was given to, which a later build may replace.
+    # No foreign keys: a reward outlives its trace, which a later build may replace.
     Column("trace_id", Text),
     Column("call_id", Text),
     Column("source", Text, nullable=False),
-    Column("value", Double),  # null: the evaluator could not say
+    Column("value", Double),  # null: the evaluator returned no value
     _json("detail"),
     Column("created_at", Double, nullable=False),
 )
@@ -378,9 +387,9 @@ traces = Table(
     Column("trained_tokens", Integer, nullable=False),
     Column("reward", Double),
     Column("grade", Text, nullable=False),
-    Column("parent_trace_id", Text),  # builder tree: what it branches from, behind `branch_at` tokens of its path
-    Column("branch_at", Integer, nullable=False, server_default="0"),
-    Column("logprobs", LargeBinary),  # rescored ones of the sampled positions; null: those of the calls
+    Column("parent_trace_id", Text),  # builder `tree`: the trace that it branches from after `branch_at` tokens
+    Column("branch_at", Integer, nullable=False),
+    Column("logprobs", LargeBinary),  # rescored values of the sampled positions; null: the values of the calls
     _json("call_ids"),
     _json("certificate", nullable=True),
     Column("created_at", Double, nullable=False),
@@ -396,7 +405,7 @@ trace_spans = Table(
     Column("kind", Text, nullable=False),  # context, sampled
     Column("call_id", Text, ForeignKey("calls.call_id"), nullable=False),
     Column("choice_index", Integer, nullable=False),
-    Column("start_token", Integer, nullable=False),  # half open, within the call's prompt or choice
+    Column("start_token", Integer, nullable=False),  # half open, relative to the prompt or choice of the call
     Column("end_token", Integer, nullable=False),
 )
 
@@ -409,8 +418,8 @@ exclusions = Table(
     Column("reason", Text, nullable=False),
 )
 
-events = Table(
-    "events",
+rollout_events = Table(
+    "rollout_events",
     metadata,
     Column("event_id", _serial, primary_key=True, autoincrement=True),
     Column("rollout_id", Text, ForeignKey("rollouts.rollout_id"), nullable=False, index=True),
@@ -425,7 +434,7 @@ artifacts = Table(
     Column("artifact_id", Text, primary_key=True),
     Column("rollout_id", Text, ForeignKey("rollouts.rollout_id"), nullable=False, index=True),
     Column("name", Text, nullable=False),
-    Column("sha256", Text, nullable=False),  # the file is artifacts/<first two>/<sha256>
+    Column("sha256", Text, nullable=False),  # stored as artifacts/<first two digits>/<sha256>
     Column("bytes", BigInteger, nullable=False),
     Column("created_at", Double, nullable=False),
 )

@@ -20,8 +20,8 @@ from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.sequences import SpanError, assemble, find_problem
 from polar_proxy.store import schema
 from polar_proxy.store.base import Repository
-from polar_proxy.store.codec import CellCodec
-from polar_proxy.store.loader import fetch
+from polar_proxy.store.encoding.cells import CellCodec
+from polar_proxy.store.encoding.loader import fetch
 from polar_proxy.store.rescores import RESCORED_BUILDER, apply_rescores, fetch_for, fetch_rescores
 from polar_proxy.types import CallRecord, Json, Logprobs, Span, Trace
 

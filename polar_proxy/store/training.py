@@ -1,7 +1,7 @@
-"""Training runs as their trainers tell of them: the lines of each run's metrics.jsonl, for whoever looks elsewhere.
+"""Training runs: a copy of each run's metrics.jsonl that other processes can read.
 
-The file in the run's folder is the original. A trainer that begins gives all lines that it stands by, so that those of
-steps which a kill took back are gone here as well; from then on it adds what it writes.
+The file in the run's folder is the original. A trainer that starts stores all its lines, so that lines of steps that a
+crash undid disappear here as well; afterwards it adds each line that it writes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from polar_proxy.types import Json
 
 _r = schema.training_runs.c
 _l = schema.training_lines.c
-_APART = ("kind", "step", "at")
+_OWN_COLUMNS = ("kind", "step", "at")
+"""Fields of a line that have columns; the others are in `data`."""
 
 
 class MissingLinesError(StoreError):
-    """Lines were given of which some before them are not there. `lines`: how many are."""
+    """Lines cannot be added because lines before them are missing. `lines`: the number of stored lines."""
 
     def __init__(self, run_id: str, lines: int, first: int) -> None:
-        super().__init__(f"The training run {run_id} has {lines} lines here: line {first} cannot follow")
+        super().__init__(
+            f"The training run {run_id} has {lines} stored lines, so line {first} cannot be added: lines are missing"
+        )
         self.lines = lines
 
 
@@ -35,18 +38,20 @@ class TrainingRunRow:
     run_id: str
     name: str
     config: Json
-    """Its settings, as `GrpoConfig` has them."""
+    """The settings, as `GrpoConfig` has them."""
     created_at: float
     updated_at: float | None
-    """When its last line was written."""
+    """The time of the last line."""
     step: int
-    """Steps done."""
+    """Completed steps."""
     lines: int
 
 
 class TrainingRepository(Repository):
+    """Training runs and their metrics."""
+
     async def put_run(self, run_id: str, name: str, config: Json, lines: Sequence[Json]) -> None:
-        """Make the run known, or take it up: these are all its lines. Each has `kind`, `step` and `at`."""
+        """Insert or update a run and replace all its lines. Each line has `kind`, `step` and `at`."""
         row = {"run_id": run_id, "name": name, "config": config, "created_at": time.time()}
         async with self._database.writing() as connection:
             await connection.execute(self._database.insert_new(schema.training_runs), row)
@@ -54,25 +59,27 @@ class TrainingRepository(Repository):
             await connection.execute(update(schema.training_runs).where(_r.run_id == run_id).values(values))
             await connection.execute(delete(schema.training_lines).where(_l.run_id == run_id))
             if lines:
-                await connection.execute(insert(schema.training_lines), _rows(run_id, 0, lines))
+                await connection.execute(insert(schema.training_lines), _line_rows(run_id, 0, lines))
 
     async def add_lines(self, run_id: str, first: int, lines: Sequence[Json]) -> None:
-        """Lines `first`, `first + 1`, ... of a run; what is there already stays as it is. Raises StoreError where the
-        run is not known, MissingLinesError where lines before these are not there."""
+        """Add the lines `first`, `first + 1`, ... of a run. Stored lines stay as they are.
+
+        Raises StoreError for an unknown run, MissingLinesError if lines before `first` are missing.
+        """
         async with self._database.writing() as connection:
             known = await connection.scalar(select(_r.run_id).where(_r.run_id == run_id).with_for_update())
             if known is None:
                 raise StoreError(f"There is no training run {run_id}")
-            here = await connection.scalar(select(func.count()).where(_l.run_id == run_id)) or 0
-            if here < first:
-                raise MissingLinesError(run_id, here, first)
+            stored = await connection.scalar(select(func.count()).where(_l.run_id == run_id)) or 0
+            if stored < first:
+                raise MissingLinesError(run_id, stored, first)
             if lines:
                 new = self._database.insert_new(schema.training_lines)
-                await connection.execute(new, _rows(run_id, first, lines))
+                await connection.execute(new, _line_rows(run_id, first, lines))
 
     async def runs(self, run_id: str | None = None) -> list[TrainingRunRow]:
-        """Newest first; or this one, if it is known."""
-        told = (
+        """Return all runs, newest first, or the run with this id."""
+        counted = (
             select(
                 _l.run_id,
                 func.max(_l.at).label("updated_at"),
@@ -82,9 +89,8 @@ class TrainingRepository(Repository):
             .group_by(_l.run_id)
             .subquery()
         )
-        query = select(schema.training_runs, told.c.updated_at, told.c.step, told.c.lines).outerjoin(
-            told, told.c.run_id == _r.run_id
-        )
+        query = select(schema.training_runs, counted.c.updated_at, counted.c.step, counted.c.lines)
+        query = query.outerjoin(counted, counted.c.run_id == _r.run_id)
         if run_id is not None:
             query = query.where(_r.run_id == run_id)
         async with self._database.reading() as connection:
@@ -97,20 +103,20 @@ class TrainingRepository(Repository):
         ]
 
     async def lines(self, run_id: str) -> list[Json]:
-        """All of a run, in the order in which they were written."""
+        """Return all lines of a run in the order in which they were written."""
         query = select(_l.kind, _l.step, _l.at, _l.data).where(_l.run_id == run_id).order_by(_l.position)
         async with self._database.reading() as connection:
             rows = (await connection.execute(query)).all()
         return [{"kind": row.kind, "step": row.step, "at": row.at, **row.data} for row in rows]
 
 
-def _rows(run_id: str, first: int, lines: Sequence[Json]) -> list[Json]:
+def _line_rows(run_id: str, first: int, lines: Sequence[Json]) -> list[Json]:
     return [
         {
             "run_id": run_id,
             "position": position,
-            **{name: line[name] for name in _APART},
-            "data": {name: value for name, value in line.items() if name not in _APART},
+            **{name: line[name] for name in _OWN_COLUMNS},
+            "data": {name: value for name, value in line.items() if name not in _OWN_COLUMNS},
         }
         for position, line in enumerate(lines, start=first)
     ]

@@ -1,4 +1,4 @@
-"""Is everything that is stored still what was stored? Every hash is computed again, every cell unpacked."""
+"""The integrity check of a database: every hash is computed again and every cell unpacked."""
 
 from __future__ import annotations
 
@@ -7,64 +7,63 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
 
-import numpy as np
 from sqlalchemy import Text, and_, case, cast, func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
 from polar_proxy.store.artifacts import artifact_path
-from polar_proxy.store.chains import NodeKind, content_hash, node_id
 from polar_proxy.store.database import Database
-from polar_proxy.store.loader import CallLoader, fetch, fetch_links
+from polar_proxy.store.encoding.chains import NodeKind, content_hash, node_id
+from polar_proxy.store.encoding.loader import CallLoader, fetch, fetch_nodes
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with what is looked at, how much is done and how much there is."""
+"""Called with what is being processed, how much is done and how much there is."""
 
 _PAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
 class IntegrityFault:
-    """`what` names the row (table and key), `problem` says what is wrong with it."""
+    """A damaged row. `what`: its table and key. `problem`: what is wrong."""
 
     what: str
     problem: str
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """Says nothing."""
+    """Report nothing."""
 
 
 class StoreVerifier:
-    """Checks every row of one database."""
+    """Checks every row of one database.
+
+    Checked are the hashes of chains, settings and engines; the references and counts of calls, traces and sessions;
+    that every packed cell can be unpacked; and the artifacts on disk. Reads only. Beside writers, rows that are deleted
+    during the check can be reported as missing.
+    """
 
     def __init__(self, database: Database, artifacts: Path) -> None:
         self._database = database
         self._artifacts = artifacts
 
     async def verify(self, progress: ProgressCallback = no_progress) -> list[IntegrityFault]:
-        """All faults found; none: every row is what it says. Reads only, and may run beside writers: what is removed
-        while it looks can show as missing.
-
-        Checked are the hashes of chains, settings and engines; that calls, traces and sessions refer to what is there
-        and count it rightly; that every packed cell unpacks; and the artifacts on disk."""
+        """Return all faults."""
         faults: list[IntegrityFault] = []
         async with self._database.reading() as connection:
             if self._database.dialect == "sqlite":
-                faults += await _of_sqlite(connection)
-            faults += await _of_hashed(connection)
-            faults += await _of_counters(connection)
-            faults += await _of_traces(connection)
+                faults += await _check_sqlite(connection)
+            faults += await _check_hashes(connection)
+            faults += await _check_counters(connection)
+            faults += await _check_traces(connection)
         seen: set[bytes] = set()
-        faults += await self._of_sessions(seen, progress)
-        faults += await self._of_other_nodes(seen, progress)
-        faults += await self._of_artifacts(progress)
+        faults += await self._check_sessions(seen, progress)
+        faults += await self._check_other_nodes(seen, progress)
+        faults += await self._check_artifacts(progress)
         return faults
 
-    async def _of_sessions(self, seen: set[bytes], progress: ProgressCallback) -> list[IntegrityFault]:
+    async def _check_sessions(self, seen: set[bytes], progress: ProgressCallback) -> list[IntegrityFault]:
         faults: list[IntegrityFault] = []
         c = schema.calls.c
         async with self._database.reading() as connection:
@@ -73,14 +72,14 @@ class StoreVerifier:
         total, done = sum(count for _, count in counts), 0
         for session_id, count in counts:
             async with self._database.reading() as connection:
-                found = await fetch(connection, c.session_id == session_id)
-            faults += await asyncio.to_thread(lambda: list(_ChainVerifier.of(found).calls(seen)))  # noqa: B023 (awaited here)
+                verifier = _CallVerifier(await fetch(connection, c.session_id == session_id))
+            faults += await asyncio.to_thread(lambda: list(verifier.check_calls(seen)))  # noqa: B023 (awaited here)
             done += count
             progress("calls", done, total)
         return faults
 
-    async def _of_other_nodes(self, seen: set[bytes], progress: ProgressCallback) -> list[IntegrityFault]:
-        """Nodes that no call leads to: rescored prompts, and what `polar db vacuum` would remove."""
+    async def _check_other_nodes(self, seen: set[bytes], progress: ProgressCallback) -> list[IntegrityFault]:
+        """Check the nodes that belong to no call: rescored prompts, and what `polar db vacuum` would remove."""
         faults: list[IntegrityFault] = []
         n = schema.nodes.c
         last, done = b"", 0
@@ -94,58 +93,49 @@ class StoreVerifier:
                 last, done = page[-1][0], done + len(page)
                 if new := [row for row in page if row[0] not in seen]:
                     heads = select(n.node_id).where(n.node_id.in_([key for key, _ in new]))
-                    audit = _ChainVerifier((), (), await fetch_links(connection, heads))
-                    faults += await asyncio.to_thread(lambda: list(audit.heads(new, seen)))  # noqa: B023
+                    verifier = _CallVerifier(CallLoader((), (), await fetch_nodes(connection, heads)))
+                    faults += await asyncio.to_thread(lambda: list(verifier.check_chains(new, seen)))  # noqa: B023
                 progress("nodes", done, total)
 
-    async def _of_artifacts(self, progress: ProgressCallback) -> list[IntegrityFault]:
+    async def _check_artifacts(self, progress: ProgressCallback) -> list[IntegrityFault]:
         a = schema.artifacts.c
         async with self._database.reading() as connection:
             rows = (await connection.execute(select(a.artifact_id, a.sha256, a.bytes).order_by(a.artifact_id))).all()
         faults: list[IntegrityFault] = []
         for done, row in enumerate(rows, 1):
-            place = artifact_path(self._artifacts, row.sha256)
+            what, path = f"artifacts {row.artifact_id}", artifact_path(self._artifacts, row.sha256)
             try:
-                content = await asyncio.to_thread(place.read_bytes)
+                content = await asyncio.to_thread(path.read_bytes)
             except OSError as error:
-                faults.append(
-                    IntegrityFault(f"artifacts {row.artifact_id}", f"its file {place} cannot be read: {error.strerror}")
-                )
+                faults.append(IntegrityFault(what, f"its file {path} cannot be read: {error.strerror}"))
             else:
                 if len(content) != row.bytes or hashlib.sha256(content).hexdigest() != row.sha256:
-                    faults.append(IntegrityFault(f"artifacts {row.artifact_id}", f"the content of {place} is another"))
+                    faults.append(IntegrityFault(what, f"the content of {path} has changed"))
             progress("artifacts", done, len(rows))
         return faults
 
 
-class _ChainVerifier(CallLoader):
-    """The rows behind some calls, looked at one by one."""
+class _CallVerifier:
+    """Unpacks the rows of some calls one by one and compares them with their counts and hashes."""
 
-    @classmethod
-    def of(cls, found: CallLoader) -> Self:
-        audit = cls((), (), ())
-        audit.__dict__.update(found.__dict__)
-        return audit
+    def __init__(self, loader: CallLoader) -> None:
+        self._loader = loader
 
-    def calls(self, seen: set[bytes]) -> Iterator[IntegrityFault]:
-        chosen: dict[str, list[Any]] = {}
-        for row in self._chosen:
-            chosen.setdefault(row.call_id, []).append(row)
-        for row in self._rows:
-            name = f"calls {row.call_id}"
-            own = chosen.get(row.call_id, [])
+    def check_calls(self, seen: set[bytes]) -> Iterator[IntegrityFault]:
+        for row, answers in self._loader.rows():
+            what = f"calls {row.call_id}"
             try:
-                (record,) = self._records([(row, own)])
+                record = self._loader.record(row)
             except (StoreError, ValueError, KeyError, TypeError) as error:
-                yield IntegrityFault(name, str(error) or type(error).__name__)
+                yield IntegrityFault(what, str(error) or type(error).__name__)
                 continue
             size = None if record.prompt_ids is None else int(record.prompt_ids.size)
             if size != row.prompt_tokens:
-                yield IntegrityFault(name, f"it counts {row.prompt_tokens} prompt tokens and has {size}")
+                yield IntegrityFault(what, f"it counts {row.prompt_tokens} prompt tokens and has {size}")
             sizes = [int(choice.token_ids.size) for choice in record.choices]
             if sum(sizes) != row.completion_tokens:
-                yield IntegrityFault(name, f"it counts {row.completion_tokens} sampled tokens and has {sum(sizes)}")
-            for choice, answer in zip(record.choices, own, strict=True):
+                yield IntegrityFault(what, f"it counts {row.completion_tokens} sampled tokens and has {sum(sizes)}")
+            for choice, answer in zip(record.choices, answers, strict=True):
                 if not choice.token_ids.size == choice.logprobs.size == answer.tokens:
                     yield IntegrityFault(
                         f"completions {row.call_id} {choice.index}",
@@ -155,80 +145,56 @@ class _ChainVerifier(CallLoader):
             heads: list[tuple[bytes | None, NodeKind]] = [
                 *((row.messages_node, "message"), (row.tools_node, "tools"), (row.prompt_node, "tokens"))
             ]
-            yield from self.heads([(bytes(head), kind) for head, kind in heads if head is not None], seen)
+            yield from self.check_chains([(bytes(head), kind) for head, kind in heads if head is not None], seen)
 
-    def heads(self, heads: Sequence[tuple[bytes, NodeKind]], seen: set[bytes]) -> Iterator[IntegrityFault]:
-        """Hash again the chains that end here, up to where they were seen before."""
+    def check_chains(self, heads: Sequence[tuple[bytes, NodeKind]], seen: set[bytes]) -> Iterator[IntegrityFault]:
+        """Hash the chains that end at these nodes again, except for the nodes in `seen`, and add them to `seen`."""
         for head, kind in heads:
-            above: bytes | None = head
-            chain: list[bytes] = []
             try:
-                while above is not None and above not in seen:
-                    chain.append(above)
-                    above = self._link(above).parent_id
-                if chain:
-                    self._unpack(head, kind)
+                new = self._loader.chain(head, seen)
+                contents = [self._loader.content(node, kind) for node in new]
             except StoreError as error:
                 yield IntegrityFault(f"nodes {head.hex()}", str(error))
                 continue
-            for key in reversed(chain):
-                seen.add(key)
-                if problem := self._problem(key, kind):
-                    yield IntegrityFault(f"nodes {key.hex()}", problem)
+            seen.update(new)
+            for node, content in zip(new, contents, strict=True):
+                if problem := self._problem(node, kind, content):
+                    yield IntegrityFault(f"nodes {node.hex()}", problem)
 
-    def _unpack(self, head: bytes, kind: NodeKind) -> None:
-        if kind == "tokens":
-            self.prompt(head)
-            return
-        chain: list[bytes] = []
-        above: bytes | None = head
-        while above is not None:
-            chain.append(above)
-            above = self._link(above).parent_id
-        self._messages(head, len(chain))
-
-    def _problem(self, key: bytes, kind: NodeKind) -> str | None:
-        link = self._link(key)
-        if kind == "tokens":
-            above = 0 if link.parent_id is None else self._link(link.parent_id).total
-            ids = self.prompt(key)[above:]
-            content, length = np.ascontiguousarray(ids, dtype="<i4").tobytes(), int(ids.size)
-        else:
-            content = self._bytes[key]
-            length = len(content)
-        if node_id(link.parent_id, kind, content) != key:
-            return "its content or its parent is not what its id says"
-        before = 0 if link.parent_id is None else self._link(link.parent_id).total
-        if (link.length, link.total) != (length, before + length):
-            return f"it counts {link.length} of {link.total}, has {length} of {before + length}"
+    def _problem(self, node: bytes, kind: NodeKind, content: bytes) -> str | None:
+        row = self._loader.node(node)
+        if node_id(row.parent_id, kind, content) != node:
+            return "its content or its parent does not match its id"
+        length = len(content) // 4 if kind == "tokens" else len(content)
+        before = 0 if row.parent_id is None else self._loader.node(row.parent_id).chain_length
+        if (row.length, row.chain_length) != (length, before + length):
+            return f"it counts {row.length} of {row.chain_length}, has {length} of {before + length}"
         return None
 
 
-async def _of_sqlite(connection: AsyncConnection) -> list[IntegrityFault]:
-    faults: list[IntegrityFault] = []
-    for line in await connection.scalars(text("PRAGMA quick_check")):
-        if line != "ok":
-            faults.append(IntegrityFault("database", str(line)))
+async def _check_sqlite(connection: AsyncConnection) -> list[IntegrityFault]:
+    lines = await connection.scalars(text("PRAGMA quick_check"))
+    faults = [IntegrityFault("database", str(line)) for line in lines if line != "ok"]
     for row in (await connection.execute(text("PRAGMA foreign_key_check"))).mappings():
-        name = f"{row['table']} (row {row['rowid']})"
-        faults.append(IntegrityFault(name, f"it refers to a row of {row['parent']} that is not there"))
+        what = f"{row['table']} (row {row['rowid']})"
+        faults.append(IntegrityFault(what, f"it refers to a row of {row['parent']} that does not exist"))
     return faults
 
 
-async def _of_hashed(connection: AsyncConnection) -> list[IntegrityFault]:
+async def _check_hashes(connection: AsyncConnection) -> list[IntegrityFault]:
     faults: list[IntegrityFault] = []
     for name, key, value in (
         ("settings", schema.settings.c.settings_hash, schema.settings.c.value),
         ("engines", schema.engines.c.engine_hash, schema.engines.c.info),
     ):
-        # The text as it stands: read and printed again, a number could look another way.
+        # The text as stored: parsed and printed again, a number could look different.
         for row in await connection.execute(select(key, cast(value, Text))):
             if content_hash(row[1].encode()) != row[0]:
-                faults.append(IntegrityFault(f"{name} {row[0].hex()}", "its content is not what its id says"))
+                faults.append(IntegrityFault(f"{name} {row[0].hex()}", "its content does not match its id"))
     return faults
 
 
-async def _of_counters(connection: AsyncConnection) -> list[IntegrityFault]:
+async def _check_counters(connection: AsyncConnection) -> list[IntegrityFault]:
     s, c = schema.sessions.c, schema.calls.c
     counted = (
         select(
@@ -251,15 +217,14 @@ async def _of_counters(connection: AsyncConnection) -> list[IntegrityFault]:
     )
     faults: list[IntegrityFault] = []
     for session_id, *numbers in await connection.execute(query):
-        for name, said, found in zip(names, numbers[:4], numbers[4:], strict=True):
-            if said != found:
-                faults.append(
-                    IntegrityFault(f"sessions {session_id}", f"its counter {name} says {said}, its calls {found}")
-                )
+        for name, stored, found in zip(names, numbers[:4], numbers[4:], strict=True):
+            if stored != found:
+                problem = f"its counter {name} is {stored}, its calls have {found}"
+                faults.append(IntegrityFault(f"sessions {session_id}", problem))
     return faults
 
 
-async def _of_traces(connection: AsyncConnection) -> list[IntegrityFault]:
+async def _check_traces(connection: AsyncConnection) -> list[IntegrityFault]:
     t, p = schema.traces.c, schema.trace_spans.c
     size = p.end_token - p.start_token
     length = func.coalesce(func.sum(size), 0)

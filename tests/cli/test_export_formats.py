@@ -47,12 +47,12 @@ async def test_every_format_says_what_it_left_out(tmp_path: Path, database: str)
 async def test_a_group_of_several_gives_each_rollout_its_advantage(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/polar.db"
     async with open_store(url) as store:
-        one, _ = await rollout(store, reward=1.0)
+        one, _ = await rollout(store, reward=1.0, samples=3)
         group_id = (await store.rollouts.find(rollout_ids=[one]))[0].group_id
-        for index, reward in enumerate((0.0, 0.5), start=1):
-            more = await store.rollouts.create(group_id, "task-1", index, "h", "process", "scripted", "m", 0, {})
-            await store.rollouts.update(more, status="done")
-            await store.rewards.add(more, reward, "tests", {})
+        others = await store.rollouts.find(group_id=group_id, statuses=["queued"])
+        for other, reward in zip(others, (0.0, 0.5), strict=True):
+            await store.rollouts.update(other.rollout_id, status="done")
+            await store.rewards.add(other.rollout_id, reward, "tests", {})
     out = tmp_path / "out.jsonl"
     told = polar_json(
         "export", "--format", "tinker", "--advantage", "dr_grpo", "--db", url, "--out", str(out), cwd=tmp_path

@@ -7,7 +7,8 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.store import Store
+from polar_proxy.store import RolloutStatus, Store
+from polar_proxy.store.jobs import NewGroup, NewRollout
 from polar_proxy.traces import BUILDERS, certify
 from polar_proxy.types import CallRecord, Json, new_id
 from tests.factories import call
@@ -41,17 +42,27 @@ async def loose_session(store: Store, **changes: Any) -> tuple[str, list[CallRec
 
 
 async def rollout(
-    store: Store, *, reward: float | None, built: bool = True, status: str = "done", **changes: Any
+    store: Store,
+    *,
+    reward: float | None,
+    built: bool = True,
+    status: RolloutStatus = "done",
+    samples: int = 1,
+    **changes: Any,
 ) -> tuple[str, list[CallRecord]]:
-    """A rollout with its session, its traces (unless it still runs) and its reward."""
+    """Record a rollout with its session, its traces (unless it still runs) and its reward.
+
+    The other rollouts of its group of `samples` stay queued.
+    """
     await store.tasks.put("task-1", "swe-task", 11, "Fix the bug.", {})
-    group_id = await store.rollouts.create_group("task-1", 1, {})
-    rollout_id = await store.rollouts.create(
-        group_id, "task-1", 0, "mini-swe-agent", "process", "scripted", "m", 11, {}
-    )
+    new = NewRollout("mini-swe-agent", "process", "scripted", "m", 11, {})
+    job, _ = await store.jobs.submit({}, [NewGroup("task-1", samples, {}, (new,) * samples)], owned=True)
+    (claim,) = await store.queue.claim("worker", 1, 60, job_id=job.job_id)
+    rollout_id = claim.rollout_id
     row = await store.sessions.create(key_hash=None, label=None, rollout_id=rollout_id, origin="rollout")
     calls = await _commit(store, conversation(row.session_id, **changes))
-    await store.rollouts.update(rollout_id, session_id=row.session_id, status=status)  # type: ignore[arg-type]
+    await store.rollouts.enter_stage(claim, "running", session_id=row.session_id)
+    await store.rollouts.update(rollout_id, status=status)
     if reward is not None:
         await store.rewards.add(rollout_id, reward, "tests", {})
     for name, build in BUILDERS.items():

@@ -152,7 +152,7 @@ async def test_a_call_recorded_after_the_rollout_is_excluded(url: str) -> None:
         assert row is not None
         assert (row.status, row.incomplete) == ("done", True)
         assert row.error is not None
-        assert "after the rollout's end" in row.error
+        assert "after the end of the rollout" in row.error
         assert await store.maintenance.verify() == []
 
 
@@ -188,6 +188,6 @@ async def test_a_single_gateway_announces_nothing(file: str, monkeypatch: pytest
     async with run_gateway(file, shared=False) as (alone, store):
         session_id = await new_session(store, "k")
         assert (await ask(alone, "k", HELLO)).status_code == 200
-        assert store.open_calls._commits.shared is False
+        assert store.open_calls._writer.shared is False
         assert await alone.forget_session(session_id, 1) is None
         assert len(await store.calls.of_session(session_id)) == 1

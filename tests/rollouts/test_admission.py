@@ -23,7 +23,7 @@ from polar_proxy.rollouts.admission import (
 from polar_proxy.rollouts.stage_limits import AdmissionRequest, StageLimiter
 from polar_proxy.rollouts.worker import Worker, WorkerLimits
 from polar_proxy.store import Store
-from polar_proxy.store.stages import Claim
+from polar_proxy.store.rollouts import Claim
 from tests.fakes.player import PlayerEngine
 from tests.rollouts.test_worker import ScriptedAttempt, rollout_counts, submit, until_ended
 

@@ -20,7 +20,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, attempt, local_gateway
 from polar_proxy.rollouts.worker import WorkerLimits
 from polar_proxy.store import RolloutRow, Store
-from polar_proxy.store.stages import StageRow
+from polar_proxy.store.rollouts import StageRow
 from polar_proxy.tasks import get_source
 from sandboxes import ExecResult, Sandbox, SandboxEnded, SandboxError, SandboxSpec, default_state_dir, open_sandbox
 from sandboxes.base import SandboxKind

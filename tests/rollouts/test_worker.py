@@ -12,9 +12,9 @@ from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.rollouts.stage_limits import AdmissionRequest, StageLimits
 from polar_proxy.rollouts.worker import Worker, WorkerLimits
 from polar_proxy.store import Store
-from polar_proxy.store.groups import KEEP
+from polar_proxy.store.groups import KEEP_OVERFLOW
 from polar_proxy.store.jobs import NewGroup, NewRollout
-from polar_proxy.store.stages import Claim
+from polar_proxy.store.rollouts import Claim
 
 QUICK = WorkerLimits(in_flight=16, preparing=2, running=3, scoring=2, lease_seconds=30.0, poll_seconds=0.05)
 Body = Callable[[Claim], Awaitable[float | None]]
@@ -51,7 +51,7 @@ class ScriptedAttempt:
 async def submit(store: Store, groups: int, size: int, wanted: int | None = None, **config: object) -> str:
     await store.tasks.put("t", "f", 1, "do", {})
     rollout = NewRollout("h 1", "process", "e", "m", 1, {})
-    group = NewGroup("t", wanted or size, dict(config), (rollout,) * size, offered=True)
+    group = NewGroup("t", wanted or size, dict(config), (rollout,) * size, for_training=True)
     job, _ = await store.jobs.submit({}, [group] * groups)
     return job.job_id
 
@@ -159,7 +159,7 @@ async def test_keeps_overflowing_rollouts_for_the_next_group(store: Store) -> No
             await slow.wait()
         return 1.0
 
-    job_id = await submit(store, 2, 3, wanted=2, group_policy="first_n", **KEEP)
+    job_id = await submit(store, 2, 3, wanted=2, group_policy="first_n", **KEEP_OVERFLOW)
     first, second = await store.groups.of_job(job_id)
     kept = next(row.rollout_id for row in await store.rollouts.find(group_id=first.group_id) if row.group_index == 0)
     attempt = ScriptedAttempt(store, body)

@@ -1,4 +1,4 @@
-"""Out of one database and into another: the same rows, no keys, nothing overwritten."""
+"""Archives: the same rows in another database, no keys, and nothing overwritten."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sqlalchemy import select, update
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import Store, open_store, schema
+from polar_proxy.store.archive import CLEARED_COLUMNS, NOT_EXPORTED
 from polar_proxy.store.schema import VERSION_TABLE
 from tests.factories import assert_same, call_record, joined_trace, new_rollout, new_session
 
@@ -35,12 +36,14 @@ async def _filled(store: Store, label: str, reward: float = 1.0) -> tuple[str, s
 
 
 async def _content(store: Store) -> dict[str, list[Any]]:
-    """All rows, without what is not carried over."""
-    left = {"key_hash", "event_id"}
+    """Return all rows that archives carry over."""
     found: dict[str, list[Any]] = {}
     async with store.database.reading() as connection:
         for table in schema.metadata.sorted_tables:
-            columns = [column for column in table.columns if column.name not in left]
+            if table.name in NOT_EXPORTED:
+                continue
+            left_out = {"event_id", *CLEARED_COLUMNS.get(table.name, {})}
+            columns = [column for column in table.columns if column.name not in left_out]
             rows = [tuple(row) for row in await connection.execute(select(*columns))]
             found[table.name] = sorted(rows, key=repr)
     return found
@@ -51,15 +54,15 @@ def other_url(tmp_path: Path) -> str:
     return str(tmp_path / "other" / "polar.db")
 
 
-async def test_there_and_back(store: Store, other_url: str, tmp_path: Path) -> None:
+async def test_round_trip_and_repeated_import(store: Store, other_url: str, tmp_path: Path) -> None:
     for label in ("one", "two"):
         await _filled(store, label)
     file, again = tmp_path / "all.polar", tmp_path / "again.polar"
     moved = await store.maintenance.export_archive(file)
     assert (moved.rows["calls"], moved.files) == (4, 2)
     async with open_store(other_url) as other:
-        taken = await other.maintenance.import_archive(file)
-        assert (taken.rows, taken.files, taken.known) == (moved.rows, 2, 0)
+        imported = await other.maintenance.import_archive(file)
+        assert (imported.rows, imported.files, imported.known) == (moved.rows, 2, 0)
         assert await _content(other) == await _content(store)
         assert await other.maintenance.verify() == []
         for session in await store.sessions.recent():
@@ -78,7 +81,7 @@ async def test_there_and_back(store: Store, other_url: str, tmp_path: Path) -> N
     assert (await store.maintenance.import_archive(again)).rows == {}
 
 
-async def test_into_an_empty_database_of_the_other_kind(url: str, other_url: str, tmp_path: Path) -> None:
+async def test_import_into_an_empty_database_of_the_other_kind(url: str, other_url: str, tmp_path: Path) -> None:
     file = tmp_path / "file.polar"
     async with open_store(other_url) as made:
         rollout_id, session_id = await _filled(made, "one")
@@ -92,9 +95,7 @@ async def test_into_an_empty_database_of_the_other_kind(url: str, other_url: str
             assert artifact.path.read_bytes() == b"one"
 
 
-async def test_a_selection_has_all_that_it_refers_to_and_nothing_else(
-    store: Store, other_url: str, tmp_path: Path
-) -> None:
+async def test_selection_contains_exactly_what_it_refers_to(store: Store, other_url: str, tmp_path: Path) -> None:
     good, good_session = await _filled(store, "good", 1.0)
     bad, bad_session = await _filled(store, "bad", 0.0)
     alone = await new_session(store)
@@ -115,7 +116,7 @@ async def test_a_selection_has_all_that_it_refers_to_and_nothing_else(
         await store.maintenance.export_archive(tmp_path / "more.polar")
 
 
-async def test_keys_are_not_in_it(store: Store, tmp_path: Path) -> None:
+async def test_archive_contains_no_keys(store: Store, tmp_path: Path) -> None:
     session_id = await new_session(store, key_hash=_KEY)
     await store.calls.commit(call_record(session_id))
     file = tmp_path / "all.polar"
@@ -126,11 +127,11 @@ async def test_keys_are_not_in_it(store: Store, tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o077 == 0
     found = await store.sessions.by_key(_KEY)
     assert found is not None
-    await store.maintenance.import_archive(file)  # the key that is here stays
+    await store.maintenance.import_archive(file)  # the stored key stays
     assert await store.sessions.by_key(_KEY) == found
 
 
-async def test_what_differs_is_not_overwritten(store: Store, other_url: str, tmp_path: Path) -> None:
+async def test_different_rows_are_not_overwritten(store: Store, other_url: str, tmp_path: Path) -> None:
     await _filled(store, "one")
     file = tmp_path / "all.polar"
     await store.maintenance.export_archive(file)
@@ -142,13 +143,13 @@ async def test_what_differs_is_not_overwritten(store: Store, other_url: str, tmp
         await store.maintenance.export_archive(file, overwrite=True)
         before = await _content(other)
         with pytest.raises(
-            StoreError, match=r"Nothing was imported: rewards rew_\w+ is here already with another value"
+            StoreError, match=r"Nothing was imported: rewards rew_\w+ is stored already with another value"
         ):
             await other.maintenance.import_archive(file)
         assert await _content(other) == before
 
 
-async def test_archives_of_other_schemas(store: Store, other_url: str, tmp_path: Path) -> None:
+async def test_refuses_newer_schemas_and_other_files(store: Store, other_url: str, tmp_path: Path) -> None:
     await _filled(store, "one")
     file = tmp_path / "all.polar"
     await store.maintenance.export_archive(file)
@@ -171,7 +172,7 @@ async def test_archives_of_other_schemas(store: Store, other_url: str, tmp_path:
         assert (await other.maintenance.stats())["rows"]["sessions"] == 0
 
 
-async def test_damage_is_found_before_anything_is_written(store: Store, other_url: str, tmp_path: Path) -> None:
+async def test_refuses_damaged_archives_before_writing(store: Store, other_url: str, tmp_path: Path) -> None:
     await _filled(store, "one")
     file, lacking, changed = tmp_path / "all.polar", tmp_path / "lacking.polar", tmp_path / "changed.polar"
     await store.maintenance.export_archive(file)
@@ -184,7 +185,7 @@ async def test_damage_is_found_before_anything_is_written(store: Store, other_ur
             if content is not None:
                 archive.writestr(artifact, content)
     async with open_store(other_url) as other:
-        for damaged, match in ((lacking, "lacks the artifact"), (changed, "is not what its name says")):
+        for damaged, match in ((lacking, "is missing from it"), (changed, "does not match its name")):
             with pytest.raises(StoreError, match=match):
                 await other.maintenance.import_archive(damaged)
         assert (await other.maintenance.stats())["rows"]["sessions"] == 0

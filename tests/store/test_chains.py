@@ -1,4 +1,4 @@
-"""Chains: joined again they are the prompt; what begins alike shares its nodes."""
+"""Chains: joined nodes are the prompt, and prompts with a common beginning share nodes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_proxy.store.chains import StoredKeys, bytes_chain, cuts, node_id, token_chain
-from polar_proxy.store.memo import ChainCache, RequestChains
-from polar_proxy.store.serializer import CallSerializer
+from polar_proxy.store.encoding.chains import (
+    ChainCache,
+    RequestChains,
+    bytes_chain,
+    cut_segments,
+    node_id,
+    token_chain,
+)
+from polar_proxy.store.encoding.serializer import CallSerializer, TableRow
 from tests.factories import END, INFO, call_record, token_ids
 
 _tokens = st.lists(st.integers(0, 20), max_size=400).map(lambda values: np.array(values, dtype=np.int32))
@@ -24,7 +30,7 @@ def test_nodes_tile_the_prompt(prompt: np.ndarray, ends: tuple[int, ...]) -> Non
     assert np.array_equal(np.concatenate([*pieces, token_ids()]), prompt)
     assert [node.depth for node in nodes] == list(range(len(nodes)))
     assert [node.parent for node in nodes] == [None, *(node.id for node in nodes)][: len(nodes)]
-    assert [node.total for node in nodes] == list(np.cumsum([piece.size for piece in pieces]))
+    assert [node.chain_length for node in nodes] == list(np.cumsum([piece.size for piece in pieces]))
     assert all(node.length > 0 for node in nodes)
 
 
@@ -35,41 +41,30 @@ def test_common_beginnings_share_all_but_the_last_segment(
     first = token_chain(np.concatenate([start, one]), ends)
     second = token_chain(np.concatenate([start, other]), ends)
     shared = {node.id for node in first} & {node.id for node in second}
-    assert len(shared) >= len(cuts(start, ends)[:-1])
+    assert len(shared) >= len(cut_segments(start, ends)[:-1])
 
 
-def test_the_cut_is_behind_the_end_of_turn() -> None:
+def test_segments_end_after_the_end_of_turn() -> None:
     prompt = np.ones(120, dtype=np.int32)
     prompt[[39, 41, 95]] = END
-    assert cuts(prompt, (END,)) == [40, 96, 120]  # the turn of two tokens is not worth a row
+    assert cut_segments(prompt, (END,)) == [40, 96, 120]  # a turn of two tokens gets no row
 
 
-def test_blocks_where_the_end_of_turn_is_unknown() -> None:
-    assert cuts(np.ones(600, dtype=np.int32), ()) == [256, 512, 600]
+def test_fixed_segments_without_an_end_of_turn() -> None:
+    assert cut_segments(np.ones(600, dtype=np.int32), ()) == [256, 512, 600]
 
 
-def test_long_turns_are_cut_in_blocks() -> None:
+def test_long_turns_are_cut() -> None:
     prompt = np.ones(3000, dtype=np.int32)
     prompt[2500] = END
-    assert cuts(prompt, (END,)) == [1024, 2048, 2501, 3000]
+    assert cut_segments(prompt, (END,)) == [1024, 2048, 2501, 3000]
 
 
-def test_ids_stand_for_the_whole_chain() -> None:
+def test_node_ids_depend_on_all_ancestors() -> None:
     one, other = bytes_chain("message", [b"a", b"c"]), bytes_chain("message", [b"b", b"c"])
     assert one[1].id != other[1].id
     assert one[0].id != bytes_chain("tools", [b"a"])[0].id
     assert one[1].id == node_id(one[0].id, "message", b"c")
-
-
-def test_known_forgets_the_oldest_first() -> None:
-    known = StoredKeys(capacity=4)
-    for key in (b"a", b"b", b"c"):
-        known.add(key)
-    assert b"a" in known  # asking keeps it
-    for key in (b"d", b"e"):
-        known.add(key)
-    assert b"a" in known
-    assert b"b" not in known
 
 
 @given(_tokens, _tokens, _ends)
@@ -78,32 +73,33 @@ def test_continuing_a_chain_gives_the_same_nodes(start: np.ndarray, more: np.nda
     for node in token_chain(start, ends)[:-1]:
         rest = token_chain(np.concatenate([start, more]), ends, after=node)
         assert [n.id for n in whole[node.depth + 1 :]] == [n.id for n in rest]
-        assert [(n.depth, n.total) for n in whole[node.depth + 1 :]] == [(n.depth, n.total) for n in rest]
+        assert [(n.depth, n.chain_length) for n in whole[node.depth + 1 :]] == [(n.depth, n.chain_length) for n in rest]
 
 
 @given(st.lists(st.tuples(st.lists(st.binary(max_size=2), max_size=4), _tokens, _ends), max_size=6), st.booleans())
-def test_what_was_asked_last_changes_nothing_but_the_work(
-    asked: list[tuple[list[bytes], np.ndarray, tuple[int, ...]]], growing: bool
+def test_cached_chains_do_not_change_the_rows(
+    requests: list[tuple[list[bytes], np.ndarray, tuple[int, ...]]], growing: bool
 ) -> None:
-    """A packer that remembers makes the rows of one that hashes everything, less those it has made before."""
-    remembering, seen, before = CallSerializer(), {}, token_ids()
-    for messages, prompt, ends in asked:
+    """A serializer with a cache returns the rows of a fresh one, without those that it returned before."""
+    caching, before = CallSerializer(), token_ids()
+    seen: dict[bytes, tuple[int, TableRow]] = {}
+    for messages, prompt, ends in requests:
         if growing:
             before = prompt = np.concatenate([before, prompt])
         call = call_record(
             "sess_1", messages=tuple(messages), prompt_ids=prompt, engine=replace(INFO, eos_token_ids=ends)
         )
-        fresh, _ = CallSerializer().pack([call])
-        mine, _ = remembering.pack([call])
+        fresh, _ = CallSerializer().serialize([call])
+        mine, _ = caching.serialize([call])
         assert mine.calls == fresh.calls
         assert {key: seen[key] for key in fresh.nodes if key in seen} | mine.nodes == fresh.nodes
         seen |= mine.nodes
-        remembering.stored(mine)
+        caching.mark_stored(mine)
 
 
-def test_last_asked_is_bounded() -> None:
-    last = ChainCache(capacity=10_000)
+def test_chain_cache_drops_the_least_recently_used_sessions() -> None:
+    cache = ChainCache(capacity=10_000)
     for number in range(50):
-        last.put(f"sess_{number}", RequestChains((bytes(1000),), (), (), token_ids(), None))
-    kept = [number for number in range(50) if last.get(f"sess_{number}")]
+        cache.put(f"sess_{number}", RequestChains((bytes(1000),), (), (), token_ids(), None))
+    kept = [number for number in range(50) if cache.get(f"sess_{number}").messages]
     assert kept == list(range(42, 50))

@@ -1,4 +1,4 @@
-"""What happens to jobs, read from a cursor: once each, in order, from any process."""
+"""Job events, read from a cursor: each once and in order, from any process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.store.test_jobs import submit
 
 
 async def run(store: Store, job_id: str) -> None:
-    for held in await store.queue.claim("w", 99, 60, job_id=job_id):
-        await store.rollouts.enter_stage(held, "preparing")
-        await store.rollouts.end(held, "done")
-        await store.groups.settle(held.group_id)
+    for claim in await store.queue.claim("w", 99, 60, job_id=job_id):
+        await store.rollouts.enter_stage(claim, "preparing")
+        await store.rollouts.end(claim, "done")
+        await store.groups.settle(claim.group_id)
 
 
 async def read(store: Store, after: EventCursor, job_id: str | None = None, limit: int = 500) -> list[JobEventRow]:
@@ -33,7 +33,7 @@ def words(rows: list[JobEventRow]) -> list[str]:
     return [f"{row.kind} {row.data.get('to') or row.data['status']}" for row in rows]
 
 
-async def test_a_job_from_its_start(store: Store) -> None:
+async def test_events_of_one_job(store: Store) -> None:
     await run(store, await submit(store))
     job_id = await submit(store, size=1)
     await run(store, job_id)
@@ -54,7 +54,7 @@ async def test_a_job_from_its_start(store: Store) -> None:
         assert EventCursor.parse(str(row.cursor)) == row.cursor
 
 
-async def test_of_all_jobs_from_now(store: Store) -> None:
+async def test_events_of_all_jobs_from_now(store: Store) -> None:
     await run(store, await submit(store))
     now = await store.job_events.start()
     assert await read(store, now) == []
@@ -66,12 +66,12 @@ async def test_of_all_jobs_from_now(store: Store) -> None:
     assert words(await read(store, now)) == [
         *("job open", "stage queued", "job paused", "stage cancelled", "group cancelled", "job cancelled")
     ]
-    with pytest.raises(UsageError, match="no place"):
+    with pytest.raises(UsageError, match="not a position"):
         EventCursor.parse("12")
 
 
-async def test_writers_at_once(store: Store, url: str) -> None:
-    """A reader that polls while two processes write sees all, once and in order."""
+async def test_reader_sees_all_events_of_concurrent_writers(store: Store, url: str) -> None:
+    """A reader that polls while two processes write sees every event once and in order."""
     start = await store.job_events.start()
     seen: list[JobEventRow] = []
     over = asyncio.Event()
@@ -80,11 +80,11 @@ async def test_writers_at_once(store: Store, url: str) -> None:
         after = start
         while True:
             last = over.is_set()
-            rows, seen_to = await store.job_events.read(after, limit=7)
+            rows, position = await store.job_events.read(after, limit=7)
             seen.extend(rows)
-            if last and seen_to == after:
+            if last and position == after:
                 return
-            after = seen_to
+            after = position
             await asyncio.sleep(0)
 
     async with open_store(url) as other:
@@ -98,6 +98,6 @@ async def test_writers_at_once(store: Store, url: str) -> None:
         over.set()
         await task
     assert len({str(row.cursor) for row in seen}) == len(seen)
-    told = [(row.kind, row.at, row.data) for row in seen]
-    assert sorted(map(repr, told)) == sorted(repr((row.kind, row.at, row.data)) for row in await read(store, start))
+    events = [(row.kind, row.at, row.data) for row in seen]
+    assert sorted(map(repr, events)) == sorted(repr((row.kind, row.at, row.data)) for row in await read(store, start))
     assert len(seen) == 18 * (1 + 3 * 3 + 1 + 1)

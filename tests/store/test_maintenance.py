@@ -1,4 +1,4 @@
-"""Verify, prune and vacuum: faults are named, nothing that is needed goes, and gateways write on meanwhile."""
+"""Verify, prune and vacuum: faults are reported, needed rows stay, and gateways keep writing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import delete, func, select, update
 
 from polar_proxy.store import Store, open_store, schema
-from polar_proxy.store.codec import CellCodec
+from polar_proxy.store.encoding.cells import CellCodec
 from polar_proxy.types import CallRecord
 from tests.factories import (
     END,
@@ -29,7 +29,7 @@ from tests.factories import (
 
 
 def _turn(session_id: str, number: int, **changes: Any) -> CallRecord:
-    """Calls that share the beginning of their conversation and prompt and go on differently."""
+    """Return a call that shares the beginning of its conversation and prompt with the other calls."""
     shared = [(7 * n) % 5000 + 10 for n in range(60)]
     own = [(11 * n + number) % 5000 + 10 for n in range(40)]
     return call_record(
@@ -53,6 +53,7 @@ async def _finished(store: Store, number: int = 0) -> tuple[str, str, CallRecord
     await store.artifacts.add(rollout_id, "same.diff", b"the same for all")
     await store.rollouts.update(rollout_id, status="running")
     await store.rollouts.update(rollout_id, status="done")
+    await store.groups.settle(await store.rollouts.group_id(rollout_id))
     return rollout_id, session_id, call
 
 
@@ -64,7 +65,7 @@ async def _problems(store: Store) -> list[str]:
     return [f"{fault.what}: {fault.problem}" for fault in await store.maintenance.verify()]
 
 
-async def test_a_sound_database_has_no_faults(store: Store) -> None:
+async def test_verify_finds_no_fault_in_a_sound_database(store: Store) -> None:
     for number in range(3):
         await _finished(store, number)
     session_id = await new_session(store)
@@ -72,12 +73,12 @@ async def test_a_sound_database_has_no_faults(store: Store) -> None:
         call_record(session_id, messages=(b"", b""), tools=b"", prompt_ids=token_ids(), choices=())
     )
     await store.calls.commit(call_record(session_id, prompt_ids=None, choices=(random_answer(tokens=0),)))
-    told: list[str] = []
-    assert await store.maintenance.verify(lambda what, done, total: told.append(f"{what} {done}/{total}")) == []
-    assert "calls 5/5" in told
+    reported: list[str] = []
+    assert await store.maintenance.verify(lambda what, done, total: reported.append(f"{what} {done}/{total}")) == []
+    assert "calls 5/5" in reported
 
 
-async def test_every_kind_of_damage_is_named(store: Store) -> None:
+async def test_verify_reports_every_kind_of_damage(store: Store) -> None:
     await _finished(store)
     n, codec = schema.nodes.c, CellCodec()
     changes: list[tuple[str, Any]] = [
@@ -86,13 +87,13 @@ async def test_every_kind_of_damage_is_named(store: Store) -> None:
         (r"calls .*cannot be|calls .*damaged", update(schema.completions).values(token_ids=b"\x01\x99no zstd frame")),
         (r"completions .*counts 99", update(schema.completions).values(tokens=99)),
         (r"calls .*prompt tokens", update(schema.calls).values(prompt_tokens=3)),
-        (r"calls .*has 2 stored", update(schema.calls).values(message_count=5)),
+        (r"calls .*has 5 messages and 2 are stored", update(schema.calls).values(message_count=5)),
         (r"settings .*content", update(schema.settings).values(value={"another": 1})),
         (r"engines .*content", update(schema.engines).values(info={"capabilities": [], "another": 1})),
         (r"sessions .*prompt_tokens", update(schema.sessions).values(prompt_tokens=1)),
         (r"sessions .*failed_calls", update(schema.sessions).values(failed_calls=1)),
         (r"traces .*its spans", update(schema.traces).values(length=1)),
-        (r"artifacts .*content", update(schema.artifacts).values(bytes=1)),
+        (r"artifacts .*content of .* has changed", update(schema.artifacts).values(bytes=1)),
         (r"artifacts .*cannot be read", update(schema.artifacts).values(sha256="0" * 64)),
     ]
     for pattern, statement in changes:
@@ -107,12 +108,12 @@ async def test_every_kind_of_damage_is_named(store: Store) -> None:
                     await connection.execute(delete(table))
             await connection.execute(update(schema.nodes).values(parent_id=None))
             await connection.execute(delete(schema.nodes))
-        store._commits._packer.forget()
+        store._writer.forget_stored_rows()
         await _finished(store)
     assert await _problems(store) == []
 
 
-async def test_prune_removes_what_is_old_and_finished_only(store: Store) -> None:
+async def test_prune_deletes_only_old_finished_rollouts(store: Store) -> None:
     old, old_session, _ = await _finished(store, 1)
     young, young_session, young_call = await _finished(store, 2)
     running = await new_rollout(store, await new_session(store, origin="rollout"))
@@ -193,7 +194,7 @@ async def test_vacuum_removes_what_nothing_refers_to(store: Store) -> None:
         else:
             names = "SELECT indexname FROM pg_indexes WHERE schemaname = 'public'"
         indices = {row[0] for row in await connection.exec_driver_sql(names)}
-    assert not {name for name in indices if name.startswith("upkeep_")}
+    assert not {name for name in indices if name.startswith("maintenance_")}
 
 
 async def test_a_call_whose_chain_was_just_vacuumed_is_stored_whole(store: Store, url: str, tmp_path: Path) -> None:

@@ -1,21 +1,22 @@
-"""Rollouts that outlive the decision about their group: where they go, and that each counts once."""
+"""Overflow: running rollouts of a complete group move to another group, and each counts once."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from polar_proxy.store import Store
-from polar_proxy.store.groups import KEEP
+from polar_proxy.store.groups import KEEP_OVERFLOW
 from polar_proxy.store.jobs import NewGroup, NewRollout
-from polar_proxy.store.stages import Claim
+from polar_proxy.store.rollouts import Claim
+from polar_proxy.types import Json
 
-CONFIG = {"group_policy": "first_n", **KEEP}
+CONFIG: Json = {"group_policy": "first_n", **KEEP_OVERFLOW}
 ROLLOUT = NewRollout("mini-swe-agent 2", "process", "local", "polar-tiny", 1, {"harness": "mini-swe-agent"})
 OTHER = NewRollout("mini-swe-agent 2", "process", "local", "polar-tiny", 1, {"harness": "mini-swe-agent", "timeout": 1})
 
 
-async def submit(store: Store, *groups: tuple[str, int, NewRollout], config: dict[str, object] = CONFIG) -> list[str]:
-    """The groups' ids; each: (task, size, rollout)."""
+async def submit(store: Store, *groups: tuple[str, int, NewRollout], config: Json = CONFIG) -> list[str]:
+    """Submit groups of (task, number of rollouts, rollout) and return their ids."""
     for task, _, _ in groups:
         await store.tasks.put(task, "family", 1, "do it", {})
     new = [NewGroup(task, max(1, size - 1), config, (rollout,) * size, True) for task, size, rollout in groups]
@@ -24,22 +25,22 @@ async def submit(store: Store, *groups: tuple[str, int, NewRollout], config: dic
 
 
 async def claim(store: Store, count: int, version: str | None = None) -> list[Claim]:
-    held = await store.queue.claim("w", count, 60, policy_version=version)
-    for one in held:
+    claims = await store.queue.claim("w", count, 60, policy_version=version)
+    for one in claims:
         await store.rollouts.enter_stage(one, "running")
-    return held
+    return claims
 
 
-async def end(store: Store, held: Claim) -> None:
-    await store.rewards.add(held.rollout_id, 1.0, "tests", {})
-    await store.rollouts.end(held, "done")
+async def end(store: Store, claim: Claim) -> None:
+    await store.rewards.add(claim.rollout_id, 1.0, "tests", {})
+    await store.rollouts.end(claim, "done")
 
 
-async def stands(store: Store, group_id: str) -> dict[str, int]:
+async def statuses(store: Store, group_id: str) -> dict[str, int]:
     return dict(Counter(row.status for row in await store.rollouts.find(group_id=group_id)))
 
 
-async def test_into_the_next_group_of_the_task(store: Store) -> None:
+async def test_overflow_moves_to_the_next_group_of_the_task(store: Store) -> None:
     first, other, second = await submit(store, ("t", 3, ROLLOUT), ("u", 2, ROLLOUT), ("t", 3, ROLLOUT))
     a, b, c = await claim(store, 3)
     await end(store, a)
@@ -48,53 +49,53 @@ async def test_into_the_next_group_of_the_task(store: Store) -> None:
     group, mine = await store.groups.settle(first) or (None, False)
     assert group is not None
     assert (group.status, group.reason, group.delivery, mine) == ("finished", "the first 2 have ended", "waiting", True)
-    assert await stands(store, first) == {"done": 2, "cancelled": 1}
-    assert await stands(store, second) == {"running": 1, "queued": 2}
+    assert await statuses(store, first) == {"done": 2, "cancelled": 1}
+    assert await statuses(store, second) == {"running": 1, "queued": 2}
     assert await store.rollouts.group_id(c.rollout_id) == second
     row = await store.rollouts.get(c.rollout_id)
     assert row is not None
     assert (row.group_index, row.job_id) == (0, group.job_id)
     left = await claim(store, 9)
     assert sorted(one.group_id for one in left) == sorted([other, other, second, second])
-    await end(store, c)  # whoever has it in hand need not know
-    assert await stands(store, second) == {"done": 1, "running": 2}
-    taken = [row for row in await store.rollouts.find(group_id=first) if row.status == "cancelled"]
-    assert taken[0].error == f"its place was taken by {c.rollout_id}, which had been kept"
-    assert [event.kind for event in await store.rollouts.events(c.rollout_id)].count("kept") == 1
+    await end(store, c)  # its worker need not know that it moved
+    assert await statuses(store, second) == {"done": 1, "running": 2}
+    replaced = [row for row in await store.rollouts.find(group_id=first) if row.status == "cancelled"]
+    assert replaced[0].error == f"replaced by {c.rollout_id}, which was carried over from another group"
+    assert [event.kind for event in await store.rollouts.events(c.rollout_id)].count("moved") == 1
 
 
-async def test_what_was_claimed_a_moment_ago_is_in_hand(store: Store) -> None:
+async def test_overflow_includes_rollouts_claimed_a_moment_ago(store: Store) -> None:
     (first,) = await submit(store, ("t", 3, ROLLOUT))
     a, b = await store.queue.claim("w", 2, 60)
     await store.rollouts.enter_stage(a, "running")
     await end(store, a)
-    (shelf,) = set((await store.groups.keep_overflow(first, reason="decided")).values())
-    assert await stands(store, first) == {"done": 1, "cancelled": 1}
-    assert await store.rollouts.group_id(b.rollout_id) == shelf
+    (holding,) = set((await store.groups.keep_overflow(first, reason="decided")).values())
+    assert await statuses(store, first) == {"done": 1, "cancelled": 1}
+    assert await store.rollouts.group_id(b.rollout_id) == holding
     await store.rollouts.enter_stage(b, "preparing")
 
 
-async def test_kept_until_there_is_a_next_group(store: Store) -> None:
+async def test_overflow_waits_for_a_next_group(store: Store) -> None:
     (first,) = await submit(store, ("t", 4, ROLLOUT))
     a, b, c, d = await claim(store, 4, "5")
     for one in (a, b):
         await end(store, one)
-    gone = await store.groups.keep_overflow(first, reason="decided")
-    (shelf,) = set(gone.values())
-    assert set(gone) == {c.rollout_id, d.rollout_id}
+    moved = await store.groups.keep_overflow(first, reason="decided")
+    (holding,) = set(moved.values())
+    assert set(moved) == {c.rollout_id, d.rollout_id}
     await store.groups.settle(first)
     (job,) = await store.jobs.find()
-    assert job.status == "done"  # nobody waits for those that were kept
+    assert job.status == "done"  # the job does not wait for overflow
     await end(store, c)
-    unlike, elsewhere = await submit(store, ("t", 2, OTHER), ("u", 2, ROLLOUT))
+    different, other_task = await submit(store, ("t", 2, OTHER), ("u", 2, ROLLOUT))
     (old,) = await submit(store, ("t", 2, ROLLOUT))
-    assert await store.groups.carry_over(unlike) == []
-    assert await store.groups.carry_over(elsewhere) == []
+    assert await store.groups.carry_over(different) == []
+    assert await store.groups.carry_over(other_task) == []
     assert await store.groups.carry_over(old, policy_version="7") == []
     assert sorted(await store.groups.carry_over(old, policy_version="6")) == sorted([c.rollout_id, d.rollout_id])
     assert await store.groups.carry_over(old) == []
-    assert await stands(store, old) == {"done": 1, "running": 1}
-    assert await stands(store, shelf) == {"cancelled": 2}
+    assert await statuses(store, old) == {"done": 1, "running": 1}
+    assert await statuses(store, holding) == {"cancelled": 2}
     await end(store, d)
     settled = await store.groups.settle(old)
     assert settled is not None
@@ -103,7 +104,7 @@ async def test_kept_until_there_is_a_next_group(store: Store) -> None:
     assert [one.group_id for one in lease] == [first, old]
 
 
-async def test_what_is_being_cancelled_is_not_kept(store: Store) -> None:
+async def test_cancelled_rollouts_do_not_move(store: Store) -> None:
     (first,) = await submit(store, ("t", 3, ROLLOUT))
     a, b, c = await claim(store, 3)
     await end(store, a)
@@ -113,12 +114,12 @@ async def test_what_is_being_cancelled_is_not_kept(store: Store) -> None:
     assert await store.groups.keep_overflow(first, reason="again") == {}
 
 
-async def test_groups_that_cancel_their_surplus_take_none_in(store: Store) -> None:
+async def test_groups_that_cancel_overflow_take_none(store: Store) -> None:
     (first,) = await submit(store, ("t", 2, ROLLOUT))
     a, b = await claim(store, 2)
     (second,) = await submit(store, ("t", 2, ROLLOUT), config={"group_policy": "first_n"})
     await end(store, a)
-    (shelf,) = set((await store.groups.keep_overflow(first, reason="decided")).values())
-    assert shelf != second
+    (holding,) = set((await store.groups.keep_overflow(first, reason="decided")).values())
+    assert holding != second
     assert await store.groups.carry_over(second) == []
-    assert await store.rollouts.group_id(b.rollout_id) == shelf
+    assert await store.rollouts.group_id(b.rollout_id) == holding

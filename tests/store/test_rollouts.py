@@ -1,4 +1,4 @@
-"""Tasks, groups, rollouts: their life, rewards, events, artifacts, and what a restart finds."""
+"""Tasks, rollouts, rewards and artifacts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from polar_proxy.errors import StoreError, UsageError
-from polar_proxy.store import FINAL_STATUSES, Store
-from tests.factories import call_record, new_rollout, new_session
+from polar_proxy.store import FINAL_STATUSES, RolloutStatus, Store
+from polar_proxy.store.jobs import NewGroup
+from polar_proxy.store.rollouts import ClaimLostError
+from tests.factories import ROLLOUT, call_record, new_rollout, new_session
 
 
-async def test_a_whole_life(store: Store) -> None:
+async def test_rollout_from_queued_to_done(store: Store) -> None:
     session_id = await new_session(store, origin="rollout")
     rollout_id = await new_rollout(store)
     row = await store.rollouts.get(rollout_id)
@@ -24,13 +26,15 @@ async def test_a_whole_life(store: Store) -> None:
     assert (row.seed, row.config, row.incomplete, row.group_index) == (11, {"timeout": 60}, False, 0)
     assert (row.owner_host, row.owner_pid) == (socket.gethostname(), os.getpid())
 
-    for status in ("preparing", "ready", "running", "scoring"):
-        await store.rollouts.update(rollout_id, status=status)
-    await store.rollouts.update(rollout_id, session_id=session_id, exit_code=0)
+    (claim,) = await store.queue.claim("worker", 1, 60, job_id=row.job_id)
+    await store.rollouts.enter_stage(claim, "preparing", session_id=session_id)
+    await store.rollouts.enter_stage(claim, "ready")
+    await store.rollouts.enter_stage(claim, "running")
+    await store.rollouts.enter_stage(claim, "scoring", exit_code=0)
     await store.calls.commit(call_record(session_id))
     await store.rewards.add(rollout_id, 0.5, "tests", {"passed": 1, "failed": 1})
     await store.rewards.add(rollout_id, 1.0, "tests", {"passed": 2})
-    await store.rollouts.update(rollout_id, status="done")
+    await store.rollouts.end(claim, "done")
 
     row = await store.rollouts.get(rollout_id)
     assert row is not None
@@ -46,31 +50,44 @@ async def test_a_whole_life(store: Store) -> None:
     assert [reward.value for reward in await store.rewards.of_rollout(rollout_id)] == [0.5, 1.0]
 
 
+async def test_lost_claim_changes_nothing(store: Store) -> None:
+    rollout_id = await new_rollout(store)
+    row = await store.rollouts.get(rollout_id)
+    assert row is not None
+    (claim,) = await store.queue.claim("worker", 1, 60, job_id=row.job_id)
+    await store.queue.release(rollout_id, cause="sandbox")
+    with pytest.raises(ClaimLostError, match="another worker claimed it"):
+        await store.rollouts.enter_stage(claim, "preparing")
+    with pytest.raises(ClaimLostError):
+        await store.rollouts.end(claim, "done")
+    assert await store.rollouts.stages(rollout_id) == []
+
+
 @pytest.mark.parametrize("status", sorted(FINAL_STATUSES))
-async def test_a_final_status_stays(store: Store, status: str) -> None:
+async def test_final_status_cannot_change(store: Store, status: RolloutStatus) -> None:
     rollout_id = await new_rollout(store)
     await store.rollouts.update(rollout_id, status=status, error="why\x00")
     await store.rollouts.update(rollout_id, status=status)
     with pytest.raises(StoreError, match=f"is {status} already"):
-        await store.rollouts.update(rollout_id, status="running", exit_code=3)
+        await store.rollouts.update(rollout_id, status="running", incomplete=True)
     row = await store.rollouts.get(rollout_id)
     assert row is not None
-    assert (row.status, row.exit_code, row.error) == (status, None, "why\ufffd")
+    assert (row.status, row.incomplete, row.error) == (status, False, "why\ufffd")
 
 
-async def test_mistakes_are_told(store: Store) -> None:
+async def test_rejects_unknown_ids_and_statuses(store: Store) -> None:
     rollout_id = await new_rollout(store)
     with pytest.raises(UsageError, match="not a rollout status"):
         await store.rollouts.update(rollout_id, status="finished")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="no rollout"):
         await store.rollouts.update("roll_unknown", status="done")
     with pytest.raises(StoreError, match="does not fit"):
-        await store.rollouts.create_group("task-unknown", 1, {})
+        await store.jobs.submit({}, [NewGroup("task-unknown", 1, {}, (ROLLOUT,))])
     assert await store.rollouts.get("roll_unknown") is None
     assert await store.tasks.get("task-unknown") is None
 
 
-async def test_a_task_can_be_put_again(store: Store) -> None:
+async def test_task_can_be_replaced(store: Store) -> None:
     await store.tasks.put("t", "swe-task", 1, "one", {})
     first = await store.tasks.get("t")
     await store.tasks.put("t", "swe-task", 2, "two", {"a": 1})
@@ -80,7 +97,7 @@ async def test_a_task_can_be_put_again(store: Store) -> None:
     assert (task.seed, task.instruction, task.spec, task.created_at) == (2, "two", {"a": 1}, first.created_at)
 
 
-async def test_selection(store: Store) -> None:
+async def test_find_by_conditions(store: Store) -> None:
     one = await new_rollout(store, await new_session(store))
     two = await new_rollout(store, harness="codex", seed=12)
     three = await new_rollout(store, harness="codex", seed=13)
@@ -108,27 +125,15 @@ async def test_selection(store: Store) -> None:
     assert [r.rollout_id for r in await store.rollouts.find(group_id=row.group_id, task_id="task-1")] == [two]
 
 
-async def test_what_a_restart_finds(store: Store) -> None:
-    done, left = await new_rollout(store), await new_rollout(store)
+async def test_interrupted_rollouts_have_no_final_status(store: Store) -> None:
+    done, running = await new_rollout(store), await new_rollout(store)
     await store.rollouts.update(done, status="done")
-    await store.rollouts.update(left, status="running")
+    await store.rollouts.update(running, status="running")
     (row,) = await store.rollouts.interrupted()
-    assert (row.rollout_id, row.owner_pid) == (left, os.getpid())
-    async with store.database.writing() as connection:
-        await connection.exec_driver_sql("UPDATE rollouts SET owner_pid = 1, owner_host = 'elsewhere'")
-    await store.rollouts.update(left, claim=True)
-    (row,) = await store.rollouts.interrupted()
-    assert (row.owner_host, row.owner_pid) == (socket.gethostname(), os.getpid())
+    assert (row.rollout_id, row.owner_pid) == (running, os.getpid())
 
 
-async def test_events_of_any_kind(store: Store) -> None:
-    rollout_id = await new_rollout(store)
-    await store.rollouts.add_event(rollout_id, "command", {"command": "ls\x00", "exit_code": 0})
-    event = (await store.rollouts.events(rollout_id))[-1]
-    assert (event.kind, event.data) == ("command", {"command": "ls\x00", "exit_code": 0})
-
-
-async def test_artifacts_are_files_by_hash(store: Store) -> None:
+async def test_equal_artifacts_share_a_file(store: Store) -> None:
     one, two = await new_rollout(store), await new_rollout(store)
     patch = b"--- a\n+++ b\n"
     first = await store.artifacts.add(one, "patch.diff", patch)

@@ -1,4 +1,4 @@
-"""Training runs: their lines stand in order, said twice they are said once, and what a kill took back is gone."""
+"""Training runs: lines keep their order, repeated lines are stored once, and a restarted run replaces its lines."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def line(step: int, kind: str = "step", **values: object) -> Json:
 LINES = [line(0, "start"), line(1, reward=0.5, groups=["a", "b"]), line(1, "sync", moved=None), line(2, reward=None)]
 
 
-async def test_lines_are_added_and_told_in_order(store: Store) -> None:
+async def test_lines_keep_their_order(store: Store) -> None:
     await store.training.put_run("run_1", "first", {"loss": "dapo"}, LINES[:1])
     await store.training.add_lines("run_1", 1, LINES[1:3])
-    await store.training.add_lines("run_1", 2, LINES[2:])  # the answer to the last was lost
+    await store.training.add_lines("run_1", 2, LINES[2:])  # repeated, as after a lost response
     await store.training.add_lines("run_1", 4, [])
     assert await store.training.lines("run_1") == LINES
     (run,) = await store.training.runs()
@@ -31,7 +31,7 @@ async def test_lines_are_added_and_told_in_order(store: Store) -> None:
     assert abs(run.created_at - time.time()) < 60
 
 
-async def test_a_run_that_is_taken_up_has_the_lines_that_it_stands_by(store: Store) -> None:
+async def test_restarted_run_replaces_its_lines(store: Store) -> None:
     await store.training.put_run("run_1", "first", {"steps": 2}, LINES)
     (before,) = await store.training.runs("run_1")
     await store.training.put_run("run_1", "renamed", {"steps": 9}, LINES[:2])
@@ -41,18 +41,18 @@ async def test_a_run_that_is_taken_up_has_the_lines_that_it_stands_by(store: Sto
     assert (run.name, run.config, run.created_at) == ("renamed", {"steps": 9}, before.created_at)
 
 
-async def test_what_cannot_be_is_refused_whole(store: Store) -> None:
+async def test_refuses_unknown_runs_and_missing_lines(store: Store) -> None:
     with pytest.raises(StoreError, match="no training run run_1"):
         await store.training.add_lines("run_1", 0, LINES)
     await store.training.put_run("run_1", "first", {}, [])
-    with pytest.raises(StoreError, match="has 0 lines here: line 2 cannot follow"):
+    with pytest.raises(StoreError, match="has 0 stored lines, so line 2 cannot be added"):
         await store.training.add_lines("run_1", 2, LINES)
     assert await store.training.lines("run_1") == await store.training.lines("run_none") == []
     assert [(run.step, run.lines, run.updated_at) for run in await store.training.runs()] == [(0, 0, None)]
     assert await store.training.runs("run_none") == []
 
 
-async def test_an_archive_of_everything_has_them(store: Store, tmp_path: Path) -> None:
+async def test_archive_of_everything_contains_training_runs(store: Store, tmp_path: Path) -> None:
     await store.training.put_run("run_1", "first", {"loss": "dapo"}, LINES)
     await store.maintenance.export_archive(tmp_path / "all.polar")
     await store.maintenance.export_archive(tmp_path / "some.polar", where="reward>=1")

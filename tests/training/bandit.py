@@ -22,7 +22,7 @@ import numpy as np
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.store import Store, open_store
 from polar_proxy.store.jobs import NewGroup, NewRollout
-from polar_proxy.store.stages import Claim
+from polar_proxy.store.rollouts import Claim
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.feed import StoreGroupReader
@@ -61,7 +61,7 @@ class Bandit:
             NewRollout("none", "none", "local", "tiny", self.seed + 1000 * number + index, {})
             for index in range(self.samples)
         )
-        new = [NewGroup("bandit", self.samples, {}, rollouts, offered=True)] * self.groups
+        new = [NewGroup("bandit", self.samples, {}, rollouts, for_training=True)] * self.groups
         await self.store.jobs.submit({}, new, idempotency_key=f"{self.run}/{number}")
 
     async def pending_groups(self) -> int:
@@ -88,7 +88,7 @@ class Bandit:
         session = await self.store.sessions.create(
             key_hash=None, label=None, rollout_id=claim.rollout_id, origin="rollout"
         )
-        await self.store.rollouts.update(claim.rollout_id, status="running", session_id=session.session_id)
+        await self.store.rollouts.enter_stage(claim, "running", session_id=session.session_id)
         ids: list[int] = []
         logprobs: list[float] = []
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=LENGTH, seed=claim.seed)

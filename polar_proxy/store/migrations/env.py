@@ -1,4 +1,4 @@
-"""Runs the migrations on the connection (and in the transaction) that `polar_proxy.store.migrate` hands over."""
+"""Run the migrations on the connection, and in the transaction, of `polar_proxy.store.migrate`."""
 
 from __future__ import annotations
 

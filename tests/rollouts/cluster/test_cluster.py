@@ -21,8 +21,7 @@ import pytest
 
 from polar_proxy.rollouts import JobSpec, rollout_ids, submit
 from polar_proxy.sessions import hash_key
-from polar_proxy.store import RolloutRow, Store, open_store
-from polar_proxy.store.rows import FINAL_STATUSES
+from polar_proxy.store import FINAL_STATUSES, RolloutRow, Store, open_store
 from polar_proxy.tasks import get_source
 from tests.rollouts.cluster.conftest import Machines
 from tests.rollouts.cluster.machines import Serving, command, wait_for

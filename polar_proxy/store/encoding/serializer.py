@@ -1,4 +1,4 @@
-"""A batch of calls as table rows: hashing, deduplication and compression. Pure CPU work, run in one worker thread."""
+"""Calls to table rows: hashing, deduplication and compression. CPU work without the database, for one worker thread."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
+from cachetools import LRUCache
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import json_codec
-from polar_proxy.store.chains import SHORTEST_TURN, ChainNode, StoredKeys, bytes_chain, content_hash
-from polar_proxy.store.codec import NO_IDS, CellCodec, bytes_before
-from polar_proxy.store.memo import ChainCache, RequestChains, message_chain, prompt_chain
+from polar_proxy.store.encoding.cells import NO_IDS, CellCodec, bytes_before
+from polar_proxy.store.encoding.chains import (
+    MIN_SEGMENT,
+    ChainCache,
+    ChainNode,
+    RequestChains,
+    bytes_chain,
+    content_hash,
+)
 from polar_proxy.store.secrets import bytes_without_secrets, json_without_secrets, without_secrets
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, TokenIds
 
-Row = dict[str, object]
+TableRow = dict[str, object]
 
-_TOOL_LISTS = 64
+_CACHED_TOOL_LISTS = 64
+_CACHED_KEYS = 200_000
 
 
 @dataclass(slots=True)
@@ -33,30 +41,31 @@ class SessionCounters:
 
 @dataclass(slots=True)
 class RowBatch:
-    """Rows to insert, in the order of the fields (each refers only to earlier ones), and what to add to sessions."""
+    """The rows of a batch of calls. Each table refers only to the tables before it."""
 
-    engines: dict[bytes, Row] = field(default_factory=dict)
-    settings: dict[bytes, Row] = field(default_factory=dict)
-    nodes: dict[bytes, tuple[int, Row]] = field(default_factory=dict)
-    calls: list[Row] = field(default_factory=list)
-    completions: list[Row] = field(default_factory=list)
+    engines: dict[bytes, TableRow] = field(default_factory=dict)
+    settings: dict[bytes, TableRow] = field(default_factory=dict)
+    nodes: dict[bytes, tuple[int, TableRow]] = field(default_factory=dict)
+    """id -> (depth, row)"""
+    calls: list[TableRow] = field(default_factory=list)
+    completions: list[TableRow] = field(default_factory=list)
     sessions: dict[str, SessionCounters] = field(default_factory=dict)
 
-    def node_rows(self) -> list[Row]:
-        """Parents first; among equals by id, so that two gateways on PostgreSQL never wait for each other in a ring."""
+    def node_rows(self) -> list[TableRow]:
+        """Return the rows with parents first, then by id, so that two gateways on PostgreSQL cannot deadlock."""
         return [row for _, _, row in sorted((depth, key, row) for key, (depth, row) in self.nodes.items())]
 
-    def session_rows(self) -> list[Row]:
+    def session_rows(self) -> list[TableRow]:
         return [
             {
                 "of_session": key,
-                "more_calls": counts.calls,
-                "more_failed": counts.failed,
-                "more_prompt": counts.prompt,
-                "more_completion": counts.completion,
-                "last": counts.last,
+                "more_calls": counters.calls,
+                "more_failed": counters.failed,
+                "more_prompt": counters.prompt,
+                "more_completion": counters.completion,
+                "last": counters.last,
             }
-            for key, counts in sorted(self.sessions.items())
+            for key, counters in sorted(self.sessions.items())
         ]
 
 
@@ -64,17 +73,18 @@ SerializedCalls = tuple[RowBatch, dict[int, Exception]]
 
 
 class CallSerializer:
-    """Turns records into rows and remembers what is stored already. Used by one thread at a time."""
+    """Turns records into rows, without the shared rows that it knows to be stored. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._codec = CellCodec()
-        self._known = StoredKeys()
-        self._last = ChainCache()
-        self._engines: dict[EngineInfo, tuple[bytes, Row]] = {}
-        self._clean_tools: dict[bytes, bytes] = {}
+        self._stored: LRUCache[bytes, bool] = LRUCache(_CACHED_KEYS)
+        """Keys of rows that are stored. A forgotten key costs one insert that the database ignores."""
+        self._chains = ChainCache()
+        self._engines: dict[EngineInfo, tuple[bytes, TableRow]] = {}
+        self._clean_tools: LRUCache[bytes, bytes] = LRUCache(_CACHED_TOOL_LISTS)
 
-    def pack(self, records: Sequence[CallRecord]) -> SerializedCalls:
-        """The rows of all records that can be stored, and by position why the others cannot."""
+    def serialize(self, records: Sequence[CallRecord]) -> SerializedCalls:
+        """Return the rows of all records that can be stored, and the error of each other record by its position."""
         batch = RowBatch()
         refused: dict[int, Exception] = {}
         for position, record in enumerate(records):
@@ -84,39 +94,40 @@ class CallSerializer:
                 refused[position] = error
         return batch, refused
 
-    def stored(self, batch: RowBatch) -> None:
-        """The batch is committed: its content-addressed rows need not be offered again."""
+    def mark_stored(self, batch: RowBatch) -> None:
+        """Remember that the shared rows of this batch are stored."""
         for key in (*batch.engines, *batch.settings, *batch.nodes):
-            self._known.add(key)
+            self._stored[key] = True
 
     def forget(self) -> None:
-        """Offer everything again (another process may have removed rows)."""
-        self._known.forget_all()
-        self._last.forget_all()
+        """Return all shared rows again, because another process may have deleted some."""
+        self._stored.clear()
+        self._chains.clear()
 
     def _add(self, batch: RowBatch, record: CallRecord) -> None:
-        # All that can fail comes first: a refused record leaves nothing in the batch.
-        last = self._last.get(record.session_id)
-        messages, stored = message_chain(record.messages, last)
-        tools = bytes_chain("tools", [self._tools(record.tools)] if record.tools is not None else [])
-        prompt, before = self._prompt(record, last)
-        asked = _asked(record, (*messages[:stored], *map(_link, messages[stored:])), prompt, before)
-        prompt, tail = self._without_tail(prompt, before)
-        prompt_head = prompt[-1] if prompt else before
-        params, sampling = (_setting(json_without_secrets(value)) for value in (record.params, record.sampling))
+        # Everything that can fail comes first: a refused record leaves nothing in the batch.
+        last = self._chains.get(record.session_id)
+        messages, stored_messages = last.extend_messages(record.messages)
+        tools = bytes_chain("tools", [] if record.tools is None else [self._without_secrets(record.tools)])
+        prompt, prompt_base = self._prompt_chain(record, last)
+        message_nodes = (*messages[:stored_messages], *(n.without_content() for n in messages[stored_messages:]))
+        chains = _chains_of(record, message_nodes, prompt, prompt_base)
+        prompt, tail = self._split_tail(prompt, prompt_base)
+        prompt_head = prompt[-1] if prompt else prompt_base
+        params, sampling = (_setting_row(json_without_secrets(value)) for value in (record.params, record.sampling))
         before_answer = bytes_before(record.messages) if record.choices else b""
-        completions = [self._completion(record, choice, before_answer) for choice in record.choices]
-        engine = self._engine(record.engine)
+        completions = [self._completion_row(record, choice, before_answer) for choice in record.choices]
+        engine = None if record.engine is None else self._engine_row(record.engine)
 
         for key, row in (params, sampling):
-            if key not in self._known:
+            if not self._stored.get(key):
                 batch.settings[key] = row
-        if engine is not None and engine[0] not in self._known:
+        if engine is not None and not self._stored.get(engine[0]):
             batch.engines[engine[0]] = engine[1]
-        for chain in (messages[stored:], tools, prompt):
+        for chain in (messages[stored_messages:], tools, prompt):
             for node in chain:
-                if node.id not in self._known and node.id not in batch.nodes:
-                    batch.nodes[node.id] = (node.depth, node_row(node, self._codec, _before(node, record)))
+                if not self._stored.get(node.id) and node.id not in batch.nodes:
+                    batch.nodes[node.id] = (node.depth, node_row(node, self._codec, _content_before(node, record)))
 
         prompt_tokens = None if record.prompt_ids is None else int(record.prompt_ids.size)
         completion_tokens = sum(int(choice.token_ids.size) for choice in record.choices)
@@ -159,71 +170,71 @@ class CallSerializer:
                 "ended_at": record.ended_at,
             }
         )
-        batch.completions.extend(completions)
-        self._last.put(record.session_id, asked)
-        counts = batch.sessions.setdefault(record.session_id, SessionCounters())
-        counts.calls += 1
-        counts.failed += record.status != "ok"
-        counts.prompt += prompt_tokens or 0
-        counts.completion += completion_tokens
-        counts.last = max(counts.last, record.ended_at)
+        batch.completions += completions
+        self._chains.put(record.session_id, chains)
+        counters = batch.sessions.setdefault(record.session_id, SessionCounters())
+        counters.calls += 1
+        counters.failed += record.status != "ok"
+        counters.prompt += prompt_tokens or 0
+        counters.completion += completion_tokens
+        counters.last = max(counters.last, record.ended_at)
 
-    def _prompt(self, record: CallRecord, last: RequestChains | None) -> tuple[list[ChainNode], ChainNode | None]:
+    def _prompt_chain(self, record: CallRecord, last: RequestChains) -> tuple[list[ChainNode], ChainNode | None]:
         if record.prompt_ids is None:
             return [], None
         _require_array(record.prompt_ids, np.int32, "prompt_ids")
-        return prompt_chain(record.prompt_ids, _end_of_turn(record), last)
+        return last.extend_prompt(record.prompt_ids, _end_of_turn(record))
 
-    def _tools(self, tools: bytes) -> bytes:
-        """Without secrets. Agents send the same list with every call, so that looking through it is remembered."""
-        if tools not in self._clean_tools:
-            if len(self._clean_tools) >= _TOOL_LISTS:
-                self._clean_tools.clear()
-            self._clean_tools[tools] = bytes_without_secrets(tools)
-        return self._clean_tools[tools]
+    def _without_secrets(self, tools: bytes) -> bytes:
+        # Cached, because agents send the same list with every call.
+        clean = self._clean_tools.get(tools)
+        if clean is None:
+            clean = bytes_without_secrets(tools)
+            self._clean_tools[tools] = clean
+        return clean
 
-    def _without_tail(self, prompt: list[ChainNode], before: ChainNode | None) -> tuple[list[ChainNode], bytes | None]:
-        """What follows the last turn (the generation prompt) is of this call alone and a few tokens long: it goes with
-        the call, since a row would cost ten times what it holds."""
-        if not prompt or prompt[-1].length >= SHORTEST_TURN or (len(prompt) == 1 and before is None):
+    def _split_tail(self, prompt: list[ChainNode], base: ChainNode | None) -> tuple[list[ChainNode], bytes | None]:
+        """Take a short last segment off the chain and pack it for the row of the call.
+
+        What follows the last turn (the generation prompt) is a few tokens that no other call shares; a row of its own
+        would cost ten times as much.
+        """
+        if not prompt or prompt[-1].length >= MIN_SEGMENT or (len(prompt) == 1 and base is None):
             return prompt, None
         content = prompt[-1].content
         assert not isinstance(content, bytes)
         return prompt[:-1], self._codec.pack_ids(content)
 
-    def _completion(self, record: CallRecord, choice: Choice, before: bytes) -> Row:
+    def _completion_row(self, record: CallRecord, choice: Choice, before: bytes) -> TableRow:
         _require_array(choice.token_ids, np.int32, "token_ids")
         _require_array(choice.logprobs, np.float32, "logprobs")
         if choice.token_ids.size != choice.logprobs.size:
             raise StoreError(
                 f"choice {choice.index} has {choice.token_ids.size} tokens and {choice.logprobs.size} log-probabilities"
             )
+        prompt = NO_IDS if record.prompt_ids is None else record.prompt_ids
         return {
             "call_id": record.call_id,
             "choice_index": choice.index,
             "finish_reason": choice.finish_reason,
             "tokens": int(choice.token_ids.size),
             "message": self._codec.pack_bytes(json_codec.dumps(choice.message.to_openai()), before),
-            "token_ids": self._codec.pack_ids(
-                choice.token_ids, NO_IDS if record.prompt_ids is None else record.prompt_ids
-            ),
+            "token_ids": self._codec.pack_ids(choice.token_ids, prompt),
             "logprobs": self._codec.pack_logprobs(choice.logprobs),
             "versions": [list(run) for run in choice.versions] or None,
         }
 
-    def _engine(self, info: EngineInfo | None) -> tuple[bytes, Row] | None:
-        if info is None:
-            return None
+    def _engine_row(self, info: EngineInfo) -> tuple[bytes, TableRow]:
         if info not in self._engines:
             self._engines[info] = engine_row(info)
         return self._engines[info]
 
 
-def engine_row(info: EngineInfo) -> tuple[bytes, Row]:
-    """(key, row) of an engine's description."""
+def engine_row(info: EngineInfo) -> tuple[bytes, TableRow]:
+    """Return the key and the row of an engine's description."""
     as_json = {**asdict(info), "capabilities": sorted(info.capabilities)}
     key = content_hash(json_codec.dumps(as_json))
-    row: Row = {
+    row: TableRow = {
         "engine_hash": key,
         "engine": info.engine,
         "version": info.version,
@@ -233,9 +244,11 @@ def engine_row(info: EngineInfo) -> tuple[bytes, Row]:
     return key, row
 
 
-def node_row(node: ChainNode, codec: CellCodec, before: bytes | TokenIds = b"") -> Row:
-    """The row of one link of a chain. `before`: what its chain holds above it (messages: `bytes_before`; tokens: int32
-    [total - length]), for it to be packed better; nothing, where that is not at hand."""
+def node_row(node: ChainNode, codec: CellCodec, before: bytes | TokenIds = b"") -> TableRow:
+    """Return the row of a node.
+
+    `before`: the content of its ancestors (messages: `bytes_before`; tokens: int32 [chain_length - length]).
+    """
     content = node.content
     if isinstance(content, bytes):
         data = codec.pack_bytes(content, before if isinstance(before, bytes) else b"")
@@ -246,16 +259,16 @@ def node_row(node: ChainNode, codec: CellCodec, before: bytes | TokenIds = b"") 
         "parent_id": node.parent,
         "kind": node.kind,
         "length": node.length,
-        "total": node.total,
+        "chain_length": node.chain_length,
         "data": data,
     }
 
 
-def _before(node: ChainNode, record: CallRecord) -> bytes | TokenIds:
+def _content_before(node: ChainNode, record: CallRecord) -> bytes | TokenIds:
     if node.kind == "message":
         return bytes_before(record.messages[: node.depth])
     if node.kind == "tokens" and record.prompt_ids is not None:
-        return record.prompt_ids[: node.total - node.length]
+        return record.prompt_ids[: node.chain_length - node.length]
     return b""
 
 
@@ -263,27 +276,22 @@ def _end_of_turn(record: CallRecord) -> tuple[int, ...]:
     return record.engine.eos_token_ids if record.engine else ()
 
 
-def _link(node: ChainNode) -> ChainNode:
-    """The node without its content, to remember it by."""
-    return ChainNode(node.id, node.parent, node.kind, node.depth, node.length, node.total, b"")
-
-
-def _asked(
-    record: CallRecord, links: tuple[ChainNode, ...], prompt: list[ChainNode], before: ChainNode | None
+def _chains_of(
+    record: CallRecord, messages: tuple[ChainNode, ...], prompt: list[ChainNode], prompt_base: ChainNode | None
 ) -> RequestChains:
-    # The last segment ends where the prompt ends, which is no place to cut a longer one.
-    link = prompt[-2] if len(prompt) > 1 else before
+    # The last segment ends with the prompt, where a longer prompt would not be cut.
+    last_cut = prompt[-2] if len(prompt) > 1 else prompt_base
     ids = record.prompt_ids
     return RequestChains(
         messages=record.messages,
-        message_links=links,
+        message_nodes=messages,
         end_of_turn=_end_of_turn(record),
-        prompt=ids[: link.total].copy() if ids is not None and link is not None else np.empty(0, np.int32),
-        prompt_link=None if link is None else _link(link),
+        prompt=np.empty(0, np.int32) if ids is None or last_cut is None else ids[: last_cut.chain_length].copy(),
+        prompt_node=None if last_cut is None else last_cut.without_content(),
     )
 
 
-def _setting(value: Json) -> tuple[bytes, Row]:
+def _setting_row(value: Json) -> tuple[bytes, TableRow]:
     key = content_hash(json_codec.dumps(value))
     return key, {"settings_hash": key, "value": value}
 

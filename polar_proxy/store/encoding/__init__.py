@@ -1,0 +1,1 @@
+"""How calls become rows and rows become calls: packed cells, chains of shared content, serializer and loader."""

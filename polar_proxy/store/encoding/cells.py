@@ -1,0 +1,220 @@
+"""Packed cells: how bytes, token ids and log-probabilities are stored in a binary column.
+
+A cell is two header bytes and a body. Byte 0 is the version of this format. Byte 1 describes the body:
+
+    bits 0-2  kind: 0 bytes, 1 token ids (int32), 2 log-probabilities (float32)
+    bits 3-5  width: bytes stored per number (ids: the fewest of 1-4 that hold all of them; float32: 4; bytes: 1)
+    bit  6    the body is raw deflate (RFC 1951) with the preceding content as preset dictionary
+    bit  7    the body is a zstd frame (used only if it is smaller)
+
+Preceding content is the conversation before a message, or the prompt before an answer. It contains most of what
+follows: an agent lists a file, quotes it, then edits it. Using it as a dictionary saves a third of a rollout's bytes.
+`CONTEXT` bytes of it are used; of token ids, the lowest `width` bytes each. zstd accepts dictionaries too, but
+preparing one takes twice the time.
+
+Ids are stored as little-endian numbers of `width` bytes. Log-probabilities are stored in byte planes (the lowest byte
+of every number, then the next byte of every number, ...), because their high bytes resemble each other.
+
+Promise: unpacking returns exactly what was packed, bit for bit, including NaN payloads. A cell of an unknown version or
+kind raises StoreError.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import zstandard
+
+from polar_proxy.errors import StoreError
+from polar_proxy.types import Logprobs, TokenIds
+
+VERSION = 1
+CONTEXT = 32_768
+"""Bytes of preceding content in the dictionary: the window of deflate. Part of the format."""
+NO_IDS: TokenIds = np.empty(0, dtype=np.int32)
+
+_BYTES, _IDS, _LOGPROBS = 0, 1, 2
+_DEFLATE = 0x40
+_ZSTD = 0x80
+_MIN_LENGTH = 32
+"""Shorter bodies are stored uncompressed: a zstd frame of them is never smaller."""
+_MAX_DEFLATE_LENGTH = 16_384
+"""Longer bodies gain little from the dictionary, and zstd is five times faster."""
+_DEFLATE_LEVEL = 5
+
+
+class TokenContext(Protocol):
+    """The tokens before a piece, held by an object that has their bytes."""
+
+    def low_bytes(self, width: int) -> bytes | bytearray:
+        """Return the `width` lowest bytes, little-endian, of each of the last `CONTEXT // width` tokens."""
+        ...
+
+
+class CellCodec:
+    """Packs and unpacks cells. It holds zstd contexts, so one thread at a time may use an instance."""
+
+    def __init__(self, level: int = 3) -> None:
+        self._compressor = zstandard.ZstdCompressor(level=level)
+        self._decompressor = zstandard.ZstdDecompressor()
+
+    def pack_bytes(self, content: bytes, before: bytes = b"") -> bytes:
+        """Pack bytes. `before`: the preceding content (`bytes_before`), needed again for unpacking."""
+        return self._cell(_BYTES, 1, content, before[-CONTEXT:])
+
+    def pack_ids(self, ids: TokenIds, before: TokenIds = NO_IDS) -> bytes:
+        """Pack int32 [n]. `before`: int32 [m], the preceding tokens, needed again for unpacking."""
+        width = 4 if ids.size == 0 or int(ids.min()) < 0 else max(1, (int(ids.max()).bit_length() + 7) // 8)
+        return self._cell(_IDS, width, low_bytes(ids, width), _dictionary(before, width))
+
+    def pack_logprobs(self, logprobs: Logprobs) -> bytes:
+        """Pack float32 [n]."""
+        numbers = np.ascontiguousarray(logprobs, dtype="<f4")
+        return self._cell(_LOGPROBS, 4, numbers.view(np.uint8).reshape(-1, 4).T.tobytes())
+
+    def unpack_bytes(self, cell: bytes, before: bytes = b"") -> bytes:
+        return self._body(cell, _BYTES, before[-CONTEXT:])[0]
+
+    def unpack_ids(self, cell: bytes, before: TokenIds | TokenContext = NO_IDS) -> TokenIds:
+        return ids_from_bytes(*self.unpack_id_bytes(cell, before))
+
+    def unpack_id_bytes(self, cell: bytes, before: TokenIds | TokenContext = NO_IDS) -> tuple[bytes, int]:
+        """Return the ids as little-endian bytes and the bytes per id (see `ids_from_bytes`)."""
+        dictionary: bytes | bytearray = b""
+        if len(cell) > 1 and cell[1] & _DEFLATE:
+            width = cell[1] >> 3 & 7
+            dictionary = _dictionary(before, width) if isinstance(before, np.ndarray) else before.low_bytes(width)
+        return self._body(cell, _IDS, dictionary)
+
+    def unpack_logprobs(self, cell: bytes) -> Logprobs:
+        planes = np.frombuffer(self._body(cell, _LOGPROBS)[0], np.uint8).reshape(4, -1)
+        logprobs: Logprobs = np.ascontiguousarray(planes.T).view("<f4").reshape(-1).astype(np.float32, copy=False)
+        return logprobs
+
+    def _cell(self, kind: int, width: int, body: bytes, dictionary: bytes = b"") -> bytes:
+        flags = kind | width << 3
+        if dictionary and _MIN_LENGTH <= len(body) <= _MAX_DEFLATE_LENGTH:
+            packed, compression = _deflate(body, dictionary), _DEFLATE
+            if len(packed) < len(body):
+                return bytes((VERSION, flags | compression)) + packed
+        if len(body) >= _MIN_LENGTH:
+            packed = self._compressor.compress(body)
+            if len(packed) < len(body):
+                return bytes((VERSION, flags | _ZSTD)) + packed
+        return bytes((VERSION, flags)) + body
+
+    def _body(self, cell: bytes, kind: int, dictionary: bytes | bytearray = b"") -> tuple[bytes, int]:
+        """Return the uncompressed body and its width."""
+        width, body = _read_header(cell, kind)
+        if cell[1] & _DEFLATE:
+            body = _inflate(body, dictionary)
+        elif cell[1] & _ZSTD:
+            try:
+                body = self._decompressor.decompress(body)
+            except zstandard.ZstdError as error:
+                raise StoreError("A stored value cannot be decompressed: the database is damaged") from error
+        if len(body) % width:
+            raise StoreError("A stored array is cut short: the database is damaged")
+        return body, width
+
+
+_JSON_DICTIONARY = (
+    b'{"quotes":[["summary","agent_prompt"]],"compaction":true,"thread":"","assistant_chain":"","form":1,'
+    b'"asked":"0123456789abcdef","ids":"","answers":[{"end":"","assistant_chain":"","digest":"",'
+    b'"ids":["call_","toolu_"],"length":100}]}'
+)
+"""The preset dictionary of small JSON values: the keys of fingerprints. Part of the format."""
+
+
+def pack_small_json(text: bytes) -> bytes:
+    """Pack a JSON text. May be called on any thread."""
+    flags = _BYTES | 1 << 3
+    packed = _deflate(text, _JSON_DICTIONARY)
+    if len(packed) < len(text):
+        return bytes((VERSION, flags | _DEFLATE)) + packed
+    return bytes((VERSION, flags)) + text
+
+
+def unpack_small_json(cell: bytes) -> bytes:
+    _, body = _read_header(cell, _BYTES)
+    return _inflate(body, _JSON_DICTIONARY) if cell[1] & _DEFLATE else body
+
+
+def _read_header(cell: bytes, kind: int) -> tuple[int, bytes]:
+    """Return the width and the body. Raises StoreError unless the cell has this kind."""
+    if len(cell) < 2 or cell[0] != VERSION:
+        found = f"version {cell[0]}" if cell else "no content"
+        raise StoreError(f"A stored value has {found}; this Polar reads version {VERSION}: update Polar")
+    flags = cell[1]
+    width = flags >> 3 & 7
+    if flags & 7 != kind or not 1 <= width <= 4 or flags & (_ZSTD | _DEFLATE) == _ZSTD | _DEFLATE:
+        raise StoreError(f"A stored value has kind {flags & 7}, expected {kind}: the database is damaged")
+    return width, cell[2:]
+
+
+def bytes_before(contents: Sequence[bytes]) -> bytes:
+    """Return the last `CONTEXT` bytes of the joined contents."""
+    pieces: list[bytes] = []
+    missing = CONTEXT
+    for content in reversed(contents):
+        pieces.append(content[-missing:])
+        missing -= len(content)
+        if missing <= 0:
+            break
+    return b"".join(reversed(pieces))
+
+
+def _dictionary(before: TokenIds, width: int) -> bytes:
+    return low_bytes(before[-(CONTEXT // width) :], width)
+
+
+def _deflate(body: bytes, dictionary: bytes) -> bytes:
+    packer = zlib.compressobj(_DEFLATE_LEVEL, zlib.DEFLATED, -15, 9, zlib.Z_DEFAULT_STRATEGY, dictionary)
+    return packer.compress(body) + packer.flush()
+
+
+def _inflate(body: bytes, dictionary: bytes | bytearray) -> bytes:
+    unpacker = zlib.decompressobj(-15, dictionary)
+    try:
+        found = unpacker.decompress(body)
+    except zlib.error as error:
+        raise StoreError("A stored value cannot be decompressed: the database is damaged") from error
+    if not unpacker.eof:
+        raise StoreError("A stored value is cut short: the database is damaged")
+    if unpacker.unused_data:
+        raise StoreError("A stored value continues after its end: the database is damaged")
+    return found
+
+
+_LOW_BYTES = {
+    width: np.dtype({"names": ["low"], "formats": [f"V{width}"], "offsets": [0], "itemsize": 4})
+    for width in (1, 2, 3, 4)
+}
+"""The `width` lowest bytes of a 4-byte number as one item, so that numpy copies them together."""
+
+
+def low_bytes(ids: TokenIds, width: int) -> bytes:
+    """Return the `width` lowest bytes of each id, little-endian."""
+    found: bytes = np.ascontiguousarray(ids, dtype="<i4").view(_LOW_BYTES[width])["low"].tobytes()
+    return found
+
+
+def ids_from_bytes(body: bytes | bytearray, width: int) -> TokenIds:
+    """Return int32 [n] of little-endian numbers with `width` bytes each."""
+    numbers = np.zeros((len(body) // width, 4), np.uint8)
+    numbers[:, :width] = np.frombuffer(body, np.uint8).reshape(-1, width)
+    ids: TokenIds = numbers.view("<i4").reshape(-1).astype(np.int32, copy=False)
+    return ids
+
+
+def change_width(body: bytes | bytearray, old: int, new: int) -> bytes | bytearray:
+    """Return ids of `old` bytes each with `new` bytes each: zeros are added, or the highest bytes dropped."""
+    if old == new:
+        return body
+    found = bytearray(len(body) // old * new)
+    for place in range(min(old, new)):
+        found[place::new] = body[place::old]
+    return found

@@ -1,0 +1,192 @@
+"""Content-addressed chains: content that many calls share is stored once.
+
+The id of a node is `blake2b-128(parent id, content)`, keyed by the node's kind, so an id stands for the whole chain
+from the root to that node. A prompt is the chain of its token segments and a conversation is the chain of its messages.
+A call refers to the last node. Two prompts with a common beginning share the nodes up to the first different segment.
+
+Invariant: if a node is stored, all its ancestors are stored (a foreign key enforces it), and joining the contents from
+the root down returns the prompt exactly. Ids depend on the content and not on its packed form, so that a better codec
+does not change them.
+
+`ChainCache` remembers the chains of each session's last request, so that the next request hashes only what it adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+from cachetools import LRUCache
+
+from polar_proxy.types import TokenIds
+
+NodeKind = Literal["message", "tools", "tokens"]
+
+MIN_SEGMENT = 32
+"""Shorter turns are joined with the next one, because a row costs more than it saves."""
+_MAX_SEGMENT = 1024
+"""Longer turns are cut, so that a long system prompt without an end of turn is shared too."""
+_PLAIN_SEGMENT = 256
+"""Length of segments if the engine's end-of-turn tokens are not known."""
+_CACHE_BYTES = 64 * 2**20
+_ROOT = bytes(16)
+_PERSON: dict[NodeKind, bytes] = {"message": b"polar message", "tools": b"polar tools", "tokens": b"polar tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChainNode:
+    """One node. Lengths count tokens in a chain of tokens and bytes in other chains."""
+
+    id: bytes
+    parent: bytes | None
+    kind: NodeKind
+    depth: int
+    """0 at the root."""
+    length: int
+    chain_length: int
+    """With all ancestors."""
+    content: bytes | TokenIds
+
+    def without_content(self) -> ChainNode:
+        return ChainNode(self.id, self.parent, self.kind, self.depth, self.length, self.chain_length, b"")
+
+
+def content_hash(content: bytes) -> bytes:
+    """Return the 16-byte id of a value without a parent (engine descriptions, request settings)."""
+    return blake2b(content, digest_size=16).digest()
+
+
+def node_id(parent: bytes | None, kind: NodeKind, content: bytes | memoryview) -> bytes:
+    digest = blake2b(parent or _ROOT, digest_size=16, person=_PERSON[kind])
+    digest.update(content)
+    return digest.digest()
+
+
+def bytes_chain(kind: NodeKind, contents: Sequence[bytes], after: ChainNode | None = None) -> list[ChainNode]:
+    """Return the nodes of a conversation, or the single node of a list of tools, root first.
+
+    `after`: the node that they continue.
+    """
+    nodes: list[ChainNode] = []
+    parent = None if after is None else after.id
+    chain_length = 0 if after is None else after.chain_length
+    for depth, content in enumerate(contents, 0 if after is None else after.depth + 1):
+        chain_length += len(content)
+        this = node_id(parent, kind, content)
+        nodes.append(ChainNode(this, parent, kind, depth, len(content), chain_length, content))
+        parent = this
+    return nodes
+
+
+def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: ChainNode | None = None) -> list[ChainNode]:
+    """Return the nodes of a prompt (int32 [n]), root first; none for an empty prompt.
+
+    `after`: the node whose chain is `ids[: after.chain_length]`, cut by the same rule. Only the nodes after it are
+    returned.
+    """
+    little = np.ascontiguousarray(ids, dtype="<i4")
+    raw = little.data.cast("B")
+    nodes: list[ChainNode] = []
+    parent = None if after is None else after.id
+    offset = start = 0 if after is None else after.chain_length
+    ends = cut_segments(little[offset:], end_of_turn)
+    for depth, end in enumerate((offset + end for end in ends), 0 if after is None else after.depth + 1):
+        this = node_id(parent, "tokens", raw[4 * start : 4 * end])
+        nodes.append(ChainNode(this, parent, "tokens", depth, end - start, end, little[start:end]))
+        parent, start = this, end
+    return nodes
+
+
+def cut_segments(ids: TokenIds, end_of_turn: Sequence[int]) -> list[int]:
+    """Return the ends of the segments of a prompt; the last is the end of the prompt.
+
+    Every cut but the last depends only on the tokens before it. Therefore a longer prompt shares the nodes.
+    """
+    size = int(ids.size)
+    if size == 0:
+        return []
+    if not end_of_turn:
+        return [*range(_PLAIN_SEGMENT, size, _PLAIN_SEGMENT), size]
+    mask = ids == end_of_turn[0]
+    for token in end_of_turn[1:]:
+        mask |= ids == token
+    stops: list[int] = (np.flatnonzero(mask) + 1).tolist()
+    if not stops or stops[-1] != size:
+        stops.append(size)
+    ends: list[int] = []
+    start = 0
+    for end in stops:
+        while end - start > _MAX_SEGMENT:
+            start += _MAX_SEGMENT
+            ends.append(start)
+        if end == size or end - start >= MIN_SEGMENT:
+            ends.append(end)
+            start = end
+    return ends
+
+
+@dataclass(frozen=True, slots=True)
+class RequestChains:
+    """The chains of one request, without contents.
+
+    Invariant: all their nodes are stored or belong to the batch that is being serialized.
+    """
+
+    messages: tuple[bytes, ...]
+    message_nodes: tuple[ChainNode, ...]
+    end_of_turn: tuple[int, ...]
+    prompt: TokenIds
+    """The prompt up to the last cut that a longer prompt would have as well."""
+    prompt_node: ChainNode | None
+    """The node at the end of `prompt`; None if it is empty."""
+
+    def extend_messages(self, messages: Sequence[bytes]) -> tuple[tuple[ChainNode, ...], int]:
+        """Return the chain of a conversation, and the number of its first nodes that are known to be stored."""
+        shared = 0
+        for message, known in zip(messages, self.messages, strict=False):
+            if message != known:
+                break
+            shared += 1
+        stored = self.message_nodes[:shared]
+        return (*stored, *bytes_chain("message", messages[shared:], stored[-1] if stored else None)), shared
+
+    def extend_prompt(self, prompt: TokenIds, end_of_turn: tuple[int, ...]) -> tuple[list[ChainNode], ChainNode | None]:
+        """Return the nodes of a prompt that are not known to be stored, and the stored node that they continue."""
+        size = self.prompt.size
+        continues = (
+            self.prompt_node is not None
+            and self.end_of_turn == end_of_turn
+            and prompt.size >= size
+            and np.array_equal(prompt[:size], self.prompt)
+        )
+        after = self.prompt_node if continues else None
+        return token_chain(prompt, end_of_turn, after), after
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.messages)) + int(self.prompt.nbytes) + 200
+
+
+NO_CHAINS = RequestChains((), (), (), np.empty(0, np.int32), None)
+
+
+class ChainCache:
+    """The chains of each session's last request; the least recently used sessions are dropped."""
+
+    def __init__(self, capacity: int = _CACHE_BYTES) -> None:
+        self._by_session: LRUCache[str, RequestChains] = LRUCache(capacity, getsizeof=lambda chains: chains.size)
+
+    def get(self, session_id: str) -> RequestChains:
+        return self._by_session.get(session_id) or NO_CHAINS
+
+    def put(self, session_id: str, chains: RequestChains) -> None:
+        if chains.size <= self._by_session.maxsize:
+            self._by_session[session_id] = chains
+        else:  # too large to be cached
+            self._by_session.pop(session_id, None)
+
+    def clear(self) -> None:
+        self._by_session.clear()

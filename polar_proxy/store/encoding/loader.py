@@ -1,0 +1,244 @@
+"""Table rows to calls: records equal to those that were committed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from sqlalchemy import CTE, ColumnElement, CompoundSelect, Select, select, union
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from polar_proxy.errors import StoreError
+from polar_proxy.store import json_codec
+from polar_proxy.store.encoding.buffers import TokenPrefix
+from polar_proxy.store.encoding.cells import CellCodec, bytes_before
+from polar_proxy.store.encoding.chains import NodeKind
+from polar_proxy.store.schema import calls, completions, engines, nodes, settings
+from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Message, TokenIds
+
+_c = calls.c
+_COPIED = (
+    *("call_id", "session_id", "dialect", "path", "stream", "model", "weight_version", "logprob_mode", "status"),
+    *("http_status", "error", "edge", "parent_call_id", "rule", "ambiguous", "thread", "prompt_mode", "prompt_reason"),
+    *("base_call_id", "base_choice", "started_at", "first_token_at", "ended_at", "cached_tokens"),
+)
+"""Fields of a record that are columns of `calls` with the same name."""
+_UNPACKED = ("engine_hash", "params_hash", "sampling_hash", "prompt_node", "prompt_tail", "prompt_tokens")
+_TEXT = ("fingerprint", "message_count", "messages_node", "tools_node", "completion_tokens")
+
+
+async def fetch(connection: AsyncConnection, where: ColumnElement[bool], *, text: bool = True) -> CallLoader:
+    """Read all rows of the calls that meet `where` (a condition on `calls`) in five statements, each node once.
+
+    Without `text` the records have tokens, but no messages, tools or fingerprint, and their answers are empty.
+    """
+    names = (*_COPIED, *_UNPACKED, *(_TEXT if text else ()))
+    query = select(*(_c[name] for name in names)).where(where).order_by(_c.started_at, _c.call_id)
+    call_rows = (await connection.execute(query)).all()
+    if not call_rows:
+        return CallLoader((), (), ())
+    answer_columns = [column for column in completions.c if text or column.name != "message"]
+    answer_query = (
+        select(*answer_columns)
+        .join(calls, _c.call_id == completions.c.call_id)
+        .where(where)
+        .order_by(completions.c.call_id, completions.c.choice_index)
+    )
+    answer_rows = (await connection.execute(answer_query)).all()
+    used = union(*(select(column).where(where) for column in (_c.params_hash, _c.sampling_hash))).subquery()
+    settings_query = select(settings).join(used, used.c[0] == settings.c.settings_hash)
+    engines_query = select(engines.c.engine_hash, engines.c.info).where(
+        engines.c.engine_hash.in_(select(_c.engine_hash).where(where))
+    )
+    shared = SharedRows(
+        {bytes(row.settings_hash): row.value for row in await connection.execute(settings_query)},
+        {bytes(row.engine_hash): row.info for row in await connection.execute(engines_query)},
+    )
+    node_columns = (_c.prompt_node, *((_c.messages_node, _c.tools_node) if text else ()))
+    heads = union(*(select(column.label("node_id")).where(where, column.is_not(None)) for column in node_columns))
+    return CallLoader(call_rows, answer_rows, await fetch_nodes(connection, heads), shared, text=text)
+
+
+async def fetch_nodes(connection: AsyncConnection, heads: Select[Any] | CompoundSelect[Any]) -> Sequence[Any]:
+    """Read all nodes of the chains that end at `heads` (a query for `node_id`), each once."""
+    chain = chain_ids(heads)
+    query = select(nodes.c.node_id, nodes.c.parent_id, nodes.c.chain_length, nodes.c.length, nodes.c.data)
+    return (await connection.execute(query.join(chain, chain.c.node_id == nodes.c.node_id))).all()
+
+
+def chain_ids(heads: Select[Any] | CompoundSelect[Any]) -> CTE:
+    """Select the ids, as `node_id`, of all nodes of the chains that end at `heads`."""
+    ends = heads.subquery()
+    chain = select(ends.c.node_id).cte("chain", recursive=True)
+    return chain.union(
+        select(nodes.c.parent_id).join(chain, chain.c.node_id == nodes.c.node_id).where(nodes.c.parent_id.is_not(None))
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRows:
+    """Settings and engines by hash. Records share the values, so nobody may change them."""
+
+    settings: Mapping[bytes, Json] = field(default_factory=dict)
+    engines: Mapping[bytes, Json] = field(default_factory=dict)
+
+
+class CallLoader:
+    """Unpacks fetched rows. CPU work without the database: run it in a thread if there is much."""
+
+    def __init__(
+        self,
+        call_rows: Sequence[Any],
+        answer_rows: Sequence[Any],
+        node_rows: Sequence[Any],
+        shared: SharedRows = SharedRows(),
+        *,
+        text: bool = True,
+    ) -> None:
+        self._text = text
+        self._shared = shared
+        self._call_rows = call_rows
+        self._answer_rows: dict[str, list[Any]] = defaultdict(list)
+        for row in answer_rows:
+            self._answer_rows[row.call_id].append(row)
+        self._codec = CellCodec()
+        self._nodes = {bytes(row.node_id): row for row in node_rows}
+        self._contents: dict[bytes, bytes] = {}
+        self._conversations: dict[bytes | None, tuple[bytes, ...]] = {None: ()}
+        self._prompts: dict[bytes | None, TokenPrefix] = {None: TokenPrefix.empty()}
+        self._engines: dict[bytes, EngineInfo] = {}
+        self._tails: dict[bytes, tuple[bytes, int]] = {}
+
+    def records(self) -> list[CallRecord]:
+        # All prompts are read before the first array is made, so that they share one array.
+        for row in self._call_rows:
+            self._prompt(row.prompt_node, row.prompt_tail)
+        return [self.record(row) for row in self._call_rows]
+
+    def rows(self) -> Iterator[tuple[Any, Sequence[Any]]]:
+        """Yield each row of `calls` with its rows of `completions`."""
+        for row in self._call_rows:
+            yield row, self._answer_rows[row.call_id]
+
+    def record(self, row: Any) -> CallRecord:
+        """Return the record of one row of `calls`."""
+        prompt = None if row.prompt_tokens is None else self._prompt(row.prompt_node, row.prompt_tail)
+        messages: tuple[bytes, ...] = ()
+        tools = fingerprint = None
+        if self._text:
+            messages = self._conversation(row.messages_node)
+            if len(messages) != row.message_count:
+                raise StoreError(
+                    f"A call has {row.message_count} messages and {len(messages)} are stored: the database is damaged"
+                )
+            tools = None if row.tools_node is None else self._content(row.tools_node, b"")
+            fingerprint = row.fingerprint
+        answers = self._answer_rows[row.call_id]
+        before_answer = bytes_before(messages) if answers else b""
+        return CallRecord(
+            **dict(zip(_COPIED, row, strict=False)),
+            engine=None if row.engine_hash is None else self._engine(row.engine_hash),
+            fingerprint=fingerprint,
+            messages=messages,
+            tools=tools,
+            params=_shared_value(self._shared.settings, row.params_hash),
+            sampling=_shared_value(self._shared.settings, row.sampling_hash),
+            prompt_ids=None if prompt is None else prompt.ids,
+            choices=tuple(self._choice(answer, prompt or TokenPrefix.empty(), before_answer) for answer in answers),
+        )
+
+    def _choice(self, answer: Any, prompt: TokenPrefix, before: bytes) -> Choice:
+        return Choice(
+            index=answer.choice_index,
+            message=self._message(answer.message, before) if self._text else Message("assistant"),
+            finish_reason=answer.finish_reason,
+            token_ids=self._codec.unpack_ids(answer.token_ids, prompt),
+            logprobs=self._codec.unpack_logprobs(answer.logprobs),
+            versions=tuple((start, version) for start, version in answer.versions or ()),
+        )
+
+    def _message(self, cell: bytes, before: bytes) -> Message:
+        return Message.from_openai(json_codec.loads(self._codec.unpack_bytes(cell, before)))
+
+    def _engine(self, key: bytes) -> EngineInfo:
+        if key not in self._engines:
+            self._engines[key] = engine_info(_shared_value(self._shared.engines, key))
+        return self._engines[key]
+
+    def node(self, node: bytes) -> Any:
+        """Return a row of `nodes`. Raises StoreError if it is missing."""
+        if node not in self._nodes:
+            raise StoreError(f"The node {node.hex()} of a stored chain is missing: the database is damaged")
+        return self._nodes[node]
+
+    def chain(self, head: bytes | None, known: Container[bytes | None] = ()) -> list[bytes]:
+        """Return the ids of the chain that ends at `head`, root first, without its beginning that is `known`."""
+        new: list[bytes] = []
+        while head is not None and head not in known:
+            new.append(head)
+            head = self.node(head).parent_id
+        new.reverse()
+        return new
+
+    def content(self, node: bytes, kind: NodeKind) -> bytes:
+        """Return the content of one node; token ids as little-endian int32."""
+        if kind == "tokens":
+            parent = self.node(node).parent_id
+            start = 0 if parent is None else self.node(parent).chain_length
+            return np.ascontiguousarray(self.prompt(node)[start:], "<i4").tobytes()
+        if node not in self._contents:
+            self._conversation(node)
+        return self._contents[node]
+
+    def _conversation(self, head: bytes | None) -> tuple[bytes, ...]:
+        new = self.chain(head, self._conversations)
+        found = list(self._conversations[self.node(new[0]).parent_id if new else head])
+        for node in new:
+            found.append(self._content(node, bytes_before(found)))
+        messages = self._conversations[head] = tuple(found)
+        return messages
+
+    def _content(self, node: bytes, before: bytes) -> bytes:
+        if node not in self._contents:
+            self._contents[node] = self._codec.unpack_bytes(self.node(node).data, before)
+        return self._contents[node]
+
+    def prompt(self, head: bytes | None) -> TokenIds:
+        """Return the prompt whose chain ends at `head`. Read-only; prompts with a common beginning share memory."""
+        return self._prompt(head, None).ids
+
+    def _prompt(self, head: bytes | None, tail: bytes | None) -> TokenPrefix:
+        """Return the prompt with the packed tokens `tail` after its chain."""
+        new = self.chain(head, self._prompts)
+        prompt = self._prompts[self.node(new[0]).parent_id if new else head]
+        for node in new:
+            row = self.node(node)
+            prompt = prompt.extended(*self._codec.unpack_id_bytes(row.data, prompt))
+            if prompt.size != row.chain_length:
+                raise StoreError("A prompt and its chain have different lengths: the database is damaged")
+            self._prompts[node] = prompt
+        if tail is None:
+            return prompt
+        if tail not in self._tails:  # usually the same generation prompt
+            self._tails[tail] = self._codec.unpack_id_bytes(tail)
+        return prompt.extended(*self._tails[tail])
+
+
+def _shared_value(shared: Mapping[bytes, Json], key: bytes) -> Json:
+    if key not in shared:
+        raise StoreError(f"The row {bytes(key).hex()} that a call refers to is missing: the database is damaged")
+    return shared[key]
+
+
+def engine_info(info: Json) -> EngineInfo:
+    """Return the description of an engine from its JSON."""
+    return EngineInfo(
+        **{
+            **info,
+            "capabilities": frozenset(info["capabilities"]),
+            "eos_token_ids": tuple(info.get("eos_token_ids", ())),
+        }
+    )
