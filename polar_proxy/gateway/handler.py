@@ -17,7 +17,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import parse_qs
 
@@ -52,27 +51,28 @@ _LARGE_BODY = 1 << 20
 """Bytes above which a body is parsed in a thread, to keep the event loop free."""
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayContext:
-    """What the requests of one gateway share."""
-
-    engine: Engine
-    store: Store
-    settings: GatewaySettings
-    metrics: GatewayMetrics
-    sessions: SessionRegistry
-    retries: RetryCache
-    prompts: PromptBuilder
-    recorder: CallRecorder
-    in_flight: InFlightCalls | None
-    """Announces calls to the other gateways of the database; None if there are none."""
-
-
 class RequestHandler:
     """Answers the model requests of one gateway."""
 
-    def __init__(self, context: GatewayContext) -> None:
-        self._context = context
+    def __init__(
+        self,
+        engine: Engine,
+        store: Store,
+        sessions: SessionRegistry,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        in_flight: InFlightCalls | None,
+    ) -> None:
+        """`in_flight` announces calls to the other gateways of the database; None if there are none."""
+        self._engine = engine
+        self._store = store
+        self._sessions = sessions
+        self._settings = settings
+        self._metrics = metrics
+        self._in_flight = in_flight
+        self._prompts = PromptBuilder(engine, store, settings)
+        self.recorder = CallRecorder(engine, store, self._prompts, metrics, in_flight)
+        self.retries = RetryCache(settings)
 
     async def handle(
         self,
@@ -84,25 +84,24 @@ class RequestHandler:
         send: asgi.Send,
     ) -> None:
         """Answer one model request. `path` is the route without the prefix `/s/{path_key}`."""
-        context = self._context
         try:
             request = await self._read(dialect, path, path_key, scope, receive)
         except asgi.ClientDisconnected:
             return
         except RequestError as error:
-            context.metrics.refused.labels(error.status).inc()
+            self._metrics.refused.labels(error.status).inc()
             await send_error(send, error, dialect)
             return
-        earlier = context.retries.find(request)
+        earlier = self.retries.find(request)
         if earlier is not None and await earlier.follow(receive, send):
-            context.metrics.joined.inc()
+            self._metrics.joined.inc()
             return
-        buffer = context.retries.open(request)
+        buffer = self.retries.open(request)
         answered = False
         try:
             answered = await self._answer(request, buffer, receive, send)
         finally:
-            context.retries.close(buffer, failed=not answered)
+            self.retries.close(buffer, failed=not answered)
 
     async def _read(
         self, dialect: Dialect, path: str, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive
@@ -111,7 +110,7 @@ class RequestHandler:
         started_at = time.time()
         headers = asgi.read_headers(scope)
         session = await self._find_session(headers, path_key, scope)
-        body = await asgi.read_body(receive, self._context.settings.max_body_mb << 20)
+        body = await asgi.read_body(receive, self._settings.max_body_mb << 20)
         parsed = await self._parse(dialect, body, session)
         metadata = read_client_metadata(headers, parsed.params)
         return RequestContext(dialect, session, path, parsed, metadata, started_at)
@@ -120,21 +119,21 @@ class RequestHandler:
         self, request: RequestContext, buffer: ResponseBuffer, receive: asgi.Receive, send: asgi.Send
     ) -> bool:
         """Place, sample, commit and answer a request. Return whether the agent got a complete answer."""
-        context, session = self._context, request.session
+        session = request.session
         calls = self._place(request, buffer.size)
         reply = self._open_reply(request, calls[0].call_id, buffer.wrap(send))
         session.begin(len(calls))
-        context.metrics.in_flight.inc(len(calls))
+        self._metrics.in_flight.inc(len(calls))
         try:
             outcome = await self._sample(request, calls, reply, buffer, receive)
-            await _run_to_end(context.recorder.commit(request, calls, outcome))
+            await _run_to_end(self.recorder.commit(request, calls, outcome))
             if outcome.status == "ok":
                 await reply.finish([call.answer for call in calls])
             elif outcome.reply is not None:
                 await reply.fail(outcome.reply)
             return outcome.status == "ok"
         except SessionClosedError as error:  # through another gateway, before a call began
-            context.metrics.refused.labels(error.status).inc()
+            self._metrics.refused.labels(error.status).inc()
             await reply.fail(error)
         except asyncio.CancelledError:
             await reply.fail(_gateway_stopped())
@@ -144,7 +143,7 @@ class RequestHandler:
         finally:
             reply.close()
             session.end(len(calls))
-            context.metrics.in_flight.dec(len(calls))
+            self._metrics.in_flight.dec(len(calls))
         return False
 
     def _place(self, request: RequestContext, size: int) -> list[PendingCall]:
@@ -166,7 +165,7 @@ class RequestHandler:
         ]
         encoder = dialect.encoder(request.parsed, call_id, int(request.started_at))
         if request.parsed.stream:
-            return StreamedReply(send, dialect, encoder, headers, self._context.settings)
+            return StreamedReply(send, dialect, encoder, headers, self._settings)
         return WholeReply(send, dialect, encoder, headers)
 
     async def _sample(
@@ -197,11 +196,10 @@ class RequestHandler:
 
     async def _announce(self, session: SessionState, calls: Sequence[PendingCall]) -> None:
         """Let the other gateways of the database know. Raises SessionClosedError if one of them closed the session."""
-        in_flight = self._context.in_flight
-        if in_flight is None:
+        if self._in_flight is None:
             return
         # To its end: the row must not come after the commit that removes it.
-        if not await _run_to_end(in_flight.announce(session.session_id, [call.call_id for call in calls])):
+        if not await _run_to_end(self._in_flight.announce(session.session_id, [call.call_id for call in calls])):
             raise SessionClosedError
 
     async def _sample_calls(self, request: RequestContext, calls: Sequence[PendingCall], reply: Reply) -> None:
@@ -216,12 +214,11 @@ class RequestHandler:
             raise errors.exceptions[0] from errors
 
     async def _sample_call(self, request: RequestContext, index: int, call: PendingCall, reply: Reply) -> None:
-        engine = self._context.engine
-        call.plan = await self._context.prompts.build(call.request, call.lineage.base, request.session)
-        call.version = await engine.weight_version()
-        events = engine.sample(call.request, stream=request.parsed.stream, prompt=call.plan.prompt)
+        call.plan = await self._prompts.build(call.request, call.lineage.base, request.session)
+        call.version = await self._engine.weight_version()
+        events = self._engine.sample(call.request, stream=request.parsed.stream, prompt=call.plan.prompt)
         async with contextlib.aclosing(events):
-            with self._context.metrics.busy.call():
+            with self._metrics.busy.call():
                 async for event in events:
                     if call.first_token_at is None:
                         call.first_token_at = time.time()
@@ -234,17 +231,16 @@ class RequestHandler:
         self, route: TokenCount, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
     ) -> None:
         """Answer how many tokens a prompt has. This is not a call and is not recorded."""
-        context = self._context
         try:
             await self._find_session(asgi.read_headers(scope), path_key, scope)
-            body = await asgi.read_body(receive, context.settings.max_body_mb << 20)
+            body = await asgi.read_body(receive, self._settings.max_body_mb << 20)
             value = await _offload(len(body), asgi.parse_json_object, body)
-            tokens = await context.engine.count_tokens(await _offload(len(body), route.parse, value))
+            tokens = await self._engine.count_tokens(await _offload(len(body), route.parse, value))
         except asgi.ClientDisconnected:
             return
         except (RequestError, EngineError) as error:
             if isinstance(error, RequestError):
-                context.metrics.refused.labels(error.status).inc()
+                self._metrics.refused.labels(error.status).inc()
             await send_error(send, error, route)
         else:
             await asgi.send_json(send, 200, route.respond(tokens))
@@ -254,7 +250,7 @@ class RequestHandler:
         query_key = parse_qs(query.decode("latin-1")).get("key", [None])[0] if query else None
         key = key_of_request(headers, query_key)
         inside_sandbox = asgi.INSIDE_SANDBOX in scope.get("state", {})
-        return await self._context.sessions.find(key, path_key, inside_sandbox=inside_sandbox)
+        return await self._sessions.find(key, path_key, inside_sandbox=inside_sandbox)
 
     async def _parse(self, dialect: Dialect, raw: bytes, session: SessionState) -> ParsedRequest:
         previous = session.last_parsed(dialect.name)
@@ -276,7 +272,7 @@ class RequestHandler:
 
     async def _previous_call(self, dialect: Dialect, call_id: str, session: SessionState) -> PreviousCall:
         """Return the call that a body continues. Raises RequestError if this session has no complete answer of it."""
-        call = await self._context.store.calls.get(call_id)
+        call = await self._store.calls.get(call_id)
         if call is None or call.session_id != session.session_id or call.dialect != dialect.name or not call.choices:
             raise RequestError(
                 "The previous response was not found in this session.",

@@ -60,13 +60,13 @@ class PendingCall:
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """How the calls of a request ended."""
+    """The end of a request's calls, and the error to send to the agent."""
 
     status: CallStatus
     http_status: int
     error: str | None = None
     reply: RequestError | EngineError | None = None
-    """The error to send to the agent; None if the answer is sent, or the agent is gone."""
+    """None if the answer is sent, or the agent is gone."""
 
     @classmethod
     def failed(cls, error: RequestError | EngineError) -> CallOutcome:

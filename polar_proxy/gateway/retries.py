@@ -40,7 +40,7 @@ class ResponseBuffer:
     """One response as it is sent. Wraps the `send` of its request."""
 
     def __init__(self, request: RequestContext, grace: float) -> None:
-        """`grace`: seconds for which the generation goes on without a client, so that a retry can take it over."""
+        """`grace`: seconds that the generation continues without a client, so that a retry can take it over."""
         self.request = request
         self.disconnected = False
         """Its own client went away before the last byte."""

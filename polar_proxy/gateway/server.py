@@ -20,12 +20,12 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import UsageError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.app import create_app
-from polar_proxy.gateway.handler import GatewayContext, RequestHandler
+from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.recording import CallObserver, CallRecorder
+from polar_proxy.gateway.recording import CallObserver
 from polar_proxy.gateway.retries import RetryCache
-from polar_proxy.sessions import PromptBuilder, SessionRegistry
+from polar_proxy.sessions import SessionRegistry
 
 log = logging.getLogger(__name__)
 
@@ -66,23 +66,8 @@ class Gateway:
             shared=settings.shared,
         )
         self._in_flight = InFlightCalls(store) if settings.shared else None
-        self.retries = RetryCache(settings)
-        prompts = PromptBuilder(engine, store, settings)
-        self._recorder = CallRecorder(engine, store, prompts, self.metrics, self._in_flight)
-        handler = RequestHandler(
-            GatewayContext(
-                engine=engine,
-                store=store,
-                settings=settings,
-                metrics=self.metrics,
-                sessions=self.sessions,
-                prompts=prompts,
-                recorder=self._recorder,
-                retries=self.retries,
-                in_flight=self._in_flight,
-            )
-        )
-        self.app = create_app(engine, handler, self.metrics)
+        self._handler = RequestHandler(engine, store, self.sessions, settings, self.metrics, self._in_flight)
+        self.app = create_app(engine, self._handler, self.metrics)
         self._grace = grace
         self._sandbox_servers: dict[socket.socket, asyncio.Server] = {}
 
@@ -92,14 +77,19 @@ class Gateway:
 
     def observe(self, observer: CallObserver) -> None:
         """Call `observer` with every call once it is committed."""
-        self._recorder.observers.append(observer)
+        self._handler.recorder.observers.append(observer)
 
     def end_session(self, session_id: str) -> None:
         """Call when a session's key is revoked.
 
         Its generations are cancelled as soon as their client disconnects, without the grace period for retries.
         """
-        self.retries.end_session(session_id)
+        self._handler.retries.end_session(session_id)
+
+    @property
+    def responses(self) -> RetryCache:
+        """The responses that are being sent or were just sent."""
+        return self._handler.retries
 
     @property
     def port(self) -> int:

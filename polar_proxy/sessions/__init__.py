@@ -11,11 +11,10 @@ from polar_proxy.sessions.keys import hash_key, key_of_request, new_key
 from polar_proxy.sessions.lineage import Base, Lineage
 from polar_proxy.sessions.normalisers import NORMALISERS, Normaliser
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
-from polar_proxy.sessions.rules import BUILT_IN, RULES, Rule
+from polar_proxy.sessions.rules import RULES, Rule
 from polar_proxy.sessions.state import SessionState
 
 __all__ = [
-    "BUILT_IN",
     "NORMALISERS",
     "NO_METADATA",
     "RULES",

@@ -1,4 +1,4 @@
-"""Continuation: sample a call from exactly the tokens of the answer it goes on from, followed by what is new.
+"""Continuation: sample a call from exactly the tokens of the call that it extends, followed by what is new.
 
     base's prompt + base's answer (+ end of turn, if the answer was cut) + suffix
 
@@ -103,7 +103,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reas
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """How a call's prompt is made."""
+    """The prompt of a call, or the reason why the engine renders it."""
 
     prompt: ExactPrompt | None = None
     """What the engine samples from. None: it renders the request."""
@@ -120,7 +120,7 @@ class PromptPlan:
 
 
 class TurnEnding(NamedTuple):
-    """How the rendering of a probe ends after its assistant turn: `turns` end-of-turn tokens, then the ids `after`."""
+    """The end-of-turn tokens in a rendering that ends in an assistant turn, and the ids after the last of them."""
 
     turns: int
     after: tuple[int, ...]

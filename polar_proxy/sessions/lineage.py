@@ -9,7 +9,31 @@
 4. Its assistant turns extend an earlier call's, but messages between them were changed.
 5. It extends nothing: a sub-agent, a compaction, or a `root`.
 
-A decision that had an alternative is `ambiguous`; its rule says why.
+A decision that had an alternative is `ambiguous`. The rule that decided is recorded: one of `rules.py`, or
+
+extends                    its messages begin with an earlier call's messages and its answer
+branches                   as `extends`, but another call has already continued the same answer
+by_call_ids                several earlier calls mean the same; the ids of their tool calls show which one is extended
+twins                      several earlier calls mean the same and nothing distinguishes them (ambiguous: the newest
+                           that was not continued is taken)
+sdk_retry_header           the client's SDK says that it sends this request again
+asked_again_after_failure  the same request again after the first one failed or lost its client
+asked_again_in_one_run     a run repeats a request just after its answer, which it did not continue: usually the
+                           connection broke unnoticed (ambiguous: it may want a second sample)
+same_request_again         the same request while the first is being answered or was just answered, without evidence
+                           that it is a retry (ambiguous: it may be one, or a second run)
+partial_answer_kept        the history keeps what arrived of an answer that failed
+answer_cut                 the history keeps only the beginning of the last answer
+answer_replaced            another assistant turn is in the place of the last answer
+answer_removed             the conversation continues without the last answer
+harness_says_subagent      the harness names the call's own thread and the thread that started it
+prompt_from_tool_call      the first message is what an earlier answer passed to a tool that starts agents
+prompt_from_unknown_tool   the first message quotes a long argument of an earlier call of another tool (ambiguous)
+opening_regenerated        all assistant turns are there, after a regenerated system prompt or first message
+messages_reworded          all assistant turns are there; user messages between them were changed
+outputs_changed            all assistant turns are there; tool outputs between them were changed (ambiguous)
+older_turns_dropped        the last assistant turn is an earlier call's answer, but turns before it are missing
+quotes_an_answer           the first messages quote a long earlier answer, which may be a summary (ambiguous)
 
 `find_base` finds the answer whose exact tokens the prompt may begin with. It can differ from the parent: a rewind to
 an earlier turn has a parent whose answer was taken back, and as its base the turn before, which still holds.
@@ -77,13 +101,15 @@ class PlacementQuery:
         return _has_quote(self.opening(), node, *kinds)
 
     def opening(self) -> str:
-        """Return the text in which quotes are looked for. Call it once to look for many."""
+        """Return the beginning of the conversation, which is searched for quotes."""
         texts = [text_of(message)[:_OPENING] for message in self.messages[:6] if message.role != "system"]
         return "\n\0\n".join(texts)  # one long text is searched faster than six
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
+    """The edge of a call, and why."""
+
     edge: Edge
     parent: CallNode | None = None
     rule: str | None = None

@@ -10,13 +10,10 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 from polar_proxy.sessions.client_metadata import ClientMetadata
 from polar_proxy.sessions.hashing import text_of
 from polar_proxy.types import ChatRequest, Message
-
-RuleKind = Literal["side_call", "compaction_request", "compacted", "continuation", "masked"]
 
 _HEAD = 4000
 """Characters at the beginning, and at the end, of a text that are searched for a rule's pattern."""
@@ -27,7 +24,6 @@ class Rule:
     """A rule holds if all its conditions hold. Patterns are searched near the beginning and the end of a text."""
 
     name: str
-    kind: RuleKind
     reason: str
     seen: str
     system: str | None = None
@@ -35,7 +31,7 @@ class Rule:
     first: str | None = None
     """Pattern in one of the first three user messages (a summary may follow what the user said)."""
     last: str | None = None
-    """Pattern in the newest message; for the kinds `continuation` and `masked`, in a message that was changed."""
+    """Pattern in the newest message; in CONTINUATIONS and MASKED, in a message that was changed."""
     tools: bool | None = None
     """Whether the request has tools."""
     request_kind: str | None = None
@@ -45,7 +41,6 @@ class Rule:
 SIDE_CALLS = (
     Rule(
         "opencode_title",
-        "side_call",
         "A small model writes a title for the list of sessions while the main call runs.",
         "opencode 1.18.33",
         system=r"^You are a title generator\. You output ONLY a thread title",
@@ -53,7 +48,6 @@ SIDE_CALLS = (
     ),
     Rule(
         "gemini_router",
-        "side_call",
         "A classifier chooses the model for the next turn.",
         "Gemini CLI 0.61.0",
         system=r"You are a specialized Task Routing AI|You are the \*\*Lead Orchestrator\*\* for an AI system",
@@ -61,7 +55,6 @@ SIDE_CALLS = (
     ),
     Rule(
         "aider_commit_message",
-        "side_call",
         "A weak model writes the commit message for an edit that was already made.",
         "aider 0.86.2",
         system=r"generates concise, one-line Git commit messages",
@@ -69,14 +62,12 @@ SIDE_CALLS = (
     ),
     Rule(
         "qwen_memory_extraction",
-        "side_call",
         "Facts for later sessions are extracted from the history; the run does not see the answer.",
         "Qwen Code 0.24.4",
         system=r"You are now acting as the managed memory extraction subagent",
     ),
     Rule(
         "title",
-        "side_call",
         "A call without tools asks for a title of the conversation. The agent never reads it.",
         "the pattern that several harnesses share for titles",
         last=r"(?i)^\s*(please )?(generate|create|write) a (short |concise |brief )*title for (this|the) "
@@ -88,42 +79,36 @@ SIDE_CALLS = (
 COMPACTION_REQUESTS = (
     Rule(
         "codex_compaction_request",
-        "compaction_request",
         "The history with an instruction to write a handoff summary, without tools.",
         "Codex 0.169.0",
         last=r"CONTEXT CHECKPOINT COMPACTION",
     ),
     Rule(
         "codex_says_compaction",
-        "compaction_request",
         "Codex names the request in its client metadata.",
         "Codex 0.169.0",
         request_kind="compaction",
     ),
     Rule(
         "claude_compaction_request",
-        "compaction_request",
         "The instruction to summarise is appended to the newest message; the tools stay.",
         "Claude Code 2.1.329",
         last=r"CRITICAL: Respond with TEXT ONLY|Your task is to create a detailed summary of (the|this) conversation",
     ),
     Rule(
         "qwen_compaction_request",
-        "compaction_request",
         "The history under another system prompt, without tools.",
         "Qwen Code 0.24.4",
         system=r"You are the component that summarizes a conversation when its context window is about to overflow",
     ),
     Rule(
         "gemini_compaction_request",
-        "compaction_request",
         "The history under another system prompt, which asks for a state snapshot.",
         "Gemini CLI 0.61.0",
         system=r"distilling chat history into a structured XML <state_snapshot>",
     ),
     Rule(
         "opencode_compaction_request",
-        "compaction_request",
         "The transcript as text with an instruction to summarise it, without tools.",
         "opencode 1.18.33",
         system=r"^You are a context summarization agent\.",
@@ -131,7 +116,6 @@ COMPACTION_REQUESTS = (
     ),
     Rule(
         "pi_compaction_request",
-        "compaction_request",
         "The transcript as text with an instruction to summarise it, without tools.",
         "Pi 0.87.1",
         system=r"^You are a context summarization assistant\.",
@@ -139,7 +123,6 @@ COMPACTION_REQUESTS = (
     ),
     Rule(
         "cline_compaction_request",
-        "compaction_request",
         "The session as text, to be summarised so that it can continue, without tools.",
         "Cline CLI 3.0.65",
         system=r"^Summarize the provided coding session into a concise continuation note",
@@ -147,7 +130,6 @@ COMPACTION_REQUESTS = (
     ),
     Rule(
         "openhands_condenser",
-        "compaction_request",
         "The older events as text, to be replaced by a summary.",
         "OpenHands SDK 1.21.0",
         last=r"^You are maintaining a context-aware state summary for an interactive agent\.",
@@ -155,14 +137,12 @@ COMPACTION_REQUESTS = (
     ),
     Rule(
         "terminus_handoff",
-        "compaction_request",
         "The history with an instruction to hand the work over to another agent.",
         "terminus-2 of harbor 0.24.0",
         last=r"^You are about to hand off your work to another AI agent\.",
     ),
     Rule(
         "aider_summarises_chat",
-        "compaction_request",
         "The older part of the chat as text, to be summarised.",
         "aider 0.86.2",
         system=r"^\*Briefly\* summarize this partial conversation about programming\.",
@@ -173,49 +153,42 @@ COMPACTION_REQUESTS = (
 COMPACTED = (
     Rule(
         "claude_compacted",
-        "compacted",
         "The summary replaces the conversation, in a first message that says so.",
         "Claude Code 2.1.329",
         first=r"This session is being continued from a previous conversation that ran out of context",
     ),
     Rule(
         "codex_compacted",
-        "compacted",
         "A rewritten history: the user's messages, then the summary after a fixed preamble.",
         "Codex 0.169.0",
         first=r"Another language model started to solve this problem and produced a summary",
     ),
     Rule(
         "pi_compacted",
-        "compacted",
         "The summary comes first, then what was kept of the conversation.",
         "Pi 0.87.1",
         first=r"The conversation history before this point was compacted into the following summary:",
     ),
     Rule(
         "cline_compacted",
-        "compacted",
         "The summary comes first, then the newest turns.",
         "Cline CLI 3.0.65",
         first=r"^Context summary:\n",
     ),
     Rule(
         "snapshot_compacted",
-        "compacted",
         "A state snapshot comes first, acknowledged by the agent.",
         "Qwen Code 0.24.4, Gemini CLI 0.61.0",
         first=r"<state_snapshot>",
     ),
     Rule(
         "opencode_compacted",
-        "compacted",
         "A fixed question comes first, and the summary is its answer.",
         "opencode 1.18.33",
         first=r"^\s*What did we do so far\?",
     ),
     Rule(
         "terminus_takes_over",
-        "compacted",
         "A new conversation begins with the handoff of the previous agent.",
         "terminus-2 of harbor 0.24.0",
         first=r"^You are picking up work from a previous AI agent on this task",
@@ -225,14 +198,12 @@ COMPACTED = (
 CONTINUATIONS = (
     Rule(
         "claude_cut_off",
-        "continuation",
         "The stream ended early: the text that arrived is kept, and a user message asks to continue.",
         "Claude Code 2.1.329",
         last=r"Your response above was cut off mid-stream",
     ),
     Rule(
         "qwen_continuation_prompt",
-        "continuation",
         "The stream ended early: the end of what arrived is quoted in a user message.",
         "Qwen Code 0.24.4",
         last=r"<previous_response_suffix>",
@@ -242,14 +213,12 @@ CONTINUATIONS = (
 MASKED = (
     Rule(
         "gemini_masks_old_outputs",
-        "masked",
         "Old tool outputs are replaced in place once the history is large, which shortens the conversation.",
         "Gemini CLI 0.61.0",
         last=r"<tool_output_masked>",
     ),
     Rule(
         "old_outputs_cleared",
-        "masked",
         "Old tool outputs are replaced in place by a fixed text, which shortens the conversation.",
         "opencode 1.18.33, Claude Code 2.1.329",
         last=r"\[Old tool result content cleared",
@@ -257,35 +226,6 @@ MASKED = (
 )
 
 RULES = (*SIDE_CALLS, *COMPACTION_REQUESTS, *COMPACTED, *CONTINUATIONS, *MASKED)
-
-BUILT_IN: dict[str, str] = {
-    "extends": "The messages begin with an earlier call's messages and its answer.",
-    "branches": "As `extends`, but another call has already continued the same answer.",
-    "by_call_ids": "Several earlier calls mean the same; the ids of their tool calls show which one is extended.",
-    "twins": "Several earlier calls mean the same and nothing distinguishes them (ambiguous: the newest that was not "
-    "continued is taken).",
-    "sdk_retry_header": "The client's SDK says that it sends this request again.",
-    "asked_again_after_failure": "The same request again after the first one failed or lost its client.",
-    "asked_again_in_one_run": "A run repeats a request just after its answer, which it did not continue: usually the "
-    "connection broke unnoticed (ambiguous: it may want a second sample).",
-    "same_request_again": "The same request while the first is being answered or was just answered, without evidence "
-    "that it is a retry (ambiguous: it may be one, or a second run).",
-    "partial_answer_kept": "The history keeps what arrived of an answer that failed.",
-    "answer_cut": "The history keeps only the beginning of the last answer.",
-    "answer_replaced": "Another assistant turn is in the place of the last answer.",
-    "answer_removed": "The conversation continues without the last answer.",
-    "harness_says_subagent": "The harness names the call's own thread and the thread that started it.",
-    "prompt_from_tool_call": "The first message is what an earlier answer passed to a tool that starts agents.",
-    "prompt_from_unknown_tool": "The first message quotes a long argument of an earlier tool call, of a tool not known "
-    "to start agents (ambiguous).",
-    "opening_regenerated": "All assistant turns are there, after a regenerated system prompt or first message.",
-    "messages_reworded": "All assistant turns are there; user messages between them were changed.",
-    "outputs_changed": "All assistant turns are there; tool outputs between them were changed, by no known rule "
-    "(ambiguous).",
-    "older_turns_dropped": "The last assistant turn is an earlier call's answer, but turns before it are missing.",
-    "quotes_an_answer": "The first messages quote a long earlier answer, which may be a summary (ambiguous).",
-}
-"""The rules that are code, in `lineage.py`, and what they mean."""
 
 AGENT_TOOLS = frozenset(
     {"agent", "task", "spawn_agent", "invoke_agent", "delegate", "delegate_to_agent", "dispatch_agent", "subagent"}

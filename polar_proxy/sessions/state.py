@@ -44,7 +44,7 @@ class LastRequest:
 
 @dataclass(frozen=True, slots=True)
 class AnsweredCall:
-    """What is needed of an answered call to continue it."""
+    """The tokens of an answered call, and what decides how they can be continued."""
 
     ids: TokenIds
     """Prompt and answer, int32 [n]."""
@@ -53,7 +53,7 @@ class AnsweredCall:
     """Its last token is an end-of-turn token."""
     config: PromptConfig
     reasoning: tuple[str, ...]
-    """How the reasoning of this answer and of earlier ones begins."""
+    """The beginnings of the reasoning in this answer and in earlier ones."""
 
     @property
     def size(self) -> int:

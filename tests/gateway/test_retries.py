@@ -37,7 +37,7 @@ async def disconnecting_request(gateway: Gateway, body: Mapping[str, object], en
     await until(lambda: engine.sampled)
     writer.close()
     await writer.wait_closed()
-    await until(lambda: any(buffer.disconnected for buffer in gateway.retries))
+    await until(lambda: any(buffer.disconnected for buffer in gateway.responses))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -92,7 +92,7 @@ async def test_a_complete_answer_without_a_listener_is_client_gone(serve: Serve,
         await disconnecting_request(gateway, CHAT, engine)
         await until(lambda: engine.finished)
         assert (await store.sessions.recent())[0].calls == 0  # its retry may still come
-        for buffer in gateway.retries:
+        for buffer in gateway.responses:
             buffer.retry_grace_over()
         (call,) = await recorded_calls(store, 1)
     assert (call.status, call.choices[0].finish_reason) == ("client_gone", "stop")
