@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ from polar_proxy.engines.scripted import END, INFO, ScriptedEngine, ScriptedRepl
 from polar_proxy.errors import EngineError
 from polar_proxy.store import Store
 from polar_proxy.traces import BUILDERS
-from polar_proxy.types import CallRecord, ChatRequest, EngineInfo, EngineRequest, ToolCall
+from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, ToolCall
 from tests.conftest import Serve
 from tests.gateway.agents import client, new_session, recorded_calls
 
@@ -150,15 +151,7 @@ async def test_adds_the_end_of_turn_to_a_cut_answer(serve: Serve, store: Store) 
 async def test_continues_the_chosen_answer_of_several(serve: Serve, store: Store) -> None:
     answers = iter(["one", "two", "three", "next"])
 
-    class Several(ScriptedEngine):
-        async def sample(self, request, *, stream=True, prompt=None):  # type: ignore[no-untyped-def, override]
-            for index in range(request.sampling.n):
-                self.script = lambda _: ScriptedReply(next(answers))
-                one = ChatRequest(request.model, request.messages)
-                async for event in super().sample(one, stream=stream, prompt=prompt):
-                    yield type(event)(**{**{name: getattr(event, name) for name in event.__slots__}, "index": index})
-
-    async with serve(Several()) as gateway, client(gateway.url) as http:
+    async with serve(ScriptedEngine(lambda request: next(answers))) as gateway, client(gateway.url) as http:
         body = {"model": "m", "messages": [user("hi")], "n": 3}
         given = (await http.post("/chat/completions", json=body)).json()["choices"]
         assert [choice["message"]["content"] for choice in given] == ["one", "two", "three"]
@@ -296,8 +289,7 @@ async def test_rejects_a_suffix_that_the_engine_does_not_render(serve: Serve, st
     ],
 )
 async def test_records_why_the_engine_cannot_continue(serve: Serve, store: Store, info: Any, reason: str) -> None:
-    given = EngineInfo(**{**{name: getattr(INFO, name) for name in INFO.__slots__}, **info})
-    async with serve(ScriptedEngine(script, info=given)) as gateway, client(gateway.url) as http:
+    async with serve(ScriptedEngine(script, info=replace(INFO, **info))) as gateway, client(gateway.url) as http:
         conversation = Conversation(http)
         conversation.echo((await conversation.say(user("hi")))["message"])
         await conversation.say(user("more"))

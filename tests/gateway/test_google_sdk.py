@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -13,11 +13,10 @@ import pytest
 from google import genai
 from google.genai import errors, types
 
-from polar_proxy.engines.base import ExactPrompt
-from polar_proxy.engines.scripted import END, INFO, ScriptedAnswer, ScriptedEngine, encode, logprob
+from polar_proxy.engines.scripted import END, INFO, ScriptedAnswer, ScriptedEngine, ScriptedReply, encode, logprob
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, ToolCall
+from polar_proxy.types import ChatRequest, EngineRequest, ToolCall
 from tests.conftest import Serve
 from tests.gateway.agents import recorded_calls
 
@@ -38,18 +37,6 @@ CALLS = (
     ToolCall("call_1", "bash", '{"command": "grep -n \\"é\\" a.py", "deep": {"b": [1, 2.5, null, true]}}'),
     ToolCall("call_2", "bash", "{}"),
 )
-
-
-class Thinking(ScriptedEngine):
-    """An engine that reasons `why` before each answer."""
-
-    async def sample(
-        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
-    ) -> AsyncGenerator[SampleEvent, None]:
-        yield SampleEvent(reasoning="wh")
-        yield SampleEvent(reasoning="y", token_ids=(100,), logprobs=(-0.5,), tokens=("",))
-        async for event in super().sample(request, stream=stream, prompt=prompt):
-            yield event
 
 
 async def _ask(client: Any, *, stream: bool) -> None:
@@ -194,7 +181,7 @@ async def test_automatic_function_calling(serve: Serve, store: Store) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_round_trip_in_a_chat(serve: Serve, store: Store, stream: bool, shown: bool) -> None:
     """Reasoning comes back with the history, whether it is shown to the client or not."""
-    engine = Thinking()
+    engine = ScriptedEngine(lambda request: ScriptedReply("hello", reasoning="why"))
     thinking = config(thinking_config=types.ThinkingConfig(include_thoughts=shown))
     async with connected(serve, engine) as client:
         chat = client.chats.create(model="m", config=thinking)

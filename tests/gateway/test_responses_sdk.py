@@ -17,11 +17,10 @@ from pydantic import BaseModel
 
 from polar_proxy.dialects import PreviousCall
 from polar_proxy.dialects.openai_responses import OpenAIResponses
-from polar_proxy.engines.base import ExactPrompt
-from polar_proxy.engines.scripted import END, ScriptedAnswer, ScriptedEngine, encode, logprob
+from polar_proxy.engines.scripted import END, Script, ScriptedAnswer, ScriptedEngine, ScriptedReply, encode, logprob
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.store import Store
-from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, ToolCall
+from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, ToolCall
 from tests.conftest import Serve
 from tests.gateway.agents import recorded_calls
 
@@ -46,16 +45,9 @@ async def connected(serve: Serve, engine: ScriptedEngine, **settings: Any) -> As
         yield client
 
 
-class ThinkingEngine(ScriptedEngine):
-    """An engine that reasons "hm" before each scripted answer."""
-
-    async def sample(
-        self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
-    ) -> AsyncIterator[SampleEvent]:  # type: ignore[override]
-        first = True
-        async for event in super().sample(request, stream=stream, prompt=prompt):
-            yield replace(event, reasoning="hm") if first else event
-            first = False
+def thinking(script: Script) -> ScriptedEngine:
+    """Return an engine that gives the script's answers after the reasoning "hm"."""
+    return ScriptedEngine(lambda request: replace(ScriptedReply.of(script(request)), reasoning="hm"))
 
 
 def chat(engine: ScriptedEngine, number: int = -1) -> ChatRequest:
@@ -90,7 +82,7 @@ async def test_answer(serve: Serve, stream: bool) -> None:
 
 
 async def test_stream_events(serve: Serve) -> None:
-    async with connected(serve, ThinkingEngine()) as client:
+    async with connected(serve, thinking(lambda request: "hello")) as client:
         stream = await client.responses.create(model="m", input="hi", stream=True)
         events = [event async for event in stream]
     kinds = [event.type for event in events]
@@ -108,7 +100,7 @@ async def test_parallel_tool_calls_round_trip_and_continue(serve: Serve, store: 
     def script(request: EngineRequest) -> ScriptedAnswer:
         return "done" if len(engine.requests) > 1 else CALLS
 
-    engine = ThinkingEngine(script)
+    engine = thinking(script)
     question = {"role": "user", "content": "hi"}
     async with connected(serve, engine) as client:
         answer = await ask(client, stream, input=[question], tools=TOOLS, store=False)
@@ -141,7 +133,7 @@ async def test_parallel_tool_calls_round_trip_and_continue(serve: Serve, store: 
 async def test_continues_a_previous_response(serve: Serve, store: Store, stream: bool) -> None:
     """Only new items are sent. The model sees all items and the call records all. Instructions are not inherited."""
     replies: list[ScriptedAnswer] = [CALLS, "second", "third"]
-    engine = ThinkingEngine(lambda request: replies[len(engine.requests) - 1])
+    engine = thinking(lambda request: replies[len(engine.requests) - 1])
     async with connected(serve, engine) as client:
         one = await ask(client, stream, input="one", instructions="first rule", tools=TOOLS)
     results: Any = [{"type": "function_call_output", "call_id": call.id, "output": "ok"} for call in CALLS]

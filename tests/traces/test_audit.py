@@ -19,7 +19,7 @@ from polar_proxy.traces.operations import SessionTarget, audit_store, find_targe
 from polar_proxy.traces.scoring import ScoredTokens, find_containing
 from polar_proxy.types import CallRecord, LogprobMode, Trace
 from tests.factories import answer, call
-from tests.fakes.table_engine import INFO, VOCABULARY, TableEngine, logprob, with_length
+from tests.fakes.table_engine import INFO, VOCABULARY, TableEngine, logprob
 
 AGAINST = AuditReference(INFO, "1")
 
@@ -191,7 +191,7 @@ def test_where_the_modes_cannot_be_told_apart_nothing_is_said() -> None:
 async def test_what_the_engine_does_not_tell_is_no_difference() -> None:
     found = await single([said("a", 0.0, [3, 4], [5, 6, 2])], engine=TableEngine(silent=[3]))
     assert (found.tokens, dict(found.skipped), found.grade) == (2, {"no_fresh_logprob": 1}, "exact")
-    short = with_length(5)
+    short = replace(INFO, context_length=5)
     found = await single(
         [said("a", 0.0, [3, 4], [5, 6, 2])], engine=TableEngine(short), against=AuditReference(short, "1")
     )

@@ -25,10 +25,10 @@ from polar_proxy.traces.rescoring import (
     encode_answers,
     require_scoring_engine,
 )
-from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json, Message
-from tests.factories import call
+from polar_proxy.types import CallRecord, ChatRequest, Choice, Json, Message
+from tests.factories import call, engine_info
 
-HOSTED = EngineInfo("openai", "api.example.com", "big", 128_000, None, "raw", frozenset({"tools"}))
+HOSTED = engine_info(engine="openai", template_hash=None, capabilities=frozenset({"tools"}), eos_token_ids=())
 
 
 def engine(**changes: Any) -> ScriptedEngine:
