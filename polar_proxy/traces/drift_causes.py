@@ -1,8 +1,8 @@
-"""Why a prompt does not begin with the tokens that were sampled: the cause, told from the two texts. Pure.
+"""Why a prompt does not begin with the tokens that were sampled: the cause, found from the two texts. Pure.
 
-The expected text is that of the base's prompt and answer, the found one that of the prompt which the engine rendered
-for the next turn. The text is brought into forms that forget one kind of difference each (white space, the way JSON is
-written, reasoning); the first form in which the found text begins with the expected one names the cause.
+The expected text is that of the base's prompt and answer; the actual text is that of the prompt which the engine
+rendered for the next turn. Both are brought into forms that ignore one kind of difference each (white space, how JSON
+is written, reasoning). The first form in which the actual text begins with the expected one names the cause.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ DriftCause = Literal[
 ]
 
 ToolsChange = Literal["same", "rewritten", "changed"]
-"""The same bytes; the same tools by meaning; other tools."""
+"""The same bytes; the same tools in another order or form; other tools."""
 
 CAUSE_MEANINGS: Mapping[DriftCause, str] = {
-    "retokenised": "the text is the same; the tokenizer cuts it into other tokens than were sampled",
-    "whitespace": "white space around text, reasoning or calls is not what was sampled",
-    "arguments_reserialised": "the JSON of a tool call is written in another way (spaces, escapes, numbers, key order)",
-    "reasoning_dropped": "reasoning of an earlier answer is not in the prompt any more",
-    "tools_changed": "the harness offers other tools than at the turn before",
-    "tools_rewritten": "the harness offers the same tools in another order or with other key order",
-    "context_changed": "something before the answer reads differently from how it read when the answer was sampled",
-    "answer_changed": "the answer came back in other words",
+    "retokenised": "the text is the same, and the tokenizer splits it into other tokens than were sampled",
+    "whitespace": "white space around text, reasoning or calls differs from what was sampled",
+    "arguments_reserialised": "the JSON of a tool call is written differently (spaces, escapes, numbers, key order)",
+    "reasoning_dropped": "the reasoning of an earlier answer is no longer in the prompt",
+    "tools_changed": "the harness offers other tools than in the turn before",
+    "tools_rewritten": "the harness offers the same tools in another order or with another key order",
+    "context_changed": "something before the answer differs from what it was when the answer was sampled",
+    "answer_changed": "the harness sent the answer back in other words",
 }
 _CONTINUE = "--prompt-mode continue keeps the tokens as they were sampled."
 CAUSE_FIXES: Mapping[DriftCause, str] = {
     "retokenised": _CONTINUE,
     "whitespace": _CONTINUE,
     "arguments_reserialised": _CONTINUE,
-    "reasoning_dropped": f"{_CONTINUE} Where training must see what the template makes of older turns, "
-    "--past-reasoning strip cuts there instead, and says so.",
-    "tools_changed": "Nothing: the prompt's beginning is another one, and a new sequence begins. "
+    "reasoning_dropped": f"{_CONTINUE} If training must see what the template makes of past turns, "
+    "use --past-reasoning strip: the prompt is then rendered, with that reason in the record.",
+    "tools_changed": "Nothing: the prompt begins differently, so a new sequence is right. "
     "Switch off what changes the tools (lazily loaded tools, MCP servers) to keep one sequence.",
     "tools_rewritten": _CONTINUE,
     "context_changed": f"{_CONTINUE} If the difference means nothing (a date, a nonce), a normaliser in "
@@ -53,7 +53,7 @@ CAUSE_FIXES: Mapping[DriftCause, str] = {
 
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 _THINK_TAG = re.compile(r"</?think>")
-_WHITE = re.compile(r"\s+")
+_WHITE_SPACE = re.compile(r"\s+")
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 _LITERAL = re.compile(r"\b(?:True|False|None)\b")
 
@@ -61,27 +61,28 @@ _LITERAL = re.compile(r"\b(?:True|False|None)\b")
 def explain_drift(
     context: str,
     answer: str,
-    found: str,
+    actual: str,
     *,
     reasoning: Sequence[str] = (),
     tools: ToolsChange = "same",
 ) -> tuple[DriftCause, ...]:
-    """Why a prompt with the text `found` does not begin with `context` (the base's prompt) and `answer`.
+    """Return why a prompt with the text `actual` does not begin with `context` (the base's prompt) and `answer`.
 
     The tokens are known to differ. `reasoning` are the thoughts of the answers so far, for templates that write them
-    without `<think>` tags; `tools` says what became of the offered ones. More than one cause only where it takes all of
-    them to explain the difference.
+    without `<think>` tags; `tools` is how the offered tools changed. Several causes only if it takes all of them to
+    explain the difference.
     """
     expected = context + answer
-    if found.startswith(expected):
+    if actual.startswith(expected):
         return ("retokenised",)
     if tools == "changed":
         return ("tools_changed",)
-    for form, named in _forms(reasoning):
-        if form(found).startswith(form(expected)):
-            return named
-    forget = _forms(reasoning)[-1][0]
-    if forget(found).startswith(forget(context)):
+    forms = _forms(reasoning)
+    for form, causes in forms:
+        if form(actual).startswith(form(expected)):
+            return causes
+    coarsest, _ = forms[-1]
+    if coarsest(actual).startswith(coarsest(context)):
         return ("answer_changed",)
     return ("tools_rewritten",) if tools == "rewritten" else ("context_changed",)
 
@@ -90,25 +91,28 @@ TextForm = Callable[[str], str]
 
 
 def _forms(reasoning: Sequence[str]) -> list[tuple[TextForm, tuple[DriftCause, ...]]]:
-    """Forms of a text, each forgetting more than nothing, and the cause that each stands for; the last forgets most."""
+    """Return forms of a text, each with the causes that it ignores. The last ignores most."""
 
-    def quiet(text: str) -> str:
-        return _without(text, reasoning)
+    def without_reasoning(text: str) -> str:
+        return _remove_reasoning(text, reasoning)
 
     return [
         (canonical_json, ("arguments_reserialised",)),
-        (_packed, ("whitespace",)),
-        (lambda text: _packed(canonical_json(text)), ("arguments_reserialised", "whitespace")),
-        (lambda text: _packed(quiet(text)), ("reasoning_dropped",)),
-        (lambda text: _packed(canonical_json(quiet(text))), ("arguments_reserialised", "reasoning_dropped")),
+        (_remove_white_space, ("whitespace",)),
+        (lambda text: _remove_white_space(canonical_json(text)), ("arguments_reserialised", "whitespace")),
+        (lambda text: _remove_white_space(without_reasoning(text)), ("reasoning_dropped",)),
+        (
+            lambda text: _remove_white_space(canonical_json(without_reasoning(text))),
+            ("arguments_reserialised", "reasoning_dropped"),
+        ),
     ]
 
 
-def _packed(text: str) -> str:
-    return _WHITE.sub("", text)
+def _remove_white_space(text: str) -> str:
+    return _WHITE_SPACE.sub("", text)
 
 
-def _without(text: str, reasoning: Sequence[str]) -> str:
+def _remove_reasoning(text: str, reasoning: Sequence[str]) -> str:
     text = _THOUGHT.sub("", text)
     for thought in sorted({thought.strip() for thought in reasoning} - {""}, key=len, reverse=True):
         text = text.replace(thought, "")
@@ -116,27 +120,30 @@ def _without(text: str, reasoning: Sequence[str]) -> str:
 
 
 def canonical_json(text: str) -> str:
-    """`text` with each JSON object in it written in one way: sorted keys, no spaces, 1000.0 as 1000. Python's words for
-    the literals, as some templates write them, become JSON's."""
+    """Return the text with every JSON object in one form: sorted keys, no spaces, 1000.0 as 1000.
+
+    Python's True, False and None, as some templates write them, become JSON's literals.
+    """
     text = _LITERAL.sub(lambda word: _LITERALS[word[0]], text)
     decoder = json.JSONDecoder()
     out: list[str] = []
-    place = 0
-    while (start := text.find("{", place)) >= 0:
-        out.append(text[place:start])
+    position = 0
+    while (start := text.find("{", position)) >= 0:
+        out.append(text[position:start])
         try:
-            value, place = decoder.raw_decode(text, start)
+            value, position = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             out.append("{")
-            place = start + 1
+            position = start + 1
         else:
-            out.append(json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=False))
-    return "".join(out) + text[place:]
+            value = _with_whole_numbers(value)
+            out.append(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False))
+    return "".join(out) + text[position:]
 
 
-def _plain(value: Any) -> Any:
+def _with_whole_numbers(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _with_whole_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_with_whole_numbers(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
