@@ -21,8 +21,8 @@ from tests.traces.conversations import END, INFO, conversations
 def turn(
     name: str, at: float, prompt: list[int], *answers: list[int], base: str | None = None, **more: Any
 ) -> CallRecord:
-    place = {} if base is None else {"base_call_id": base, "base_choice": 0, "prompt_reason": "off"}
-    return call(name, at, prompt, *answers, **{"engine": INFO, **place, **more})
+    lineage = {} if base is None else {"base_call_id": base, "base_choice": 0, "prompt_reason": "off"}
+    return call(name, at, prompt, *answers, **{"engine": INFO, **lineage, **more})
 
 
 FIRST = turn("a", 0, [1, END, 7], [2, 3, END])
@@ -33,7 +33,7 @@ def joined(*calls: CallRecord, on_drift: Any = "canonical") -> BuildResult:
     return merged(calls, on_drift=on_drift)
 
 
-def test_the_sampled_tokens_stay_and_the_context_is_the_new_prompts() -> None:
+def test_join_keeps_sampled_tokens_and_takes_context_from_the_new_prompt() -> None:
     built = joined(FIRST, DRIFTED)
     (trace,) = built.traces
     assert trace.token_ids.tolist() == [1, END, 7, 2, 3, END, 4, END, 7, 5, END]
@@ -42,18 +42,18 @@ def test_the_sampled_tokens_stay_and_the_context_is_the_new_prompts() -> None:
     np.testing.assert_array_equal(trace.logprobs[3:6], FIRST.choices[0].logprobs)
     assert trace.grade == "approximate"
     assert built.reasons[trace.trace_id] == ("canonical",)
-    assert [(found.outcome, found.split_reason) for found in built.drift_events] == [("canonical", None)]
+    assert [(event.outcome, event.split_reason) for event in built.drift_events] == [("canonical", None)]
 
 
-def test_a_cut_answer_is_closed_from_the_prompt() -> None:
+def test_cut_answer_is_closed_from_the_prompt() -> None:
     cut = turn("a", 0, [1, END, 7], [2, 3])
     (trace,) = joined(cut, DRIFTED).traces
     assert trace.token_ids.tolist() == [1, END, 7, 2, 3, END, 4, END, 7, 5, END]
     assert trace.spans[2] == Span("context", "b", 4, 8)
 
 
-def test_what_goes_on_with_a_joined_call_is_joined() -> None:
-    """Its prompt begins with its base's tokens, which are not those of the trace."""
+def test_call_that_continues_a_joined_call_is_joined() -> None:
+    """Its prompt begins with its base's tokens, which differ from those of the trace."""
     assert DRIFTED.prompt_ids is not None
     third = turn("c", 2, [*DRIFTED.prompt_ids.tolist(), 5, END, 6, 7], [8], base="b", prompt_mode="continue")
     built = joined(FIRST, DRIFTED, third)
@@ -76,25 +76,25 @@ def test_what_goes_on_with_a_joined_call_is_joined() -> None:
         ),
     ],
 )
-def test_what_cannot_be_cut_cleanly_is_split_and_says_why(reason: str, calls: list[CallRecord]) -> None:
+def test_unclean_join_is_split_with_the_reason(reason: str, calls: list[CallRecord]) -> None:
     built = joined(*calls)
     assert built.drift_events[-1].split_reason == reason
     assert built.drift_events[-1].outcome == "split"
     assert len(built.traces) > 1
 
 
-def test_what_was_changed_on_purpose_is_not_joined() -> None:
+def test_intended_change_is_not_joined() -> None:
     changed = replace(DRIFTED, prompt_reason="tools_changed")
     assert len(joined(FIRST, changed).traces) == 2
     assert [trace.grade for trace in joined(FIRST, changed).traces] == ["exact", "exact"]
 
 
 @pytest.mark.parametrize("edge", ["subagent", "compacts"])
-def test_a_line_of_its_own_is_never_joined(edge: str) -> None:
+def test_subagent_and_compaction_are_never_joined(edge: str) -> None:
     assert len(joined(FIRST, replace(DRIFTED, edge=edge)).traces) == 2
 
 
-def test_without_drift_it_is_the_same_as_split() -> None:
+def test_canonical_without_drift_equals_split() -> None:
     plain = turn("b", 1, [1, END, 7, 2, 3, END, 4, END, 7], [5, END], base="a")
     (trace,) = joined(FIRST, plain).traces
     assert trace.grade == "exact"
@@ -102,8 +102,8 @@ def test_without_drift_it_is_the_same_as_split() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 3, 4, 6, 7])
-def test_another_cut_is_found(start: int) -> None:
-    """The account allows the context to begin at one place of the prompt and nowhere else."""
+def test_rejects_a_context_that_begins_elsewhere(start: int) -> None:
+    """Validation allows the context to begin at one position of the prompt only."""
     built = joined(FIRST, DRIFTED)
     (trace,) = built.traces
     assert DRIFTED.prompt_ids is not None
@@ -122,7 +122,7 @@ def test_another_cut_is_found(start: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "hurt",
+    "damage",
     [
         lambda built: replace(built, on_drift="split"),
         lambda built: replace(built, reasons=dict.fromkeys(built.reasons, ())),
@@ -133,43 +133,43 @@ def test_another_cut_is_found(start: int) -> None:
         lambda built: replace(built, traces=(replace(built.traces[0], rescored=True),)),
     ],
 )
-def test_a_join_that_is_not_told_is_found(hurt: Any) -> None:
+def test_rejects_a_join_that_is_not_recorded(damage: Any) -> None:
     with pytest.raises(InvariantError):
-        validate([FIRST, DRIFTED], hurt(joined(FIRST, DRIFTED)))
+        validate([FIRST, DRIFTED], damage(joined(FIRST, DRIFTED)))
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(calls=conversations())
-def test_every_conversation(calls: list[CallRecord]) -> None:
-    """The same answers are trained, in at most as many traces; what is not exact is marked."""
+def test_canonical_trains_the_same_answers_in_no_more_traces(calls: list[CallRecord]) -> None:
+    """A trace with a joined call is graded approximate."""
     split, canonical = merged(calls), joined(*calls)
     assert split.excluded == canonical.excluded
     assert len(canonical.traces) <= len(split.traces)
     sampled = [sum(int(t.loss_mask.sum()) for t in built.traces) for built in (split, canonical)]
     assert sampled[0] == sampled[1]
-    told = {found.call_id: found for found in canonical.drift_events}
-    for found in told.values():
-        assert (found.split_reason is None) == (found.outcome != "split")
+    events = {event.call_id: event for event in canonical.drift_events}
+    for one in events.values():
+        assert (one.split_reason is None) == (one.outcome != "split")
     for trace in canonical.traces:
         first = [span.call_id for span in trace.spans if span.kind == "sampled" and span.choice == 0]
-        bent = any(name in told and told[name].outcome == "canonical" for name in first)
-        assert ("canonical" in canonical.reasons[trace.trace_id]) == bent
-        assert bent <= (trace.grade == "approximate")
-    event(f"{sum(found.outcome == 'canonical' for found in told.values())} joined")
+        has_drift = any(name in events and events[name].outcome == "canonical" for name in first)
+        assert ("canonical" in canonical.reasons[trace.trace_id]) == has_drift
+        assert has_drift <= (trace.grade == "approximate")
+    event(f"{sum(one.outcome == 'canonical' for one in events.values())} joined")
 
 
-class _Teacher:
-    """Scores the position, so that a number in the wrong place shows."""
+class PositionScorer:
+    """Scores each token with its position, so that a value at the wrong position is noticed."""
 
     info: EngineInfo = INFO
 
     def __init__(self, lost: int | None = None, short: int = 0) -> None:
         self._lost = lost
         self._short = short
-        self.asked: list[list[int]] = []
+        self.scored: list[list[int]] = []
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        self.asked.append(token_ids)
+        self.scored.append(token_ids)
         scores = [-float(place) for place in range(1, len(token_ids) - self._short)]
         if self._lost is not None:
             scores[self._lost] = float("nan")
@@ -179,11 +179,11 @@ class _Teacher:
         return "5"
 
 
-async def test_rescore_gives_the_sampled_positions_new_numbers() -> None:
+async def test_rescore_replaces_the_logprobs_of_sampled_positions() -> None:
     alone = turn("z", 5, [4, 4], [2])
-    teacher = _Teacher()
+    scorer = PositionScorer()
     before = joined(FIRST, DRIFTED, alone, on_drift="rescore")
-    built = await rescore(before, teacher)
+    built = await rescore(before, scorer)
     validate([FIRST, DRIFTED, alone], built)
     trace, untouched = built.traces
     nan = np.nan
@@ -191,25 +191,25 @@ async def test_rescore_gives_the_sampled_positions_new_numbers() -> None:
     np.testing.assert_array_equal(trace.logprobs, expected)
     assert trace.rescored
     assert built.reasons[trace.trace_id] == ("canonical", "rescored")
-    assert teacher.asked == [trace.token_ids.tolist()]
+    assert scorer.scored == [trace.token_ids.tolist()]
     assert built.rescored_by == ScorerIdentity(engine="scripted", version="1", model="m", weight_version="5")
     assert untouched is before.traces[1]
 
 
-@pytest.mark.parametrize("teacher", [_Teacher(lost=3), _Teacher(short=1)])
-async def test_an_engine_without_a_number_is_an_error(teacher: _Teacher) -> None:
+@pytest.mark.parametrize("scorer", [PositionScorer(lost=3), PositionScorer(short=1)])
+async def test_rescore_rejects_missing_logprobs(scorer: PositionScorer) -> None:
     with pytest.raises(EngineError):
-        await rescore(joined(FIRST, DRIFTED, on_drift="rescore"), teacher)
+        await rescore(joined(FIRST, DRIFTED, on_drift="rescore"), scorer)
 
 
-async def test_nothing_to_rescore_asks_nothing() -> None:
-    teacher = _Teacher()
+async def test_rescore_without_drift_does_not_call_the_engine() -> None:
+    scorer = PositionScorer()
     built = joined(FIRST, on_drift="rescore")
-    assert await rescore(built, teacher) is built
-    assert teacher.asked == []
+    assert await rescore(built, scorer) is built
+    assert scorer.scored == []
 
 
-def test_what_cannot_be_built_is_told() -> None:
+def test_build_rejects_unknown_builder_and_policy() -> None:
     with pytest.raises(UsageError, match="tree"):
         build([FIRST], "forest")
     with pytest.raises(UsageError, match="canonical"):

@@ -19,7 +19,7 @@ from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, Json
 from tests.factories import call
 from tests.traces.conversations import END, INFO
-from tests.traces.test_canonical import DRIFTED, FIRST, _Teacher
+from tests.traces.test_canonical import DRIFTED, FIRST, PositionScorer
 
 
 def one(*calls: CallRecord, on_drift: str = "split") -> Json:
@@ -148,7 +148,7 @@ def test_drift_is_told_where_it_concerns() -> None:
 
 
 async def test_who_rescored_is_told() -> None:
-    built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), _Teacher())
+    built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), PositionScorer())
     (told,) = (one.to_json() for one in certify([FIRST, DRIFTED], built).values())
     assert told["rescored"] == {"engine": "scripted", "version": "1", "model": "m", "weight_version": "5"}
     assert told["reasons"] == ["canonical", "rescored"]

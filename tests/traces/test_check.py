@@ -25,7 +25,7 @@ from tests.traces.conversations import conversations
 from tests.traces.mutations import WOUNDS
 from tests.traces.random_sessions import sessions
 from tests.traces.rows import lines, rows, rows_of
-from tests.traces.test_canonical import DRIFTED, FIRST, _Teacher
+from tests.traces.test_canonical import DRIFTED, FIRST, PositionScorer
 
 BUILDS = [("per_call", "split"), ("tree", "split"), *(("merged", policy) for policy in ON_DRIFT)]
 
@@ -48,7 +48,7 @@ def test_wild_sessions_too(builder: str, session: tuple[list[CallRecord], dict[s
 
 
 async def test_rescored_rows_are_right() -> None:
-    built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), _Teacher())
+    built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), PositionScorer())
     (row,) = rows([FIRST, DRIFTED], built)
     assert check_row(row) == []
     assert row["grade"] == "approximate"

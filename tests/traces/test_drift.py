@@ -1,4 +1,4 @@
-"""What drift is: one test a clause of the definition."""
+"""The definition of drift: one test for each clause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST = call("a", 0, [1, 2], [3, 4])
 
 
 @pytest.mark.parametrize(
-    ("prompt", "told"),
+    ("prompt", "expected_event"),
     [
         ([1, 2, 3, 9, 5], (3, 4, 9)),
         ([1, 9, 3, 4, 5], (1, 2, 9)),
@@ -32,10 +32,10 @@ FIRST = call("a", 0, [1, 2], [3, 4])
         ([], (0, 1, None)),
     ],
 )
-def test_where_the_tokens_part(prompt: list[int], told: tuple[int, int, int | None]) -> None:
-    (found,) = drift_events([FIRST, second(prompt)])
-    position, expected, actual = told
-    assert found == DriftEvent(
+def test_event_has_the_first_different_token(prompt: list[int], expected_event: tuple[int, int, int | None]) -> None:
+    (event,) = drift_events([FIRST, second(prompt)])
+    position, expected, actual = expected_event
+    assert event == DriftEvent(
         call_id="b",
         base_call_id="a",
         base_choice=0,
@@ -61,16 +61,16 @@ def test_where_the_tokens_part(prompt: list[int], told: tuple[int, int, int | No
         *([FIRST, second([9], prompt_reason=reason)] for reason in sorted(INTENTIONAL_REASONS)),
     ],
 )
-def test_no_drift(calls: list[CallRecord]) -> None:
+def test_calls_without_drift(calls: list[CallRecord]) -> None:
     assert drift_events(calls) == ()
 
 
 @pytest.mark.parametrize("reason", [None, "off", "stop_sequence", "aborted", "suffix_unproven", "engine_cannot"])
-def test_other_reasons_are_drift(reason: str | None) -> None:
+def test_unintended_differences_are_drift(reason: str | None) -> None:
     assert [found.prompt_reason for found in drift_events([FIRST, second([9], prompt_reason=reason)])] == [reason]
 
 
-def test_the_choice_that_was_gone_on_from_counts() -> None:
+def test_drift_is_relative_to_the_continued_choice() -> None:
     first = call("a", 0, [1], [2], [3])
     assert drift_events([first, second([1, 3, 4], base_choice=1)]) == ()
     (found,) = drift_events([first, second([1, 2, 4], base_choice=1)])
@@ -78,6 +78,6 @@ def test_the_choice_that_was_gone_on_from_counts() -> None:
 
 
 @pytest.mark.parametrize("build", [per_call, merged, tree])
-def test_builders_tell_it(build: Any) -> None:
+def test_builders_report_drift_events(build: Any) -> None:
     assert [found.outcome for found in build([FIRST, second([9])]).drift_events] == ["split"]
     assert [found.outcome for found in build([FIRST, second([9], status="client_gone")]).drift_events] == ["excluded"]

@@ -1,4 +1,4 @@
-"""The cause of drift, told from texts."""
+"""Causes of drift, found from the texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REWRITTEN = '{"all": false, "command": "café /", "n": 1000.0}'
 
 
 @pytest.mark.parametrize(
-    ("answer", "wanted"),
+    ("answer", "causes"),
     [
         (ANSWER, ("retokenised",)),
         (ANSWER.replace("Well.\n", "Well."), ("whitespace",)),
@@ -37,31 +37,31 @@ REWRITTEN = '{"all": false, "command": "café /", "n": 1000.0}'
         (ANSWER.replace("bash", "sh"), ("answer_changed",)),
     ],
 )
-def test_what_became_of_an_answer(answer: str, wanted: tuple[str, ...]) -> None:
-    assert explain_drift(CONTEXT, ANSWER, CONTEXT + answer + AFTER) == wanted
+def test_cause_of_a_changed_answer(answer: str, causes: tuple[str, ...]) -> None:
+    assert explain_drift(CONTEXT, ANSWER, CONTEXT + answer + AFTER) == causes
 
 
-def test_what_became_of_the_context() -> None:
+def test_cause_of_a_changed_context() -> None:
     assert explain_drift(CONTEXT, ANSWER, CONTEXT.replace("Go", "Stop") + ANSWER + AFTER) == ("context_changed",)
     assert explain_drift(CONTEXT, ANSWER, CONTEXT + ANSWER.replace("W", "w"), tools="changed") == ("tools_changed",)
     other = CONTEXT.replace('{"a": 1}', '{"b": 1}')
     assert explain_drift(CONTEXT, ANSWER, other + ANSWER, tools="rewritten") == ("tools_rewritten",)
-    older = CONTEXT.replace("Go.", "Go.<|im_end|>\n<|im_start|>assistant\n<think>\nold\n</think>\n\nYes.")
-    assert explain_drift(older, ANSWER, older.replace("<think>\nold\n</think>\n\n", "") + ANSWER) == (
+    with_thought = CONTEXT.replace("Go.", "Go.<|im_end|>\n<|im_start|>assistant\n<think>\nold\n</think>\n\nYes.")
+    assert explain_drift(with_thought, ANSWER, with_thought.replace("<think>\nold\n</think>\n\n", "") + ANSWER) == (
         "reasoning_dropped",
     )
 
 
-def test_reasoning_without_tags_is_known_by_its_text() -> None:
-    said = "[thought] I look for it. [/thought]"
-    found = CONTEXT + "[thought]  [/thought]Yes.<|im_end|>"
-    assert explain_drift(CONTEXT, said + "Yes.<|im_end|>", found, reasoning=["I look for it."]) == (
+def test_reasoning_without_tags_is_found_by_its_text() -> None:
+    thought = "[thought] I look for it. [/thought]"
+    actual = CONTEXT + "[thought]  [/thought]Yes.<|im_end|>"
+    assert explain_drift(CONTEXT, thought + "Yes.<|im_end|>", actual, reasoning=["I look for it."]) == (
         "reasoning_dropped",
     )
-    assert explain_drift(CONTEXT, said + "Yes.<|im_end|>", found) == ("answer_changed",)
+    assert explain_drift(CONTEXT, thought + "Yes.<|im_end|>", actual) == ("answer_changed",)
 
 
-def test_a_prompt_that_is_too_short_is_a_changed_answer() -> None:
+def test_prompt_that_ends_within_the_answer_is_a_changed_answer() -> None:
     assert explain_drift(CONTEXT, ANSWER, CONTEXT + ANSWER[: len(ANSWER) // 2]) == ("answer_changed",)
 
 
@@ -77,15 +77,15 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=4), st.booleans(), st.sampled_from([None, 1, 3]))
-def test_json_is_one_text_however_it_is_written(value: dict[str, object], plain: bool, indent: int | None) -> None:
+def test_canonical_json_is_independent_of_formatting(value: dict[str, object], plain: bool, indent: int | None) -> None:
     one = json.dumps(value, ensure_ascii=plain, indent=indent)
     other = json.dumps(dict(reversed(value.items())), separators=(",", ":"))
     assert canonical_json(f"a {one} b") == canonical_json(f"a {other} b")
 
 
-def test_braces_that_are_no_json_stay() -> None:
+def test_canonical_json_keeps_other_braces() -> None:
     assert canonical_json('if (x) { y } {"b": 1, "a": {}} {') == 'if (x) { y } {"a":{},"b":1} {'
 
 
-def test_every_cause_says_what_it_means_and_what_helps() -> None:
+def test_every_cause_has_a_meaning_and_a_fix() -> None:
     assert set(CAUSE_MEANINGS) == set(CAUSE_FIXES)

@@ -1,4 +1,4 @@
-"""What the edges of history mean for the traces: retries, side calls, sub-agents, compactions, rewinds."""
+"""How the edges of calls shape the traces: retries, sub-agents, compactions, rewinds."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from polar_proxy.types import CallRecord
 from tests.factories import call
 
 
-def again(name: str, at: float, parent: str, *answers: list[int], **changes: Any) -> CallRecord:
+def retry(name: str, at: float, parent: str, *answers: list[int], **changes: Any) -> CallRecord:
     return call(name, at, [1, 2], *answers, edge="retries", parent_call_id=parent, **changes)
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
-def test_of_two_answers_the_later_is_trained(builder: str) -> None:
-    calls = [call("a", 0, [1, 2], [3]), again("b", 1, "a", [4])]
+def test_last_of_two_attempts_is_trained(builder: str) -> None:
+    calls = [call("a", 0, [1, 2], [3]), retry("b", 1, "a", [4])]
     assert BUILDERS[builder](calls).excluded == {"a": "retry_of"}
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
-def test_of_two_answers_the_one_that_the_agent_went_on_from(builder: str) -> None:
-    calls = [call("a", 0, [1, 2], [3]), again("b", 1, "a", [4])]
+def test_attempt_that_the_agent_continued_is_trained(builder: str) -> None:
+    calls = [call("a", 0, [1, 2], [3]), retry("b", 1, "a", [4])]
     after = call("c", 2, [1, 2, 3, 5], [6], edge="continues", parent_call_id="a")
     assert BUILDERS[builder]([*calls, after]).excluded == {"b": "retry_of"}
 
 
-def test_a_retry_after_failures_is_trained() -> None:
+def test_retry_after_failures_is_trained() -> None:
     calls = [
         call("a", 0, [1, 2], [3], status="client_gone"),
-        again("b", 1, "a", [3], status="upstream_error"),
-        again("c", 2, "b", [3, 4]),
+        retry("b", 1, "a", [3], status="upstream_error"),
+        retry("c", 2, "b", [3, 4]),
     ]
     built = merged(calls)
     assert built.excluded == {"a": "client_gone", "b": "upstream_error"}
     assert [trace.call_ids for trace in built.traces] == [("c",)]
 
 
-def test_attempts_in_a_chain_leave_one() -> None:
-    calls = [call("a", 0, [1, 2], [3]), again("b", 1, "a", [4]), again("c", 2, "b", [5])]
+def test_one_of_chained_attempts_is_trained() -> None:
+    calls = [call("a", 0, [1, 2], [3]), retry("b", 1, "a", [4]), retry("c", 2, "b", [5])]
     assert merged(calls).excluded == {"a": "retry_of", "b": "retry_of"}
 
 
 @pytest.mark.parametrize("edge", ["subagent", "compacts"])
-def test_a_line_of_its_own_has_its_own_trace(edge: str) -> None:
-    """Even where its tokens would fit: the parent's next call goes on in the parent's trace."""
+def test_subagent_and_compaction_open_their_own_trace(edge: str) -> None:
+    """Even where its tokens continue the parent's trace, which the parent's next call then continues."""
     calls = [
         call("a", 0, [1], [2]),
         call("s", 1, [1, 2, 7], [8], edge=edge, parent_call_id="a"),
@@ -57,7 +57,7 @@ def test_a_line_of_its_own_has_its_own_trace(edge: str) -> None:
     assert [trace.call_ids for trace in merged(calls).traces] == [("a", "b"), ("s",)]
 
 
-def test_a_replaced_answer_stays_trained_once() -> None:
+def test_replaced_answer_stays_trained_once() -> None:
     calls = [
         call("a", 0, [1], [2]),
         call("b", 1, [1, 2, 3], [4, 5]),
@@ -68,7 +68,7 @@ def test_a_replaced_answer_stays_trained_once() -> None:
     assert sum(int(trace.loss_mask.sum()) for trace in built.traces) == 4
 
 
-def test_of_equal_traces_the_parents_is_continued() -> None:
+def test_parents_trace_is_preferred_among_equal_ones() -> None:
     calls = [
         call("a", 0, [1], [2]),
         call("b", 1, [1], [2]),
@@ -83,10 +83,10 @@ def test_of_equal_traces_the_parents_is_continued() -> None:
     parents=st.lists(st.integers(0, 4), min_size=5, max_size=5),
     data=st.data(),
 )
-def test_of_any_attempts_exactly_one_is_trained(statuses: list[Any], parents: list[int], data: st.DataObject) -> None:
+def test_exactly_one_of_any_attempts_is_trained(statuses: list[Any], parents: list[int], data: st.DataObject) -> None:
     calls = [call("a0", 0, [1, 2], [3], status=statuses[0])]
     for number, status in enumerate(statuses[1:], 1):
-        calls.append(again(f"a{number}", number, f"a{parents[number] % number}", [3 + number], status=status))
+        calls.append(retry(f"a{number}", number, f"a{parents[number] % number}", [3 + number], status=status))
     built = merged(data.draw(st.permutations(calls)))
     validate(calls, built)
     trained = [name for trace in built.traces for name in trace.call_ids]

@@ -1,5 +1,7 @@
-"""Over random sessions: nothing is lost, nothing is trained twice, and every trained token stands behind exactly the
-tokens that the model saw when it sampled it."""
+"""Properties of builders over random sessions.
+
+Nothing is lost, nothing is trained twice, and every trained token follows exactly the tokens that the model was given.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ Session = tuple[list[CallRecord], dict[str, str]]
 @pytest.mark.parametrize("builder", ["per_call", "merged"])
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(session=sessions())
-def test_every_session(builder: str, session: Session) -> None:
+def test_each_answer_is_trained_once_after_its_own_prompt(builder: str, session: Session) -> None:
     calls, expected = session
     built = BUILDERS[builder](calls, rollout_id="roll_1", reward=0.5)
     validate(calls, built)
@@ -41,21 +43,21 @@ def test_every_session(builder: str, session: Session) -> None:
                 assert not trace.loss_mask[here].any()
                 assert np.isnan(trace.logprobs[here]).all()
             else:
-                own = next(choice for choice in call.choices if choice.index == span.choice)
-                # What stands before a sampled token in the trace is what the model was given.
+                answer = next(choice for choice in call.choices if choice.index == span.choice)
+                # The tokens before a sampled token are those that the model was given.
                 assert tokens == call.prompt_ids.tolist()
-                piece = own.token_ids[span.start : span.end]
-                np.testing.assert_array_equal(trace.logprobs[here], own.logprobs)
+                piece = answer.token_ids[span.start : span.end]
+                np.testing.assert_array_equal(trace.logprobs[here], answer.logprobs)
                 assert (trace.loss_mask[here] == 1).all()
                 trained.update([(span.call_id, span.choice)])
-                assert len(piece) == len(own.token_ids)
+                assert len(piece) == len(answer.token_ids)
             tokens += piece.tolist()
         assert trace.token_ids.tolist() == tokens
         first = by_id[trace.call_ids[0]]
         assert first.prompt_ids is not None
         assert trace.prompt_length == len(first.prompt_ids)
         assert trace.grade == "exact"
-    everything = {(c.call_id, own.index) for c in calls if c.call_id not in expected for own in c.choices}
+    everything = {(c.call_id, answer.index) for c in calls if c.call_id not in expected for answer in c.choices}
     assert set(trained) == everything
     assert set(trained.values()) <= {1}
     event(f"{len(built.traces)} traces of {len(everything)} answers")
@@ -63,10 +65,9 @@ def test_every_session(builder: str, session: Session) -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(session=sessions())
-def test_merging_never_makes_more_tokens(session: Session) -> None:
-    """`merged` trains what `per_call` trains, with at most as much context."""
+def test_merging_trains_the_same_tokens_with_no_more_context(session: Session) -> None:
     calls, _ = session
-    apart, joined = (BUILDERS[name](calls) for name in ("per_call", "merged"))
-    assert sum(int(t.loss_mask.sum()) for t in joined.traces) == sum(int(t.loss_mask.sum()) for t in apart.traces)
-    assert sum(len(t.token_ids) for t in joined.traces) <= sum(len(t.token_ids) for t in apart.traces)
-    assert len(joined.traces) <= len(apart.traces)
+    separate, joined = (BUILDERS[name](calls) for name in ("per_call", "merged"))
+    assert sum(int(t.loss_mask.sum()) for t in joined.traces) == sum(int(t.loss_mask.sum()) for t in separate.traces)
+    assert sum(len(t.token_ids) for t in joined.traces) <= sum(len(t.token_ids) for t in separate.traces)
+    assert len(joined.traces) <= len(separate.traces)

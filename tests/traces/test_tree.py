@@ -1,4 +1,4 @@
-"""Builder `tree`: by hand, and over random sessions."""
+"""Builder `tree`, by hand and over random sessions."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from tests.traces.conversations import conversations
 from tests.traces.random_sessions import sessions
 
 
-def tell(built: BuildResult) -> list[tuple[list[int], str, int | None, int]]:
-    """Own tokens, mask, position of the parent, where it branches."""
-    places = {trace.trace_id: trace.index for trace in built.traces}
+def describe(built: BuildResult) -> list[tuple[list[int], str, int | None, int]]:
+    """Return own tokens, mask, index of the parent, and branch position of each trace."""
+    indices = {trace.trace_id: trace.index for trace in built.traces}
     return [
         (
             trace.token_ids.tolist(),
             "".join(map(str, trace.loss_mask)),
-            None if trace.parent_trace_id is None else places[trace.parent_trace_id],
+            None if trace.parent_trace_id is None else indices[trace.parent_trace_id],
             trace.branch_at,
         )
         for trace in built.traces
     ]
 
 
-def test_turns_that_go_on_are_one_trace() -> None:
+def test_continued_turns_are_one_trace() -> None:
     built = tree([call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 3, 4, 5], [6])])
-    assert tell(built) == [([1, 2, 3, 4, 5, 6], "001101", None, 0)]
+    assert describe(built) == [([1, 2, 3, 4, 5, 6], "001101", None, 0)]
 
 
 def test_parallel_answers_share_their_prompt() -> None:
     built = tree([call("a", 0, [1, 2], [3], [4]), call("b", 1, [1, 2, 4, 5], [6])])
-    assert tell(built) == [([1, 2, 3], "001", None, 0), ([4, 5, 6], "101", 0, 2)]
+    assert describe(built) == [([1, 2, 3], "001", None, 0), ([4, 5, 6], "101", 0, 2)]
     assert [trace.prompt_length for trace in built.traces] == [2, 0]
 
 
 def test_equal_answers_are_both_trained() -> None:
-    assert tell(tree([call("a", 0, [1], [2, 3], [2, 3])])) == [([1, 2, 3], "011", None, 0), ([2, 3], "11", 0, 1)]
+    assert describe(tree([call("a", 0, [1], [2, 3], [2, 3])])) == [([1, 2, 3], "011", None, 0), ([2, 3], "11", 0, 1)]
 
 
-def test_a_rewind_branches_and_a_shared_response_is_trained_once() -> None:
+def test_rewind_branches_and_trains_a_shared_answer_once() -> None:
     built = tree(
         [
             call("a", 0, [1], [2, 3]),
@@ -53,7 +53,7 @@ def test_a_rewind_branches_and_a_shared_response_is_trained_once() -> None:
             call("c", 2, [1, 2, 3, 6], [7], edge="rewinds"),
         ]
     )
-    assert tell(built) == [([1, 2, 3, 4, 5], "01101", None, 0), ([6, 7], "01", 0, 3)]
+    assert describe(built) == [([1, 2, 3, 4, 5], "01101", None, 0), ([6, 7], "01", 0, 3)]
     whole = trace_path(built.traces[1], built.traces)
     assert whole.token_ids.tolist() == [1, 2, 3, 6, 7]
     assert whole.loss_mask.tolist() == [0, 1, 1, 0, 1]
@@ -61,7 +61,7 @@ def test_a_rewind_branches_and_a_shared_response_is_trained_once() -> None:
     assert whole.own == 3
 
 
-def test_a_subagent_shares_the_system_prompt_alone() -> None:
+def test_subagent_shares_the_system_prompt() -> None:
     built = tree(
         [
             call("a", 0, [1, 1, 2], [3]),
@@ -70,10 +70,10 @@ def test_a_subagent_shares_the_system_prompt_alone() -> None:
             call("t", 3, [1, 1, 8, 9, 4], [6]),
         ]
     )
-    assert tell(built) == [([1, 1, 2, 3, 4, 5], "000101", None, 0), ([8, 9, 4, 6], "0101", 0, 2)]
+    assert describe(built) == [([1, 1, 2, 3, 4, 5], "000101", None, 0), ([8, 9, 4, 6], "0101", 0, 2)]
 
 
-def test_a_subagent_behind_a_whole_path_has_its_own_trace() -> None:
+def test_subagent_that_follows_a_whole_path_has_its_own_trace() -> None:
     built = tree(
         [
             call("a", 0, [1], [2]),
@@ -82,25 +82,25 @@ def test_a_subagent_behind_a_whole_path_has_its_own_trace() -> None:
         ]
     )
     assert [trace.call_ids for trace in built.traces] == [("a", "b"), ("s",)]
-    assert tell(built)[1] == ([7, 8], "01", 0, 2)
+    assert describe(built)[1] == ([7, 8], "01", 0, 2)
 
 
-def test_a_drift_branches_where_the_tokens_part() -> None:
-    """Also in the middle of an answer: the tokens before are shared, those behind are context."""
+def test_drift_branches_where_the_tokens_differ() -> None:
+    """Also in the middle of an answer: the tokens before are shared, the tokens after are context."""
     built = tree([call("a", 0, [1, 2], [3, 4, 5]), call("b", 1, [1, 2, 3, 9, 5, 6], [7])])
-    assert tell(built) == [([1, 2, 3, 4, 5], "00111", None, 0), ([9, 5, 6, 7], "0001", 0, 3)]
+    assert describe(built) == [([1, 2, 3, 4, 5], "00111", None, 0), ([9, 5, 6, 7], "0001", 0, 3)]
 
 
-def test_a_branch_of_a_branch() -> None:
+def test_branch_of_a_branch() -> None:
     built = tree([call("a", 0, [1, 2, 3], [4]), call("b", 1, [1, 2, 6, 7], [8]), call("c", 2, [1, 2, 6, 9], [5])])
-    assert tell(built)[1:] == [([6, 7, 8], "001", 0, 2), ([9, 5], "01", 1, 3)]
+    assert describe(built)[1:] == [([6, 7, 8], "001", 0, 2), ([9, 5], "01", 1, 3)]
     assert trace_path(built.traces[2], built.traces).token_ids.tolist() == [1, 2, 6, 9, 5]
 
 
-def test_what_shares_nothing_is_another_root() -> None:
-    assert [row[2:] for row in tell(tree([call("a", 0, [1], [2]), call("b", 1, [3], [4]), call("c", 2, [], [1])]))] == [
-        (None, 0)
-    ] * 3
+def test_prompts_without_common_tokens_are_roots() -> None:
+    assert [
+        row[2:] for row in describe(tree([call("a", 0, [1], [2]), call("b", 1, [3], [4]), call("c", 2, [], [1])]))
+    ] == [(None, 0)] * 3
 
 
 def _answers(traces: tuple[Trace, ...]) -> list[tuple[str, int]]:
@@ -119,31 +119,31 @@ def _check(calls: list[CallRecord]) -> None:
         whole = trace_path(trace, built.traces)
         assert (whole.token_ids.dtype, whole.loss_mask.dtype) == (np.int32, np.uint8)
         assert whole.own == trace.branch_at == len(whole.token_ids) - len(trace.token_ids)
-        if trace.parent_trace_id is not None:  # no path is stored twice: it parts from its parent where it begins
+        if trace.parent_trace_id is not None:  # it differs from its parent where it begins, so no path is stored twice
             parent = next(one for one in built.traces if one.trace_id == trace.parent_trace_id)
             assert parent.branch_at < trace.branch_at <= parent.branch_at + len(parent.token_ids)
         position = trace.branch_at
         for span in trace.spans:
             size = span.end - span.start
             if span.kind == "sampled":
-                asked = by_id[span.call_id].prompt_ids
-                said = by_id[span.call_id].choices[span.choice]
-                assert asked is not None
-                assert whole.token_ids[: position + size].tolist() == asked.tolist() + said.token_ids.tolist()
-                np.testing.assert_array_equal(whole.logprobs[position : position + size], said.logprobs)
+                prompt = by_id[span.call_id].prompt_ids
+                answer = by_id[span.call_id].choices[span.choice]
+                assert prompt is not None
+                assert whole.token_ids[: position + size].tolist() == prompt.tolist() + answer.token_ids.tolist()
+                np.testing.assert_array_equal(whole.logprobs[position : position + size], answer.logprobs)
                 assert whole.loss_mask[position : position + size].all()
             position += size
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(session=sessions())
-def test_every_path_is_a_prompt_and_its_answer(session: tuple[list[CallRecord], dict[str, str]]) -> None:
+def test_each_path_of_a_session_is_a_prompt_and_its_answer(session: tuple[list[CallRecord], dict[str, str]]) -> None:
     _check(session[0])
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(calls=conversations())
-def test_of_conversations_too(calls: list[CallRecord]) -> None:
+def test_each_path_of_a_conversation_is_a_prompt_and_its_answer(calls: list[CallRecord]) -> None:
     _check(calls)
 
 
@@ -162,15 +162,15 @@ CALLS = [call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 5], [6]), call("c", 2
     ],
     ids=str,
 )
-def test_a_wrong_branch_is_found(changes: dict[str, object]) -> None:
+def test_wrong_branch_is_invalid(changes: dict[str, object]) -> None:
     built = tree(CALLS)
-    assert tell(built)[1][2:] == (0, 2)
-    hurt = replace(built.traces[1], **changes)  # type: ignore[arg-type]
+    assert describe(built)[1][2:] == (0, 2)
+    wrong = replace(built.traces[1], **changes)  # type: ignore[arg-type]
     with pytest.raises(InvariantError):
-        validate(CALLS, replace(built, traces=(built.traces[0], hurt, *built.traces[2:])))
+        validate(CALLS, replace(built, traces=(built.traces[0], wrong, *built.traces[2:])))
 
 
-def test_a_circle_of_parents_is_found() -> None:
+def test_cycle_of_parents_is_invalid() -> None:
     built = tree(CALLS)
     root, leaf = built.traces[:2]
     with pytest.raises(InvariantError, match="outside of its tokens"):

@@ -1,4 +1,4 @@
-"""`validation` finds every kind of damage; a builder that lost or doubled something cannot pass it."""
+"""`validate` finds every kind of damage: a builder that lost or doubled something cannot pass it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ CALLS = [
 ]
 
 
-def _first(built: BuildResult, **changes: Any) -> BuildResult:
+def _with_first(built: BuildResult, **changes: Any) -> BuildResult:
     return replace(built, traces=(replace(built.traces[0], **changes), *built.traces[1:]))
 
 
 def _spans(built: BuildResult, position: int, **changes: Any) -> BuildResult:
     spans = list(built.traces[0].spans)
     spans[position] = replace(spans[position], **changes)
-    return _first(built, spans=tuple(spans))
+    return _with_first(built, spans=tuple(spans))
 
 
 def _array(built: BuildResult, name: str, position: int, value: float) -> BuildResult:
     array = getattr(built.traces[0], name).copy()
     array[position] = value
-    return _first(built, **{name: array})
+    return _with_first(built, **{name: array})
 
 
 DAMAGE: dict[str, Callable[[BuildResult], BuildResult]] = {
@@ -57,27 +57,27 @@ DAMAGE: dict[str, Callable[[BuildResult], BuildResult]] = {
     "a span of a stranger": lambda b: _spans(b, 1, call_id="z"),
     "a span of no choice": lambda b: _spans(b, 1, choice=5),
     "a span called context": lambda b: _spans(b, 1, kind="context"),
-    "a span lost": lambda b: _first(b, spans=b.traces[0].spans[:-1]),
-    "a span too many": lambda b: _first(b, spans=(*b.traces[0].spans, Span("context", "a", 0, 1))),
-    "a call not named": lambda b: _first(b, call_ids=("a",)),
-    "an array cut": lambda b: _first(b, loss_mask=b.traces[0].loss_mask[:-1]),
+    "a span lost": lambda b: _with_first(b, spans=b.traces[0].spans[:-1]),
+    "a span too many": lambda b: _with_first(b, spans=(*b.traces[0].spans, Span("context", "a", 0, 1))),
+    "a call not named": lambda b: _with_first(b, call_ids=("a",)),
+    "an array cut": lambda b: _with_first(b, loss_mask=b.traces[0].loss_mask[:-1]),
 }
 
 
-def test_what_a_builder_made_is_right() -> None:
+def test_accepts_the_result_of_a_builder() -> None:
     built = merged(CALLS)
     assert [trace.call_ids for trace in built.traces] == [("a", "b"), ("b",)]
     validate(CALLS, built)
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_found(kind: str) -> None:
+def test_rejects_damage(kind: str) -> None:
     with pytest.raises(InvariantError):
         validate(CALLS, DAMAGE[kind](merged(CALLS)))
 
 
-def test_a_call_without_answers_must_be_excluded() -> None:
-    silent = call("d", 3, [1])
+def test_rejects_a_call_without_answers_that_is_not_excluded() -> None:
+    unanswered = call("d", 3, [1])
     with pytest.raises(InvariantError):
-        validate([*CALLS, silent], merged(CALLS))
-    validate([*CALLS, silent], merged([*CALLS, silent]))
+        validate([*CALLS, unanswered], merged(CALLS))
+    validate([*CALLS, unanswered], merged([*CALLS, unanswered]))
