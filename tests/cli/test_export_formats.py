@@ -11,7 +11,7 @@ from polar_proxy.store import open_store
 from polar_proxy.training.advantages import dr_grpo
 from polar_proxy.types import Json
 from tests.cli.process import error_text, polar, polar_json
-from tests.export.recorded_runs import loose_session, rollout
+from tests.export.recorded_runs import rollout, session_without_rollout
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ async def database(tmp_path: Path) -> str:
     async with open_store(url) as store:
         await rollout(store, reward=1.0)
         await rollout(store, reward=None, base=30)
-        await loose_session(store, base=50)
+        await session_without_rollout(store, base=50)
     return url
 
 

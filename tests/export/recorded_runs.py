@@ -1,4 +1,4 @@
-"""A store with rollouts and sessions as a real run leaves them, for the exports."""
+"""Rollouts and sessions in a store, as a real run leaves them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,33 @@ from tests.factories import call
 TOOLS: list[Json] = [{"type": "function", "function": {"name": "bash"}}]
 
 
-def conversation(session_id: str, *, base: int = 10, warped: bool = False) -> list[CallRecord]:
-    """Two turns that join, a drifted third, and a call whose client went away."""
+def conversation(session_id: str, *, base: int = 10, off_distribution: bool = False) -> list[CallRecord]:
+    """Return two turns that join, a drifted third, and a call whose client disconnected."""
     drift = [base, 1, base + 1, 99, 4]
     calls = [
         call("a", 0.0, [base, 1], [base + 1, 2]),
         call("b", 1.0, [base, 1, base + 1, 2, 3], [base + 2, 2, 7]),
-        call("c", 2.0, drift, [5, 2], **({"logprob_mode": "raw", "sampling": {"temperature": 0.5}} if warped else {})),
+        call(
+            "c",
+            2.0,
+            drift,
+            [5, 2],
+            **({"logprob_mode": "raw", "sampling": {"temperature": 0.5}} if off_distribution else {}),
+        ),
         call("d", 3.0, [*drift, 5, 2], [6], status="client_gone"),
     ]
-    said: list[bytes] = []
+    messages: list[bytes] = []
     made = []
     for record in calls:
-        said.append(orjson.dumps({"role": "user", "content": f"turn {len(said)}"}))
-        messages, tools = tuple(said), orjson.dumps(TOOLS)
-        made.append(replace(record, call_id=new_id("call"), session_id=session_id, messages=messages, tools=tools))
-        said.append(orjson.dumps(record.choices[0].message.to_openai()))
+        messages.append(orjson.dumps({"role": "user", "content": f"turn {len(messages)}"}))
+        fields = {"messages": tuple(messages), "tools": orjson.dumps(TOOLS)}
+        made.append(replace(record, call_id=new_id("call"), session_id=session_id, **fields))
+        messages.append(orjson.dumps(record.choices[0].message.to_openai()))
     return made
 
 
-async def loose_session(store: Store, **changes: Any) -> tuple[str, list[CallRecord]]:
-    """A session of `polar serve`, which belongs to no rollout."""
+async def session_without_rollout(store: Store, **changes: Any) -> tuple[str, list[CallRecord]]:
+    """Record a session of `polar serve`, which belongs to no rollout."""
     row = await store.sessions.create(key_hash=None, label=None, origin="open")
     return row.session_id, await _commit(store, conversation(row.session_id, **changes))
 

@@ -1,4 +1,4 @@
-"""The three formats, written from a real store and read again."""
+"""The three dataset formats, written from a real store and read again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from polar_proxy.export import DATASET_FORMATS, export
 from polar_proxy.store import Store
 from polar_proxy.types import Json, Message
-from tests.export.recorded_runs import TOOLS, conversation, loose_session, rollout
+from tests.export.recorded_runs import TOOLS, conversation, rollout, session_without_rollout
 
 
 async def rows_of(store: Store, form: str, **options: Any) -> list[Json]:
@@ -25,10 +25,10 @@ async def rows_of(store: Store, form: str, **options: Any) -> list[Json]:
 
 
 async def check_against_store(store: Store, row: Json) -> None:
-    """Each position of a tokens-jsonl row is the position of a call that its spans name; the log-probability too."""
+    """Assert that each token and log-probability of a row is that of the call that its spans name."""
     ids = row["prompt_ids"] + row["response_ids"]
-    off = [0] * len(row["prompt_ids"])
-    mask, logprobs = off + row["loss_mask"], [None for _ in off] + row["logprobs"]
+    prompt = [0] * len(row["prompt_ids"])
+    mask, logprobs = prompt + row["loss_mask"], [None for _ in prompt] + row["logprobs"]
     assert len(ids) == len(mask) == len(logprobs)
     position = 0
     for span in row["spans"]:
@@ -53,9 +53,9 @@ async def check_against_store(store: Store, row: Json) -> None:
 
 
 @pytest.mark.parametrize("builder", ["merged", "per_call"])
-async def test_tokens_jsonl_token_for_token(store: Store, builder: str) -> None:
+async def test_tokens_jsonl_equals_the_calls(store: Store, builder: str) -> None:
     rollout_id, calls = await rollout(store, reward=1.0)
-    session_id, _ = await loose_session(store, base=30)
+    session_id, _ = await session_without_rollout(store, base=30)
     rows = await rows_of(store, "tokens-jsonl", builder=builder)
     assert [row.get("rollout_id") for row in rows] == [rollout_id] * (len(rows) // 2) + [None] * (len(rows) // 2)
     assert {row["session_id"] for row in rows} == {calls[0].session_id, session_id}
@@ -103,7 +103,7 @@ async def test_chat_jsonl(store: Store) -> None:
 
 async def test_jsonl(store: Store) -> None:
     rollout_id, calls = await rollout(store, reward=0.5)
-    session_id, _ = await loose_session(store)
+    session_id, _ = await session_without_rollout(store)
     first, second = await rows_of(store, "jsonl")
     assert (first["rollout_id"], second["session_id"]) == (rollout_id, session_id)
     assert [call["call_id"] for call in first["calls"]] == [call.call_id for call in calls]
@@ -115,20 +115,20 @@ async def test_jsonl(store: Store) -> None:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "chat-jsonl"])
-async def test_half_a_character_in_an_answer(store: Store, form: str) -> None:
-    """A model can sample one; JSON has an escape for it, which Python's own reader knows."""
+async def test_lone_surrogate_in_an_answer(store: Store, form: str) -> None:
+    """A model can sample one. JSON has an escape for it, which Python's own reader accepts."""
     row = await store.sessions.create(key_hash=None, label=None, origin="open")
     call = conversation(row.session_id)[0]
-    answer = Message("assistant", "\ud83d")
-    await store.calls.commit(replace(call, choices=(replace(call.choices[0], message=answer),)))
+    message = Message("assistant", "\ud83d")
+    await store.calls.commit(replace(call, choices=(replace(call.choices[0], message=message),)))
     lines: list[bytes] = []
     await export(store, form, lines.append)
     (line,) = lines
     row_read = json.loads(line)
-    told = row_read["messages"][-1] if form == "chat-jsonl" else row_read["calls"][0]["choices"][0]["message"]
-    assert told == answer.to_openai()
+    answer = row_read["messages"][-1] if form == "chat-jsonl" else row_read["calls"][0]["choices"][0]["message"]
+    assert answer == message.to_openai()
 
 
-async def test_an_empty_store(store: Store) -> None:
+async def test_empty_store_gives_no_rows(store: Store) -> None:
     for form in DATASET_FORMATS:
         assert await rows_of(store, form) == []

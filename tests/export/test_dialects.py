@@ -1,4 +1,4 @@
-"""A dataset holds OpenAI messages and tools, whatever dialect the agent spoke."""
+"""Datasets have OpenAI messages and tools, whatever dialect the agent spoke."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ def row(form: str, call: CallRecord) -> Json:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_one_conversation_is_one_conversation(name: str) -> None:
+def test_every_dialect_gives_the_same_conversation(name: str) -> None:
     call = recorded(name)
     made = row("chat-jsonl", call)
-    told = list(CHAT["messages"])
-    if name == "google_generate_content":  # whose results name their function
-        told[3] = {**told[3], "name": "bash"}
-    assert made["messages"] == [*told, call.choices[0].message.to_openai()]
+    messages = list(CHAT["messages"])
+    if name == "google_generate_content":  # its results name their function
+        messages[3] = {**messages[3], "name": "bash"}
+    assert made["messages"] == [*messages, call.choices[0].message.to_openai()]
     assert made["tools"] == CHAT["tools"]
     assert "unparsed" not in made
     (listed,) = row("jsonl", call)["calls"]
-    assert (listed["messages"], listed["tools"]) == (told, CHAT["tools"])
+    assert (listed["messages"], listed["tools"]) == (messages, CHAT["tools"])
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_row_can_be_asked_again(name: str) -> None:
-    """What is exported is a body of Chat Completions that asks the same of the engine."""
+def test_exported_conversation_is_a_valid_request(name: str) -> None:
+    """The exported body of Chat Completions gives the engine the same request."""
     call = recorded(name)
     request, exported = recorded_request(call), conversation(call)
     assert isinstance(request, ChatRequest)
-    (again,) = OpenAIChat().parse({"model": "m", **exported}).requests
-    assert isinstance(again, ChatRequest)
-    assert (again.messages, again.tools) == (request.messages, request.tools)
+    (parsed,) = OpenAIChat().parse({"model": "m", **exported}).requests
+    assert isinstance(parsed, ChatRequest)
+    assert (parsed.messages, parsed.tools) == (request.messages, request.tools)
 
 
 @pytest.mark.parametrize("prompt", ["Once", [1, 2, 3]])
-def test_a_raw_prompt_has_no_roles(prompt: str | list[int]) -> None:
+def test_raw_prompt_has_the_role_prompt(prompt: str | list[int]) -> None:
     call = recorded("openai_completions", {"model": "m", "prompt": prompt})
     made = row("chat-jsonl", call)
     assert made["messages"] == [{"role": "prompt", "content": prompt}, call.choices[0].message.to_openai()]
     assert "tools" not in made
 
 
-def test_what_cannot_be_read_is_written_raw_and_says_so() -> None:
-    broken = {"role": "tool of old"}
+def test_unreadable_request_is_written_raw_with_the_reason() -> None:
+    broken = {"role": "unknown role"}
     call = recorded("openai_chat", messages=(orjson.dumps(broken), b"{"))
     made = row("chat-jsonl", call)
     assert made["messages"] == [broken, "{", call.choices[0].message.to_openai()]

@@ -1,4 +1,4 @@
-"""Which rollouts and sessions are written, and what the report says of the rest."""
+"""Which rollouts and sessions are exported, and how the report counts the rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from polar_proxy.errors import UsageError
 from polar_proxy.export import ExportReport, export
 from polar_proxy.store import Store
 from polar_proxy.types import Json
-from tests.export.recorded_runs import loose_session, rollout
+from tests.export.recorded_runs import rollout, session_without_rollout
 
 
 async def run(store: Store, form: str = "tokens-jsonl", **options: Any) -> tuple[list[Json], ExportReport]:
@@ -20,11 +20,11 @@ async def run(store: Store, form: str = "tokens-jsonl", **options: Any) -> tuple
     return [orjson.loads(line) for line in lines], report
 
 
-async def test_where(store: Store) -> None:
+async def test_where_selects_rollouts(store: Store) -> None:
     good, _ = await rollout(store, reward=1.0)
     bad, _ = await rollout(store, reward=0.0)
     await rollout(store, reward=None, status="failed")
-    await loose_session(store)
+    await session_without_rollout(store)
     rows, report = await run(store, where="reward>=1")
     assert {row["rollout_id"] for row in rows} == {good}
     assert (report.rollouts, report.sessions) == (1, 0)
@@ -34,18 +34,18 @@ async def test_where(store: Store) -> None:
     assert (rows, report.rollouts) == ([], 0)
 
 
-async def test_sessions(store: Store) -> None:
+async def test_session_ids_select_sessions(store: Store) -> None:
     await rollout(store, reward=1.0)
-    one, _ = await loose_session(store)
-    await loose_session(store)
+    one, _ = await session_without_rollout(store)
+    await session_without_rollout(store)
     rows, report = await run(store, session_ids=[one])
     assert {row["session_id"] for row in rows} == {one}
     assert (report.rollouts, report.sessions) == (0, 1)
 
 
-async def test_the_counts_add_up(store: Store) -> None:
+async def test_every_call_is_exported_or_counted(store: Store) -> None:
     """Every recorded call is in a written trace or in `left_out`."""
-    await rollout(store, reward=1.0, warped=True)
+    await rollout(store, reward=1.0, off_distribution=True)
     _, running = await rollout(store, reward=None, built=False, status="running")
     rows, report = await run(store)
     assert report.left_out == {"client_gone": 1, "grade_approximate": 1, "not_built_yet": len(running)}
@@ -56,10 +56,10 @@ async def test_the_counts_add_up(store: Store) -> None:
     assert "grade_approximate" not in report.left_out
 
 
-async def test_more_rollouts_than_a_page(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_exports_more_than_a_page(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("polar_proxy.export.exporter._PAGE", 2)
     made = [(await rollout(store, reward=1.0))[0] for _ in range(5)]
-    loose = [(await loose_session(store))[0] for _ in range(3)]
+    loose = [(await session_without_rollout(store))[0] for _ in range(3)]
     rows, report = await run(store, "jsonl")
     assert sorted(row["rollout_id"] for row in rows if "rollout_id" in row) == made
     assert sorted(row["session_id"] for row in rows if "rollout_id" not in row) == loose
@@ -67,7 +67,7 @@ async def test_more_rollouts_than_a_page(store: Store, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("form", "options", "told"),
+    ("form", "options", "expected"),
     [
         ("csv", {}, "tokens-jsonl"),
         ("jsonl", {"builder": "forest"}, "per_call"),
@@ -78,6 +78,6 @@ async def test_more_rollouts_than_a_page(store: Store, monkeypatch: pytest.Monke
         ("jsonl", {"session_ids": ["sess_0"], "where": "reward>=1"}, "either"),
     ],
 )
-async def test_what_cannot_be_is_told(store: Store, form: str, options: Json, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+async def test_rejects_invalid_selection(store: Store, form: str, options: Json, expected: str) -> None:
+    with pytest.raises(UsageError, match=expected):
         await run(store, form, **options)

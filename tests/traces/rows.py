@@ -1,4 +1,4 @@
-"""Rows of a `tokens-jsonl` export, as they are read again from its lines."""
+"""Rows of a `tokens-jsonl` export, as read from its lines."""
 
 from __future__ import annotations
 

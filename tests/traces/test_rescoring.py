@@ -1,4 +1,4 @@
-"""Answers that came as text get tokens later: clean ones only, never in place of sampled ones, and labelled so."""
+"""Rescoring: answers recorded as text get tokens if their rendering is clean, never in place of sampled ones."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def engine(**changes: Any) -> ScriptedEngine:
 def answered(
     name: str, at: float, messages: list[Json], content: str | None, *, finish: str = "stop", **more: Any
 ) -> CallRecord:
-    """A call that a hosted API answered."""
-    answer = Message.from_openai({"role": "assistant", "content": content, **more.pop("said", {})})
+    """Return a call that an API answered without tokens."""
+    answer = Message.from_openai({"role": "assistant", "content": content, **more.pop("message", {})})
     none = np.empty(0, dtype=np.int32)
     record = call(name, at, None, status="no_tokens", engine=HOSTED, params={"model": "big"}, **more)
     return replace(
@@ -54,16 +54,16 @@ MORE: Json = {"role": "user", "content": "more"}
 
 
 def conversation() -> list[CallRecord]:
-    """Two turns; before them a side call, and a call of another engine with tokens of its own."""
+    """Return two turns, after a side call and a call of another engine that has tokens."""
     own = call("own", 0.0, [5, 6], [7, 2], engine=INFO)
     side = answered("side", 0.5, [HI], "title", edge="side_call")
     first = answered("one", 1.0, [HI], "hello")
-    said: Json = {"role": "assistant", "content": "hello"}
-    second = answered("two", 2.0, [HI, said, MORE], "bye", edge="continues", parent_call_id="one")
+    hello: Json = {"role": "assistant", "content": "hello"}
+    second = answered("two", 2.0, [HI, hello, MORE], "bye", edge="continues", parent_call_id="one")
     return [own, side, first, second]
 
 
-async def put(store: Store, calls: list[CallRecord]) -> str:
+async def commit(store: Store, calls: list[CallRecord]) -> str:
     session = await store.sessions.create(key_hash=None, label=None, origin="open")
     for one in calls:
         await store.calls.commit(replace(one, session_id=session.session_id))
@@ -71,13 +71,13 @@ async def put(store: Store, calls: list[CallRecord]) -> str:
 
 
 async def rescored(store: Store, calls: list[CallRecord], by: Engine | None = None) -> tuple[str, RescoreReport]:
-    session_id = await put(store, calls)
+    session_id = await commit(store, calls)
     report = RescoreReport()
     await rescore_session(store, by or engine(), SessionTarget(session_id), report)
     return session_id, report
 
 
-async def test_one_sequence_of_what_was_said(store: Store) -> None:
+async def test_rescored_answers_are_merged(store: Store) -> None:
     session_id, report = await rescored(store, conversation())
     assert (report.calls, report.answers, report.traces) == (2, 2, 1)
     assert report.skipped == {"side_call": 1, "sampled_here": 1}
@@ -93,11 +93,11 @@ async def test_one_sequence_of_what_was_said(store: Store) -> None:
     assert trained == [*tokens("hello"), END, *tokens("bye"), END]
     assert trace.logprobs[trace.loss_mask == 1] == pytest.approx([logprob(token) for token in trained])
     assert np.isnan(trace.logprobs[trace.loss_mask == 0]).all()
-    # Scored once, though both calls ask for it.
+    # The first call is a prefix of the second, so it is not scored by itself.
     assert report.scored.tokens == len(trace.token_ids)
 
 
-async def test_the_record_stays_as_it_was(store: Store) -> None:
+async def test_recorded_calls_do_not_change(store: Store) -> None:
     session_id, _ = await rescored(store, conversation())
     kept = {one.call_id: one for one in await store.calls.of_session(session_id)}
     for name in ("one", "two"):
@@ -112,13 +112,13 @@ async def test_the_record_stays_as_it_was(store: Store) -> None:
     assert await store.traces.find(session_id=session_id, builder="merged") == []
 
 
-async def test_every_call_is_accounted_for(store: Store) -> None:
-    silent = answered("silent", 3.0, [HI], "x", finish="content_filter")
-    session_id, report = await rescored(store, [*conversation(), silent])
+async def test_every_call_is_rescored_or_excluded(store: Store) -> None:
+    filtered = answered("filtered", 3.0, [HI], "x", finish="content_filter")
+    session_id, report = await rescored(store, [*conversation(), filtered])
     assert await store.traces.exclusions(session_id, builder=RESCORED_BUILDER) == {
         "own": "sampled_here",
         "side": "side_call",
-        "silent": "unfinished",
+        "filtered": "unfinished",
     }
     assert report.calls + sum(report.skipped.values()) == 5
 
@@ -128,7 +128,7 @@ async def test_certificates_name_both_engines(store: Store) -> None:
     kept = await store.traces.certificates(session_id=session_id, builder=RESCORED_BUILDER)
     traces = await store.traces.find(session_id=session_id, builder=RESCORED_BUILDER)
     calls = apply_rescores(await store.calls.of_session(session_id), await store.rescores.of_session(session_id))
-    (whole,) = (one.to_json() for one in restore(kept, traces, calls).values())  # the hashes chain
+    (whole,) = (one.to_json() for one in restore(kept, traces, calls).values())
     assert (whole["builder"], whole["grade"], whole["reasons"]) == ("rescored", "approximate", ["rescored"])
     assert whole["rescored"] == {
         "engine": "scripted",
@@ -139,7 +139,7 @@ async def test_certificates_name_both_engines(store: Store) -> None:
     assert [one["engine"] for one in whole["engines"]] == ["openai"]
 
 
-async def test_once_more_replaces_what_was_made(store: Store) -> None:
+async def test_rescoring_again_replaces_the_result(store: Store) -> None:
     session_id, _ = await rescored(store, conversation())
     before = await store.rescores.of_session(session_id)
     await rescore_session(store, engine(version="2"), SessionTarget(session_id), RescoreReport())
@@ -149,7 +149,7 @@ async def test_once_more_replaces_what_was_made(store: Store) -> None:
     assert len(await store.traces.find(session_id=session_id, builder=RESCORED_BUILDER)) == 1
 
 
-async def test_an_audit_holds_the_numbers_to_the_engine_that_gave_them(store: Store) -> None:
+async def test_audit_compares_with_the_engine_that_scored(store: Store) -> None:
     session_id, _ = await rescored(store, conversation())
     scorer = engine()
     targets = [SessionTarget(session_id)]
@@ -171,72 +171,72 @@ CALL: Json = {"id": "c", "type": "function", "function": {"name": "bash", "argum
         ("unreadable", answered("a", 0.0, [{"role": "nobody"}], "x")),
         ("raw_prompt", answered("a", 0.0, ["hi"], "x", dialect="openai_completions")),  # type: ignore[list-item]
         ("empty", answered("a", 0.0, [HI], "")),
-        ("cut_call", answered("a", 0.0, [HI], None, finish="length", said={"tool_calls": [CALL]})),
+        ("cut_call", answered("a", 0.0, [HI], None, finish="length", message={"tool_calls": [CALL]})),
         ("client_gone", replace(answered("a", 0.0, [HI], "x"), status="client_gone")),
-        ("answer_not_kept", answered("a", 0.0, [HI], "x", said={"reasoning_content": "dropped by the template"})),
+        ("answer_not_kept", answered("a", 0.0, [HI], "x", message={"reasoning_content": "dropped by the template"})),
     ],
 )
-async def test_what_is_not_clean_is_left_out(reason: str, record: CallRecord) -> None:
+async def test_unclean_answer_is_left_out(reason: str, record: CallRecord) -> None:
     with pytest.raises(UnusableAnswerError, match=f"^{reason}$"):
-        await encode_answers(record, ReasoningDropped())
+        await encode_answers(record, EngineThatDropsReasoning())
 
 
-class ReasoningDropped(ScriptedEngine):
-    """Its chat template drops the reasoning of earlier answers."""
+class EngineThatDropsReasoning(ScriptedEngine):
+    """An engine whose chat template drops the reasoning of earlier answers."""
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         messages = tuple(replace(message, reasoning=None) for message in request.messages)
         return await super().render(replace(request, messages=messages), generation=generation)
 
 
-class Moody(ScriptedEngine):
-    """Renders a conversation that has been answered otherwise than before."""
+class InconsistentEngine(ScriptedEngine):
+    """An engine that renders an answered conversation differently from the unanswered one."""
 
-    def __init__(self, mood: str) -> None:
+    def __init__(self, fault: str) -> None:
         super().__init__()
-        self._mood = mood
+        self._fault = fault
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
         ids = await super().render(request, generation=generation)
-        if self._mood == "template_refuses":
+        if self._fault == "template_refuses":
             raise RequestError("no")
         if generation:
             return ids
-        return ids[:-1] if self._mood == "no_end_of_turn" else [9, *ids]
+        return ids[:-1] if self._fault == "no_end_of_turn" else [9, *ids]
 
 
-@pytest.mark.parametrize("mood", ["prompt_not_kept", "no_end_of_turn", "template_refuses"])
-async def test_templates_that_cannot_be_followed(mood: str) -> None:
-    with pytest.raises(UnusableAnswerError, match=f"^{mood}$"):
-        await encode_answers(answered("a", 0.0, [HI], "x"), Moody(mood))
+@pytest.mark.parametrize("fault", ["prompt_not_kept", "no_end_of_turn", "template_refuses"])
+async def test_inconsistent_template_is_left_out(fault: str) -> None:
+    with pytest.raises(UnusableAnswerError, match=f"^{fault}$"):
+        await encode_answers(answered("a", 0.0, [HI], "x"), InconsistentEngine(fault))
 
 
-async def test_a_cut_answer_has_no_end() -> None:
-    ((_, prompt, said),) = await encode_answers(answered("a", 0.0, [HI], "hel", finish="length"), engine())
-    assert said.tolist() == tokens("hel")
+async def test_cut_answer_has_no_end_of_turn() -> None:
+    ((_, prompt, answer),) = await encode_answers(answered("a", 0.0, [HI], "hel", finish="length"), engine())
+    assert answer.tolist() == tokens("hel")
     assert decode(prompt.tolist()) == "user:hiassistant:"
 
 
-async def test_calls_and_several_answers() -> None:
-    record = answered("a", 0.0, [HI], "so", said={"tool_calls": [CALL]})
+async def test_encodes_tool_calls_and_several_answers() -> None:
+    record = answered("a", 0.0, [HI], "so", message={"tool_calls": [CALL]})
     other = replace(record.choices[0], index=1, message=Message("assistant", "else"))
-    told = await encode_answers(replace(record, choices=(record.choices[0], other)), engine())
-    assert [decode(said.tolist()) for _, _, said in told] == [
+    encoded = await encode_answers(replace(record, choices=(record.choices[0], other)), engine())
+    assert [decode(answer.tolist()) for _, _, answer in encoded] == [
         'so<tool_call>{"name": "bash", "arguments": {}}</tool_call>',
         "else",
     ]
-    assert all(said[-1] == END for _, _, said in told)
+    assert all(answer[-1] == END for _, _, answer in encoded)
 
 
-def test_engines_that_cannot() -> None:
+def test_requires_an_engine_that_can_score() -> None:
     with pytest.raises(UsageError, match="log-prob"):
         require_scoring_engine(engine(capabilities=INFO.capabilities - {"score"}))
     with pytest.raises(UsageError, match="end-of-turn"):
         require_scoring_engine(engine(eos_token_ids=()))
 
 
-async def test_rescores_come_back_as_they_were_put(store: Store) -> None:
-    session_id = await put(store, conversation())
+async def test_store_returns_rescores_unchanged(store: Store) -> None:
+    session_id = await commit(store, conversation())
     rng = np.random.default_rng(1)
     rows = [
         Rescore(

@@ -1,4 +1,4 @@
-"""Groups that Polar recorded: the local engine samples, calls and traces go through the store, rows are exported."""
+"""Recorded groups: the local engine samples, the store has calls and traces, and the rows are exported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.training.bandit import Bandit, opened
 
 
 async def recorded_groups(folder: Path, model: Path, *, groups: int = 1, samples: int = 4) -> list[list[Json]]:
-    """Rows of tokens-jsonl by group, as `polar export` writes them. Rewards differ within each group."""
+    """Return rows of tokens-jsonl by group, as `polar export` writes them. Rewards differ within each group."""
     folder.mkdir(parents=True, exist_ok=True)
     lines: list[bytes] = []
     async with opened(folder, model) as (store, engine):

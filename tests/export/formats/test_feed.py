@@ -1,4 +1,4 @@
-"""Groups of a real server's feed as a rollout function gets them."""
+"""Groups from a real server's feed, through TRL's rollout function."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def server(polar_home: Path) -> Iterator[PolarServer]:
         yield running
 
 
-def test_leased_handed_out_and_acknowledged_when_saved(server: PolarServer) -> None:
+def test_groups_are_leased_and_acknowledged_after_the_checkpoint(server: PolarServer) -> None:
     with Client(server.url, server.key) as polar:
         job = polar.submit(JobRequest(task="swe-task", instances=2, samples=2, for_training=True))
         polar.wait(job.job_id)
         feed = FeedGroups(polar, consumer="trl", patience=1.0)
-        # The fake policy is scripted; each call of its agent is a sequence of its own.
+        # The policy is scripted, so each call of the agent is a separate sequence.
         rollouts = RecordedRollouts(feed, several="longest")
         first = rollouts(["any"] * 2, TRAINER)
         assert polar.feed().depth["leased"] == 1

@@ -1,4 +1,4 @@
-"""Each record against a row worked out by hand, without the trainers' libraries."""
+"""Each record compared with values worked out by hand, without the trainers' libraries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOGPROBS = [-0.5, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125]
 TRAINER = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1), num_generations=4)
 
 
-def refused(reason: str) -> Any:
+def raises_row_error(reason: str) -> Any:
     return pytest.raises(RowError, check=lambda error: error.reason == reason)
 
 
@@ -42,21 +42,21 @@ def test_trl_completions() -> None:
     assert trl.recorded_reward(prompts=[], completions=[], reward=made["reward"]) == made["reward"]
 
 
-def test_trl_keeps_a_masked_rollout_in_the_baseline_and_an_unscored_one_out_of_it() -> None:
+def test_trl_baseline_has_masked_rollouts_and_no_unscored_ones() -> None:
     rows = [row(0, 0, masked=True), row(0, 1, reward=None), *group()[2:]]
     made = trl.completions(rows, 4)
     assert made["env_mask"][0] == [0] * 7
     assert made["reward"] == [0.0, None, 0.0, 1.0]
 
 
-def test_trl_refuses_what_a_completion_cannot_hold() -> None:
-    with refused("group_size"):
+def test_trl_refuses_other_group_sizes_and_several_sequences() -> None:
+    with raises_row_error("group_size"):
         trl.completions(group(size=3), 4)
-    with refused("several_traces"):
+    with raises_row_error("several_traces"):
         trl.completions([*group(), row(0, 0, 1)], 4)
 
 
-def test_trl_hands_out_group_after_group() -> None:
+def test_trl_yields_one_group_after_the_other() -> None:
     rollouts = trl.RecordedRollouts([group(0), group(1), group(2)])
     found = rollouts(["any"] * 8, TRAINER)
     assert found["trace_id"] == [f"trace_{number}_{member}_0" for number in (0, 1) for member in range(4)]
@@ -65,16 +65,16 @@ def test_trl_hands_out_group_after_group() -> None:
         rollouts(["any"] * 4, TRAINER)
 
 
-def test_trl_skips_and_counts_only_when_told() -> None:
+def test_trl_skips_refused_groups_on_request() -> None:
     groups = [group(0, size=3), [*group(1), row(1, 0, 1)], group(2)]
-    with refused("group_size"):
+    with raises_row_error("group_size"):
         trl.RecordedRollouts(groups)(["any"] * 4, TRAINER)
     rollouts = trl.RecordedRollouts(groups, on_refused="skip")
     assert rollouts(["any"] * 4, TRAINER)["trace_id"][0] == "trace_2_0_0"
     assert rollouts.left_out == {"group_size": 1, "several_traces": 1}
 
 
-def test_trl_trains_the_longest_sequence_only_where_told_and_counts_the_others() -> None:
+def test_trl_trains_the_longest_sequence_on_request() -> None:
     spans = [SPANS[0], {**SPANS[1], "end": 1}]
     shorter = row(0, 2, 1, response_ids=[70], loss_mask=[1], logprobs=[-0.5], spans=spans)
     rollouts = trl.RecordedRollouts([[shorter, *group(), row(0, 1, 1)]], several="longest")
@@ -82,7 +82,7 @@ def test_trl_trains_the_longest_sequence_only_where_told_and_counts_the_others()
     assert rollouts.left_out == {"shorter_sequence": 2}
 
 
-def test_trl_does_not_cut_groups_over_processes() -> None:
+def test_trl_refuses_to_split_a_group() -> None:
     many = SimpleNamespace(accelerator=SimpleNamespace(num_processes=2), num_generations=4)
     with pytest.raises(UsageError, match="split a group"):
         trl.RecordedRollouts([group()])(["any"] * 4, many)
@@ -106,9 +106,9 @@ def test_trl_rollout_sample() -> None:
 
 
 @pytest.mark.parametrize(("changes", "reason"), [({}, "no_advantage"), ({"advantage": 1.0, "masked": True}, "masked")])
-def test_records_with_an_advantage_need_one(changes: dict[str, Any], reason: str) -> None:
+def test_advantage_is_required(changes: dict[str, Any], reason: str) -> None:
     for make in (tinker.datum, lambda one: trl.rollout_sample(one, 0)):
-        with refused(reason):
+        with raises_row_error(reason):
             make(read_training_row(row(**changes)))
 
 
@@ -119,31 +119,31 @@ def test_verl_output_and_dataset() -> None:
     assert made["response_logprobs"] == [-0.5 - 10 / 1024, -0.25, 0.0, 0.0, -1.5, -2.0, -0.125]
     assert (made["reward_score"], made["num_turns"]) == (1.0, 4)
     assert verl.agent_loop_output(read_training_row(row(masked=True)))["response_mask"] == [0] * 7
-    with refused("no_reward"):
+    with raises_row_error("no_reward"):
         verl.agent_loop_output(read_training_row(row(reward=None)))
     rows = verl.dataset([*group(0), *group(1)])
     assert [one["extra_info"]["group_id"] for one in rows] == ["group_0", "group_1"]
     assert [one["extra_info"]["rollouts"] for one in rows] == [4, 4]
-    with refused("group_size"):
+    with raises_row_error("group_size"):
         verl.dataset([*group(0), *group(1, size=3)])
 
 
-def test_verl_sessions_are_rollouts_with_all_their_traces() -> None:
+def test_verl_session_is_a_rollout_with_all_its_traces() -> None:
     recorded = verl.RecordedGroups([*group(0), row(0, 2, 1)])
-    asked = {"group_id": "group_0"}
-    assert [[one["extra_fields"]["trace_id"] for one in recorded.session(asked, i)] for i in range(4)] == [
+    extra_info = {"group_id": "group_0"}
+    assert [[one["extra_fields"]["trace_id"] for one in recorded.session(extra_info, i)] for i in range(4)] == [
         ["trace_0_0_0"],
         ["trace_0_1_0"],
         ["trace_0_2_0", "trace_0_2_1"],
         ["trace_0_3_0"],
     ]
     with pytest.raises(UsageError, match=r"set rollout\.n"):
-        recorded.session(asked, 4)
+        recorded.session(extra_info, 4)
     with pytest.raises(UsageError, match="no group"):
         recorded.session({"group_id": "other"}, 0)
 
 
-def test_slime_samples_keep_slimes_invariants() -> None:
+def test_slime_samples() -> None:
     samples = slime.SampleNumbering()
     made = [
         samples.sample(read_training_row(one)) for one in (row(0, 0), row(0, 1), row(0, 1, 1), row(1, 0, masked=True))
@@ -158,12 +158,12 @@ def test_slime_samples_keep_slimes_invariants() -> None:
     assert [one["group_index"] for one in made] == [0, 0, 0, 1]
     assert [one["remove_sample"] for one in made] == [False, False, False, True]
     assert samples.sample(read_training_row(row(0, 5, status="timed_out")))["status"] == "truncated"
-    with refused("no_reward"):
+    with raises_row_error("no_reward"):
         samples.sample(read_training_row(row(reward=None)))
 
 
-def test_slime_rewards_count_a_rollout_once() -> None:
-    """Rewards 1, 0, 0; the first rollout has two samples. mean 1/3, deviation sqrt(1/3)."""
+def test_slime_advantages_count_a_rollout_once() -> None:
+    """The rewards are 1, 0, 0, and the first rollout has two samples: mean 1/3, deviation sqrt(1/3)."""
     samples = [
         SimpleNamespace(group_index=0, rollout_id=rollout, get_reward_value=lambda _, value=value: value)
         for rollout, value in ((0, 1.0), (0, 1.0), (1, 0.0), (2, 0.0))
@@ -175,7 +175,7 @@ def test_slime_rewards_count_a_rollout_once() -> None:
     assert scaled == pytest.approx([value * 3**0.5 for value in made], rel=1e-5)
 
 
-def test_nemo_rl_cuts_where_the_mask_changes() -> None:
+def test_nemo_rl_message_begins_where_the_mask_changes() -> None:
     made = nemo_rl.datum_spec([read_training_row(row())], 7)
     assert [(one["role"], one["token_ids"], one.get("generation_logprobs")) for one in made["message_log"]] == [
         ("user", [11, 12, 13], None),
@@ -185,7 +185,7 @@ def test_nemo_rl_cuts_where_the_mask_changes() -> None:
     ]
     assert (made["length"], made["idx"], made["loss_multiplier"], made["total_reward"]) == (10, 7, 1.0, 0.0)
     assert nemo_rl.datum_spec([read_training_row(row(masked=True))])["loss_multiplier"] == 0.0
-    with refused("several_traces"):
+    with raises_row_error("several_traces"):
         nemo_rl.datum_spec([read_training_row(row()), read_training_row(row(trace=1))])
 
 
@@ -199,7 +199,7 @@ def test_tinker_datum_is_shifted_by_one() -> None:
 
 
 @pytest.mark.parametrize("form", TRAINER_FORMATS)
-def test_a_rollout_is_written_whole_or_not_at_all(form: str) -> None:
+def test_rollout_is_converted_whole_or_not_at_all(form: str) -> None:
     records = RecordConverter(form)
     assert len(records([row(advantage=1.0)])) == 1
     assert records([row(0, 1, advantage=1.0), row(0, 1, 1, advantage=1.0, grade="rejected")]) == []
@@ -207,7 +207,7 @@ def test_a_rollout_is_written_whole_or_not_at_all(form: str) -> None:
     assert records([]) == []
 
 
-def test_trl_rows_number_groups() -> None:
+def test_trl_records_number_groups() -> None:
     numbers = IdNumbers()
     made = [trl.records([read_training_row(row(number, advantage=1.0))], numbers)[0] for number in (5, 3, 5)]
     assert [one["group_id"] for one in made] == [0, 1, 0]

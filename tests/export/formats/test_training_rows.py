@@ -1,4 +1,4 @@
-"""What every bridge reads: checked once, refused by name, and a rollout counted once."""
+"""Rows for trainers: checked once, refused with a reason, and each rollout counted once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTEXT = {"kind": "context", "call_id": "call_b", "choice": 0, "start": 3, "end
 NO_RESPONSE: Json = {"response_ids": [], "loss_mask": [], "logprobs": []}
 
 
-def test_a_row_is_read_as_it_was_written() -> None:
+def test_reads_a_row() -> None:
     found = read_training_row(row(1, 2))
     assert found.token_ids == (11, 12, 13, 20 + 120 % 50, 21, 31, 32, 22, 23, 24)
     assert found.loss_mask == (1, 1, 0, 0, 1, 1, 1)
@@ -28,7 +28,7 @@ def test_a_row_is_read_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize("field", ["masked", "incomplete"])
-def test_a_rollout_of_the_baseline_alone_is_not_trained(field: str) -> None:
+def test_masked_or_incomplete_rollout_is_not_trained(field: str) -> None:
     assert read_training_row(row(**{field: True})).trained_mask() == [0] * 7
 
 
@@ -52,15 +52,15 @@ def test_a_rollout_of_the_baseline_alone_is_not_trained(field: str) -> None:
         ({"response_ids": None}, "malformed"),
     ],
 )
-def test_what_no_record_can_hold_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
+def test_refuses_unusable_rows_with_a_reason(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(RowError) as caught:
         read_training_row(row(**changes))
     assert caught.value.reason == reason
     assert reason in REFUSAL_REASONS
 
 
-def test_a_rollout_counts_once_however_many_traces_it_has() -> None:
-    """Rewards 0, 1, 1, 0; the first rollout has three traces. Its mean stays 1/2, so advantages are symmetric."""
+def test_rollout_counts_once_however_many_traces_it_has() -> None:
+    """The rewards are 0, 1, 1, 0, and the first rollout has three traces: the mean is still 1/2."""
     rows = [row(0, 0, 0), row(0, 0, 1), row(0, 0, 2), row(0, 1), row(0, 2, reward=1.0), row(0, 3, reward=0.0)]
     found = {one["trace_id"]: one["advantage"] for one in with_advantages(rows, "dr_grpo")}
     assert found == {
@@ -73,23 +73,23 @@ def test_a_rollout_counts_once_however_many_traces_it_has() -> None:
     }
 
 
-def test_rollouts_without_a_trace_are_in_the_baseline_where_they_are_told() -> None:
+def test_given_rewards_include_rollouts_without_a_trace() -> None:
     rows = [row(0, 0), row(0, 1)]
     rewards = {"group_0": {"roll_0_0": 0.0, "roll_0_1": 1.0, "lost": 1.0, "unscored": None}}
     found = [one["advantage"] for one in with_advantages(rows, "dr_grpo", rewards)]
     assert found == [pytest.approx(-2 / 3), pytest.approx(1 / 3)]
 
 
-def test_a_row_of_no_group_has_no_advantage() -> None:
+def test_row_without_a_group_has_no_advantage() -> None:
     assert with_advantages([row(group_id=None)])[0]["advantage"] is None
     with pytest.raises(RowError, match="belongs to no group"):
         group_by_rollout([read_training_row(row(group_id=None))])
 
 
-def test_no_reward_is_no_advantage() -> None:
+def test_rollout_without_a_reward_has_no_advantage() -> None:
     assert group_advantages({"a": 1.0, "b": None, "c": 0.0}, "dr_grpo") == {"a": 0.5, "b": None, "c": -0.5}
 
 
-def test_numbers_are_given_in_order() -> None:
+def test_ids_are_numbered_in_order() -> None:
     numbers = IdNumbers()
     assert [numbers[name] for name in ("b", "a", "b", "c")] == [0, 1, 0, 2]
