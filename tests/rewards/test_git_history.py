@@ -1,4 +1,4 @@
-"""What the agent's repository still tells: its past, and nothing of its future."""
+"""The agent's repository contains the history up to the base commit, and nothing later."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def run(folder: Path, *arguments: str) -> str:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
-async def told(sandbox: Sandbox) -> dict[str, str]:
-    """What anybody inside can learn from the repository."""
+async def visible_history(sandbox: Sandbox) -> dict[str, str]:
+    """Return everything that the repository shows from inside the sandbox."""
     questions = {
         "log": ("log", "--all", "--format=%s"),
         "refs": ("for-each-ref", "--format=%(refname)"),
@@ -37,7 +37,7 @@ async def told(sandbox: Sandbox) -> dict[str, str]:
     return {name: (await git(sandbox, *words)).decode().strip() for name, words in questions.items()}
 
 
-def nothing_later(seen: dict[str, str], log: list[str]) -> None:
+def assert_nothing_later(seen: dict[str, str], log: list[str]) -> None:
     assert seen["log"].splitlines() == log
     assert seen["refs"] == "refs/heads/main"
     assert (seen["remotes"], seen["reflog"], seen["unreachable"], seen["status"]) == ("", "", "", "")
@@ -45,7 +45,7 @@ def nothing_later(seen: dict[str, str], log: list[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", [needs("process"), needs("bubblewrap")])
-async def test_a_repository_at_hand_ends_at_its_base_commit(kind: str) -> None:
+async def test_a_bundled_repository_ends_at_its_base_commit(kind: str) -> None:
     task = get_source(str(ROWS / "rows.jsonl")).task(0)
     task_sandboxes = TaskSandboxes(kind)  # type: ignore[arg-type]
     spec = await task_sandboxes.spec(task, memory_mb=512, labels={})
@@ -55,16 +55,16 @@ async def test_a_repository_at_hand_ends_at_its_base_commit(kind: str) -> None:
         base = await prepare_workspace(task, sandbox, bundle)
         assert task.environment.repository is not None
         assert base == task.environment.repository.commit
-        nothing_later(await told(sandbox), ["Count items"])
+        assert_nothing_later(await visible_history(sandbox), ["Count items"])
         for path in (".git/FETCH_HEAD", ".git/ORIG_HEAD"):
             with pytest.raises(FileNotFoundError):
                 await sandbox.read(path)
-        # Nor does the bundle, which the sandbox can read, hold more.
+        # The bundle, which the sandbox can read, contains nothing later either.
         refs = await sandbox.exec(("git", "bundle", "list-heads", str(bundle)))
         assert refs.stdout.decode().split() == [base, "refs/heads/base"]
 
 
-async def test_a_folder_is_a_repository_as_well_and_stays_as_it_is(tmp_path: Path) -> None:
+async def test_reads_a_folder_or_url_without_changing_it(tmp_path: Path) -> None:
     source = tmp_path / "source"
     run(tmp_path, "clone", "-q", str(ROWS / "tally.bundle"), str(source))
     before = run(source, "for-each-ref")
@@ -73,21 +73,23 @@ async def test_a_folder_is_a_repository_as_well_and_stays_as_it_is(tmp_path: Pat
     async with await open_sandbox("process") as sandbox:
         base = await prepare_workspace(task, sandbox, await task_sandboxes.bundle(task))
         assert base == run(source, "rev-parse", "v1.0~1")
-        nothing_later(await told(sandbox), ["Shares of the whole", "most_common: most frequent first", "Count items"])
+        assert_nothing_later(
+            await visible_history(sandbox), ["Shares of the whole", "most_common: most frequent first", "Count items"]
+        )
     assert run(source, "for-each-ref") == before
-    # A URL is fetched from; here it is one of this machine.
+    # A URL, here of this machine.
     remote = Task("x", "x", 0, "x", environment=Environment(repository=Repository(source.as_uri(), base)))
     async with await open_sandbox("process") as sandbox:
         assert await prepare_workspace(remote, sandbox, await task_sandboxes.bundle(remote)) == base
-        assert len((await told(sandbox))["log"].splitlines()) == 3
+        assert len((await visible_history(sandbox))["log"].splitlines()) == 3
     missing = Task("x", "x", 0, "x", environment=Environment(repository=Repository(str(source), "0" * 40)))
     with pytest.raises(WorkspaceError, match="cannot be read"):
         await task_sandboxes.bundle(missing)
 
 
 @pytest.mark.parametrize("detached", [False, True])
-async def test_a_clone_in_an_image_loses_everything_later(tmp_path: Path, detached: bool) -> None:
-    """As images are made: cloned with all history, put back to the base commit, changed a little."""
+async def test_truncates_the_history_of_a_clone_in_an_image(tmp_path: Path, detached: bool) -> None:
+    """The image holds a clone with its full history, reset to the base commit and changed a little."""
     async with await open_sandbox("process") as sandbox:
         place = Path(sandbox.workdir)
         run(place, "clone", "-q", str(ROWS / "tally.bundle"), ".")
@@ -104,21 +106,21 @@ async def test_a_clone_in_an_image_loses_everything_later(tmp_path: Path, detach
         (place / "tally.py").write_text((place / "tally.py").read_text() + "# set up\n")
         (place / "built.txt").write_text("by the image")
         await truncate_git_history(sandbox, base)
-        nothing_later(await told(sandbox), ["The environment's own changes", "Count items"])
+        assert_nothing_later(await visible_history(sandbox), ["The environment's own changes", "Count items"])
         assert run(place, "show", "--format=", "--name-only", "HEAD").split() == ["built.txt", "tally.py"]
         with pytest.raises(subprocess.CalledProcessError):
             run(place, "cat-file", "-e", fix)
 
 
-async def test_an_image_without_the_base_commit_is_refused(tmp_path: Path) -> None:
+async def test_refuses_an_image_without_the_base_commit(tmp_path: Path) -> None:
     async with await open_sandbox("process") as sandbox:
         run(Path(sandbox.workdir), "clone", "-q", str(ROWS / "tally.bundle"), ".")
         with pytest.raises(WorkspaceError, match="rev-parse failed"):
             await truncate_git_history(sandbox, "1" * 40)
 
 
-async def test_the_files_of_a_task_become_a_repository_without_a_past() -> None:
+async def test_task_files_become_a_repository_with_one_commit() -> None:
     task = get_source("swe-task").task(0)
     async with await open_sandbox("process") as sandbox:
         await prepare_workspace(task, sandbox)
-        nothing_later(await told(sandbox), ["Initial commit"])
+        assert_nothing_later(await visible_history(sandbox), ["Initial commit"])

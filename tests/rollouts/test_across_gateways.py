@@ -28,20 +28,18 @@ from tests.gateway.shared_gateways import (
     run_slow_gateway,
     until_open,
 )
-from tests.rollouts.test_service import LIMITS, TASKS, books, job, own_sandbox_register
+from tests.rollouts.test_service import LIMITS, TASKS, count_calls, job
 
-__all__ = ["own_sandbox_register"]
-
-pytestmark = pytest.mark.usefixtures("polar_home")
+pytestmark = pytest.mark.usefixtures("polar_home", "own_sandbox_register")
 
 KEY = "sk-polar-known-to-the-test"
 
 
 @contextlib.asynccontextmanager
-async def held_agent(
+async def waiting_agent(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[RolloutService, str]]:
-    """A service on a gateway that is one of several, with a rollout whose agent waits; and the rollout's session."""
+    """Yield a service on one of several gateways, and the session of its rollout, whose agent waits."""
     monkeypatch.setattr(attempt, "new_key", lambda: KEY)
     settings = Settings(gateway=GatewaySettings(shared=True))
     async with (
@@ -57,8 +55,8 @@ async def held_agent(
         yield service, rows[0].session_id
 
 
-async def ended(store: Store) -> RolloutRow:
-    """The rollout, once its agent was let go on."""
+async def let_agent_finish(store: Store) -> RolloutRow:
+    """Let the agent continue, and return the rollout when it has ended."""
     home = Path(os.environ["POLAR_HOME"])
     home.mkdir(parents=True, exist_ok=True)
     (home / "go").touch()
@@ -70,19 +68,17 @@ async def ended(store: Store) -> RolloutRow:
             await asyncio.sleep(0.05)
 
 
-async def test_a_call_in_flight_on_another_gateway_is_in_the_trace(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_traces_a_call_in_flight_on_another_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(tmp_path / "polar.db")
     async with (
         open_store(url, artifacts=tmp_path / "artifacts") as store,
         run_slow_gateway(url, 8.0) as (there, _),
-        held_agent(store, tmp_path, monkeypatch) as (_, session_id),
+        waiting_agent(store, tmp_path, monkeypatch) as (_, session_id),
     ):
         before = len(await store.calls.of_session(session_id))
         asking = asyncio.create_task(ask(there, KEY, HELLO))
         await until_open(store, session_id)
-        row = await ended(store)
+        row = await let_agent_finish(store)
         answer = await asking
         assert answer.status_code == 200
         late = answer.headers["x-polar-call-id"]
@@ -92,27 +88,25 @@ async def test_a_call_in_flight_on_another_gateway_is_in_the_trace(
     assert late in {call_id for trace in traces for call_id in trace.call_ids}
 
 
-async def test_a_gateway_that_is_killed_makes_the_rollout_incomplete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only that: the agent's result and reward stand, its calls are kept and accounted for."""
+async def test_a_killed_gateway_makes_the_rollout_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's result and reward are kept, and its calls are accounted for."""
     monkeypatch.setattr(in_flight, "RENEW_SECONDS", 0.2)
     url = str(tmp_path / "polar.db")
     async with (
         open_store(url, artifacts=tmp_path / "artifacts") as store,
         run_killable_gateway(url) as (process, port),
-        held_agent(store, tmp_path, monkeypatch) as (_, session_id),
+        waiting_agent(store, tmp_path, monkeypatch) as (_, session_id),
     ):
         asking = asyncio.create_task(ask_in_vain(port, KEY))
         await until_open(store, session_id)
         process.send_signal(signal.SIGKILL)
         await process.wait()
         await asking
-        row = await ended(store)
+        row = await let_agent_finish(store)
         assert (row.status, row.cause, row.reward, row.incomplete) == ("done", None, 1.0, True)
         assert row.error is not None
         assert "1 call(s) were lost on the gateway" in row.error
         assert "it is not trained on" in row.error
         assert await store.traces.find(session_id=session_id) == []
-        assert await books(store, row) == {"trained": 0, "incomplete": row.calls}
+        assert await count_calls(store, row) == {"trained": 0, "incomplete": row.calls}
         assert await store.open_calls.gateways() == set()

@@ -1,4 +1,4 @@
-"""A dishonest agent in each kind of sandbox (`benchmarks/attacks.py`): what it must not get, and what it can."""
+"""Attacks by an agent in each kind of sandbox (`benchmarks/attacks.py`): which must fail, and which succeed."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.rewards.conftest import needs
 
 ROOT = Path(__file__).parents[2]
 FORGED = {"forge_the_test_runner"}
-"""Tests import the agent's code, which can then say what it likes: docs/security.md."""
+"""Tests import the agent's code, which can then print anything (docs/security.md)."""
 STOPPED_EVERYWHERE = {"other_session", "admin_api", "reward_api", "stay_behind"}
 CONTROLS = {
     *("internet", "host_loopback", "names", "engine", "other_key", "other_files", "other_processes", "database"),
     *("past_its_recorder", "admin_key", "metrics", "hidden_tests", "later_commits", "write_outside"),
 }
-"""What a process sandbox does not keep from the agent: so the attempts are real ones."""
+"""Attacks that succeed in a process sandbox, which shows that they are real."""
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1000)]
 
 
 @pytest.mark.parametrize("kind", [needs("bubblewrap"), needs("docker"), needs("process")])
-def test_what_each_attempt_gets(kind: str) -> None:
+def test_only_known_attacks_succeed(kind: str) -> None:
     command = [sys.executable, "benchmarks/attacks.py", "--sandboxes", kind, "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""`benchmarks/cancel.py`, one of each: what is cancelled is over, wherever it stands, and nothing of it is left."""
+"""`benchmarks/cancel.py`: rollouts, groups and jobs cancelled in each stage end and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.full
-def test_each_stage_once() -> None:
+def test_cancels_in_each_stage() -> None:
     command = [sys.executable, "benchmarks/cancel.py", "--sandboxes", "process", "--repeat", "1", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.stdout, done.stderr

@@ -1,4 +1,4 @@
-"""`benchmarks/chaos.py`, one round of it; and that its witness would notice what it is there to notice."""
+"""`benchmarks/chaos.py`: one round of kills, and the reconciliation that finds lost or doubled calls."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.full
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
-    ("db", "victims"),
+    ("db", "targets"),
     [("sqlite", "service,sandbox,engine"), ("postgresql", "service,sandbox,engine,postgresql")],
 )
-def test_a_round(db: str, victims: str) -> None:
-    command = [sys.executable, "benchmarks/chaos.py", "--rounds", "1", "--db", db, "--targets", victims, "--json"]
+def test_one_round_loses_nothing(db: str, targets: str) -> None:
+    command = [sys.executable, "benchmarks/chaos.py", "--rounds", "1", "--db", db, "--targets", targets, "--json"]
     small = ["--samples", "2", "--turns", "4", "--concurrency", "2", "--seed", "3"]
     done = subprocess.run([*command, *small], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     if "server programs are not installed" in done.stderr:
@@ -38,64 +38,63 @@ def test_a_round(db: str, victims: str) -> None:
     found = json.loads(done.stdout)
     bad = ("lost", "doubled", "unfinished", "left_behind", "wrong", "unaccounted")
     assert {name: found[name] for name in bad} == dict.fromkeys(bad, 0), (found["cases"], done.stderr)
-    rollouts = 2 * (1 + len(victims.split(",")))
+    rollouts = 2 * (1 + len(targets.split(",")))
     assert sum(found["rollouts"]["statuses"].values()) == rollouts
     assert found["acknowledged"] >= 4 * found["rollouts"]["statuses"]["done"]
-    assert all(found["killed"][name]["kills"] == 1 for name in victims.split(","))
+    assert all(found["killed"][name]["kills"] == 1 for name in targets.split(","))
     assert done.returncode == 0
 
 
-# The reckoning itself
-
-
-def call(session_id: str, word: str) -> CallRecord:
+def make_call(session_id: str, word: str) -> CallRecord:
     return call_record(
         session_id, messages=(json.dumps({"role": "user", "content": f"Your word is {word}."}).encode(),)
     )
 
 
-def said(told: CallRecord, word: str, **changes: object) -> str:
-    tokens = len(told.choices[0].token_ids)
-    line = {"nonce": word, "attempts": 1, "call_id": told.call_id, "text": word, "tokens": tokens}
+def log_line(call: CallRecord, word: str, **changes: object) -> str:
+    tokens = len(call.choices[0].token_ids)
+    line = {"nonce": word, "attempts": 1, "call_id": call.call_id, "text": word, "tokens": tokens}
     return json.dumps(line | changes) + "\n"
 
 
 async def ended_rollout(store: Store, calls: list[str], sessions: int = 1) -> tuple[str, list[CallRecord]]:
     job, _ = await submit(store, [get_source("swe-task").task(1)], JobSpec(harness="shell:true"))
-    (held,) = await store.queue.claim("me", 1, 60, job_id=None)
+    (claim,) = await store.queue.claim("me", 1, 60, job_id=None)
     made = []
     for number in range(sessions):
-        session = await store.sessions.create(key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout")
-        await store.rollouts.enter_stage(held, "preparing" if number == 0 else "running", session_id=session.session_id)
+        session = await store.sessions.create(key_hash=None, label=None, rollout_id=claim.rollout_id, origin="rollout")
+        await store.rollouts.enter_stage(
+            claim, "preparing" if number == 0 else "running", session_id=session.session_id
+        )
         for position, word in enumerate(calls):
-            one = replace(call(session.session_id, word), started_at=1000.0 + position)
+            one = replace(make_call(session.session_id, word), started_at=1000.0 + position)
             await store.calls.commit(one)
             made.append(one)
-        await build_traces(store, session.session_id, held.rollout_id, reward=1.0, incomplete=False)
-    await store.rollouts.end(held, "done")
+        await build_traces(store, session.session_id, claim.rollout_id, reward=1.0, incomplete=False)
+    await store.rollouts.end(claim, "done")
     assert job.job_id
-    return held.rollout_id, made
+    return claim.rollout_id, made
 
 
-async def test_what_was_told_and_is_there(store: Store, tmp_path: Path) -> None:
+async def test_reconciles_logged_and_recorded_calls(store: Store, tmp_path: Path) -> None:
     words = ["nonce-00000000000a-0", "nonce-00000000000a-1"]
     rollout_id, calls = await ended_rollout(store, words)
-    book = "".join(said(one, word) for one, word in zip(calls, words, strict=True))
-    (tmp_path / "a.jsonl").write_text(book + '{"nonce": "cut sho')
+    log = "".join(log_line(one, word) for one, word in zip(calls, words, strict=True))
+    (tmp_path / "a.jsonl").write_text(log + '{"nonce": "cut sho')
     account = await reconcile(store, tmp_path, [rollout_id], echoes=True)
     assert (account.acknowledged, account.recorded, account.trained) == (2, 2, 2)
     assert account.lost + account.doubled + account.wrong + account.unaccounted == []
 
 
-async def test_each_fault_is_noticed(store: Store, tmp_path: Path) -> None:
+async def test_reports_each_fault(store: Store, tmp_path: Path) -> None:
     word = "nonce-00000000000b-0"
     rollout_id, (first, second) = await ended_rollout(store, [word, word])
-    other = call("sess_x", word)
+    other = make_call("sess_x", word)
     lines = [
-        said(other, word),
-        said(first, "nonce-00000000000c-0"),
-        said(second, word, tokens=len(random_answer().token_ids) + 1),
-        said(first, word, text="another's answer"),
+        log_line(other, word),
+        log_line(first, "nonce-00000000000c-0"),
+        log_line(second, word, tokens=len(random_answer().token_ids) + 1),
+        log_line(first, word, text="another's answer"),
     ]
     (tmp_path / "b.jsonl").write_text("".join(lines))
     account = await reconcile(store, tmp_path, [rollout_id], echoes=True)
@@ -107,13 +106,13 @@ async def test_each_fault_is_noticed(store: Store, tmp_path: Path) -> None:
     assert second.call_id in twice
 
 
-async def test_a_rollout_trained_from_two_attempts_is_noticed(store: Store, tmp_path: Path) -> None:
+async def test_reports_a_rollout_trained_from_two_attempts(store: Store, tmp_path: Path) -> None:
     rollout_id, _ = await ended_rollout(store, ["nonce-00000000000d-0"], sessions=2)
     account = await reconcile(store, tmp_path, [rollout_id], echoes=True)
     assert f"{rollout_id} is trained from 2 attempts" in account.doubled
 
 
-async def test_what_is_left_is_noticed(tmp_path: Path) -> None:
+async def test_reports_remains(tmp_path: Path) -> None:
     register = tmp_path / "tmp" / "polar-sandboxes-0"
     (register / "records").mkdir(parents=True)
     assert left_behind(tmp_path) == []

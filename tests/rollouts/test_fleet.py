@@ -1,4 +1,4 @@
-"""The fleet simulator: the real scheduler on a clock that jumps, and the same figures whichever queue it has."""
+"""The fleet simulator: the real worker in virtual time, with the same figures on either queue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def in_virtual_time(main: Any) -> Any:
         return runner.run(main)
 
 
-def test_a_clock_that_jumps_and_stands_for_what_is_outside() -> None:
+def test_virtual_time_jumps_but_waits_for_threads() -> None:
     class Slow:
         async def work(self) -> float:
             await asyncio.to_thread(time.sleep, 0.05)
@@ -47,7 +47,7 @@ def test_a_clock_that_jumps_and_stands_for_what_is_outside() -> None:
     assert time.monotonic() - began < 30
 
 
-def test_nothing_will_ever_happen() -> None:
+def test_virtual_time_reports_a_deadlock() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 
@@ -61,8 +61,8 @@ def test_nothing_will_ever_happen() -> None:
     loop.close()
 
 
-def test_what_the_engine_model_takes() -> None:
-    """By hand: 1000 tokens at 1000/s, 100 tokens at 100/s; the next turn finds its prefix, a sibling its group's."""
+def test_engine_model_times() -> None:
+    """Computed by hand: 1000 tokens at 1000/s, 100 tokens at 100/s; later turns and siblings reuse cached prefixes."""
 
     async def main() -> tuple[list[float], int, int]:
         loop = asyncio.get_running_loop()
@@ -81,11 +81,11 @@ def test_what_the_engine_model_takes() -> None:
     assert (prompt, computed) == (1000 + 1500 + 1000, 1000 + 400 + 1)
 
 
-def test_the_engine_model_shares_waits_and_lets_go() -> None:
+def test_engine_model_shares_and_frees_its_cache() -> None:
     async def main() -> dict[str, Any]:
         loop = asyncio.get_running_loop()
         engine = Engine(MODEL, loop)
-        # Two decode at once as fast as one (no cost of the batch here); a third does not fit beside them.
+        # Two requests decode as fast as one, since batching costs nothing here; a third does not fit beside them.
         first = asyncio.create_task(engine.generate("a", "a", 0, 0, 4000, 900))
         second = asyncio.create_task(engine.generate("b", "b", 0, 0, 4000, 900))
         third = asyncio.create_task(engine.generate("c", "c", 0, 0, 4000, 100))
@@ -108,7 +108,7 @@ def test_the_engine_model_shares_waits_and_lets_go() -> None:
 
 
 @pytest.mark.parametrize("name", ["cold", "warm-over-keep"])
-def test_the_thin_queue_gives_the_figures_of_the_real_one(name: str) -> None:
+def test_the_simulated_queue_gives_the_figures_of_the_real_one(name: str) -> None:
     rows = []
     for store in ("thin", "sqlite"):
         row = fleet.run_one(fleet.Case(name, 8, 4, 3, store, fleet.SETTINGS[name]))
@@ -121,7 +121,7 @@ def test_the_thin_queue_gives_the_figures_of_the_real_one(name: str) -> None:
     assert (rows[0]["pool"]["hits"] > 0) == (name != "cold")
 
 
-def test_what_is_kept_is_not_in_vain() -> None:
+def test_kept_rollouts_are_used() -> None:
     found = {}
     for name in ("warm", "warm-over", "warm-over-keep"):
         row = fleet.run_one(fleet.Case(name, 16, 16, 3, "thin", fleet.SETTINGS[name]))
@@ -131,7 +131,7 @@ def test_what_is_kept_is_not_in_vain() -> None:
     assert 0 < found["warm-over-keep"] < found["warm-over"]
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_prints_a_report(tmp_path: Path) -> None:
     command = [
         sys.executable,
         str(ROOT / "benchmarks" / "fleet.py"),

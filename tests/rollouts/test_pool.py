@@ -1,9 +1,8 @@
-"""The shelf of sandboxes: what is handed out is alive and handed out once; what is left is closed."""
+"""The pool of sandboxes: each is alive when taken, is taken once, and is closed if left."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
@@ -11,22 +10,18 @@ from polar_proxy.rollouts.pool import SandboxPool
 from sandboxes import ResourceLimits, Sandbox, SandboxEnded, SandboxError, SandboxSpec, default_state_dir, open_sandbox
 from sandboxes.base import SandboxKind
 
+pytestmark = pytest.mark.usefixtures("own_sandbox_register")
+
 SPEC = SandboxSpec(limits=ResourceLimits(memory_mb=None))
 OTHER = SandboxSpec(limits=ResourceLimits(memory_mb=None), env={"A": "1"})
 
 
-@pytest.fixture(autouse=True)
-def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
-
-
-def there() -> int:
+def registered() -> int:
     folder = default_state_dir()
     return sum(path.name.startswith("polar-") for path in folder.iterdir()) if folder.exists() else 0
 
 
-async def test_the_next_of_its_sort_is_there_already() -> None:
+async def test_refills_with_the_same_specification() -> None:
     async with SandboxPool(2, refill=True) as pool:
         first = await pool.take("process", SPEC)
         second = await pool.take(
@@ -38,10 +33,10 @@ async def test_the_next_of_its_sort_is_there_already() -> None:
         for sandbox in (first, second, other):
             assert (await sandbox.exec(("ls", "-A"))).stdout == b""
             await sandbox.close()
-    assert there() == 0
+    assert registered() == 0
 
 
-async def test_a_dead_one_is_not_handed_out() -> None:
+async def test_replaces_a_dead_sandbox() -> None:
     async with SandboxPool(1) as pool:
         pool.expect("process", SPEC)
         _, task = pool._shelf[0]
@@ -54,7 +49,7 @@ async def test_a_dead_one_is_not_handed_out() -> None:
             await (await task).exec(("true",))
 
 
-async def test_the_shelf_is_bounded() -> None:
+async def test_holds_at_most_its_size() -> None:
     opened: list[Sandbox] = []
 
     async def opener(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
@@ -72,11 +67,11 @@ async def test_the_shelf_is_bounded() -> None:
         with pytest.raises(SandboxError, match="no room"):
             await pool.take("process", OTHER)
         assert (len(opened), pool.waiting, pool.count.dead) == (1, 0, 1)
-    assert there() == 0
+    assert registered() == 0
 
 
-async def test_as_many_wait_as_are_taken_while_one_is_opened() -> None:
-    """Three are taken at once, again and again; opening one takes longer than the pause between."""
+async def test_holds_as_many_as_are_taken_while_one_opens() -> None:
+    """Three are taken at a time, repeatedly; opening one takes longer than the pause between."""
 
     async def opener(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
         await asyncio.sleep(0.5)
@@ -100,10 +95,10 @@ async def test_as_many_wait_as_are_taken_while_one_is_opened() -> None:
             "waited_seconds": 0,
         }
         assert 3 <= pool.waiting <= 8
-    assert there() == 0
+    assert registered() == 0
 
 
-async def test_cancelled_while_it_waits() -> None:
+async def test_a_cancelled_taker_returns_its_sandbox() -> None:
     gate = asyncio.Event()
 
     async def opener(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
@@ -121,4 +116,4 @@ async def test_cancelled_while_it_waits() -> None:
         sandbox = await pool.take("process", SPEC)
         assert pool.count.hits == 1
         await sandbox.close()
-    assert there() == 0
+    assert registered() == 0

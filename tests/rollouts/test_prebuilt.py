@@ -1,4 +1,4 @@
-"""A rollout in a docker sandbox whose image holds the agent: nothing of the agent is mounted, and it does the same."""
+"""A rollout in a docker sandbox whose image contains the agent, so that nothing of the agent is mounted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.fakes.tiny_agent import TinyAgent
 
 
 class PrebuiltAgent(TinyAgent):
-    """A program that is nowhere but in its folder; it asks no model."""
+    """A program that exists only in its folder, and calls no model."""
 
     name = "prebuilt-agent"
 
@@ -38,7 +38,7 @@ class PrebuiltAgent(TinyAgent):
         return LaunchPlan((str(installed.program),), {}, mounts=installed.mounts)
 
 
-async def test_one_image_for_each_base_and_agent(tmp_path: Path) -> None:
+async def test_builds_one_image_for_each_base_and_agent(tmp_path: Path) -> None:
     asked: list[tuple[str | None, tuple[Path, ...]]] = []
 
     class Counted(PrebuiltImageCache):
@@ -60,9 +60,7 @@ async def test_one_image_for_each_base_and_agent(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(1000)
-async def test_a_rollout_with_its_agent_in_the_image(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_runs_an_agent_from_its_image(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = {one.kind: one.why_not for one in available() if not one.ok}
     if "docker" in reasons:
         pytest.skip(reasons["docker"])

@@ -1,4 +1,4 @@
-"""What a start finds of processes that were killed: their own jobs end, a service's go back into the queue."""
+"""Recovery after a kill: the process's own jobs end, and rollouts of a server's jobs are queued again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,42 +17,38 @@ from polar_proxy.traces.operations import SUPERSEDED
 from sandboxes.orphans import RemovedItem
 from tests.factories import call_record
 
-
-@pytest.fixture(autouse=True)
-def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+pytestmark = pytest.mark.usefixtures("own_sandbox_register")
 
 
 @pytest.fixture
 def dead() -> int:
-    """The number of a process that is gone."""
+    """Return the id of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
     process.wait()
     return process.pid
 
 
-async def begun(store: Store, worker: str, *, owned: bool) -> str:
-    """A job of one rollout that this worker has in hand, with one call; its rollout's id."""
+async def start_rollout(store: Store, worker: str, *, owned: bool) -> str:
+    """Claim the rollout of a new job for `worker` and record one call; return the rollout's id."""
     job, _ = await submit(store, [get_source("swe-task").task(1)], JobSpec(harness="shell:true"), owned=owned)
-    (held,) = await store.queue.claim(worker, 5, 60, job_id=job.job_id if owned else None)
-    session = await store.sessions.create(key_hash=None, label=None, rollout_id=held.rollout_id, origin="rollout")
-    await store.rollouts.enter_stage(held, "preparing", session_id=session.session_id)
-    await store.rollouts.enter_stage(held, "running")
+    (claim,) = await store.queue.claim(worker, 5, 60, job_id=job.job_id if owned else None)
+    session = await store.sessions.create(key_hash=None, label=None, rollout_id=claim.rollout_id, origin="rollout")
+    await store.rollouts.enter_stage(claim, "preparing", session_id=session.session_id)
+    await store.rollouts.enter_stage(claim, "running")
     await store.calls.commit(call_record(session.session_id))
-    return held.rollout_id
+    return claim.rollout_id
 
 
-async def owned_by(store: Store, pid: int) -> None:
+async def set_owner(store: Store, pid: int) -> None:
     async with store.database.writing() as connection:
         await connection.exec_driver_sql(f"UPDATE rollouts SET owner_pid = {pid}")
 
 
-async def test_a_run_of_its_own_is_over(store: Store, dead: int) -> None:
-    rollout_id = await begun(store, f"{socket.gethostname()}:{dead}:x", owned=True)
-    await owned_by(store, os.getppid())
-    assert await recover(store) == []  # it lives
-    await owned_by(store, dead)
+async def test_ends_an_interrupted_run(store: Store, dead: int) -> None:
+    rollout_id = await start_rollout(store, f"{socket.gethostname()}:{dead}:x", owned=True)
+    await set_owner(store, os.getppid())
+    assert await recover(store) == []  # its owner lives
+    await set_owner(store, dead)
     (line,) = await recover(store)
     assert "was interrupted; its 1 recorded calls are kept" in line
     row = await store.rollouts.get(rollout_id)
@@ -70,10 +65,10 @@ async def test_a_run_of_its_own_is_over(store: Store, dead: int) -> None:
     assert await recover(store) == []
 
 
-async def test_what_a_service_held_is_queued_again(store: Store, dead: int) -> None:
-    living = await begun(store, f"{socket.gethostname()}:{os.getppid()}:x", owned=False)
-    elsewhere = await begun(store, f"other-host:{dead}:x", owned=False)
-    lost = await begun(store, f"{socket.gethostname()}:{dead}:x", owned=False)
+async def test_queues_rollouts_of_a_dead_worker_again(store: Store, dead: int) -> None:
+    living = await start_rollout(store, f"{socket.gethostname()}:{os.getppid()}:x", owned=False)
+    elsewhere = await start_rollout(store, f"other-host:{dead}:x", owned=False)
+    lost = await start_rollout(store, f"{socket.gethostname()}:{dead}:x", owned=False)
     first = await store.rollouts.get(lost)
     assert first is not None
     assert first.session_id is not None

@@ -1,4 +1,4 @@
-"""`polar run` as a program: whole runs with a small agent, and every way in which a run can end."""
+"""`polar run` as a program: complete runs with a small agent, and every way in which a run can end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ USABLE = {item.kind: item for item in available()}
 
 
 def sandbox(kind: str) -> Any:
-    """A parameter that skips, saying what to install, where there is no such sandbox."""
+    """Return a test parameter that is skipped, with the reason, if there is no such sandbox."""
     item = USABLE[kind]  # type: ignore[index]
     skip = pytest.mark.skipif(not item.ok, reason=f"{kind}: {item.why_not}. {item.how_to_get}")
     marks = [skip, pytest.mark.full] if kind == "docker" else [skip]
@@ -44,8 +44,7 @@ def rollouts_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 
 
 def strays(home: Path) -> list[str]:
-    """Living processes whose environment names this test's home: a run, its sandboxes, the agents inside (the small
-    agent hands the name on)."""
+    """Return living processes whose environment names this test's home: runs, sandboxes and agents."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -58,23 +57,23 @@ def strays(home: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sandboxes are registered below the temporary directory: one of the test's own sweeps nobody else's."""
+    """Keep the register of sandboxes in the test's own folder, so that a run removes only its own."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setenv("POLAR_ADMISSION__MEMORY_MB", "0")  # whatever else this machine does: two run at a time
+    monkeypatch.setenv("POLAR_ADMISSION__MEMORY_MB", "0")  # two run at a time, whatever else this machine does
 
 
-async def opened(home: Path) -> Store:
+async def open_recorded(home: Path) -> Store:
     return open_store(f"sqlite:///{home}/polar.db", create=False)
 
 
 @pytest.mark.parametrize("kind", [sandbox("process"), sandbox("bubblewrap"), sandbox("docker")])
-async def test_a_solved_run_is_recorded_whole(polar_home: Path, kind: str) -> None:
+async def test_records_a_solved_run(polar_home: Path, kind: str) -> None:
     done = polar("--instances", "2", "--samples", "2", "--concurrency", "2", "--sandbox", kind)
     rollouts = rollouts_of(done)
     assert [row["seed"] for row in rollouts] == [0, 0, 1, 1]
     assert len({row["group_id"] for row in rollouts}) == 2
-    async with await opened(polar_home) as store:
+    async with await open_recorded(polar_home) as store:
         for row in rollouts:
             assert (row["status"], row["reward"], row["exit_code"]) == ("done", 1.0, 0)
             calls = await store.calls.of_session(row["session_id"])
@@ -93,7 +92,7 @@ async def test_a_solved_run_is_recorded_whole(polar_home: Path, kind: str) -> No
             assert {"agent.log", "patch.diff", "tests.log"} <= names
 
 
-async def test_agents_that_end_badly(polar_home: Path) -> None:
+async def test_records_agents_that_fail(polar_home: Path) -> None:
     (crashed,) = rollouts_of(polar("--seed", "3", "--sandbox", "process", agent="CrashingAgent"))
     assert (crashed["status"], crashed["reward"], crashed["exit_code"]) == ("failed", 0.0, 3)
     assert crashed["calls"] == 1
@@ -101,12 +100,12 @@ async def test_agents_that_end_badly(polar_home: Path) -> None:
     assert (vandal["status"], vandal["reward"]) == ("done", 0.0)
     (cheat,) = rollouts_of(polar("--seed", "3", "--sandbox", "process", agent="CheatingAgent"))
     assert (cheat["status"], cheat["reward"]) == ("done", 0.0)
-    async with await opened(polar_home) as store:
+    async with await open_recorded(polar_home) as store:
         (reward,) = await store.rewards.of_rollout(vandal["rollout_id"])
         assert "no_patch" in reward.detail
 
 
-def test_a_run_out_of_time_keeps_its_calls(polar_home: Path) -> None:
+def test_a_run_that_times_out_keeps_its_calls(polar_home: Path) -> None:
     (row,) = rollouts_of(polar("--seed", "4", "--timeout", "20", "--sandbox", "process", agent="SleepyAgent"))
     assert (row["status"], row["calls"], row["exit_code"]) == ("timed_out", 1, None)
     assert row["trained_tokens"] > 0
@@ -115,8 +114,8 @@ def test_a_run_out_of_time_keeps_its_calls(polar_home: Path) -> None:
 
 @pytest.mark.parametrize("kind", [sandbox("process"), sandbox("bubblewrap"), sandbox("docker")])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-async def test_stopped_in_the_middle(polar_home: Path, kind: str, how: signal.Signals) -> None:
-    """Ctrl-C cleans up at once; after kill -9 the next start does. Either way every answered call is in the store."""
+async def test_a_stopped_run_leaves_nothing_behind(polar_home: Path, kind: str, how: signal.Signals) -> None:
+    """Ctrl-C cleans up at once, and after kill -9 the next start does. Every answered call is in the store."""
     command = [
         *POLAR,
         *PLAYER,
@@ -136,13 +135,13 @@ async def test_stopped_in_the_middle(polar_home: Path, kind: str, how: signal.Si
         assert not strays(polar_home)
     else:
         assert process.returncode == -9
-        # The other kinds die with their owner; a container is what the next start has to remove.
+        # Other kinds end with their owner; a container is removed by the next start.
         assert strays(polar_home) or kind != "docker"
         second = polar("--seed", "9", "--sandbox", kind)
         rollouts_of(second)
         assert "interrupted" in second.stderr
         assert not strays(polar_home)
-    async with await opened(polar_home) as store:
+    async with await open_recorded(polar_home) as store:
         stopped = [row for row in await store.rollouts.find() if row.seed in (0, 1)]
         assert [row.status for row in stopped] == ["cancelled" if how is signal.SIGINT else "failed"] * 2
         assert [row.calls for row in stopped] == [1, 1]
@@ -156,7 +155,7 @@ async def _until_calls(home: Path, count: int) -> None:
     while time.monotonic() < deadline:
         if (home / "polar.db").exists():
             try:
-                async with await opened(home) as store:
+                async with await open_recorded(home) as store:
                     if sum(row.calls for row in await store.sessions.recent()) >= count:
                         return
             except Exception as error:  # noqa: BLE001  the schema may be half made yet

@@ -1,4 +1,4 @@
-"""Whole rollouts through the service, in this process: what the infrastructure breaks, what is cancelled, what stays.
+"""Complete rollouts through the service in this process: infrastructure failures, cancellation, restarts.
 
 Real parts: store, gateway, process sandboxes, the small agent, hidden tests. Scripted: the engine, and the faults.
 """
@@ -26,20 +26,15 @@ from sandboxes import ExecResult, Sandbox, SandboxEnded, SandboxError, SandboxSp
 from sandboxes.base import SandboxKind
 from tests.fakes.player import PlayerEngine, play
 
+pytestmark = pytest.mark.usefixtures("own_sandbox_register")
+
 LIMITS = ServiceLimits(
     WorkerLimits(in_flight=8, running=4, retry_seconds=0.01, poll_seconds=0.05),
     pool_size=2,
     refill=False,
-    admission=AdmissionSettings(memory_mb=0),  # whatever else this machine does
+    admission=AdmissionSettings(memory_mb=0),  # admit rollouts whatever else this machine does
 )
 Opener = Callable[[SandboxKind, SandboxSpec], Any]
-
-
-@pytest.fixture(autouse=True)
-def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr("tempfile.tempdir", None)
 
 
 @contextlib.asynccontextmanager
@@ -62,7 +57,7 @@ def job(agent: str = "TinyAgent", **options: Any) -> JobSpec:
     return JobSpec(**{"harness": f"tests.fakes.tiny_agent:{agent}", "sandbox": "process", "timeout": 120.0, **options})
 
 
-def told(stages: list[StageRow]) -> list[tuple[int, str, str | None, str | None]]:
+def stage_ends(stages: list[StageRow]) -> list[tuple[int, str, str | None, str | None]]:
     return [(stage.attempt, stage.stage, stage.outcome, stage.cause) for stage in stages]
 
 
@@ -70,8 +65,8 @@ def left_behind() -> list[str]:
     return sorted(path.name for path in default_state_dir().iterdir() if path.name.startswith("polar-"))
 
 
-async def books(store: Store, row: RolloutRow) -> dict[str, int]:
-    """Calls of all sessions of a rollout by what became of them; they add up, or this fails."""
+async def count_calls(store: Store, row: RolloutRow) -> dict[str, int]:
+    """Count the calls of all sessions of a rollout, trained or excluded by reason; fail if they do not add up."""
     found = {"trained": 0}
     for session_id in await store.sessions.ids_of_rollout(row.rollout_id):
         calls = await store.calls.of_session(session_id)
@@ -89,8 +84,8 @@ async def books(store: Store, row: RolloutRow) -> dict[str, int]:
     return found
 
 
-async def test_a_sandbox_that_dies_is_replaced(store: Store, tmp_path: Path) -> None:
-    """The agent's own work in it is kept and never trained on; the second attempt is the rollout."""
+async def test_a_dead_sandbox_leads_to_another_attempt(store: Store, tmp_path: Path) -> None:
+    """The calls of the first attempt are kept and never trained on; the second attempt is the rollout."""
     opened: list[Sandbox] = []
 
     async def opener(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
@@ -113,7 +108,7 @@ async def test_a_sandbox_that_dies_is_replaced(store: Store, tmp_path: Path) -> 
         assert (await running.until_done(made.job_id)).status == "done"
     (row,) = await store.rollouts.find()
     assert (row.status, row.reward, row.error) == ("done", 1.0, None)
-    assert told(await store.rollouts.stages(row.rollout_id)) == [
+    assert stage_ends(await store.rollouts.stages(row.rollout_id)) == [
         (1, "preparing", "ok", None),
         (1, "ready", "ok", None),
         (1, "running", "failed", "sandbox"),
@@ -122,13 +117,13 @@ async def test_a_sandbox_that_dies_is_replaced(store: Store, tmp_path: Path) -> 
         (2, "running", "ok", None),
         (2, "scoring", "ok", None),
     ]
-    counts = await books(store, row)
+    counts = await count_calls(store, row)
     assert counts == {"trained": row.calls, "superseded_attempt": row.calls}
     assert await store.feed.depth() == {"waiting": 1}
     assert left_behind() == []
 
 
-async def test_the_judge_gets_another_sandbox_and_the_agent_keeps_its_work(store: Store, tmp_path: Path) -> None:
+async def test_scoring_is_tried_again_without_a_new_attempt(store: Store, tmp_path: Path) -> None:
     refused: list[str] = []
 
     async def opener(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
@@ -140,14 +135,14 @@ async def test_the_judge_gets_another_sandbox_and_the_agent_keeps_its_work(store
     async with service(store, tmp_path, opener) as running:
         made, _ = await running.submit(TASKS, job())
         await running.until_done(made.job_id)
-        assert running.pool.count.dead == 1  # the one that was opened ahead
+        assert running.pool.count.dead == 1  # the one in the pool
     (row,) = await store.rollouts.find()
     assert (row.status, row.reward) == ("done", 1.0)
     assert {stage.attempt for stage in await store.rollouts.stages(row.rollout_id)} == {1}
     assert refused == ["evaluator"] * 2
 
 
-async def test_no_sandbox_at_all(store: Store, tmp_path: Path) -> None:
+async def test_fails_after_three_attempts_without_a_sandbox(store: Store, tmp_path: Path) -> None:
     async def opener(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
         raise SandboxError("the engine of sandboxes is gone")
 
@@ -157,9 +152,9 @@ async def test_no_sandbox_at_all(store: Store, tmp_path: Path) -> None:
     (row,) = await store.rollouts.find()
     assert (row.status, row.error) == ("failed", "the engine of sandboxes is gone")
     stages = await store.rollouts.stages(row.rollout_id)
-    assert told(stages) == [(number, "preparing", "failed", "sandbox") for number in (1, 2, 3)]
+    assert stage_ends(stages) == [(number, "preparing", "failed", "sandbox") for number in (1, 2, 3)]
     assert await store.feed.depth() == {"dropped": 1}
-    assert await books(store, row) == {"trained": 0}
+    assert await count_calls(store, row) == {"trained": 0}
 
 
 @pytest.mark.parametrize("what", ["job", "group", "rollout"])
@@ -174,24 +169,24 @@ async def test_cancelled_while_the_agent_runs(
         await asyncio.wait_for(until_calls(store, 1), 60)
         whole = {"job": made.job_id, "group": group.group_id, "rollout": row.rollout_id}[what]
         await asyncio.wait_for(running.cancel(whole), 120)
-        # What was opened ahead for a judge is nobody's, and waits for the next.
+        # The sandbox that was opened for an evaluator waits in the pool.
         await running.pool.opened()
         assert len(left_behind()) == running.pool.waiting <= 1
         await asyncio.wait_for(running.until_done(made.job_id), 60)
     assert left_behind() == []
     (row,) = await store.rollouts.find()
     assert (row.status, row.calls, row.reward) == ("cancelled", 1, None)
-    assert told(await store.rollouts.stages(row.rollout_id))[-1] == (1, "running", "cancelled", "cancelled")
-    assert await books(store, row) == {"trained": 1}
+    assert stage_ends(await store.rollouts.stages(row.rollout_id))[-1] == (1, "running", "cancelled", "cancelled")
+    assert await count_calls(store, row) == {"trained": 1}
 
 
-async def test_a_stopped_service_is_followed_by_another(store: Store, tmp_path: Path) -> None:
+async def test_another_service_continues_after_a_stop(store: Store, tmp_path: Path) -> None:
     async def opener(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
         sandbox = await open_sandbox(kind, spec)
         whole = sandbox.exec
 
         async def brief(argv: Any, **given: Any) -> Any:
-            """The agent's time runs out as soon as it sleeps."""
+            """Let the agent's time run out as soon as it sleeps."""
             if "on_output" not in given:
                 return await whole(argv, **given)
             program = asyncio.create_task(whole(argv, **given))
@@ -212,15 +207,15 @@ async def test_a_stopped_service_is_followed_by_another(store: Store, tmp_path: 
         await asyncio.wait_for(second.until_done(made.job_id), 120)
     for row in await store.rollouts.find():
         assert (row.status, row.calls, row.exit_code) == ("timed_out", 1, None)
-        counts = await books(store, row)
+        counts = await count_calls(store, row)
         assert counts["trained"] == 1
     async with store.database.reading() as connection:
         masked = (await connection.exec_driver_sql("SELECT masked, cause FROM rollouts")).all()
     assert [tuple(row) for row in masked] == [(1, "agent_timeout")] * 2
 
 
-async def test_a_rollout_that_is_lost_is_ended_early_and_scored(store: Store, tmp_path: Path) -> None:
-    """The agent would sleep for ten minutes. Its work is judged as ever: what it had done until then is not enough."""
+async def test_stops_an_agent_early_and_scores_its_work(store: Store, tmp_path: Path) -> None:
+    """The agent would sleep for ten minutes. Its work until then is scored as usual, and does not solve the task."""
     task = get_source("swe-task").task(3)
     said = {"stop_when": {"command": ["sh", "-c", 'test -e "$HOME/asleep"'], "every": 0.2}}
     task = replace(task, metadata={**task.metadata, **said})
@@ -229,18 +224,18 @@ async def test_a_rollout_that_is_lost_is_ended_early_and_scored(store: Store, tm
         await asyncio.wait_for(running.until_done(made.job_id), 120)
     (row,) = await store.rollouts.find()
     assert (row.status, row.cause, row.reward, row.exit_code, row.masked) == ("done", "lost", 0.0, None, False)
-    assert (await books(store, row))["trained"] == row.calls
+    assert (await count_calls(store, row))["trained"] == row.calls
     assert left_behind() == []
 
 
-async def test_an_engine_that_is_away_is_waited_for(store: Store, tmp_path: Path) -> None:
-    class Away(PlayerEngine):
-        away: str | None = "restarting"
+async def test_waits_for_an_engine_that_is_down(store: Store, tmp_path: Path) -> None:
+    class RestartingEngine(PlayerEngine):
+        down: str | None = "restarting"
 
         async def health(self) -> str | None:
-            return self.away
+            return self.down
 
-    engine = Away()
+    engine = RestartingEngine()
     async with service(store, tmp_path, engine=engine) as running:
         await running.engine_monitor.check()
         made, _ = await running.submit(TASKS, job())
@@ -248,7 +243,7 @@ async def test_an_engine_that_is_away_is_waited_for(store: Store, tmp_path: Path
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.5)
         assert engine.requests == []
-        engine.away = None
+        engine.down = None
         await running.engine_monitor.check()
         await running.until_done(made.job_id)
         assert running.worker.stages.running.count.refusals["the engine does not answer"] > 0
@@ -263,10 +258,10 @@ async def test_an_engine_that_is_away_is_waited_for(store: Store, tmp_path: Path
         (RequestError("the prompt is too long"), [(1, "failed", None)], "failed"),
     ],
 )
-async def test_an_engine_that_fails_the_last_call(
+async def test_blames_the_engine_for_a_failed_last_call(
     store: Store, tmp_path: Path, error: Exception, ends: list[Any], status: str
 ) -> None:
-    """It is back by the time that the agent has failed: not the agent's fault. A refusal of what it asks is its own."""
+    """An engine error leads to another attempt, even if the engine works again; a rejected request is a result."""
     errors = [error]
     engine = ScriptedEngine(lambda request: errors.pop() if errors else play(request))
     async with service(store, tmp_path, engine=engine) as running:
@@ -294,7 +289,7 @@ async def until_asleep(sandbox: Sandbox) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_a_drain_that_is_not_done_in_time_takes_work_again(store: Store, tmp_path: Path) -> None:
+async def test_accepts_work_again_after_a_drain_that_times_out(store: Store, tmp_path: Path) -> None:
     opened: list[Sandbox] = []
 
     async def opener(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
@@ -320,16 +315,16 @@ async def test_a_drain_that_is_not_done_in_time_takes_work_again(store: Store, t
         assert (running.accepting, running.paused_until) == (True, None)
 
 
-async def test_a_group_that_has_fallen_too_far_behind_is_given_up(store: Store, tmp_path: Path) -> None:
-    """At dispatch, for a trainer: what is in hand of it is ended, what is queued is not begun, and it is told."""
+async def test_drops_a_group_that_becomes_too_stale(store: Store, tmp_path: Path) -> None:
+    """Its running rollouts are ended, its queued ones never start, and the feed counts the drop."""
 
-    class Trained(PlayerEngine):
+    class VersionedEngine(PlayerEngine):
         version = "1"
 
         async def weight_version(self) -> str | None:
             return self.version
 
-    engine = Trained()
+    engine = VersionedEngine()
     async with service(store, tmp_path, engine=engine) as running:
         made, _ = await running.submit(TASKS, job("SleepyAgent", samples=2, for_training=True, max_staleness=1))
         await asyncio.wait_for(until_calls(store, 2), 60)

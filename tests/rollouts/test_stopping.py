@@ -1,4 +1,4 @@
-"""Policies: when a group needs no more, and when a rollout can no longer matter."""
+"""When a group is complete, and when an agent is stopped early."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from sandboxes import SandboxError
 
 
 @dataclass(frozen=True)
-class Row:
+class PolicyRollout:
     status: str
     reward: float | None = None
     completion_tokens: int = 100
     incomplete: bool = False
 
 
-WON, LOST = Row("done", 1.0), Row("done", 0.0)
-RUNS, WAITS, FAILED = Row("running"), Row("queued"), Row("failed")
-NO_REWARD, BROKEN, SLOW = Row("done", None), Row("done", 1.0, incomplete=True), Row("timed_out", 0.0)
-SPENT = Row("running", completion_tokens=900)
+WON, LOST = PolicyRollout("done", 1.0), PolicyRollout("done", 0.0)
+RUNS, WAITS, FAILED = PolicyRollout("running"), PolicyRollout("queued"), PolicyRollout("failed")
+NO_REWARD, BROKEN, SLOW = (
+    PolicyRollout("done", None),
+    PolicyRollout("done", 1.0, incomplete=True),
+    PolicyRollout("timed_out", 0.0),
+)
+SPENT = PolicyRollout("running", completion_tokens=900)
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted", "rollouts", "reason"),
+    ("name", "group_size", "rollouts", "reason"),
     [
         ("wait_for_all", 1, [WON, LOST, RUNS], None),
         ("first_n", 2, [WON, RUNS, RUNS], None),
@@ -46,15 +50,15 @@ SPENT = Row("running", completion_tokens=900)
         ("no_spread_left", 3, [FAILED, FAILED, WON, RUNS], None),
         ("no_spread_left", 1, [FAILED, RUNS], None),
         ("token_budget=1000", 3, [WON, LOST, SPENT], "1100 of 1000 tokens are spent"),
-        ("token_budget=1000", 3, [WON, SPENT, RUNS], None),  # one alone is no group
+        ("token_budget=1000", 3, [WON, SPENT, RUNS], None),  # one rollout is not a group
         ("token_budget=1200", 3, [WON, LOST, SPENT], None),
         ("token_budget=9999", 2, [WON, LOST, SPENT], "the first 2 have ended"),
     ],
 )
-def test_group_policies(name: str, wanted: int, rollouts: Sequence[Row], reason: str | None) -> None:
+def test_group_policies(name: str, group_size: int, rollouts: Sequence[PolicyRollout], reason: str | None) -> None:
     policy = get_group_policy(name)
-    assert policy(wanted, rollouts) == reason
-    assert policy(wanted, list(reversed(rollouts))) == reason
+    assert policy(group_size, rollouts) == reason
+    assert policy(group_size, list(reversed(rollouts))) == reason
 
 
 def test_finds_policies_by_name() -> None:
@@ -84,8 +88,8 @@ def test_reads_stop_when_from_the_task() -> None:
             early_stop_check({"stop_when": bad})
 
 
-class Answers:
-    """A sandbox whose commands answer as they are told."""
+class ScriptedSandbox:
+    """A sandbox whose commands return given results."""
 
     def __init__(self, *said: Any) -> None:
         self.said = list(said)
@@ -104,13 +108,13 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Result:
+class ScriptedResult:
     exit_code: int
     timed_out: bool = False
 
 
 async def test_stops_the_agent_when_the_check_says_so() -> None:
-    sandbox = Answers(Result(1), Result(0, timed_out=True), Result(0))
+    sandbox = ScriptedSandbox(ScriptedResult(1), ScriptedResult(0, timed_out=True), ScriptedResult(0))
     async with stop_early(sandbox, EarlyStopCheck(("look",), 0.01)) as early:
         assert early.reason is None
         await asyncio.wait_for(sandbox.killed.wait(), 60)
@@ -119,7 +123,7 @@ async def test_stops_the_agent_when_the_check_says_so() -> None:
 
 
 async def test_runs_on_without_a_check_or_with_a_failing_one() -> None:
-    sandbox = Answers(SandboxError("gone"))
+    sandbox = ScriptedSandbox(SandboxError("gone"))
     async with stop_early(sandbox, None) as early:
         await asyncio.sleep(0.05)
     assert (early.reason, sandbox.asked) == (None, [])

@@ -20,7 +20,7 @@ __all__ = ["postgres"]
 
 
 class Machines:
-    """A Ray head; nodes are added by tests, and what is left of them is killed at the end."""
+    """A Ray head. Tests add nodes, and those that are left are killed at the end."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder = folder
@@ -67,7 +67,7 @@ class Machines:
 def machines() -> Iterator[Machines]:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed (pip install 'polar-proxy[ray]')")
-    # Ray's sockets have long names of their own, and a socket's name may have 107 characters in all.
+    # Ray gives its sockets long names, and the path of a socket may have at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="pr-"))
     made = Machines(folder, free_port())
     try:

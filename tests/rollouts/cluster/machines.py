@@ -1,4 +1,4 @@
-"""A real Ray cluster of several nodes on this machine, each with processes of its own, that tests may kill."""
+"""A real Ray cluster of several nodes on this machine, each with its own processes, which tests may kill."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ SMALL = ("--min-worker-port", "0", "--max-worker-port", "0", "--object-store-mem
 
 
 def talk(request: EngineRequest) -> ScriptedAnswer:
-    """As the expert, who has something to say about everything else, too."""
+    """Answer like the expert player, and with a text where it has no answer."""
     reply = play(request)
     return "I have no opinion." if isinstance(reply, RequestError) else reply
 
 
 class SlowPlayer(ScriptedEngine):
-    """`--engine tests.rollouts.cluster.machines:SlowPlayer`: a call takes about a second."""
+    """An engine whose calls take about a second: `--engine tests.rollouts.cluster.machines:SlowPlayer`."""
 
     def __init__(self) -> None:
         super().__init__(talk, pace=0.01, tokens_per_event=1)
 
 
 def environment(home: Path, scratch: Path) -> dict[str, str]:
-    """For everything of one cluster: a Polar home and a register of sandboxes of its own."""
+    """Return the environment of one cluster, with its own Polar home and register of sandboxes."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("POLAR_", "RAY_"))}
     return {
         **kept,
@@ -73,7 +73,7 @@ def command(pid: int) -> str:
 
 
 class Program:
-    """A program with its output in a file."""
+    """A running program whose output goes to a file."""
 
     def __init__(self, env: dict[str, str], folder: Path, name: str, *arguments: str) -> None:
         self.log = folder / f"{name}.log"
@@ -114,7 +114,7 @@ class Program:
 
 
 class Node(Program):
-    """`polar node` with all of its Ray processes."""
+    """A running `polar node` with all of its Ray processes."""
 
     def __init__(self, env: dict[str, str], folder: Path, name: str, address: str, sandboxes: int) -> None:
         room = ("--sandboxes", str(sandboxes), "--scoring", "2")
@@ -139,7 +139,7 @@ class Node(Program):
 
 
 class Serving(Program):
-    """`polar serve --executor ray`."""
+    """A running `polar serve --executor ray`."""
 
     def __init__(self, env: dict[str, str], folder: Path, name: str, address: str, url: str) -> None:
         engine = ("--engine", "tests.rollouts.cluster.machines:SlowPlayer")
@@ -152,7 +152,7 @@ class Serving(Program):
 
 
 class RayHead(Program):
-    """`ray start --head` without a processor, so that no node actor and no scoring is placed there."""
+    """A running `ray start --head` without processors, so that no actor and no scoring task is placed there."""
 
     def __init__(self, env: dict[str, str], folder: Path, port: int) -> None:
         self.address = f"127.0.0.1:{port}"

@@ -53,7 +53,7 @@ def ended(rows: list[RolloutRow]) -> bool:
 
 
 async def worker_of(store: Store, rollout_id: str) -> list[int]:
-    """The processes that had its attempts in hand, in their order."""
+    """Return the processes that claimed its attempts, in order."""
     pids: dict[int, int] = {}
     for stage in await store.rollouts.stages(rollout_id):
         assert stage.worker is not None
@@ -62,13 +62,13 @@ async def worker_of(store: Store, rollout_id: str) -> list[int]:
 
 
 async def recorded(store: Store, ids: list[str]) -> set[str]:
-    """The ids of all calls of all attempts."""
+    """Return the ids of all calls of all attempts."""
     sessions = [session for one in ids for session in await store.sessions.ids_of_rollout(one)]
     return {call.call_id for session in sessions for call in await store.calls.summaries(session)}
 
 
-async def books(store: Store, row: RolloutRow, home: Path) -> None:
-    """Every call of every attempt is trained or excluded, and what the agent heard is what was recorded, once."""
+async def check_calls(store: Store, row: RolloutRow, home: Path) -> None:
+    """Check that every call is trained or excluded, and that the agent received each recorded answer once."""
     for session_id in await store.sessions.ids_of_rollout(row.rollout_id):
         calls = {call.call_id for call in await store.calls.summaries(session_id)}
         traces = await store.traces.find(session_id=session_id)
@@ -86,7 +86,7 @@ async def books(store: Store, row: RolloutRow, home: Path) -> None:
 
 
 def strays(machines: Machines) -> list[str]:
-    """Living agents and sandboxes of this test."""
+    """Return living agents and sandboxes of this test."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -103,7 +103,7 @@ def left_behind(machines: Machines) -> list[str]:
     return [*map(str, folders), *strays(machines)]
 
 
-async def test_a_node_that_is_killed(machines: Machines, url: str) -> None:
+async def test_rollouts_of_a_killed_node_run_elsewhere(machines: Machines, url: str) -> None:
     """No recorded call is lost, its rollouts are done elsewhere, nothing of it is left; and before that, any gateway
     answers any session."""
     first, second = machines.add(2), machines.add(2)
@@ -127,7 +127,7 @@ async def test_a_node_that_is_killed(machines: Machines, url: str) -> None:
         (living,) = second.workers()
         for row in await store.rollouts.find(rollout_ids=ids):
             assert (row.status, row.reward, row.error) == ("done", 1.0, None)
-            await books(store, row, machines.home)
+            await check_calls(store, row, machines.home)
             pids = await worker_of(store, row.rollout_id)
             assert pids == ([dying, living] if row.rollout_id in had else pids[:1])
             if row.rollout_id in had:
@@ -161,7 +161,7 @@ async def one_session_everywhere(store: Store, gateways: list[str]) -> None:
         assert len(await store.calls.summaries(row.session_id)) == 6
 
 
-async def test_the_head_is_killed_and_then_a_node_actor(machines: Machines, url: str) -> None:
+async def test_nodes_survive_a_killed_head_and_a_killed_actor(machines: Machines, url: str) -> None:
     """The nodes work on without a head; the next head finds them as they are. Ray starts an actor again whose process
     died, and what that had in hand is done."""
     node = machines.add(2)
@@ -189,7 +189,7 @@ async def test_the_head_is_killed_and_then_a_node_actor(machines: Machines, url:
         await until(store, ids, ended, 300)
         for row in await store.rollouts.find(rollout_ids=ids):
             assert (row.status, row.reward, row.attempt) == ("done", 1.0, 2)
-            await books(store, row, machines.home)
+            await check_calls(store, row, machines.home)
         assert before <= await recorded(store, ids)
         ids = await submitted(store, 2, "SleepyAgent")
         await until(store, ids, lambda rows: all(row.calls for row in rows), 180)
@@ -201,7 +201,7 @@ async def test_the_head_is_killed_and_then_a_node_actor(machines: Machines, url:
     assert node.stop() == 130
 
 
-async def test_scored_where_there_is_room(machines: Machines) -> None:
+async def test_scores_where_there_is_capacity(machines: Machines) -> None:
     machines.add(1)
     script = [sys.executable, "-m", "tests.rollouts.cluster.remote_scoring_program", machines.head.address]
     done = await asyncio.to_thread(
@@ -222,8 +222,8 @@ async def test_scored_where_there_is_room(machines: Machines) -> None:
     assert left_behind(machines) == []
 
 
-async def test_a_node_that_leaves(machines: Machines, url: str) -> None:
-    """`polar node` stopped while agents run: nothing is left on its machine, its rollouts wait for another node."""
+async def test_a_stopped_node_leaves_nothing_behind(machines: Machines, url: str) -> None:
+    """Stops `polar node` while agents run: nothing is left on its machine, and its rollouts wait for another node."""
     node = machines.add(2)
     async with open_store(url, artifacts=machines.home / "artifacts") as store:
         served = machines.serve(url)
@@ -240,8 +240,8 @@ async def test_a_node_that_leaves(machines: Machines, url: str) -> None:
         assert served.stop() == 130
 
 
-async def test_a_node_that_cannot_work(machines: Machines, url: str) -> None:
-    """Its own environment names another engine, which is not there: the head says why, and tries again."""
+async def test_reports_a_node_that_cannot_start(machines: Machines, url: str) -> None:
+    """The node's environment names an engine that does not exist: the head says why, and tries again."""
     machines.add(1, POLAR_ENGINE__KIND="nowhere:Engine")
     async with open_store(url):
         served = machines.serve(url)

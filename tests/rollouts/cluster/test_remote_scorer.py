@@ -21,19 +21,14 @@ from polar_proxy.tasks import Task, get_source
 from sandboxes.base import SandboxKind
 from tests.fakes.player import PlayerEngine
 
+pytestmark = pytest.mark.usefixtures("own_sandbox_register")
+
 LIMITS = ServiceLimits(
     WorkerLimits(in_flight=8, preparing=3, running=3, scoring=1, retry_seconds=0.01, poll_seconds=0.05),
     pool_size=0,
     refill=False,
     admission=AdmissionSettings(memory_mb=0),  # all three run at the same time, whatever else this machine does
 )
-
-
-@pytest.fixture(autouse=True)
-def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setattr("tempfile.tempdir", None)
 
 
 class OtherMachine:
