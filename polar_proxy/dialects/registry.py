@@ -1,4 +1,4 @@
-"""Dialects by name, and recorded calls parsed again."""
+"""Finding a dialect by its name, and parsing recorded calls."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from polar_proxy.types import Json
 
 
 def to_json(value: Any, param: str) -> bytes:
-    """Return a value of a body as JSON bytes. Raises RequestError for a value that cannot be serialised, and stored."""
+    """Return a value of a body as JSON bytes. Raises RequestError for a value that cannot be serialised."""
     # orjson reads deeper nesting than it writes. The eight lists leave room for the layers that later wrap the value.
     try:
         return orjson.dumps([[[[[[[[value]]]]]]]])[8:-8]

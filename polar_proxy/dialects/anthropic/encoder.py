@@ -185,7 +185,7 @@ def _usage(answer: Answer) -> Json:
 
 
 def _stop_reason(choice: AnswerChoice, begun_calls: Container[int]) -> tuple[str, str | None]:
-    """Return (stop_reason, stop_sequence). `begun_calls` were sent as tool blocks, whatever their arguments are."""
+    """Return (stop_reason, stop_sequence). `begun_calls` are the calls whose tool block was sent."""
     if choice.finish_reason == "length":
         return "max_tokens", None
     if choice.stop_sequence is not None:

@@ -12,7 +12,7 @@ The model reads:
 * Results directly after the calls. Other parts of the same content (images, text) follow as a user message.
 * A repeated result (Gemini CLI repeats them when it resumes) once. A second result for one id with different text is
   kept, because Polar cannot decide which one is right.
-* Call ids without the prefix `{name}__` that Gemini CLI adds, so as the engine gave them.
+* Call ids as the engine gave them, without the prefix `{name}__` that Gemini CLI adds.
 """
 
 from __future__ import annotations
