@@ -9,12 +9,27 @@ from polar_proxy.types import Message, SampleEvent, ToolCall, TopLogprob
 
 
 @dataclass(slots=True)
-class AnswerChoice:
-    """One choice of an answer, as far as its events have arrived."""
+class AssistantDraft:
+    """An assistant message under construction."""
 
     text: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.text or self.reasoning or self.tool_calls)
+
+    def build(self) -> Message:
+        text, reasoning = "".join(self.text), "".join(self.reasoning)
+        content = text if text or not self.tool_calls else None
+        return Message("assistant", content, reasoning or None, tuple(self.tool_calls))
+
+
+@dataclass(slots=True)
+class AnswerChoice(AssistantDraft):
+    """One choice of an answer, as far as its events have arrived."""
+
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tokens: list[str] = field(default_factory=list)
@@ -29,9 +44,7 @@ class AnswerChoice:
     def message(self) -> Message:
         """The choice as an assistant message; built once after the last event."""
         if self._message is None:
-            text, reasoning = "".join(self.text), "".join(self.reasoning)
-            content = text if text or not self.tool_calls else None
-            self._message = Message("assistant", content, reasoning or None, tuple(self.tool_calls))
+            self._message = self.build()
         return self._message
 
     def add(self, event: SampleEvent) -> None:
@@ -87,6 +100,11 @@ class Answer:
         if choice is None:
             choice = self.choices[event.index] = AnswerChoice()
         choice.add(event)
+
+    @property
+    def first(self) -> AnswerChoice:
+        """Choice 0, empty if it has no event yet. Most dialects know no other."""
+        return self.choices.get(0) or AnswerChoice()
 
     @property
     def in_order(self) -> list[tuple[int, AnswerChoice]]:

@@ -12,10 +12,10 @@ from pydantic import Field
 from polar_proxy.dialects.answer import Answer
 from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest
 from polar_proxy.dialects.fields import Integer, invalid, invalid_type, invalid_value
-from polar_proxy.dialects.openai_common import StreamFields, error_body, error_object, token_logprobs, usage
-from polar_proxy.dialects.wire import sse, storable_params, stored_tools, to_json
+from polar_proxy.dialects.openai_common import OpenAIEncoder, StreamFields, error_body, token_logprobs
+from polar_proxy.dialects.wire import storable_params, stored_tools, to_json
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, ToolCall
+from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, ToolCall, ToolDelta
 
 _ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 
@@ -71,6 +71,7 @@ class OpenAIChat(Dialect):
                 "usage": fields.stream_usage,
                 "logprobs": fields.logprobs,
                 "token_ids": bool(body.get("return_token_ids")),
+                "n": fields.n,
             },
         )
 
@@ -218,36 +219,28 @@ def _parse_response_format(value: Json | None) -> Json | None:
     raise invalid("response_format", "expected text, json_object, or json_schema with a schema")
 
 
-class ChatEncoder(Encoder):
+class ChatEncoder(OpenAIEncoder):
     """Encodes chat completions and their chunks."""
 
+    id_prefix = "chatcmpl-"
+    response_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    null_usage = True
+
     def __init__(self, options: Json, call_id: str, created: int) -> None:
-        self._model: str = options["model"]
-        self._usage: bool = options["usage"]
-        self._logprobs: bool = options["logprobs"]
-        self._token_ids: bool = options["token_ids"]
-        self._id = "chatcmpl-" + call_id
-        self._created = created
+        super().__init__(options, call_id, created)
         self._started: set[int] = set()
         """Indexes of the choices whose first chunk was written."""
 
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
-        out = b""
-        if event.index not in self._started:
-            self._started.add(event.index)
-            first = self._chunk([_chunk_choice(event.index, {"role": "assistant", "content": ""})])
-            if self._token_ids and event.prompt_ids is not None:
-                first["prompt_token_ids"] = event.prompt_ids
-            out = sse(first)
+        out = b"" if event.index in self._started else self._first_chunk(event)
         delta: Json = {}
         if event.text:
             delta["content"] = event.text
         if event.reasoning:
             delta["reasoning_content"] = event.reasoning
         if event.tool_calls:
-            delta["tool_calls"] = [
-                _tool_delta(call.index, call.id, call.name, call.arguments) for call in event.tool_calls
-            ]
+            delta["tool_calls"] = [_tool_delta(call) for call in event.tool_calls]
         wants_tokens = event.token_ids and (self._logprobs or self._token_ids)
         if not delta and not wants_tokens:
             return out
@@ -256,58 +249,33 @@ class ChatEncoder(Encoder):
             choice["logprobs"] = _logprobs_object(token_logprobs(event.tokens, event.logprobs, event.top))
         if self._token_ids:
             choice["token_ids"] = event.token_ids
-        return out + sse(self._chunk([choice]))
-
-    def end(self, answers: list[Answer]) -> bytes:
-        out = b"".join(
-            sse(self._chunk([_chunk_choice(index, {}, choice.finish_reason or "stop")]))
-            for index, choice in answers[0].in_order
-        )
-        if self._usage:
-            out += sse({**self._chunk([]), "usage": usage(answers)})
-        return out + b"data: [DONE]\n\n"
+        return out + self._chunk([choice])
 
     def respond(self, answers: list[Answer]) -> bytes:
-        answer = answers[0]
         choices = []
-        for index, state in answer.in_order:
+        for index, state in answers[0].in_order:
+            logprobs = token_logprobs(state.tokens, state.logprobs, state.top) if self._logprobs else None
             choice: Json = {
                 "index": index,
                 "message": {**state.message.to_openai(), "refusal": None},
-                "logprobs": _logprobs_object(token_logprobs(state.tokens, state.logprobs, state.top))
-                if self._logprobs
-                else None,
+                "logprobs": None if logprobs is None else _logprobs_object(logprobs),
                 "finish_reason": state.finish_reason or "stop",
             }
             if self._token_ids:
                 choice["token_ids"] = state.token_ids
             choices.append(choice)
-        body: Json = {
-            "id": self._id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-            "usage": usage(answers),
-        }
-        if self._token_ids:
-            body["prompt_token_ids"] = answer.prompt_ids
-        return orjson.dumps(body)
+        prompt = {"prompt_token_ids": answers[0].prompt_ids} if self._token_ids else {}
+        return self._response(choices, answers, **prompt)
 
-    def fail(self, message: str, status: int) -> bytes:
-        return sse(error_object(message, status))
+    def _first_chunk(self, event: SampleEvent) -> bytes:
+        self._started.add(event.index)
+        choice = _chunk_choice(event.index, {"role": "assistant", "content": ""})
+        if self._token_ids and event.prompt_ids is not None:
+            return self._chunk([choice], prompt_token_ids=event.prompt_ids)
+        return self._chunk([choice])
 
-    def _chunk(self, choices: list[Json]) -> Json:
-        chunk: Json = {
-            "id": self._id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
-        if self._usage:
-            chunk["usage"] = None
-        return chunk
+    def _last_choice(self, index: int, finish_reason: str) -> Json:
+        return _chunk_choice(index, {}, finish_reason)
 
 
 def _logprobs_object(tokens: list[Json]) -> Json:
@@ -318,12 +286,12 @@ def _chunk_choice(index: int, delta: Json, finish_reason: str | None = None) -> 
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
 
 
-def _tool_delta(index: int, call_id: str | None, name: str | None, arguments: str) -> Json:
-    function: Json = {"arguments": arguments}
-    if name is not None:
-        function["name"] = name
-    out: Json = {"index": index, "function": function}
-    if call_id is not None:
-        out["id"] = call_id
+def _tool_delta(call: ToolDelta) -> Json:
+    function: Json = {"arguments": call.arguments}
+    if call.name is not None:
+        function["name"] = call.name
+    out: Json = {"index": call.index, "function": function}
+    if call.id is not None:
+        out["id"] = call.id
         out["type"] = "function"
     return out

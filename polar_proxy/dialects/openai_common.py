@@ -1,4 +1,4 @@
-"""Parts that OpenAI's routes share: sampling fields, usage, log-probabilities and errors.
+"""Parts that OpenAI's routes share: sampling fields, an encoder base, log-probabilities and errors.
 
 Source: https://platform.openai.com/docs/api-reference (chat, completions, errors).
 """
@@ -6,14 +6,17 @@ Source: https://platform.openai.com/docs/api-reference (chat, completions, error
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from polar_proxy.dialects.answer import Answer
+from polar_proxy.dialects.answer import Answer, AnswerChoice
+from polar_proxy.dialects.base import Encoder
 from polar_proxy.dialects.fields import Integer, Penalty, Probability, RequestFields, Temperature, TopK, invalid_type
+from polar_proxy.dialects.wire import sse
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, Sampling, TopLogprob
 
@@ -72,7 +75,66 @@ class StreamFields(SamplingFields):
         return bool(self.stream_options.get("include_usage"))
 
 
-def usage(answers: list[Answer]) -> Json:
+class OpenAIEncoder(Encoder):
+    """The common part of the encoders of Chat Completions and Completions."""
+
+    id_prefix: str
+    response_object: str
+    chunk_object: str
+    null_usage = False
+    """True if all chunks have the field `usage`, null before the last one, when the client asks for usage."""
+
+    def __init__(self, options: Json, call_id: str, created: int) -> None:
+        self._model: str = options["model"]
+        self._stream_usage: bool = options["usage"]
+        self._null_usage = self.null_usage and self._stream_usage
+        self._logprobs: bool = options["logprobs"]
+        self._token_ids: bool = options["token_ids"]
+        self._n: int = options["n"]
+        self._id = self.id_prefix + call_id
+        self._created = created
+
+    @abstractmethod
+    def _last_choice(self, index: int, finish_reason: str) -> Json:
+        """Return the choice of a choice's last chunk."""
+
+    def end(self, answers: list[Answer]) -> bytes:
+        out = b"".join(
+            self._chunk([self._last_choice(index, choice.finish_reason or "stop")])
+            for index, _, choice in self._numbered(answers)
+        )
+        if self._stream_usage:
+            out += self._chunk([], usage=_usage(answers))
+        return out + b"data: [DONE]\n\n"
+
+    def fail(self, message: str, status: int) -> bytes:
+        return sse(error_object(message, status))
+
+    def _numbered(self, answers: list[Answer]) -> list[tuple[int, Answer, AnswerChoice]]:
+        """Return the choices of all engine requests with their index in the response."""
+        return [
+            (number * self._n + index, answer, choice)
+            for number, answer in enumerate(answers)
+            for index, choice in answer.in_order
+        ]
+
+    def _chunk(self, choices: list[Json], **fields: Any) -> bytes:
+        chunk = self._object(self.chunk_object, choices)
+        if self._null_usage:
+            chunk["usage"] = None
+        if fields:
+            chunk.update(fields)
+        return sse(chunk)
+
+    def _response(self, choices: list[Json], answers: list[Answer], **fields: Any) -> bytes:
+        body = {**self._object(self.response_object, choices), "usage": _usage(answers), **fields}
+        return orjson.dumps(body)
+
+    def _object(self, kind: str, choices: list[Json]) -> Json:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+
+def _usage(answers: list[Answer]) -> Json:
     prompt = sum(answer.prompt_tokens for answer in answers)
     completion = sum(answer.completion_tokens for answer in answers)
     out: Json = {

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from polar_proxy.dialects.answer import Answer, AnswerChoice
+from polar_proxy.dialects.answer import Answer
 from polar_proxy.dialects.base import Dialect, Encoder, ParsedRequest
 from polar_proxy.dialects.fields import Integer, invalid, unsupported
-from polar_proxy.dialects.openai_common import StreamFields, error_body, error_object, usage
-from polar_proxy.dialects.wire import sse, storable_params, to_json
+from polar_proxy.dialects.openai_common import OpenAIEncoder, StreamFields, error_body
+from polar_proxy.dialects.wire import storable_params, to_json
 from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, SampleEvent, TextRequest, TopLogprob
 
@@ -61,7 +61,7 @@ class OpenAICompletions(Dialect):
                 "usage": fields.stream_usage,
                 "logprobs": fields.logprobs is not None,
                 "token_ids": bool(body.get("return_token_ids")),
-                "n": sampling.n,
+                "n": fields.n,
             },
         )
 
@@ -98,17 +98,14 @@ def _is_ids(value: Any) -> bool:
     )
 
 
-class CompletionsEncoder(Encoder):
+class CompletionsEncoder(OpenAIEncoder):
     """Encodes text completions and their chunks."""
 
+    id_prefix = "cmpl-"
+    response_object = chunk_object = "text_completion"
+
     def __init__(self, options: Json, call_id: str, created: int) -> None:
-        self._model: str = options["model"]
-        self._usage: bool = options["usage"]
-        self._logprobs: bool = options["logprobs"]
-        self._token_ids: bool = options["token_ids"]
-        self._n: int = options["n"]
-        self._id = "cmpl-" + call_id
-        self._created = created
+        super().__init__(options, call_id, created)
         self._offsets: dict[int, int] = {}
         """Characters written so far, by choice index."""
 
@@ -126,16 +123,7 @@ class CompletionsEncoder(Encoder):
             choice["token_ids"] = event.token_ids
             if event.prompt_ids is not None:
                 choice["prompt_token_ids"] = event.prompt_ids
-        return sse(self._body([choice]))
-
-    def end(self, answers: list[Answer]) -> bytes:
-        out = b"".join(
-            sse(self._body([_choice(index, "", state.finish_reason or "stop")]))
-            for index, _, state in self._numbered(answers)
-        )
-        if self._usage:
-            out += sse({**self._body([]), "usage": usage(answers)})
-        return out + b"data: [DONE]\n\n"
+        return self._chunk([choice])
 
     def respond(self, answers: list[Answer]) -> bytes:
         choices = []
@@ -147,27 +135,10 @@ class CompletionsEncoder(Encoder):
                 choice["token_ids"] = state.token_ids
                 choice["prompt_token_ids"] = answer.prompt_ids
             choices.append(choice)
-        return orjson.dumps({**self._body(choices), "usage": usage(answers)})
+        return self._response(choices, answers)
 
-    def fail(self, message: str, status: int) -> bytes:
-        return sse(error_object(message, status))
-
-    def _body(self, choices: list[Json]) -> Json:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
-
-    def _numbered(self, answers: list[Answer]) -> list[tuple[int, Answer, AnswerChoice]]:
-        """Return all choices of all prompts with their index in the response."""
-        return [
-            (number * self._n + index, answer, state)
-            for number, answer in enumerate(answers)
-            for index, state in answer.in_order
-        ]
+    def _last_choice(self, index: int, finish_reason: str) -> Json:
+        return _choice(index, "", finish_reason)
 
 
 def _choice(index: int, text: str, finish_reason: str | None = None) -> Json:

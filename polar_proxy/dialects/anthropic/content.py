@@ -16,10 +16,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from polar_proxy.dialects.answer import AssistantDraft
 from polar_proxy.dialects.anthropic.signature import unseal
 from polar_proxy.dialects.anthropic.tools import AnthropicTools, parse_tool_addition, render_definitions
 from polar_proxy.dialects.fields import invalid, invalid_type, invalid_value
@@ -76,31 +76,14 @@ def _append_turn(messages: list[Message], turn: list[Message]) -> None:
     """Append an assistant's turn, merging its first message with a preceding assistant message."""
     last = messages[-1] if messages else None
     if last is not None and last.role == "assistant" and turn and turn[0].role == "assistant":
-        merged = _AssistantDraft()
+        merged = AssistantDraft()
         for message in (last, turn[0]):
-            merged.texts.append(str(message.content or ""))
-            merged.reasoning += [message.reasoning] if message.reasoning else []
-            merged.calls += message.tool_calls
-        messages[-1] = merged.message()
+            merged.text.append(str(message.content or ""))
+            merged.reasoning.append(message.reasoning or "")
+            merged.tool_calls += message.tool_calls
+        messages[-1] = merged.build()
         turn = turn[1:]
     messages += turn
-
-
-@dataclass(slots=True)
-class _AssistantDraft:
-    """An assistant message under construction."""
-
-    texts: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-
-    def message(self) -> Message:
-        text, reasoning = "".join(self.texts), "".join(self.reasoning)
-        content = text if text or not self.calls else None
-        return Message("assistant", content, reasoning or None, tuple(self.calls))
-
-    def __bool__(self) -> bool:
-        return bool(self.texts or self.reasoning or self.calls)
 
 
 class _BlockReader:
@@ -126,7 +109,7 @@ class _BlockReader:
 
     def assistant(self, blocks: list[Json]) -> list[Message]:
         messages: list[Message] = []
-        draft = _AssistantDraft()
+        draft = AssistantDraft()
         for block, path in _rendered(blocks, self._path):
             kind = block["type"]
             if kind == "thinking":
@@ -134,15 +117,15 @@ class _BlockReader:
             elif kind == "redacted_thinking":
                 draft.reasoning.append(unseal(_string(block, "data", path)) or "")
             elif kind in _CALLS:
-                draft.calls.append(_tool_call(block, path))
+                draft.tool_calls.append(_tool_call(block, path))
             elif kind.endswith("_tool_result") and isinstance(block.get("tool_use_id"), str):
-                messages += [draft.message()] if draft else []
+                messages += [] if draft.empty else [draft.build()]
                 messages.append(self._result(block, path))
-                draft = _AssistantDraft()
+                draft = AssistantDraft()
             else:
-                draft.texts += [_as_text(part) for part in self._parts([(block, path)])]
-        if draft or not messages:
-            messages.append(draft.message())
+                draft.text += [_as_text(part) for part in self._parts([(block, path)])]
+        if not draft.empty or not messages:
+            messages.append(draft.build())
         return messages
 
     def _result(self, block: Json, path: str) -> Message:

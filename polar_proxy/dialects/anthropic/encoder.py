@@ -60,7 +60,7 @@ class AnthropicEncoder(Encoder):
 
     def end(self, answers: list[Answer]) -> bytes:
         answer = answers[0]
-        choice = _choice(answer)
+        choice = answer.first
         out = b"" if self._started else self._start(answer.prompt_ids, answer.cached_tokens)
         if text := _calls_as_text(choice, self._begun_calls):
             out += self._text_delta(text)
@@ -82,7 +82,7 @@ class AnthropicEncoder(Encoder):
 
     def respond(self, answers: list[Answer]) -> bytes:
         answer = answers[0]
-        choice = _choice(answer)
+        choice = answer.first
         content: list[Json] = []
         if choice.reasoning:
             thinking = "".join(choice.reasoning)
@@ -224,10 +224,6 @@ def _tool_use(call: ToolCall) -> Json:
 
 def _input_text(arguments: str) -> str:
     return arguments if arguments.strip() else "{}"
-
-
-def _choice(answer: Answer) -> AnswerChoice:
-    return answer.choices.get(0) or AnswerChoice()
 
 
 def _event(kind: str, **fields: Any) -> bytes:

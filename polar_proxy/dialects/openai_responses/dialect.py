@@ -32,6 +32,11 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json
 
 _LOGPROBS = "message.output_text.logprobs"
+_ECHOED = (
+    *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model", "previous_response_id", "store"),
+    *("prompt_cache_key", "safety_identifier", "temperature", "top_logprobs", "top_p", "user"),
+)
+"""Fields of the request that every response object repeats unchanged."""
 
 
 class ResponsesFields(SamplingFields):
@@ -201,24 +206,12 @@ def _template_kwargs(fields: ResponsesFields) -> Json:
 def _echoed_fields(fields: ResponsesFields) -> Json:
     """Return the request's fields that every response object repeats, with the API's defaults."""
     return {
+        **{name: getattr(fields, name) for name in _ECHOED},
         "background": False,
-        "instructions": fields.instructions,
-        "max_output_tokens": fields.max_output_tokens,
-        "max_tool_calls": fields.max_tool_calls,
-        "metadata": fields.metadata,
-        "model": fields.model,
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
-        "previous_response_id": fields.previous_response_id,
-        "prompt_cache_key": fields.prompt_cache_key,
         "reasoning": {"effort": None, "summary": None, **fields.reasoning},
-        "safety_identifier": fields.safety_identifier,
         "service_tier": fields.service_tier or "default",
-        "store": fields.store,
-        "temperature": fields.temperature,
         "text": {**fields.text, "format": fields.text.get("format") or {"type": "text"}},
         "tool_choice": fields.tool_choice or "auto",
-        "top_logprobs": fields.top_logprobs,
-        "top_p": fields.top_p,
         "truncation": fields.truncation or "disabled",
-        "user": fields.user,
     }

@@ -75,7 +75,7 @@ class ResponsesEncoder(Encoder):
         return out
 
     def end(self, answers: list[Answer]) -> bytes:
-        choice = answers[0].choices.get(0, AnswerChoice())
+        choice = answers[0].first
         out = self._start()
         if not self._items and self._open is None and not self._waiting_calls and not self._waiting_texts:
             out += self._open_text("message")
@@ -97,7 +97,7 @@ class ResponsesEncoder(Encoder):
         return out + self._event("response.failed", response=response)
 
     def respond(self, answers: list[Answer]) -> bytes:
-        choice = answers[0].choices.get(0, AnswerChoice())
+        choice = answers[0].first
         return orjson.dumps(self._object.finished(answers[0], choice, self._object.items(choice)))
 
     # Text and reasoning.
