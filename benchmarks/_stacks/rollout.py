@@ -21,7 +21,7 @@ import numpy as np
 import orjson
 from tokenizers import Tokenizer
 
-from polar_proxy.sessions import SessionHistory
+from polar_proxy.sessions import SessionState
 from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json, Logprobs, Message, TokenIds, ToolCall
 
 MODELS = Path(__file__).parents[2] / "polar_proxy" / "models" / "polar_tiny"
@@ -113,15 +113,15 @@ def conversation(turns: int, tokens: int, seed: int = 1) -> list[Turn]:
 
 def records(session_id: str, turns: list[Turn], *, step: float = 0.0) -> Iterator[CallRecord]:
     """The turns as the gateway records them, fingerprint of history included. `step` moves their times."""
-    history = SessionHistory()
+    session = SessionState(session_id, {})
     listed = tools()
     written = orjson.dumps(listed)
     for turn in turns:
         started = turn.started_at + step
         call_id = _call_id(session_id, started)
         request = ChatRequest(model="polar-tiny", messages=tuple(map(_message, turn.messages)), tools=tuple(listed))
-        place = history.place(call_id, request, now=started)
-        fingerprint = history.record_answer(place, [_message(turn.answer)], "ok", now=started + 1)
+        place = session.place(call_id, request, now=started)
+        fingerprint = session.record_answer(place, [_message(turn.answer)], "ok", now=started + 1)
         yield CallRecord(
             call_id=call_id,
             session_id=session_id,

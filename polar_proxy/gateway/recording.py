@@ -97,7 +97,7 @@ class CallRecorder:
         session, version = request.session, await self._weight_version(calls[0])
         for call in calls:
             answers = [choice.message for _, choice in call.answer.in_order]
-            fingerprint = session.history.record_answer(call.lineage, answers, outcome.status, now=ended_at)
+            fingerprint = session.record_answer(call.lineage, answers, outcome.status, now=ended_at)
             version_range = weight_version_of(call.answer, call.version, version or call.version)
             record = make_record(request, call, outcome, ended_at, self._engine.info, version_range, fingerprint)
             self._prompts.remember(session, record, call.plan, call.lineage.base)

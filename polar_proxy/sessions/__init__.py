@@ -6,7 +6,6 @@ The way of a call: `SessionRegistry.find` -> `SessionState.place` (lineage) -> `
 from polar_proxy.sessions.client_metadata import NO_METADATA, ClientMetadata, read_client_metadata
 from polar_proxy.sessions.continuation import PromptBuilder, PromptPlan, prompt_config
 from polar_proxy.sessions.hashing import HashedConversation
-from polar_proxy.sessions.history import SessionHistory
 from polar_proxy.sessions.keys import hash_key, key_of_request, new_key
 from polar_proxy.sessions.lineage import Base, Lineage
 from polar_proxy.sessions.normalisers import NORMALISERS, Normaliser
@@ -27,7 +26,6 @@ __all__ = [
     "PromptPlan",
     "Rule",
     "SessionClosedError",
-    "SessionHistory",
     "SessionRegistry",
     "SessionState",
     "hash_key",

@@ -112,8 +112,8 @@ class CallIndex:
     """The newest calls with quotes, the newest last."""
     compactions: list[CallNode] = field(default_factory=list)
 
-    def add(self, node: CallNode) -> None:
-        """Index a call by its request."""
+    def add(self, node: CallNode, parent: CallNode | None) -> None:
+        """Index a call by its request, and count it as a child of its parent."""
         self.by_id[node.call_id] = node
         self.asked.setdefault(node.asked, []).append(node)
         if node.edge != "side_call":
@@ -123,6 +123,12 @@ class CallIndex:
                 self.compactions.append(node)
             else:
                 self.newest = node
+        if parent is None:
+            return
+        if node.edge == "retries":
+            parent.retried = True
+        elif node.edge in ("continues", "compacts", "rewinds"):
+            parent.continued += 1
 
     def add_answers(self, node: CallNode) -> None:
         """Index a call by its answers."""

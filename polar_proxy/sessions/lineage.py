@@ -77,9 +77,9 @@ class Lineage:
     """Another edge or parent was possible as well."""
     thread: str
     """The line of conversation: the harness's own id for it, else the call that began it."""
-    base: Base | None = None
+    base: Base | None
     """The answer whose exact tokens the prompt may begin with."""
-    conversation: HashedConversation | None = field(default=None, repr=False, compare=False)
+    conversation: HashedConversation = field(repr=False, compare=False)
     """The call's messages and their hash chain, for the session's next call."""
 
 

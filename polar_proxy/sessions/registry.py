@@ -13,7 +13,6 @@ from itertools import islice
 from weakref import WeakValueDictionary
 
 from polar_proxy.errors import RequestError
-from polar_proxy.sessions.history import SessionHistory
 from polar_proxy.sessions.keys import hash_key
 from polar_proxy.sessions.state import ConversationCache, SessionState
 from polar_proxy.store import Store
@@ -40,7 +39,7 @@ class SessionRegistry:
         window: float = 10.0,
         shared: bool = False,
     ) -> None:
-        """`open_to_all`: an unknown key opens a session. `window`: see `SessionHistory`. `shared`: other gateways
+        """`open_to_all`: an unknown key opens a session. `window`: see `SessionState`. `shared`: other gateways
         serve sessions of this store, too."""
         self._store = store
         self.open_to_all = open_to_all
@@ -96,9 +95,15 @@ class SessionRegistry:
         if session is None:
             # Calls from before a restart, or from before the session was evicted.
             lineages = [] if is_new else await self._store.calls.lineages(row.session_id)
-            history = SessionHistory(self._normalisers_off, window=self._window)
-            history.rebuild(lineages)
-            session = SessionState(row.session_id, row.policy or {}, history, self._cache, elsewhere=len(lineages))
+            session = SessionState(
+                row.session_id,
+                row.policy or {},
+                normalisers_off=self._normalisers_off,
+                window=self._window,
+                cache=self._cache,
+            )
+            session.rebuild(lineages)
+            session.elsewhere = len(lineages)
             session = self._by_id.setdefault(session.session_id, session)  # another name may have been faster
         self._by_hash[digest] = session
         self._evict()
@@ -120,7 +125,7 @@ class SessionRegistry:
         ours = session.ended - session.lost
         if quiet and row.calls == session.elsewhere + ours:
             return
-        session.history.rebuild(await self._store.calls.lineages(session.session_id, known=session.history.call_ids))
+        session.rebuild(await self._store.calls.lineages(session.session_id, known=session.call_ids))
         if quiet:
             session.elsewhere = row.calls - ours
 

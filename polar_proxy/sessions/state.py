@@ -1,27 +1,43 @@
 """Everything that a gateway remembers about one session.
 
-`SessionHistory` knows the session's calls by digests, for as long as the session is in memory. Its last request and
-the tokens of its answers are larger. They are held in a `ConversationCache`, which all sessions of a gateway share:
-what was used least recently goes first, and is parsed again, or read from the store, if it is needed again.
+`place` is called before a call is sampled, `record_answer` when its answer is complete and before the client has its
+last byte. So the next call of the same run always finds it. The fingerprint that `record_answer` returns is stored with
+the call, and `rebuild` makes the same index from the stored fingerprints after a restart.
+
+The calls are known by digests, for as long as the session is in memory. The session's last request and the tokens of
+its answers are larger. They are held in a `ConversationCache`, which all sessions of a gateway share: what was used
+least recently goes first, and is parsed again, or read from the store, if it is needed again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cachetools import LRUCache
 
 from polar_proxy.dialects import ParsedRequest
-from polar_proxy.sessions.client_metadata import ClientMetadata
-from polar_proxy.sessions.hashing import HashedConversation
-from polar_proxy.sessions.history import SessionHistory
-from polar_proxy.sessions.lineage import Lineage
-from polar_proxy.types import EngineRequest, Json, TokenIds
+from polar_proxy.sessions.call_index import AnswerNode, CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
+from polar_proxy.sessions.client_metadata import NO_METADATA, ClientMetadata
+from polar_proxy.sessions.hashing import (
+    HashedConversation,
+    MessageHasher,
+    call_ids,
+    ids_digest,
+    text_length,
+    text_of,
+)
+from polar_proxy.sessions.lineage import Lineage, PlacementQuery, decide, find_base
+from polar_proxy.sessions.normalisers import ActiveNormalisers
+from polar_proxy.sessions.rules import RequestTexts
+from polar_proxy.types import CallStatus, ChatRequest, EngineRequest, Json, Message, StoredLineage, TokenIds
 
 _CACHE_BYTES = 384 << 20
+_RECENT_TEXTS = 32
+"""Answers whose text is kept, to distinguish a cut answer from a replaced one."""
 
 
 class PromptConfig(NamedTuple):
@@ -37,7 +53,7 @@ class LastRequest:
 
     dialect: str
     parsed: ParsedRequest
-    conversation: HashedConversation | None
+    conversation: HashedConversation
     size: int
     """Bytes of its messages. What was parsed from them takes about as much again."""
 
@@ -77,27 +93,39 @@ class ConversationCache:
             self._entries[key] = entry
 
 
-@dataclass(slots=True)
 class SessionState:
-    """A session while the gateway serves it."""
+    """A session while the gateway serves it.
 
-    session_id: str
-    policy: Json
-    history: SessionHistory = field(default_factory=SessionHistory)
-    cache: ConversationCache = field(default_factory=ConversationCache)
-    in_flight: int = 0
-    """Calls that are being answered; see `begin` and `end`."""
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while `in_flight` is 0."""
-    lost: int = 0
-    """Calls that were answered but could not be committed: the rollout is incomplete and must not be trained on."""
-    ended: int = 0
-    """Calls that this gateway has answered, lost ones included."""
-    elsewhere: int = 0
-    """Calls in the store that this gateway did not answer: from other gateways, or from before it started."""
+    `normalisers_off` names normalisers not to use; `window` is for how many seconds an answer counts as just given.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        policy: Json,
+        *,
+        normalisers_off: Iterable[str] = (),
+        window: float = 10.0,
+        cache: ConversationCache | None = None,
+    ) -> None:
+        self.session_id = session_id
+        self.policy = policy
+        self._hasher = MessageHasher(ActiveNormalisers(normalisers_off))
+        self._index = CallIndex()
+        self._window = window
+        self._cache = ConversationCache() if cache is None else cache
+        self._with_text: deque[CallNode] = deque()
+        self.in_flight = 0
+        """Calls that are being answered; see `begin` and `end`."""
+        self.idle = asyncio.Event()
+        """Set while `in_flight` is 0."""
         self.idle.set()
+        self.lost = 0
+        """Calls that were answered but could not be committed: the rollout is incomplete, not to be trained on."""
+        self.ended = 0
+        """Calls that this gateway has answered, lost ones included."""
+        self.elsewhere = 0
+        """Calls in the store that this gateway did not answer: from other gateways, or from before it started."""
 
     def begin(self, calls: int) -> None:
         """Count calls as in flight until `end` is called."""
@@ -110,11 +138,76 @@ class SessionState:
         if self.in_flight == 0:
             self.idle.set()
 
-    def place(self, call_id: str, request: EngineRequest, metadata: ClientMetadata, *, now: float) -> Lineage:
-        """Decide the lineage of a call, which is known to be in flight from now on. See `SessionHistory.place`."""
+    def place(
+        self, call_id: str, request: EngineRequest, metadata: ClientMetadata = NO_METADATA, *, now: float
+    ) -> Lineage:
+        """Decide the lineage of a call, and register it as in flight. `now` is in seconds since the epoch."""
+        messages = _messages(request)
         last = self._last_request()
-        previous = None if last is None else last.conversation
-        return self.history.place(call_id, request, metadata, now=now, previous=previous)
+        chain = self._hasher.chain(messages, None if last is None else last.conversation)
+        texts = RequestTexts.of(messages, request if isinstance(request, ChatRequest) else None)
+        query = PlacementQuery(messages, chain, texts, metadata, now)
+        decision = decide(self._index, query, self._window)
+        base = find_base(self._index, query)
+        parent = decision.parent
+        thread = metadata.thread or (call_id if parent is None or decision.own_thread else parent.thread)
+        if decision.edge == "side_call":
+            thread = call_id
+        node = CallNode(
+            call_id=call_id,
+            thread=thread,
+            client_thread=metadata.thread,
+            edge=decision.edge,
+            parent_call_id=None if parent is None else parent.call_id,
+            rule=decision.rule,
+            asked=chain.keys[-1],
+            assistant_chain=chain.assistant_chain,
+            ids=ids_digest(turn.ids for turn in chain.turns),
+            at=now,
+            compaction=decision.compaction,
+        )
+        self._index.add(node, parent)
+        return Lineage(
+            call_id=call_id,
+            edge=node.edge,
+            parent_call_id=node.parent_call_id,
+            rule=decision.rule,
+            ambiguous=decision.ambiguous,
+            thread=thread,
+            base=base,
+            conversation=HashedConversation(messages, chain),
+        )
+
+    def record_answer(self, lineage: Lineage, answers: Sequence[Message], status: CallStatus, *, now: float) -> Json:
+        """Record the answers of a call, including partial ones of a failed call. Return the fingerprint to store."""
+        node = self._index.by_id[lineage.call_id]
+        if status not in ("ok", "no_tokens"):  # nothing may have arrived
+            answers = [answer for answer in answers if answer.tool_calls or text_of(answer).strip()]
+        node.state, node.at = status, now
+        node.answers = tuple(self._answer_node(node, answer) for answer in answers)
+        node.quotes = quotes_of(answers, node.compaction)
+        node.text = text_of(answers[0]) if answers else ""
+        self._with_text.append(node)
+        if len(self._with_text) > _RECENT_TEXTS:
+            self._with_text.popleft().text = ""
+        self._index.add_answers(node)
+        return fingerprint_of(node)
+
+    def rebuild(self, calls: Iterable[StoredLineage]) -> None:
+        """Add stored calls, in the order in which they started. Calls that are known already are skipped.
+
+        Calls that were stored under other normalisers are added, but no message leads to them.
+        """
+        for row in calls:
+            node = node_from_store(row)
+            if node is not None and node.call_id not in self._index.by_id:
+                self._index.add(node, self._index.by_id.get(node.parent_call_id or ""))
+                self._index.add_answers(node)
+
+    @property
+    def call_ids(self) -> Collection[str]:
+        """The ids of all its calls, including those in flight."""
+        return self._index.by_id.keys()
 
     def last_parsed(self, dialect: str) -> ParsedRequest | None:
         """Return the session's last request if it came in this dialect."""
@@ -122,21 +215,33 @@ class SessionState:
         return last.parsed if last is not None and last.dialect == dialect else None
 
     def remember_request(
-        self, dialect: str, parsed: ParsedRequest, conversation: HashedConversation | None, size: int
+        self, dialect: str, parsed: ParsedRequest, conversation: HashedConversation, size: int
     ) -> None:
         """Keep a request for the next one. `size` is that of its messages in bytes."""
-        self.cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
+        self._cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
 
     def answered_call(self, call_id: str, choice: int) -> AnsweredCall | None:
         """Return an answer's tokens; None if they are not in memory."""
-        found = self.cache.get((call_id, choice))
+        found = self._cache.get((call_id, choice))
         assert not isinstance(found, LastRequest)
         return found
 
     def remember_answer(self, call_id: str, choice: int, answered: AnsweredCall) -> None:
-        self.cache.put((call_id, choice), answered)
+        self._cache.put((call_id, choice), answered)
 
     def _last_request(self) -> LastRequest | None:
-        found = self.cache.get(self.session_id)
+        found = self._cache.get(self.session_id)
         assert not isinstance(found, AnsweredCall)
         return found
+
+    def _answer_node(self, node: CallNode, answer: Message) -> AnswerNode:
+        end, assistant_chain, digest = self._hasher.extend(node.asked, node.assistant_chain, answer)
+        return AnswerNode(end, assistant_chain, digest, call_ids(answer), text_length(answer))
+
+
+def _messages(request: EngineRequest) -> tuple[Message, ...]:
+    """Return the messages to compare. A raw prompt counts as one message."""
+    if isinstance(request, ChatRequest):
+        return request.messages
+    prompt = request.prompt
+    return (Message("prompt", prompt if isinstance(prompt, str) else " ".join(map(str, prompt))),)

@@ -12,7 +12,7 @@ from pydantic.alias_generators import to_snake
 
 from polar_proxy.dialects.google import GoogleGenerateContent, GoogleTokenCount
 from polar_proxy.errors import RequestError
-from polar_proxy.sessions import SessionHistory
+from polar_proxy.sessions import SessionState
 from polar_proxy.types import ChatRequest, Json
 from tests.dialects.google_helpers import HI
 from tests.dialects.hostile_json import DEEP, VALUES, assert_refusal
@@ -107,7 +107,7 @@ def test_parse_raises_only_request_errors(body: Json) -> None:
     (request,) = parsed.requests
     assert isinstance(request, ChatRequest)
     assert all(isinstance(orjson.loads(message), dict) for message in parsed.messages[0])
-    SessionHistory().place("call_1", request, now=0.0)
+    SessionState("session", {}).place("call_1", request, now=0.0)
     orjson.dumps([message.to_openai() for message in request.messages])
     assert isinstance(orjson.loads(orjson.dumps(parsed.params)), dict)
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, event, given, settings
 
 from polar_proxy.dialects import Dialect, OpenAIChat, OpenAICompletions
 from polar_proxy.errors import RequestError
-from polar_proxy.sessions import SessionHistory
+from polar_proxy.sessions import SessionState
 from polar_proxy.types import ChatRequest, Json
 from tests.dialects.hostile_json import DEEP, assert_refusal, bodies
 
@@ -32,7 +32,7 @@ def test_parse_raises_only_request_errors(dialect: Dialect, body: Json) -> None:
     for request, messages in zip(parsed.requests, parsed.messages, strict=True):
         assert all(isinstance(orjson.loads(message), dict | str | list) for message in messages)
         if isinstance(request, ChatRequest):
-            SessionHistory().place("call_1", request, now=0.0)
+            SessionState("session", {}).place("call_1", request, now=0.0)
     assert isinstance(orjson.loads(orjson.dumps(parsed.params)), dict)
 
 
@@ -72,7 +72,7 @@ def test_deep_arguments_are_stored_unchanged() -> None:
     (request,) = parsed.requests
     assert isinstance(request, ChatRequest)
     assert request.messages[0].tool_calls[0].arguments == arguments
-    assert SessionHistory().place("call_1", request, now=0.0).edge == "root"
+    assert SessionState("session", {}).place("call_1", request, now=0.0).edge == "root"
 
 
 def test_accepted_depth_leaves_room_for_wrapping() -> None:

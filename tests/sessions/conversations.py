@@ -1,4 +1,4 @@
-"""Short forms of messages, and a driver that plays conversations through a session's history."""
+"""Short forms of messages, and a driver that plays conversations through a session."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from polar_proxy.dialects import OpenAIChat
-from polar_proxy.sessions import NO_METADATA, ClientMetadata, Lineage, SessionHistory
+from polar_proxy.sessions import NO_METADATA, ClientMetadata, Lineage, SessionState
 from polar_proxy.types import CallStatus, ChatRequest, Json, StoredLineage
 
 _numbers = itertools.count()
@@ -47,22 +47,22 @@ def request(*messages: Json, **body: Any) -> ChatRequest:
 
 
 class SessionDriver:
-    """A session's history with a clock. `ask` places a call, `answer` records its answer, `call` does both."""
+    """A session with a clock. `ask` places a call, `answer` records its answer, `call` does both."""
 
     def __init__(self, *off: str) -> None:
-        self.history = SessionHistory(off)
+        self.state = SessionState("session", {}, normalisers_off=off)
         self.now = 1000.0
         self.stored: list[StoredLineage] = []
 
     def ask(self, *messages: Json, metadata: ClientMetadata = NO_METADATA, **body: Any) -> Lineage:
         self.now += 0.5
         call_id = f"c{len(self.stored)}_{next(_numbers)}"
-        return self.history.place(call_id, request(*messages, **body), metadata, now=self.now)
+        return self.state.place(call_id, request(*messages, **body), metadata, now=self.now)
 
     def answer(self, lineage: Lineage, *answers: Json, status: CallStatus = "ok") -> str:
         self.now += 0.5
         messages = request(*answers).messages
-        fingerprint = self.history.record_answer(lineage, messages, status, now=self.now)
+        fingerprint = self.state.record_answer(lineage, messages, status, now=self.now)
         row = (lineage.edge, lineage.parent_call_id, lineage.rule, lineage.thread, status, self.now)
         self.stored.append(StoredLineage(lineage.call_id, *row, fingerprint=orjson.loads(orjson.dumps(fingerprint))))
         return lineage.call_id
@@ -80,9 +80,9 @@ class SessionDriver:
         return lineage
 
     def restart(self) -> None:
-        """Rebuild the history from the store, as after a restart of the gateway."""
-        self.history = SessionHistory()
-        self.history.rebuild(self.stored)
+        """Rebuild the session from the store, as after a restart of the gateway."""
+        self.state = SessionState("session", {})
+        self.state.rebuild(self.stored)
 
 
 def edge_parent_rule(lineage: Lineage) -> tuple[str, str | None, str | None]:

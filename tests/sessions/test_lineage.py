@@ -53,8 +53,8 @@ def test_edges_are_the_same_after_a_restart() -> None:
 def test_other_normalisers_after_a_restart_find_no_wrong_parent() -> None:
     session = SessionDriver()
     place = session.call([SYSTEM, USER], says("done"))
-    session.history = SessionDriver("trailing_space").history
-    session.history.rebuild(session.stored)
+    session.state = SessionDriver("trailing_space").state
+    session.state.rebuild(session.stored)
     assert session.ask(SYSTEM, USER, says("done"), USER).parent_call_id in (None, place.call_id)
 
 
@@ -353,7 +353,7 @@ def test_dropped_turns_compact() -> None:
 def test_raw_prompts_are_roots() -> None:
     session = SessionDriver()
     for prompt in ("one", (1, 2, 3)):
-        assert session.history.place(f"p{prompt}", TextRequest("m", prompt), now=0.0).edge == "root"
+        assert session.state.place(f"p{prompt}", TextRequest("m", prompt), now=0.0).edge == "root"
 
 
 def test_tools_are_no_part_of_the_conversation() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from polar_proxy.dialects import OpenAIChat
+from polar_proxy.sessions.hashing import HashChain, HashedConversation
 from polar_proxy.sessions.state import AnsweredCall, ConversationCache, PromptConfig, SessionState
 
 PARSED = OpenAIChat().parse({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
+CONVERSATION = HashedConversation((), HashChain((b"",), ()))
 
 
 def answered(tokens: int) -> AnsweredCall:
@@ -17,7 +19,7 @@ def answered(tokens: int) -> AnsweredCall:
 def test_returns_the_last_request_only_to_its_session_and_dialect() -> None:
     cache = ConversationCache()
     session, other = SessionState("a", {}, cache=cache), SessionState("b", {}, cache=cache)
-    session.remember_request("openai_chat", PARSED, None, 10)
+    session.remember_request("openai_chat", PARSED, CONVERSATION, 10)
     assert session.last_parsed("openai_chat") is PARSED
     assert session.last_parsed("anthropic") is None
     assert other.last_parsed("openai_chat") is None
@@ -26,10 +28,10 @@ def test_returns_the_last_request_only_to_its_session_and_dialect() -> None:
 def test_evicts_what_was_used_least_recently_whatever_session_it_belongs_to() -> None:
     cache = ConversationCache(capacity=40)
     first, second = SessionState("a", {}, cache=cache), SessionState("b", {}, cache=cache)
-    first.remember_request("openai_chat", PARSED, None, 16)
+    first.remember_request("openai_chat", PARSED, CONVERSATION, 16)
     second.remember_answer("call", 0, answered(4))
     assert first.last_parsed("openai_chat") is PARSED
-    second.remember_request("openai_chat", PARSED, None, 16)
+    second.remember_request("openai_chat", PARSED, CONVERSATION, 16)
     assert second.answered_call("call", 0) is None
     assert first.last_parsed("openai_chat") is PARSED
 
