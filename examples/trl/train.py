@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 from polar_proxy.export.formats import groups_of, read_jsonl
 from polar_proxy.export.formats.trl import RecordedRollouts, recorded_ratios, recorded_reward
 
-POLAR_TINY = Path(__file__).resolve().parents[2] / "polar_proxy" / "models" / "polar_tiny"
+POLAR_TINY = Path(__file__).resolve().parents[2] / "polar_proxy" / "assets" / "polar_tiny"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Conditions on rollouts as a person types them: `reward>=1, harness=mini-swe-agent, status=done`."""
+"""Conditions on rollouts as users type them: `reward>=1, harness=mini-swe-agent, status=done`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TEXTS: dict[str, ColumnElement[Any]] = {
     )
 }
 _FLAGS: dict[str, ColumnElement[Any]] = {name: rollouts.c[name] for name in ("masked", "incomplete")}
-_YES_OR_NO = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "=": operator.eq,
     "==": operator.eq,
@@ -43,31 +43,31 @@ _CONDITION = re.compile(r"\s*(\w+)\s*(>=|<=|!=|==|=|>|<)\s*(.+?)\s*")
 
 
 def parse_where(text: str) -> list[ColumnElement[bool]]:
-    """Conditions joined by `,` or `and`; all must hold. Raises UsageError that names what can be asked for."""
+    """Parse conditions joined by `,` or `and`. Raises UsageError for anything else."""
     return [_condition(part) for part in re.split(r",|\band\b", text) if part.strip()]
 
 
 def _condition(text: str) -> ColumnElement[bool]:
     match = _CONDITION.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text.strip()!r} is not a condition: write NAME, one of {' '.join(_OPERATORS)}, VALUE")
+        raise UsageError(f"{text.strip()!r} is not a condition. Write NAME OPERATOR VALUE with {' '.join(_OPERATORS)}")
     name, sign, value = match.groups()
     compare, value = _OPERATORS[sign], value.strip("'\"")
     if name in _NUMBERS:
         try:
             number = float(value)
         except ValueError:
-            raise UsageError(f"{name} is compared with a number, not with {value!r}") from None
+            raise UsageError(f"{name} must be compared with a number, not with {value!r}") from None
         return compare(_NUMBERS[name], number)  # type: ignore[no-any-return]
     if name in _FLAGS:
-        if sign not in ("=", "==", "!=") or value.lower() not in _YES_OR_NO:
-            raise UsageError(f"{name} is true or false: write {name}=true")
-        return _FLAGS[name].is_(_YES_OR_NO[value.lower()] is not (sign == "!="))
+        if sign not in ("=", "==", "!=") or value.lower() not in _BOOLEANS:
+            raise UsageError(f"{name} is true or false. Write {name}=true or {name}=false")
+        return _FLAGS[name].is_(_BOOLEANS[value.lower()] is not (sign == "!="))
     if name == "family":
         return rollouts.c.task_id.in_(select(tasks.c.task_id).where(compare(tasks.c.family, value)))
     if name not in _TEXTS:
         known = ", ".join(sorted([*_NUMBERS, *_TEXTS, *_FLAGS, "family"]))
-        raise UsageError(f"Rollouts have no {name!r}. Conditions can be on: {known}")
+        raise UsageError(f"Rollouts have no field {name!r}. Fields: {known}")
     if sign == "!=":
         return or_(_TEXTS[name] != value, _TEXTS[name].is_(None))
     return compare(_TEXTS[name], value)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""JSON text for the database: orjson where it can, the standard library for what orjson refuses."""
+"""JSON for the database: orjson, with the standard library for the values that orjson refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import orjson
 
 
 def dumps(value: Any) -> bytes:
-    """Compact JSON. Lone surrogates, which orjson refuses, are written as the escapes that JSON has for them."""
+    """Return compact JSON. Lone surrogates, which orjson refuses, become JSON escapes."""
     try:
         return orjson.dumps(value)
     except TypeError:
@@ -28,7 +28,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def clean_text(text: str | None) -> str | None:
-    """Text that both databases take: PostgreSQL has no NUL in text, neither has UTF-8 lone surrogates."""
+    """Replace what the databases do not accept in text: NUL (PostgreSQL) and lone surrogates (UTF-8)."""
     if text is None or (text.isascii() and "\0" not in text):
         return text
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, and_, delete, exists, func, or_, select, text, update
+from sqlalchemy import ColumnElement, Table, and_, delete, exists, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
@@ -92,21 +92,18 @@ class MaintenanceRepository(Repository):
                 )
             ).one()
             stored = await connection.scalar(select(func.coalesce(func.sum(n.length), 0)).where(n.kind == "tokens"))
-            if self._database.dialect == "sqlite":
-                size = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
-            else:
-                size = "SELECT pg_database_size(current_database())"
-            return {
-                "schema": await migrate.revision(connection),
-                "database": self._database.dialect,
-                "bytes": int(await connection.scalar(text(size)) or 0),
-                "rows": rows,
-                "tokens": {
-                    "prompt_tokens": int(prompt),
-                    "completion_tokens": int(completion),
-                    "stored_prompt_tokens": int(stored or 0),
-                },
-            }
+            revision = await migrate.revision(connection)
+        return {
+            "schema": revision,
+            "database": self._database.dialect,
+            "bytes": await self._size(),
+            "rows": rows,
+            "tokens": {
+                "prompt_tokens": int(prompt),
+                "completion_tokens": int(completion),
+                "stored_prompt_tokens": int(stored or 0),
+            },
+        }
 
     async def verify(self, progress: ProgressCallback = no_progress) -> list[IntegrityFault]:
         """Check every row; see `StoreVerifier`."""

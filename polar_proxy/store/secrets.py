@@ -1,13 +1,14 @@
-"""Secrets out of what is about to be written. Pure: values in, values out.
+"""Removes secrets from values before they are stored.
 
-Headers are never recorded, but bodies, addresses and error texts can carry keys as well. Removed are
+Headers are never recorded, but bodies, addresses and error texts can contain keys as well. Removed are
 
-* the string values of JSON fields whose name says that they are secret (`FIELDS`, and all that stands in `headers`),
-* in every other string, what looks like a key of a known provider, a bearer token, a private key, a password within a
-  URL or a key among its query parameters (`PATTERNS`), and Polar's own session keys.
+* the string values of JSON fields with the name of a secret (`FIELDS`) and of all fields in `headers`;
+* in every other string, anything that looks like a provider's key, a bearer token, a private key, a password in a URL
+  or a key among its query parameters (`PATTERNS`), and Polar's own session keys.
 
-Promises: what holds no secret comes back equal (JSON bytes: byte for byte); removing twice is removing once. Messages
-and answers are not for this module: they are what the model read and said, token by token.
+Promises: a value without secrets is returned unchanged (JSON bytes: byte for byte), and removing twice has the effect
+of removing once. Messages and answers are not changed by this module: they are what the model read and wrote, token by
+token.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ FIELDS = frozenset(
         *("clientsecret", "secret", "password", "passwd", "passphrase", "cookie", "setcookie", "credentials"),
     }
 )
-"""Names in lower case, without `-` and `_`."""
+"""Field names in lower case, without `-` and `_`."""
 _MAPS = frozenset({"headers", "extraheaders", "httpheaders"})
 
 _KEY = r"(?=[\w-]*\d)[\w-]"
-"""A character of a key, where it begins; with a digit somewhere, or half of the hyphenated words would be keys."""
+"""The first character of a key. The key must contain a digit, otherwise many hyphenated words would match."""
 PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = (
     ("provider key (OpenAI, Anthropic, Stripe, Polar)", re.compile(rf"\b[spr]k-{_KEY}[\w-]{{15,}}"), REMOVED),
     ("key of Polar's API", re.compile(r"\b(?:polar-(?:admin|trainer)-|whsec_)[\w+/=-]{16,}"), REMOVED),
@@ -63,36 +64,36 @@ PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = (
     ),
     ("session key in a path", re.compile(r"^(/s/)(?!\[secret removed\])[^/?]+"), rf"\1{REMOVED}"),
 )
-"""(what it is, how it looks, what is put in its place)."""
-_SIGNS = re.compile(
+"""(name, pattern, replacement)"""
+_QUICK_CHECK = re.compile(
     r"[spr]k-|polar-(?:adm|tra)|whsec_|AIza|gh[pousr]_|github_pat_|glpat-|hf_|xox|A[KS]IA|eyJ|earer|asic|BEGIN|://|[?&;]|^/s/",
     re.I,
 )
-"""Where none of these is, none of the patterns is."""
+"""Matches every text that any of the patterns matches."""
 
 
 def without_secrets(text: str) -> str:
-    if _SIGNS.search(text):
-        for _, pattern, instead in PATTERNS:
-            text = pattern.sub(instead, text)
+    if _QUICK_CHECK.search(text):
+        for _, pattern, replacement in PATTERNS:
+            text = pattern.sub(replacement, text)
     return text
 
 
 def json_without_secrets(value: Any) -> Any:
-    """The same object where nothing is removed."""
+    """Return the value without secrets; the same object if it has none."""
     if isinstance(value, str):
         return without_secrets(value)
     if isinstance(value, list):
-        found = [json_without_secrets(item) for item in value]
-        return found if any(new is not old for new, old in zip(found, value, strict=True)) else value
+        items = [json_without_secrets(item) for item in value]
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
     if isinstance(value, dict):
-        made = {key: _field(key, item) for key, item in value.items()}
-        return made if any(made[key] is not item for key, item in value.items()) else value
+        fields = {key: _clean_field(key, item) for key, item in value.items()}
+        return fields if any(fields[key] is not item for key, item in value.items()) else value
     return value
 
 
 def bytes_without_secrets(content: bytes) -> bytes:
-    """JSON bytes as they came, or written anew where something was removed; what is no JSON is taken as text."""
+    """Return JSON bytes without secrets, unchanged if there are none. Other content is treated as text."""
     try:
         value = json_codec.loads(content)
     except ValueError:
@@ -102,13 +103,13 @@ def bytes_without_secrets(content: bytes) -> bytes:
 
 
 def log_without_secrets(content: bytes) -> bytes:
-    """Of text in any encoding that has ASCII in it."""
+    """Return text, in any encoding that extends ASCII, without secrets."""
     text = content.decode("utf-8", "surrogateescape")
     clean = without_secrets(text)
     return content if clean == text else clean.encode("utf-8", "surrogateescape")
 
 
-def _field(name: Any, value: Any) -> Any:
+def _clean_field(name: Any, value: Any) -> Any:
     known = name.lower().replace("-", "").replace("_", "") if isinstance(name, str) else ""
     if known in FIELDS:
         if isinstance(value, str) and value:

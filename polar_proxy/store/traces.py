@@ -1,6 +1,6 @@
-"""Traces: only their spans are stored; the tokens stay with the calls and are put together again on reading.
+"""Traces: their spans are stored, and reading a trace assembles its tokens from the calls again.
 
-Rescored log-probabilities are the exception: nothing else has them, so they are stored with their trace.
+Rescored log-probabilities are stored with their trace, because the calls do not have them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _p = schema.trace_spans.c
 
 @dataclass(frozen=True, slots=True)
 class SessionTraces:
-    """What a builder made of a session, as stored."""
+    """The stored result of a builder for one session."""
 
     traces: tuple[Trace, ...]
     excluded: Mapping[str, str]
@@ -41,10 +41,12 @@ class SessionTraces:
     calls: Sequence[CallRecord]
     """All calls of the session, as recorded."""
     trace_calls: Sequence[CallRecord]
-    """The same calls with the tokens that the traces refer to: for builder `rescored`, those computed later."""
+    """The same calls with the tokens that the traces refer to: for the builder `rescored`, the rescored tokens."""
 
 
 class TraceRepository(Repository):
+    """Traces, the calls excluded from them, and their certificates."""
+
     async def put(
         self,
         traces: Sequence[Trace],
@@ -56,7 +58,7 @@ class TraceRepository(Repository):
         *,
         validated: bool = False,
     ) -> None:
-        """Replace what this builder made of this session before.
+        """Replace the traces and exclusions of this builder and session.
 
         `excluded` maps the ids of calls that are in no trace to the reason; `certificates` are by trace id. Raise
         StoreError, and change nothing, if a trace is not what its calls say (its tokens would come back as others), or
@@ -66,9 +68,9 @@ class TraceRepository(Repository):
         ids = {trace.trace_id for trace in traces}
         for trace in traces:
             if trace.session_id != session_id or trace.builder != builder or trace.rollout_id != rollout_id:
-                raise StoreError(f"The trace {trace.trace_id} is of another session, rollout or builder")
+                raise StoreError(f"The trace {trace.trace_id} belongs to another session, rollout or builder")
             if trace.parent_trace_id is not None and trace.parent_trace_id not in ids:
-                raise StoreError(f"The trace {trace.trace_id} branches from one that is not put with it")
+                raise StoreError(f"The trace {trace.trace_id} branches from a trace that is not stored with it")
         if traces and not validated:
             async with self._database.reading() as connection:
                 load_calls = await fetch_for(connection, schema.calls.c.session_id == session_id, builder)
@@ -97,9 +99,9 @@ class TraceRepository(Repository):
     async def find(
         self, *, session_id: str | None = None, rollout_id: str | None = None, builder: str = "merged"
     ) -> list[Trace]:
-        """What the builder made of a session or a rollout, in its order, equal to what was put."""
+        """Return the traces of a session or a rollout in the builder's order, equal to those that were stored."""
         if (session_id is None) == (rollout_id is None):
-            raise UsageError("Ask for the traces of one session or of one rollout")
+            raise UsageError("Give either session_id or rollout_id")
         mine = _t.session_id == session_id if rollout_id is None else _t.rollout_id == rollout_id
         where = mine & (_t.builder == builder)
         async with self._database.reading() as connection:
@@ -111,7 +113,7 @@ class TraceRepository(Repository):
         return await asyncio.to_thread(lambda: _rebuild(rows, spans, load_calls()))
 
     async def of_session(self, session_id: str, *, builder: str = "merged", text: bool = True) -> SessionTraces:
-        """Return what the builder made of a session, with its calls, reading each once.
+        """Return the traces of a session with its calls, reading each call once.
 
         Without `text` the calls have tokens, but no messages and tools.
         """
@@ -122,7 +124,7 @@ class TraceRepository(Repository):
         async with self._database.reading() as connection:
             rows, spans = await _trace_rows(connection, where)
             reasons = {row.call_id: row.reason for row in await connection.execute(excluded.order_by(x.call_id))}
-            # The calls come last: one that is committed meanwhile is one too many, never one too few.
+            # The calls come last, so that a call committed meanwhile cannot be missing.
             recorded = await fetch(connection, of_session, text=text)
             rescores = await fetch_rescores(connection, of_session) if builder == RESCORED_BUILDER else None
 
@@ -136,39 +138,33 @@ class TraceRepository(Repository):
         return await asyncio.to_thread(load)
 
     async def belongs_to(self, rollout_id: str, trace_id: str) -> bool:
-        """Whether this trace, of any builder, is the rollout's."""
+        """Return whether this trace, of any builder, belongs to the rollout."""
         t = schema.traces.c
         query = select(t.trace_id).where(t.trace_id == trace_id, t.rollout_id == rollout_id)
         async with self._database.reading() as connection:
             return (await connection.execute(query)).scalar_one_or_none() is not None
 
-    async def certificates(self, *, session_id: str, builder: str = "merged") -> dict[str, Json | None]:
-        """By trace id; None where the trace has none (yet)."""
-        query = select(_t.trace_id, _t.certificate).where(_t.session_id == session_id, _t.builder == builder)
-        async with self._database.reading() as connection:
-            return {row.trace_id: row.certificate for row in await connection.execute(query)}
-
     async def set_audit(self, trace_id: str, grade: str, audit: Json) -> None:
-        """Write the result of an audit into the trace's certificate, in place of an earlier one, and its grade.
+        """Store the result of an audit in the trace's certificate, and its grade. Replaces an earlier audit.
 
-        Raises UsageError for a trace that is not there (a later build may have replaced it) or has no certificate.
+        Raises UsageError for an unknown trace (a later build may have replaced it) or one without a certificate.
         """
         mine = _t.trace_id == trace_id
         async with self._database.writing() as connection:
-            # FOR UPDATE matters on PostgreSQL; on SQLite the transaction holds the write lock already.
+            # FOR UPDATE matters on PostgreSQL. On SQLite the transaction already holds the write lock.
             query = select(_t.session_id, _t.certificate).where(mine).with_for_update()
             found = (await connection.execute(query)).one_or_none()
             if found is None:
-                raise UsageError(f"There is no trace {trace_id}: its session was built again since")
+                raise UsageError(f"There is no trace {trace_id}: its session was probably built again meanwhile")
             if found.certificate is None:
                 raise UsageError(
-                    f"The trace {trace_id} has no certificate: build it again with `polar build {found.session_id}`"
+                    f"The trace {trace_id} has no certificate. Build it again with `polar build {found.session_id}`"
                 )
             certificate = {**found.certificate, "grade": grade, "audit": audit}
             await connection.execute(update(schema.traces).where(mine).values(grade=grade, certificate=certificate))
 
     async def exclusions(self, session_id: str, *, builder: str = "merged") -> dict[str, str]:
-        """The calls that the builder left out of its traces, with the reason."""
+        """Return the reasons why calls are in no trace, by call id."""
         x = schema.exclusions.c
         query = select(x.call_id, x.reason).where(x.session_id == session_id, x.builder == builder)
         async with self._database.reading() as connection:
@@ -178,7 +174,7 @@ class TraceRepository(Repository):
 async def _trace_rows(
     connection: AsyncConnection, where: ColumnElement[bool]
 ) -> tuple[Sequence[Any], dict[str, tuple[Span, ...]]]:
-    """Return the rows of `traces` that fulfil `where`, in the builder's order, and trace id -> spans."""
+    """Return the rows of `traces` that meet `where`, in the builder's order, and trace id -> spans."""
     query = select(schema.traces).where(where).order_by(_t.session_id, _t.trace_index)
     rows = (await connection.execute(query)).all()
     return rows, await _spans(connection, where) if rows else {}
@@ -276,9 +272,12 @@ def _require_valid(traces: Sequence[Trace], calls: Sequence[CallRecord]) -> None
 
 
 def _rescored(trace_id: str, loss_mask: Any, values: Logprobs) -> Logprobs:
-    """Return float32 [n]: one of the stored numbers for each sampled position, NaN elsewhere."""
+    """Return float32 [n]: the stored values at the sampled positions, NaN elsewhere."""
     logprobs: Logprobs = np.full(loss_mask.size, np.nan, np.float32)
     if values.size != np.count_nonzero(loss_mask):
-        raise StoreError(f"The trace {trace_id} has another number of stored log-probabilities than sampled tokens")
+        raise StoreError(
+            f"The trace {trace_id} has {values.size} stored log-probabilities and "
+            f"{np.count_nonzero(loss_mask)} sampled tokens: the database is damaged"
+        )
     logprobs[loss_mask == 1] = values
     return logprobs

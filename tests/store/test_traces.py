@@ -44,7 +44,7 @@ async def test_round_trip(store: Store) -> None:
     assert_same(await store.traces.find(session_id=session_id), [trace])
     assert_same(await store.traces.find(rollout_id=rollout_id), [trace])
     assert await store.traces.exclusions(session_id) == {side.call_id: "side_call"}
-    assert await store.traces.certificates(session_id=session_id) == {trace.trace_id: None}
+    assert (await store.traces.of_session(session_id)).certificates == {trace.trace_id: None}
     row = await store.rollouts.get(rollout_id)
     assert row is not None
     assert (row.traces, row.trained_tokens) == (1, 35)
@@ -92,7 +92,7 @@ async def test_putting_again_replaces_only_the_same_builder(store: Store) -> Non
     assert_same(await store.traces.find(session_id=session_id, builder="per_call"), single)
     assert await store.traces.exclusions(session_id) == {calls[1].call_id: "no_tokens"}
     assert await store.traces.exclusions(session_id, builder="per_call") == {}
-    assert await store.traces.certificates(session_id=session_id) == {again.trace_id: {"v": 1}}
+    assert (await store.traces.of_session(session_id)).certificates == {again.trace_id: {"v": 1}}
 
 
 async def test_a_reward_can_be_given_to_a_trace(store: Store) -> None:
@@ -191,7 +191,7 @@ async def test_an_audit_is_written_into_the_certificate(store: Store) -> None:
     await store.traces.set_audit(trace.trace_id, "rejected", {"max_abs_diff": 9.5})
     await store.traces.set_audit(trace.trace_id, "approximate", {"max_abs_diff": 0.5})
     audited = {"head": "ab", "grade": "approximate", "audit": {"max_abs_diff": 0.5}}
-    assert await store.traces.certificates(session_id=session_id) == {trace.trace_id: audited}
+    assert (await store.traces.of_session(session_id)).certificates == {trace.trace_id: audited}
     assert_same(await store.traces.find(session_id=session_id), [replace(trace, grade="approximate")])
 
 

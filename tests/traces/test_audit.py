@@ -236,7 +236,7 @@ async def test_audit_is_written_to_the_store(store: Store) -> None:
     correct = await audit_store(store, TableEngine(versions=["1"]), REFERENCE, targets)
     assert correct.grades == {"exact": 2}
     assert {one.grade for one in await store.traces.find(session_id=session_id)} == {"exact"}
-    certificates = await store.traces.certificates(session_id=session_id)
+    certificates = (await store.traces.of_session(session_id)).certificates
     summary = certificates[traces[0].trace_id]
     assert summary is not None
     assert (summary["version"], summary["grade"], summary["audit"]["built_grade"]) == (1, "exact", "exact")
@@ -256,7 +256,7 @@ async def test_audit_without_compared_tokens_changes_nothing(store: Store) -> No
     report = await audit_store(store, TableEngine(), AuditReference(INFO, "9"), targets)
     assert report.skipped == {"policy_version": 2, "not_built": 1}
     assert report.to_json([])["max_abs_diff"] is None
-    certificates = await store.traces.certificates(session_id=session_id)
+    certificates = (await store.traces.of_session(session_id)).certificates
     assert all("audit" not in (one or {}) for one in certificates.values())
 
 

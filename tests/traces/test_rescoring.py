@@ -125,7 +125,7 @@ async def test_every_call_is_rescored_or_excluded(store: Store) -> None:
 
 async def test_certificates_name_both_engines(store: Store) -> None:
     session_id, _ = await rescored(store, conversation())
-    kept = await store.traces.certificates(session_id=session_id, builder=RESCORED_BUILDER)
+    kept = (await store.traces.of_session(session_id, builder=RESCORED_BUILDER)).certificates
     traces = await store.traces.find(session_id=session_id, builder=RESCORED_BUILDER)
     calls = apply_rescores(await store.calls.of_session(session_id), await store.rescores.of_session(session_id))
     (whole,) = (one.to_json() for one in restore(kept, traces, calls).values())
