@@ -297,6 +297,7 @@ class MaintenanceRepository(Repository):
             with self._database.translated(), closing(sqlite3.connect(path, timeout=30)) as connection:
                 connection.isolation_level = None
                 if full:
+                    connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # for a file that Polar did not create
                     connection.execute("VACUUM")
                 else:
                     connection.execute(f"PRAGMA incremental_vacuum({_PAGES_AT_ONCE})").fetchall()

@@ -10,7 +10,7 @@ from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
 
 
-async def test_keys(store: Store) -> None:
+async def test_add_list_and_revoke(store: Store) -> None:
     hashes = [hashlib.sha256(name.encode()).digest() for name in ("one", "two")]
     admin = await store.api_keys.add(hashes[0], "admin", "laptop")
     trainer = await store.api_keys.add(hashes[1], "trainer")
@@ -20,7 +20,7 @@ async def test_keys(store: Store) -> None:
     gone = await store.api_keys.revoke(admin.name)
     assert gone.revoked_at is not None
     assert await store.api_keys.revoke(admin.name) == gone
-    assert await store.api_keys.add(hashes[0], "admin") == gone  # making it again does not bring it back
+    assert await store.api_keys.add(hashes[0], "admin") == gone  # adding it again does not restore it
     for wrong in ("", "zz", "00" * 6):
         with pytest.raises(UsageError, match="no API key"):
             await store.api_keys.revoke(wrong)

@@ -1,4 +1,4 @@
-"""A call is read back as it was committed, and what calls have in common is stored once."""
+"""Calls are read back as they were committed, and shared content is stored once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_round_trip(store: Store, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", _variants)
-async def test_without_text_all_else_is_there(store: Store, variant: str) -> None:
+async def test_without_text_everything_else_is_read(store: Store, variant: str) -> None:
     call = call_record(await new_session(store), **_variants[variant])
     await store.calls.commit(call)
     choices = tuple(replace(choice, message=Message("assistant")) for choice in call.choices)
@@ -68,7 +68,7 @@ async def test_unknown_ids_are_none_or_empty(store: Store) -> None:
     assert await store.calls.summaries("sess_unknown") == []
 
 
-async def test_calls_come_in_the_order_of_their_start(store: Store) -> None:
+async def test_calls_are_ordered_by_start(store: Store) -> None:
     session_id = await new_session(store)
     late, early = call_record(session_id, started_at=20.0), call_record(session_id, started_at=10.0)
     await store.calls.commit(late)
@@ -77,7 +77,7 @@ async def test_calls_come_in_the_order_of_their_start(store: Store) -> None:
     assert [row.call_id for row in await store.calls.summaries(session_id)] == [early.call_id, late.call_id]
 
 
-async def test_listing(store: Store) -> None:
+async def test_summaries(store: Store) -> None:
     session_id = await new_session(store)
     call = call_record(session_id, choices=(random_answer(0, 5), random_answer(1, 6)))
     await store.calls.commit(call)
@@ -88,7 +88,7 @@ async def test_listing(store: Store) -> None:
 
 
 def _turns(session_id: str, count: int, tokens: int = 100) -> list[Any]:
-    """A conversation that grows: every prompt begins with the one before."""
+    """Return the calls of a growing conversation: every prompt starts with the previous one."""
     rng = np.random.default_rng(5)
     prompt = rng.integers(100, 150_000, 2000).astype(np.int32)
     prompt[-1] = END
@@ -112,7 +112,7 @@ def _turns(session_id: str, count: int, tokens: int = 100) -> list[Any]:
     return calls
 
 
-async def test_a_growing_conversation_is_stored_linearly(store: Store) -> None:
+async def test_growing_conversation_is_stored_in_linear_space(store: Store) -> None:
     session_id = await new_session(store)
     calls = _turns(session_id, 30)
     for call in calls:
@@ -126,7 +126,7 @@ async def test_a_growing_conversation_is_stored_linearly(store: Store) -> None:
     assert_same(await store.calls.of_session(session_id), calls)
 
 
-async def test_sessions_share_what_they_have_in_common(store: Store) -> None:
+async def test_sessions_share_nodes(store: Store) -> None:
     for call in _turns(await new_session(store), 3):
         await store.calls.commit(call)
     before = (await store.maintenance.stats())["rows"]
@@ -136,7 +136,7 @@ async def test_sessions_share_what_they_have_in_common(store: Store) -> None:
     assert (after["nodes"], after["calls"]) == (before["nodes"], 2 * before["calls"])
 
 
-async def test_a_second_process_shares_too(store: Store, url: str) -> None:
+async def test_processes_share_nodes(store: Store, url: str) -> None:
     calls = _turns(await new_session(store), 3)
     await store.calls.commit(calls[0])
     async with open_store(url) as other:
@@ -145,32 +145,11 @@ async def test_a_second_process_shares_too(store: Store, url: str) -> None:
     assert_same(await store.calls.of_session(calls[0].session_id), calls)
 
 
-_prompts = st.lists(st.lists(st.sampled_from([1, 2, END]), max_size=30), min_size=1, max_size=6)
-
-
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
-@given(prompts=_prompts, messages=st.lists(st.lists(st.binary(max_size=3), max_size=4), min_size=6, max_size=6))
-async def test_random_trees_are_the_same_again(
-    prompts: list[list[int]], messages: list[list[bytes]], tmp_path: Path
-) -> None:
-    async with open_store(str(tmp_path / "polar.db")) as store:
-        session_id = await new_session(store)
-        calls = [
-            call_record(session_id, prompt_ids=token_ids(*prompt), messages=tuple(messages[n]), started_at=float(n))
-            for n, prompt in enumerate(prompts)
-        ]
-        for call in calls:
-            await store.calls.commit(call)
-        assert_same(await store.calls.of_session(session_id), calls)
-
-
 _text = st.text(alphabet="aé世\U0001f600\x00\u2028 ", max_size=12) | st.sampled_from(["system " * 40, "a file\n" * 200])
 _steps = st.lists(
     st.tuples(
-        st.integers(0, 50),  # which earlier call it goes on from (modulo their number), or a new root
-        st.booleans(),  # whether its prompt begins with that call's prompt and answer
+        st.integers(0, 50),  # the earlier call that it continues (modulo their number), or a new root
+        st.booleans(),  # whether its prompt starts with that call's prompt and answer
         _text,
         st.lists(st.integers(0, 40), max_size=3),  # tokens of each choice
         st.integers(0, 90),  # new tokens of the prompt
@@ -184,11 +163,12 @@ _steps = st.lists(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 @given(steps=_steps, wide=st.booleans(), seed=st.integers(0, 1000))
-async def test_random_conversations_are_the_same_again(
+async def test_random_conversations_round_trip(
     steps: list[tuple[int, bool, str, list[int], int]], wide: bool, seed: int, tmp_path: Path
 ) -> None:
-    """Branches, siblings, shared beginnings, several answers, unicode, empty prompts: written by one gateway or by two,
-    read one by one or together, and sound by every hash."""
+    """Two gateways write branches, siblings, common prefixes, several answers, unicode and empty prompts; the calls
+    are read one by one and together, and verified.
+    """
     rng = np.random.default_rng(seed)
     top = 150_000 if wide else 300
 

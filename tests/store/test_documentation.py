@@ -18,7 +18,7 @@ _QUERIES = [
 
 
 @pytest.mark.parametrize("query", [query for query in _QUERIES if query])
-async def test_queries_of_the_page_run(store: Store, query: str) -> None:
+async def test_queries_run(store: Store, query: str) -> None:
     session_id = await new_session(store, origin="rollout")
     rollout_id = await new_rollout(store, session_id)
     call = call_record(session_id)
@@ -40,5 +40,5 @@ def test_views_are_named() -> None:
     assert {name for name in views if f"`{name}`" not in _TEXT} == set()
 
 
-def test_there_are_queries() -> None:
+def test_page_has_queries() -> None:
     assert len(_QUERIES) >= 10

@@ -1,4 +1,4 @@
-"""Told after committed: alone, many at once, one bad among good, killed at once, cancelled."""
+"""`commit` returns after the transaction: alone, concurrently, beside a bad record, when killed or cancelled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from polar_proxy.store import Store, open_store
 from tests.factories import assert_same, call_record, new_session, random_answer
 
 
-async def test_many_at_once(store: Store, url: str) -> None:
+async def test_concurrent_commits(store: Store, url: str) -> None:
     sessions = [await new_session(store) for _ in range(3)]
     calls = [call_record(sessions[n % 3], messages=(b"%d" % n,), started_at=float(n)) for n in range(200)]
     await asyncio.gather(*(store.calls.commit(call) for call in calls))
@@ -52,7 +52,7 @@ async def test_one_bad_record_fails_alone(store: Store) -> None:
     summary = await store.sessions.summary(session_id)
     assert summary is not None
     assert summary.calls == 5
-    await store.calls.commit(call_record(session_id))  # the writer is as before
+    await store.calls.commit(call_record(session_id))  # the writer still works
 
 
 async def test_errors_do_not_show_the_conversation(store: Store) -> None:
@@ -61,7 +61,7 @@ async def test_errors_do_not_show_the_conversation(store: Store) -> None:
     assert "secret" not in str(caught.value)
 
 
-async def test_rows_that_another_process_removed_are_stored_again(store: Store) -> None:
+async def test_rows_deleted_by_another_process_are_stored_again(store: Store) -> None:
     session_id = await new_session(store)
     first = call_record(session_id)
     await store.calls.commit(first)
@@ -75,7 +75,7 @@ async def test_rows_that_another_process_removed_are_stored_again(store: Store) 
     assert_same(await store.calls.of_session(session_id), [again])
 
 
-async def test_a_cancelled_caller_does_not_lose_the_call(url: str) -> None:
+async def test_call_of_a_cancelled_caller_is_stored(url: str) -> None:
     async with open_store(url) as store:
         call = call_record(await new_session(store))
         task = asyncio.create_task(store.calls.commit(call))
@@ -87,7 +87,7 @@ async def test_a_cancelled_caller_does_not_lose_the_call(url: str) -> None:
         assert_same(await reader.calls.get(call.call_id), call)
 
 
-async def test_closing_writes_what_waits_and_refuses_more(url: str) -> None:
+async def test_closing_writes_waiting_calls_and_refuses_more(url: str) -> None:
     async with open_store(url) as store:
         calls = [call_record(await new_session(store)) for _ in range(10)]
         tasks = [asyncio.create_task(store.calls.commit(call)) for call in calls]
@@ -117,7 +117,7 @@ asyncio.run(main())
 """
 
 
-async def test_kill_9_loses_nothing_that_was_told(url: str) -> None:
+async def test_sigkill_loses_no_confirmed_call(url: str) -> None:
     root = Path(__file__).parents[2]
     process = subprocess.Popen([sys.executable, "-c", _WRITER, url], stdout=subprocess.PIPE, text=True, cwd=root)
     assert process.stdout is not None
@@ -135,7 +135,7 @@ async def test_kill_9_loses_nothing_that_was_told(url: str) -> None:
         assert summary.calls == len(rows)
 
 
-async def test_readers_and_writers_at_the_same_time(store: Store, url: str) -> None:
+async def test_concurrent_readers_and_writers(store: Store, url: str) -> None:
     session_id = await new_session(store)
     done = asyncio.Event()
     seen: list[int] = []

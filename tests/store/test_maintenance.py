@@ -135,7 +135,7 @@ async def test_prune_deletes_only_old_finished_rollouts(store: Store) -> None:
     done = await store.maintenance.prune(time.time() - 30 * 86400)
     assert (done.rollouts, done.sessions, done.calls, done.files) == ([old], [old_session], 1, 1)
     assert not files["patch.diff"].exists()
-    assert files["same.diff"].exists()  # the young rollout has it too
+    assert files["same.diff"].exists()  # the young rollout has the same artifact
     assert {row.rollout_id for row in await store.rollouts.find()} == {young, running}
     assert await store.sessions.get(old_session) is None
     assert_same(await store.calls.of_session(young_session), [young_call])
@@ -157,7 +157,7 @@ async def test_prune_by_condition(store: Store) -> None:
     assert len(await store.calls.summaries(alone)) == 1
 
 
-async def test_a_session_that_is_open_keeps_its_key(store: Store) -> None:
+async def test_prune_keeps_the_key_of_an_open_session(store: Store) -> None:
     key = bytes(32)
     still_open = await new_session(store, key_hash=key)
     closed = await new_session(store)
@@ -175,7 +175,7 @@ async def test_a_session_that_is_open_keeps_its_key(store: Store) -> None:
     assert await _problems(store) == []
 
 
-async def test_vacuum_removes_what_nothing_refers_to(store: Store) -> None:
+async def test_vacuum_deletes_unreferenced_rows(store: Store) -> None:
     old, _, _ = await _finished(store, 1)
     _, young_session, young_call = await _finished(store, 2)
     async with store.database.writing() as connection:
@@ -197,8 +197,8 @@ async def test_vacuum_removes_what_nothing_refers_to(store: Store) -> None:
     assert not {name for name in indices if name.startswith("maintenance_")}
 
 
-async def test_a_call_whose_chain_was_just_vacuumed_is_stored_whole(store: Store, url: str, tmp_path: Path) -> None:
-    """The gateway believes the nodes to be stored; the database says no, and it offers all of them again."""
+async def test_call_is_stored_whole_after_its_chain_was_vacuumed(store: Store, url: str, tmp_path: Path) -> None:
+    """The gateway takes the nodes for stored; the database refuses the call, and the gateway inserts all of them."""
     first = await new_session(store)
     call = _turn(first, 1)
     await store.calls.commit(call)
@@ -214,8 +214,8 @@ async def test_a_call_whose_chain_was_just_vacuumed_is_stored_whole(store: Store
     assert await _problems(store) == []
 
 
-async def test_gateways_write_while_it_is_pruned_and_vacuumed(store: Store, url: str, tmp_path: Path) -> None:
-    """The same conversations come again and again, while all that is closed is removed under them."""
+async def test_gateways_write_during_prune_and_vacuum(store: Store, url: str, tmp_path: Path) -> None:
+    """The same conversations are recorded repeatedly while closed sessions are deleted."""
     stop = asyncio.Event()
     kept: list[CallRecord] = []
 
@@ -231,12 +231,12 @@ async def test_gateways_write_while_it_is_pruned_and_vacuumed(store: Store, url:
                     await writer.sessions.close(session_id)
         stop.set()
 
-    async def upkeep() -> int:
+    async def maintain() -> int:
         removed = 0
         async with open_store(url, artifacts=tmp_path / "upkeep") as other:
             while not stop.is_set():
                 s = schema.sessions.c
-                async with other.database.writing() as connection:  # closed ones are old at once
+                async with other.database.writing() as connection:  # makes closed sessions old at once
                     await connection.execute(
                         update(schema.sessions).where(s.closed_at.is_not(None)).values(last_call_at=1.0)
                     )
@@ -244,7 +244,7 @@ async def test_gateways_write_while_it_is_pruned_and_vacuumed(store: Store, url:
                 removed += (await other.maintenance.vacuum()).nodes
         return removed
 
-    await asyncio.gather(gateway(), gateway(), upkeep())
+    await asyncio.gather(gateway(), gateway(), maintain())
     await store.maintenance.prune(2.0)
     await store.maintenance.vacuum()
     by_session: dict[str, list[CallRecord]] = {}
@@ -255,7 +255,7 @@ async def test_gateways_write_while_it_is_pruned_and_vacuumed(store: Store, url:
     assert await _problems(store) == []
 
 
-async def test_a_file_shrinks_without_being_rewritten(tmp_path: Path) -> None:
+async def test_vacuum_shrinks_the_file(tmp_path: Path) -> None:
     file = tmp_path / "polar.db"
     async with open_store(str(file)) as store:
         session_id = await new_session(store)
@@ -273,7 +273,7 @@ async def test_a_file_shrinks_without_being_rewritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("full", [False, True])
-async def test_an_older_file_is_rewritten_only_when_asked(tmp_path: Path, full: bool) -> None:
+async def test_file_without_incremental_vacuum_shrinks_only_when_rewritten(tmp_path: Path, full: bool) -> None:
     file = tmp_path / "polar.db"
     with sqlite3.connect(file) as connection:
         connection.execute("CREATE TABLE t (x)")

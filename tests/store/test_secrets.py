@@ -1,4 +1,4 @@
-"""Secrets are removed before anything is written; what is none comes through as it is."""
+"""Secrets are removed before anything is stored; other values stay unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from polar_proxy.store.secrets import (
 )
 from tests.factories import assert_same, call_record, new_rollout, new_session
 
-# Made up, of the form that each provider gives its keys.
+# Invented keys in the format of each provider.
 _PLANTED = {
     "openai": "sk-proj-" + "Ab1" * 12,
     "anthropic": "sk-ant-api03-" + "Cd2" * 12,
@@ -53,7 +53,7 @@ _PLANTED = {
         *((f"got '{_PLANTED[name]}'.", f"got '{REMOVED}'.") for name in list(_PLANTED)[:11]),
     ],
 )
-def test_what_is_removed_from_text(text: str, clean: str) -> None:
+def test_removes_secrets_from_text(text: str, clean: str) -> None:
     assert without_secrets(text) == clean
 
 
@@ -70,11 +70,11 @@ def test_what_is_removed_from_text(text: str, clean: str) -> None:
         *("https://example.org:8080/x@y", "hf_transfer", "eyJhbGci", "git@github.com:me/it.git", "sk-1"),
     ],
 )
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_keeps_text_without_secrets(text: str) -> None:
     assert without_secrets(text) is text
 
 
-def test_fields() -> None:
+def test_removes_secret_fields() -> None:
     schema_of_a_tool = {
         "properties": {"password": {"type": "string"}, "token": {"type": "string"}},
         "required": ["token"],
@@ -99,7 +99,7 @@ def test_fields() -> None:
     }
 
 
-def test_json_without_secrets_is_the_same_bytes() -> None:
+def test_json_without_secrets_keeps_its_bytes() -> None:
     for content in (b'[ {"type" : "function"} ]', b"", b"\xff\x00", b'{"a":1.0, "b":"\\ud800"}'):
         assert bytes_without_secrets(content) == content
     assert log_without_secrets(b"\xff sk-" + b"a1" * 20) == b"\xff " + REMOVED.encode()
@@ -114,13 +114,13 @@ _json = st.recursive(
 
 
 @given(_json)
-def test_twice_is_once(value: Any) -> None:
+def test_removing_twice_changes_nothing(value: Any) -> None:
     once = json_without_secrets(value)
     assert json_without_secrets(once) is once
 
 
 async def _everything(store: Store, artifacts: Path) -> bytes:
-    """All that is stored, unpacked: every cell of every table, and the files."""
+    """Return everything that is stored: every cell of every table, unpacked, and the files."""
     codec, found = CellCodec(), []
     async with store.database.reading() as connection:
         for table in schema.metadata.sorted_tables:
@@ -137,7 +137,7 @@ async def _everything(store: Store, artifacts: Path) -> bytes:
     return b"\n".join(found)
 
 
-async def test_nothing_planted_is_stored(store: Store, tmp_path: Path) -> None:
+async def test_no_planted_secret_is_stored(store: Store, tmp_path: Path) -> None:
     keys = " ".join(list(_PLANTED.values())[:9])
     session_id = await new_session(store)
     rollout_id = await new_rollout(store, session_id)
@@ -175,8 +175,8 @@ async def test_nothing_planted_is_stored(store: Store, tmp_path: Path) -> None:
     assert_same(await store.calls.get(again.call_id), again)
 
 
-async def test_messages_answers_and_patches_are_as_they_were(store: Store) -> None:
-    """They are what the model read and said; a changed patch would not apply."""
+async def test_messages_answers_and_patches_stay_unchanged(store: Store) -> None:
+    """They are what the model read and wrote, and a changed patch would not apply."""
     session_id = await new_session(store)
     rollout_id = await new_rollout(store, session_id)
     call = call_record(

@@ -1,4 +1,4 @@
-"""A PostgreSQL server that is killed and started again: what waited is recorded, what was committed is not doubled."""
+"""A PostgreSQL server is killed and restarted: waiting calls are recorded, and committed calls are not doubled."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def store(server: Postgres, tmp_path: Path) -> AsyncIterator[Store]:
 
 
 async def test_calls_wait_for_the_server(server: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in the middle of a commit and those that come while it is away, with all that reads and writes besides."""
+    """Calls in the middle of a commit, and calls and queries that arrive while the server is down."""
     monkeypatch.setattr(database_module, "_AWAY_SECONDS", 240.0)
     session_id = await new_session(store)
     calls = [call_record(session_id, messages=(b"%d" % number,), started_at=float(number)) for number in range(60)]
@@ -66,30 +66,28 @@ async def test_calls_wait_for_the_server(server: Postgres, store: Store, monkeyp
     assert summary.calls == len(calls)
 
 
-async def test_a_commit_whose_end_was_not_heard(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server commits and its connection breaks before it says so: the call is there once, and not called lost."""
+async def test_unconfirmed_commit_is_not_reported_as_lost(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server commits and the connection breaks before the confirmation: the call is stored once and not lost."""
     session_id = await new_session(store)
     call = call_record(session_id)
     writing = store.database.writing
     cut = [True]
 
     @asynccontextmanager
-    async def deaf() -> AsyncIterator[AsyncConnection]:
+    async def unconfirmed() -> AsyncIterator[AsyncConnection]:
         async with writing() as connection:
             yield connection
         if cut.pop() if cut else False:
             broken = DBAPIError("COMMIT", None, Exception("the connection was closed"), connection_invalidated=True)
             raise StoreError("the database refused") from broken
 
-    monkeypatch.setattr(store.database, "writing", deaf)
+    monkeypatch.setattr(store.database, "writing", unconfirmed)
     await asyncio.wait_for(store.calls.commit(call), 120)
     assert cut == []
     assert_same(await store.calls.of_session(session_id), [call])
 
 
-async def test_a_server_that_stays_away_is_said_to_be(
-    server: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_unavailable_server_is_reported(server: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     session_id = await new_session(store)
     server.kill()
     try:
@@ -100,5 +98,5 @@ async def test_a_server_that_stays_away_is_said_to_be(
     finally:
         await asyncio.to_thread(server.start)
     after = call_record(session_id)
-    await store.calls.commit(after)  # the writer is as before
+    await store.calls.commit(after)  # the writer still works
     assert_same(await store.calls.of_session(session_id), [after])

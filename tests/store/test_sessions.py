@@ -1,4 +1,4 @@
-"""Sessions: one per key, kept as hashes, listed with counters."""
+"""Sessions: one per key, stored by hash, listed with counters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_two_first_calls_under_one_key_get_one_session(store: Store) -> No
     assert len(await store.sessions.recent()) == 1
 
 
-async def test_a_key_itself_is_refused(store: Store) -> None:
+async def test_refuses_an_unhashed_key(store: Store) -> None:
     with pytest.raises(UsageError, match="SHA-256"):
         await store.sessions.create(key_hash=b"sk-polar-1", label=None, origin="key")
 
@@ -57,6 +57,6 @@ async def test_listing_in_pages_with_counters(store: Store) -> None:
     assert [row.session_id for row in page] == made[1::-1]
     counted = page[-1]
     assert (counted.calls, counted.failed_calls, counted.prompt_tokens, counted.completion_tokens) == (2, 1, 14, 10)
-    assert counted.last_call_at == call_record("").ended_at  # the latest, whatever the order of the commits
+    assert counted.last_call_at == call_record("").ended_at  # the latest end, whatever the order of the commits
     assert page[0].last_call_at is None
     assert await store.sessions.summary(made[0]) == counted

@@ -1,4 +1,4 @@
-"""Traces come back as they were put, from spans alone; a trace that is not what its spans say is refused."""
+"""Traces are read back as they were stored, from their spans; invalid traces are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_validated_traces_are_not_checked_again(store: Store) -> None:
     with pytest.raises(StoreError, match="not what its calls say"):
         await store.traces.put([wrong], {}, "merged", session_id)
     await store.traces.put([wrong], {}, "merged", session_id, validated=True)
-    assert_same(await store.traces.find(session_id=session_id), [trace])  # what is stored are the spans
+    assert_same(await store.traces.find(session_id=session_id), [trace])  # only the spans are stored
 
 
 async def test_session_traces_are_read_with_their_calls(store: Store) -> None:
@@ -78,7 +78,7 @@ async def test_session_traces_are_read_with_their_calls(store: Store) -> None:
     assert (await store.traces.of_session(session_id, builder="tree")).traces == ()
 
 
-async def test_putting_again_replaces_only_the_same_builder(store: Store) -> None:
+async def test_put_replaces_only_traces_of_the_same_builder(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     merged = joined_trace(calls)
     single = [replace(joined_trace([call], "per_call"), index=n) for n, call in enumerate(calls)]
@@ -95,7 +95,7 @@ async def test_putting_again_replaces_only_the_same_builder(store: Store) -> Non
     assert (await store.traces.of_session(session_id)).certificates == {again.trace_id: {"v": 1}}
 
 
-async def test_a_reward_can_be_given_to_a_trace(store: Store) -> None:
+async def test_trace_reward(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     rollout_id = await new_rollout(store, session_id)
     trace = joined_trace(calls, rollout_id=rollout_id)
@@ -108,7 +108,7 @@ async def test_a_reward_can_be_given_to_a_trace(store: Store) -> None:
     assert row.reward is None
 
 
-async def test_branches_come_back(store: Store) -> None:
+async def test_branching_traces_round_trip(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     root = replace(joined_trace(calls[:1], "tree"), index=0)
     prompt = calls[1].prompt_ids
@@ -132,7 +132,7 @@ async def test_branches_come_back(store: Store) -> None:
         await store.traces.put([own], {}, "tree", session_id)
 
 
-async def test_rescored_log_probabilities_come_back(store: Store) -> None:
+async def test_rescored_logprobs_round_trip(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     trace = joined_trace(calls)
     later = replace(trace, logprobs=trace.logprobs * np.float32(1.25), rescored=True, grade="approximate")
@@ -173,7 +173,7 @@ def _wrong(trace: Trace) -> dict[str, Trace]:
         *("unknown call", "unknown choice", "other session"),
     ],
 )
-async def test_a_wrong_trace_changes_nothing(store: Store, wrong: str) -> None:
+async def test_invalid_trace_changes_nothing(store: Store, wrong: str) -> None:
     session_id, calls = await _two_turns(store)
     right = joined_trace(calls)
     await store.traces.put([right], {}, "merged", session_id)
@@ -182,7 +182,7 @@ async def test_a_wrong_trace_changes_nothing(store: Store, wrong: str) -> None:
     assert_same(await store.traces.find(session_id=session_id), [right])
 
 
-async def test_an_audit_is_written_into_the_certificate(store: Store) -> None:
+async def test_audit_is_stored_in_the_certificate(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     trace = joined_trace(calls)
     await store.traces.put(
@@ -195,7 +195,7 @@ async def test_an_audit_is_written_into_the_certificate(store: Store) -> None:
     assert_same(await store.traces.find(session_id=session_id), [replace(trace, grade="approximate")])
 
 
-async def test_what_cannot_be_audited_is_told(store: Store) -> None:
+async def test_refuses_audits_of_unknown_or_uncertified_traces(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     trace = joined_trace(calls)
     await store.traces.put([trace], {}, "merged", session_id)
@@ -205,7 +205,7 @@ async def test_what_cannot_be_audited_is_told(store: Store) -> None:
         await store.traces.set_audit("trc_0", "exact", {})
 
 
-async def test_asking_for_nothing_in_particular(store: Store) -> None:
+async def test_find_needs_a_session_or_a_rollout(store: Store) -> None:
     with pytest.raises(UsageError):
         await store.traces.find()
     assert await store.traces.find(session_id="sess_unknown") == []

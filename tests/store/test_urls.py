@@ -1,4 +1,4 @@
-"""What people type as the address of a database."""
+"""Database addresses as users type them."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def test_postgres() -> None:
 
 
 @pytest.mark.parametrize("typed", ["", "  ", "mysql://db/x", "sqlite://", "sqlite:///:memory:", "http://[bad"])
-def test_refused(typed: str) -> None:
+def test_refuses_other_addresses(typed: str) -> None:
     with pytest.raises(UsageError):
         normalise_url(typed)
