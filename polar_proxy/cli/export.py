@@ -66,7 +66,7 @@ def export(
     async def work(store: Store) -> ExportReport:
         from polar_proxy.export import export as write_rows
 
-        with _open_output(file) as target:
+        with open_output(file) as target:
             if form in _TRAINER_FORMATS:
                 return await _export_records(store, form, advantage, target, options)
             return await write_rows(store, form, target.write, **asdict(options))
@@ -118,7 +118,7 @@ async def _rewards_by_group(store: Store) -> dict[str, dict[str, float | None]]:
 
 
 @contextlib.contextmanager
-def _open_output(file: str) -> Iterator[BinaryIO]:
+def open_output(file: str) -> Iterator[BinaryIO]:
     """Yield standard output, or a file that appears under its name once it is complete."""
     if file == "-":
         try:

@@ -1,70 +1,47 @@
-"""`polar key`, and what `polar serve` makes of keys; and that commands start fast."""
+"""`polar key`, `polar session` and `polar service`."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-import httpx
-import orjson
-import pytest
-from typer.testing import CliRunner
-
-from polar_proxy.cli.app import app
-from polar_proxy.errors import UsageError
-from tests.cli.test_serve import serving  # noqa: F401 (a fixture)
+from tests.cli.runner import polar_error, polar_json
 
 
-def polar(*arguments: str) -> Any:
-    done = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return orjson.loads(done.stdout)
+def test_api_keys_are_created_listed_and_revoked(polar_home: Path) -> None:
+    created = polar_json("key", "new", "--role", "trainer", "--label", "gpu box")
+    assert created["key"].startswith("polar-trainer-")
+    (row,) = polar_json("key", "list")["keys"]
+    assert (row["name"], row["role"], row["label"], row["revoked_at"]) == (created["name"], "trainer", "gpu box", None)
+    assert created["key"] not in str(polar_json("key", "list"))
+    assert polar_json("key", "revoke", created["name"])["revoked_at"] is not None
+    assert "admin or trainer" in polar_error("key", "new", "--role", "boss")
+    assert "no API key" in polar_error("key", "revoke", "abcdef123456")
 
 
-def test_new_list_revoke(polar_home: Path) -> None:
-    made = polar("key", "new", "--role", "trainer", "--label", "gpu box")
-    assert made["key"].startswith("polar-trainer-")
-    (row,) = polar("key", "list")["keys"]
-    assert (row["name"], row["role"], row["label"], row["revoked_at"]) == (made["name"], "trainer", "gpu box", None)
-    assert made["key"] not in str(polar("key", "list"))
-    assert polar("key", "revoke", made["name"])["revoked_at"] is not None
-    with pytest.raises(UsageError, match="admin or trainer"):
-        polar("key", "new", "--role", "boss")
-    with pytest.raises(UsageError, match="no API key"):
-        polar("key", "revoke", "abcdef123456")
+def test_keys_are_never_stored(polar_home: Path) -> None:
+    api_key = polar_json("key", "new", "--role", "admin")["key"]
+    session_key = polar_json("session", "new")["key"]
     for file in polar_home.rglob("*"):
         if file.is_file():
-            assert made["key"].encode() not in file.read_bytes(), file
+            content = file.read_bytes()
+            assert api_key.encode() not in content, file
+            assert session_key.encode() not in content, file
 
 
-def test_the_server_lets_its_own_user_in(
-    serving: tuple[subprocess.Popen[str], dict[str, Any]],  # noqa: F811
-    polar_home: Path,
-) -> None:
-    _, ready = serving
-    file = Path(ready["api_key_file"])
-    assert file == polar_home / "api-key"
-    assert file.stat().st_mode & 0o777 == 0o600
-    url = f"{ready['url']}/api/v1"
-    assert httpx.get(f"{url}/service", trust_env=False, timeout=60).status_code == 401
-    headers = {"authorization": f"Bearer {file.read_text().strip()}"}
-    told = httpx.get(f"{url}/service", headers=headers, trust_env=False, timeout=60).json()
-    assert (told["engine"]["model"], told["state"]) == ("scripted-model", None)
-    trainer = {"authorization": f"Bearer {polar('key', 'new', '--role', 'trainer')['key']}"}
-    assert (
-        httpx.get(f"{url}/feed", headers=trainer, trust_env=False, timeout=60).status_code == 200
-    )  # at once, without a restart
-    assert httpx.post(f"{url}/sessions", json={}, headers=trainer, trust_env=False, timeout=60).status_code == 403
+def test_session_key_opens_a_session() -> None:
+    created = polar_json("session", "new", "--label", "mine", "--max-tokens", "7")
+    assert created["key"].startswith("sk-")
+    (session,) = polar_json("sessions")["sessions"]
+    assert (session["session_id"], session["label"], session["calls"]) == (created["session_id"], "mine", 0)
 
 
-@pytest.mark.parametrize("module", ["fastapi", "torch", "httpx"])
-def test_help_loads_nothing_heavy(module: str) -> None:
-    code = (
-        "import sys; sys.argv = ['polar', '--help']\n"
-        "from polar_proxy.cli.app import app\n"
-        "try: app()\n"
-        f"except SystemExit: sys.exit({module!r} in sys.modules)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+def test_all_servers_of_a_database_are_paused_resumed_and_drained() -> None:
+    polar_json("submit", "swe-task")
+    assert polar_json("service", "status")["fleet"] == {"state": "working", "in_flight": 0, "paused_until": None}
+    paused = polar_json("service", "pause", "--all", "--for", "600")["fleet"]
+    assert (paused["state"], paused["paused_until"] is not None) == ("paused", True)
+    polar_json("submit", "swe-task")
+    assert polar_json("service", "status")["fleet"] == paused
+    assert polar_json("service", "resume", "--all")["fleet"]["state"] == "working"
+    assert polar_json("service", "drain", "--all", "--timeout", "5")["fleet"]["state"] == "paused"
+    assert polar_json("service", "resume", "--all")["fleet"]["state"] == "working"

@@ -1,4 +1,4 @@
-"""`polar db verify|prune|vacuum|export|import`: exit codes, JSON, and errors that a person can act on."""
+"""`polar db`: path, upgrade, verify, prune, vacuum, export and import."""
 
 from __future__ import annotations
 
@@ -7,62 +7,68 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
-from typer.testing import CliRunner
 
-from polar_proxy.cli.app import app
 from polar_proxy.cli.db import parse_age
 from polar_proxy.errors import UsageError
 from polar_proxy.store import open_store
+from tests.cli.runner import polar_json
 from tests.factories import call_record, new_session
-
-pytestmark = pytest.mark.usefixtures("polar_home")
 
 
 @pytest.fixture
-def db(tmp_path: Path) -> Path:
+def database(polar_home: Path) -> Path:
+    """A database with two sessions of one call each, which ended long ago."""
+
     async def fill() -> None:
-        async with open_store(str(tmp_path / "polar.db")) as store:
+        async with open_store(f"sqlite:///{polar_home}/polar.db") as store:
             for number in range(2):
                 session_id = await new_session(store)
                 await store.calls.commit(call_record(session_id, messages=(b"%d" % number,), ended_at=5.0))
                 await store.sessions.close(session_id)
 
     asyncio.run(fill())
-    return tmp_path / "polar.db"
+    return polar_home / "polar.db"
 
 
-def _json(*arguments: str, code: int = 0) -> Any:
-    done = CliRunner().invoke(app, ["db", *arguments, "--json"])
-    assert done.exit_code == code, done.output
-    return orjson.loads(done.stdout)
+def db(*arguments: str, exit_code: int = 0) -> Any:
+    return polar_json("db", *arguments, exit_code=exit_code)
 
 
-def test_there_and_away_and_back(db: Path, tmp_path: Path) -> None:
-    at, file = ("--db", str(db)), str(tmp_path / "all.polar")
-    assert _json("verify", *at) == {"faults": []}
-    assert _json("export", file, *at)["rows"]["calls"] == 2
-    assert _json("prune", "--older-than", "30d", "--dry-run", *at)["calls"] == 2
-    assert _json("stats", *at)["rows"]["calls"] == 2
-    assert len(_json("prune", "--older-than", "30d", *at)["sessions"]) == 2
-    assert _json("vacuum", *at)["nodes"] == 4
-    assert _json("import", file, *at)["rows"]["calls"] == 2
-    assert _json("import", file, *at)["rows"] == {}
-    assert _json("verify", *at) == {"faults": []}
+def test_upgrade_creates_the_database(polar_home: Path) -> None:
+    path = db("path")["db"]
+    assert path.endswith("/polar-home/polar.db")
+    created = db("upgrade")
+    assert created["db"] == path
+    assert created["revision"]
+    assert db("stats")
+    assert polar_json("sessions") == {"sessions": []}
 
 
-def test_a_fault_is_named_and_the_exit_code_is_1(db: Path) -> None:
-    with sqlite3.connect(db) as connection:
+def test_pruned_data_comes_back_from_an_archive(database: Path, tmp_path: Path) -> None:
+    file = str(tmp_path / "all.polar")
+    assert db("verify") == {"faults": []}
+    assert db("export", file)["rows"]["calls"] == 2
+    assert db("prune", "--older-than", "30d", "--dry-run")["calls"] == 2
+    assert db("stats")["rows"]["calls"] == 2
+    assert len(db("prune", "--older-than", "30d")["sessions"]) == 2
+    assert db("vacuum")["nodes"] == 4
+    assert db("import", file)["rows"]["calls"] == 2
+    assert db("import", file)["rows"] == {}
+    assert db("verify") == {"faults": []}
+
+
+def test_verify_names_a_wrong_counter(database: Path) -> None:
+    with sqlite3.connect(database) as connection:
         connection.execute("UPDATE sessions SET calls = 7")
     connection.close()
-    found = _json("verify", "--db", str(db), code=1)["faults"]
-    assert len(found) == 2
-    assert found[0]["what"].startswith("sessions sess_")
-    assert "calls says 7" in found[0]["problem"]
+    faults = db("verify", exit_code=1)["faults"]
+    assert len(faults) == 2
+    assert faults[0]["what"].startswith("sessions sess_")
+    assert "calls says 7" in faults[0]["problem"]
 
 
-def test_ages() -> None:
+def test_parses_ages() -> None:
     assert (parse_age("30d"), parse_age("1.5h"), parse_age("2w"), parse_age("0s")) == (2_592_000, 5400, 1_209_600, 0)
     for text in ("30", "d", "-1d", "a week"):
         with pytest.raises(UsageError, match="not an age"):

@@ -1,8 +1,7 @@
-"""`polar harness list|info|install|check`, in-process, with harnesses that need no download."""
+"""`polar harness`: list, info, install, check and prune, with harnesses that need no download."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,10 @@ import pytest
 
 from harness_adapters import Installation, LaunchContext, LaunchPlan, list_adapters
 from harness_adapters.shell import ShellCommand
-from polar_proxy.cli import main
-
-pytestmark = pytest.mark.usefixtures("polar_home")
+from tests.cli.runner import polar
 
 
-class Careful(ShellCommand):
+class CompleteHarness(ShellCommand):
     """A harness with requirements; the subclasses lack one each."""
 
     info = replace(
@@ -31,54 +28,49 @@ class Careful(ShellCommand):
         return replace(super().install(cache_root), version=version or "1.2")
 
 
-class Needy(Careful):
-    info = replace(Careful.info, needs=("no-such-program",))
+class NeedsProgram(CompleteHarness):
+    info = replace(CompleteHarness.info, needs=("no-such-program",))
 
 
-class Crashing(Careful):
-    info = replace(Careful.info, version_command=("sh", "-c", "echo missing library >&2; exit 3"))
+class CrashesAtStart(CompleteHarness):
+    info = replace(CompleteHarness.info, version_command=("sh", "-c", "echo missing library >&2; exit 3"))
 
 
-class Telling(Careful):
-    """Puts the key where everybody can read it."""
+class ExposesKey(CompleteHarness):
+    """Puts the key into the argument list, which every user of the machine can read."""
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         return replace(super().launch(installed, context), argv=("sh", "-c", context.api_key))
 
 
-class Vanished(Careful):
+class LaunchesMissingProgram(CompleteHarness):
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
         return replace(super().launch(installed, context), argv=("no-such-program",))
 
 
-class Absent(Careful):
+class NotInstalled(CompleteHarness):
     def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
         return False
 
 
-@pytest.fixture
-def ask(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
-    """Run `polar harness ...` and return its exit code, its document and its standard error."""
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str) -> tuple[int, Any, str]:
-        monkeypatch.setattr(sys, "argv", ["polar", "harness", *arguments, "--json"])
-        with pytest.raises(SystemExit) as caught:
-            main()
-        said = capfd.readouterr()
-        return int(caught.value.code or 0), orjson.loads(said.out) if said.out else None, said.err
-
-    return call
+def harness(*arguments: str) -> tuple[int, Any, str]:
+    """Run `polar harness`; return its exit code, its JSON document (None if it printed none) and its error text."""
+    done = polar("harness", *arguments, "--json")
+    return done.exit_code, orjson.loads(done.stdout) if done.stdout else None, done.stderr
 
 
 def own(name: str) -> str:
     return f"tests.cli.test_harness:{name}"
 
 
-def test_list_names_every_adapter(ask: Any) -> None:
-    code, found, _ = ask("list")
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+
+
+def test_list_names_every_adapter() -> None:
+    code, found, _ = harness("list")
     assert code == 0
     rows = {row["name"]: row for row in found["harnesses"]}
     assert set(rows) == set(list_adapters())
@@ -88,8 +80,8 @@ def test_list_names_every_adapter(ask: Any) -> None:
     assert all(row["version"] for row in rows.values())
 
 
-def test_info_tells_all_facts(ask: Any) -> None:
-    code, found, _ = ask("info", "openhands")
+def test_info_shows_everything_known() -> None:
+    code, found, _ = harness("info", "openhands")
     assert code == 0
     assert found["package"] == "pypi:openhands"
     assert "Exits with 0" in found["notes"]
@@ -97,30 +89,29 @@ def test_info_tells_all_facts(ask: Any) -> None:
     assert found["tested_versions"] == ["1.16.0", "1.16.0"]
 
 
-def test_prune_without_an_engine(ask: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every adapter is asked what it would be prebuilt as before the engine is; a command line has no such thing."""
+def test_prune_needs_a_docker_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nobody-listens")
-    code, found, told = ask("prune")
+    code, found, error = harness("prune")
     assert (code, found) == (1, None)
-    assert "the Docker engine does not answer" in told
+    assert "the Docker engine does not answer" in error
 
 
 @pytest.mark.full
-def test_prune_finds_nothing_on_an_image_that_nothing_was_baked_on(ask: Any) -> None:
-    code, found, told = ask("prune", "--base", "polar-no-such-base:1")
-    if "Docker engine" in told:
-        pytest.skip(f"no Docker engine ({told.strip()}): scripts/docker_engine.sh start")
+def test_prune_removes_nothing_of_an_unknown_base_image() -> None:
+    code, found, error = harness("prune", "--base", "polar-no-such-base:1")
+    if "Docker engine" in error:
+        pytest.skip(f"no Docker engine ({error.strip()}): scripts/docker_engine.sh start")
     assert (code, found) == (0, {"removed": [], "kept": [], "bytes": 0})
 
 
-def test_install_says_where(ask: Any) -> None:
-    code, found, _ = ask("install", "shell:my-agent {instruction}")
+def test_install_reports_an_installed_harness() -> None:
+    code, found, _ = harness("install", "shell:my-agent {instruction}")
     assert code == 0
     assert (found["name"], found["version"], found["already_there"]) == ("shell", "my-agent", True)
 
 
-def test_check_of_what_would_run(ask: Any) -> None:
-    code, found, _ = ask("check", own("Careful"), "--sandbox", "process")
+def test_check_passes_for_a_complete_harness() -> None:
+    code, found, _ = harness("check", own("CompleteHarness"), "--sandbox", "process")
     assert (code, found["ok"]) == (0, True)
     assert [(check["name"], check["state"]) for check in found["checks"]] == [
         ("installed", "ok"),
@@ -131,42 +122,42 @@ def test_check_of_what_would_run(ask: Any) -> None:
     ]
 
 
-def test_check_of_a_version_that_nobody_ran(ask: Any) -> None:
-    code, found, _ = ask("check", own("Careful") + "@1.20", "--sandbox", "process")
+def test_check_notes_an_untested_version() -> None:
+    code, found, _ = harness("check", own("CompleteHarness") + "@1.20", "--sandbox", "process")
     states = {check["name"]: check for check in found["checks"]}
     assert states["tested"]["state"] == "note"
     assert "1.0 to 1.4" in states["tested"]["detail"]
-    assert states["starts"]["state"] == "failed", "it says that it is another version"
+    assert states["starts"]["state"] == "failed", "the program prints another version"
     assert (code, found["ok"]) == (1, False)
 
 
 @pytest.mark.parametrize(
-    ("name", "failing", "state", "told"),
+    ("name", "check", "state", "detail"),
     [
-        ("Needy", "needs no-such-program", "missing", "not on PATH in the process sandbox"),
-        ("Crashing", "starts", "failed", "exit code 3: missing library"),
-        ("Telling", "launch", "failed", "the key is in the argument list"),
-        ("Vanished", "launch", "missing", "no-such-program is not in the process sandbox"),
+        ("NeedsProgram", "needs no-such-program", "missing", "not on PATH in the process sandbox"),
+        ("CrashesAtStart", "starts", "failed", "exit code 3: missing library"),
+        ("ExposesKey", "launch", "failed", "the key is in the argument list"),
+        ("LaunchesMissingProgram", "launch", "missing", "no-such-program is not in the process sandbox"),
     ],
 )
-def test_check_names_what_is_wrong(ask: Any, name: str, failing: str, state: str, told: str) -> None:
-    code, found, _ = ask("check", own(name), "--sandbox", "process")
+def test_check_names_the_problem(name: str, check: str, state: str, detail: str) -> None:
+    code, found, _ = harness("check", own(name), "--sandbox", "process")
     assert (code, found["ok"]) == (1, False)
-    (wrong,) = [check for check in found["checks"] if check["state"] not in ("ok", "note")]
-    assert (wrong["name"], wrong["state"]) == (failing, state)
-    assert told in wrong["detail"]
+    (problem,) = [one for one in found["checks"] if one["state"] not in ("ok", "note")]
+    assert (problem["name"], problem["state"]) == (check, state)
+    assert detail in problem["detail"]
 
 
-def test_check_without_installing_says_how(ask: Any) -> None:
-    code, found, _ = ask("check", own("Absent"), "--no-install")
+def test_check_without_installing_says_how_to_install() -> None:
+    code, found, _ = harness("check", own("NotInstalled"), "--no-install")
     assert (code, found["ok"]) == (1, False)
     (check,) = found["checks"]
     assert check["state"] == "missing"
-    assert check["fix"] == f"polar harness install {own('Absent')}"
+    assert check["fix"] == f"polar harness install {own('NotInstalled')}"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "exit_code", "message"),
     [
         (["info", "nothing"], 2, "the known ones are: "),
         (["check", "collections:OrderedDict"], 2, "is not a harness adapter"),
@@ -176,7 +167,7 @@ def test_check_without_installing_says_how(ask: Any) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be(ask: Any, arguments: list[str], code: int, told: str) -> None:
-    got, found, said = ask(*arguments)
-    assert (got, found) == (code, None)
-    assert told in said
+def test_reports_invalid_options(arguments: list[str], exit_code: int, message: str) -> None:
+    code, found, error = harness(*arguments)
+    assert (code, found) == (exit_code, None)
+    assert message in error

@@ -1,4 +1,4 @@
-"""`polar serve` as a user runs it: started, asked, stopped; then looked at with the other verbs."""
+"""`polar serve` in its own process: started, used, stopped; then its records are read with the other verbs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import httpx
 import orjson
 import pytest
 
-from tests.cli.process import POLAR, environment, polar, polar_json
+from tests.cli.process import POLAR, environment
+from tests.cli.runner import polar_json, polar_ok
 
-ENGINE = "polar_proxy.engines.scripted:ScriptedEngine"
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "say [bold]hi[/]"}]}
 
 
 @pytest.fixture
 def serving(polar_home: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """The running process and what it said when it was ready."""
+    """The running process and the JSON document that it printed when it was ready."""
     with subprocess.Popen(
-        [POLAR, "serve", "--engine", ENGINE, "--port", "0", "--json"],
+        [POLAR, "serve", "--engine", "scripted", "--port", "0", "--json"],
         env=environment(),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
@@ -31,48 +31,57 @@ def serving(polar_home: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen
     ) as process:
         try:
             assert process.stdout is not None
-            said = ""
-            while not said.rstrip().endswith("}"):
+            printed = ""
+            while not printed.rstrip().endswith("}"):
                 line = process.stdout.readline()
                 assert line, "polar serve ended before it was ready"
-                said += line
-            yield process, orjson.loads(said)
+                printed += line
+            yield process, orjson.loads(printed)
         finally:
             process.kill()
 
 
-def test_serve_ask_stop_look(serving: tuple[subprocess.Popen[str], dict[str, Any]], tmp_path: Path) -> None:
+def test_serves_until_interrupted_and_records_calls(
+    serving: tuple[subprocess.Popen[str], dict[str, Any]], polar_home: Path, tmp_path: Path
+) -> None:
     process, ready = serving
     assert ready["model"] == "scripted-model"
     assert ready["open"] is True
+    check_api_keys(ready, polar_home)
     answer = httpx.post(ready["url"] + "/v1/chat/completions", json=CHAT, timeout=60)
     assert answer.json()["choices"][0]["message"]["content"] == "hello"
     process.send_signal(signal.SIGINT)
-    rest, complaint = process.communicate(timeout=120)
+    stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert rest == ""
-    assert "Traceback" not in complaint
+    assert stdout == ""
+    assert "Traceback" not in stderr
 
     call_id, session_id = answer.headers["x-polar-call-id"], answer.headers["x-polar-session-id"]
-    call = polar_json("show", call_id, cwd=tmp_path)
+    call = polar_json("show", call_id)
     assert (call["call_id"], call["status"], call["messages"]) == (call_id, "ok", CHAT["messages"])
     assert len(call["choices"][0]["token_ids"]) == len(call["choices"][0]["logprobs"]) == len("hello") + 1
-    shown = polar("show", session_id, cwd=tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    assert call_id in shown.stdout
-    said = polar("show", call_id, "--tokens", cwd=tmp_path)
-    assert "say [bold]hi[/]" in said.stdout
-    assert "107:-0.108" in said.stdout  # "h" and its log-probability
+    assert call_id in polar_ok("show", session_id)
+    printed = polar_ok("show", call_id, "--tokens")
+    assert "say [bold]hi[/]" in printed
+    assert "107:-0.108" in printed  # "h" and its log-probability
 
-    report = polar_json("export", "--format", "tokens-jsonl", "--out", "rows.jsonl", cwd=tmp_path)
+    report = polar_json("export", "--format", "tokens-jsonl", "--out", "rows.jsonl")
     assert (report["rows"], report["sessions"], report["left_out"]) == (1, 1, {})
     row = orjson.loads((tmp_path / "rows.jsonl").read_bytes())
     assert row["prompt_ids"] == call["prompt_ids"]
     assert row["response_ids"] == call["choices"][0]["token_ids"]
 
 
-def test_version(tmp_path: Path) -> None:
-    from polar_proxy import __version__
-
-    done = polar("--version", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, f"polar {__version__}\n")
+def check_api_keys(ready: dict[str, Any], polar_home: Path) -> None:
+    """The server's own user has a key; new keys work without a restart, within their role."""
+    file = Path(ready["api_key_file"])
+    assert file == polar_home / "api-key"
+    assert file.stat().st_mode & 0o777 == 0o600
+    with httpx.Client(base_url=f"{ready['url']}/api/v1", trust_env=False, timeout=60) as http:
+        assert http.get("/service").status_code == 401
+        admin = {"authorization": f"Bearer {file.read_text().strip()}"}
+        state = http.get("/service", headers=admin).json()
+        assert (state["engine"]["model"], state["state"]) == ("scripted-model", None)
+        trainer = {"authorization": f"Bearer {polar_json('key', 'new', '--role', 'trainer')['key']}"}
+        assert http.get("/feed", headers=trainer).status_code == 200
+        assert http.post("/sessions", json={}, headers=trainer).status_code == 403

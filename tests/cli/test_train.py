@@ -1,4 +1,4 @@
-"""`polar train`: which instances are trained on, and what is refused."""
+"""`polar train grpo` and `polar train status`."""
 
 from __future__ import annotations
 
@@ -6,55 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from polar_proxy.cli.train import app
 from polar_proxy.errors import UsageError
-from polar_proxy.tasks import get_source
-from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.metrics import run_summary
-from polar_proxy.training.run import TaskSampler
-
-SWE = get_source("swe-task")
+from tests.cli.runner import polar_error, polar_json, polar_ok
 
 
-def test_a_family_gives_new_instances_every_round_and_others_to_measure() -> None:
-    chosen = TaskSampler(SWE, GrpoConfig(groups=3, first_seed=1_000_000, eval_instances=2, eval_first_seed=5))
-    assert [chosen.batch(number) for number in range(2)] == [
-        [1_000_000, 1_000_001, 1_000_002],
-        [1_000_003, 1_000_004, 1_000_005],
-    ]
-    assert list(chosen.held_out) == [5, 6]
-
-
-def test_a_fixed_set_is_gone_through_in_an_order_of_the_runs_seed() -> None:
-    config = GrpoConfig(groups=2, instances=4, first_seed=100)
-    first, second = (TaskSampler(SWE, config) for _ in range(2))
-    rounds = [first.batch(number) for number in range(4)]
-    assert rounds == [second.batch(number) for number in range(4)]
-    epochs = [rounds[0] + rounds[1], rounds[2] + rounds[3]]
-    assert [sorted(epoch) for epoch in epochs] == [[100, 101, 102, 103]] * 2
-    assert epochs[0] != epochs[1]
-    other = TaskSampler(SWE, config.model_copy(update={"seed": 1}))
-    assert [other.batch(number) for number in range(4)] != rounds
-
-
-@pytest.mark.parametrize(("first", "instances"), [(0, None), (10, 20), (30, None)])
-def test_held_out_instances_are_never_trained_on(first: int, instances: int | None) -> None:
-    config = GrpoConfig(first_seed=first, instances=instances, eval_first_seed=25, eval_instances=10)
-    with pytest.raises(UsageError, match="overlap"):
-        TaskSampler(SWE, config)
-    TaskSampler(SWE, config.model_copy(update={"first_seed": 35}))
-
-
-def invoked(*arguments: str) -> Any:
-    """In this process: PyTorch takes longer to load than all that is tested here."""
-    return CliRunner().invoke(app, [*arguments])
-
-
-def test_what_cannot_be_is_told(polar_home: Path, tmp_path: Path) -> None:
+def test_reports_invalid_options(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[grpo]\nsteps = 3\n[harness]\nname = 1\n")
-    for arguments, message in (
+    for options, message in (
         (["--config", str(tmp_path / "bad.toml")], "unknown tables: harness"),
         (["--config", str(tmp_path / "none.toml")], "cannot be read"),
         (["--loss", "nothing"], "choose ppo_clip"),
@@ -63,8 +23,35 @@ def test_what_cannot_be_is_told(polar_home: Path, tmp_path: Path) -> None:
         (["--submit-jobs"], "`submit_jobs` needs `feed`"),
         (["--feed", "http://127.0.0.1:9", "--run", str(tmp_path / "fed")], "to the vLLM that the server samples"),
     ):
-        error = invoked("grpo", *arguments).exception
-        assert isinstance(error, UsageError)
-        assert message in str(error)
+        assert message in polar_error("train", "grpo", *options), options
+
+
+def test_there_is_no_summary_without_a_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no run"):
         run_summary(tmp_path / "nothing")
+    assert "no run" in polar_error("train", "status", str(tmp_path / "nothing"))
+
+
+@pytest.mark.full
+def test_trains_on_real_rollouts_and_resumes(tmp_path: Path) -> None:
+    """The bundled policy, a real agent program in a real sandbox, hidden tests: one step, then one more."""
+    file = tmp_path / "train.toml"
+    file.write_text(
+        "[grpo]\ngroups = 1\nsamples = 2\neval_every = 1\neval_instances = 1\nkeep_zero_variance_groups = true\n"
+        '[run]\nharness = "tests.fakes.tiny_agent:TinyAgent"\nsandbox = "process"\nmax_tokens = 256\n'
+    )
+    run = tmp_path / "first"
+
+    def train(steps: int) -> Any:
+        return polar_json("train", "grpo", "--config", str(file), "--run", str(run), "--steps", str(steps))
+
+    once = train(1)
+    assert (once["steps"], once["updates"], once["rollouts"], len(once["heldout"])) == (1, 1, 2, 2)
+    assert once["trained_tokens"] > 0
+    # Engine and trainer are two programs with the same weights; they agree on every sampled token.
+    assert once["mismatch_max"] < 1e-2
+    twice = train(2)
+    assert (twice["steps"], twice["rollouts"], twice["rewards"][:1]) == (2, 4, once["rewards"])
+    assert [line["step"] for line in twice["heldout"]] == [0, 1, 2]
+    assert polar_json("train", "status", str(run)) == twice
+    assert "held-out reward after 2 steps" in polar_ok("train", "status", str(run))
