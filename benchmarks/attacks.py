@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks._stacks.deployed import chosen, containers_of, python_inside  # noqa: E402
+from benchmarks._stacks.deployed import containers_of, python_inside, usable_sandboxes  # noqa: E402
 from benchmarks._stacks.kill_targets import EngineProcess, ServiceProcess, descendants  # noqa: E402
 from benchmarks._stacks.reconcile import left_behind, processes_of  # noqa: E402
 from benchmarks._stacks.stacks import StackError  # noqa: E402
@@ -218,7 +218,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     try:
-        kinds, missing = chosen(arguments.sandboxes)
+        kinds, missing = usable_sandboxes(arguments.sandboxes)
     except ValueError as error:
         parser.error(str(error))
 

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks._stacks.deployed import chosen, containers_of, own_folder, python_inside, spread  # noqa: E402
+from benchmarks._stacks.deployed import containers_of, own_folder, python_inside, spread, usable_sandboxes  # noqa: E402
 from benchmarks._stacks.kill_targets import EngineProcess, ServiceProcess  # noqa: E402
 from benchmarks._stacks.reconcile import left_behind  # noqa: E402
 from benchmarks._stacks.stacks import StackError  # noqa: E402
@@ -255,7 +255,7 @@ def main() -> int:
     if unknown := set(arguments.stages) - set(STAGES):
         parser.error(f"no such stage: {', '.join(sorted(unknown))}")
     try:
-        kinds, missing = chosen(arguments.sandboxes)
+        kinds, missing = usable_sandboxes(arguments.sandboxes)
     except ValueError as error:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave the with blocks, which stop all processes

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks._stacks.kill_targets import AnySandbox, EngineProcess, KillTarget, Postgres, ServiceProcess  # noqa: E402
-from benchmarks._stacks.ray_kill_targets import Cluster  # noqa: E402
+from benchmarks._stacks.ray_kill_targets import RayCluster  # noqa: E402
 from benchmarks._stacks.reconcile import Reconciliation, left_behind, reconcile  # noqa: E402
 from benchmarks._stacks.stacks import StackError  # noqa: E402
 from polar_proxy.errors import StoreError  # noqa: E402
@@ -94,16 +94,16 @@ class KillTest:
             self.targets["postgresql"] = postgres
             self.db = postgres.url
         self.service = ServiceProcess(self.folder, self.db, self.engine.url, self.engine.model, arguments.concurrency)
-        self.cluster: Cluster | None = None
+        self.cluster: RayCluster | None = None
         if "node" in self.names:
-            self.cluster = Cluster(self.service, self.folder, 2, arguments.concurrency, self.random)
+            self.cluster = RayCluster(self.service, self.folder, 2, arguments.concurrency, self.random)
             stack.callback(self.cluster.stop)
             self.targets["node"] = self.cluster
         stack.callback(self.service.stop)
         if self.cluster is None:
             self.service.start()
         else:
-            self.cluster.begin()
+            self.cluster.start_all()
         self.targets |= {"service": self.service, "sandbox": AnySandbox(self.folder, self.random)}
 
     async def run(self) -> None:

@@ -1,9 +1,9 @@
-"""How the rollout worker keeps a fleet busy: the real worker, stage limits, pool and policies, with modelled agents and
-engines, on a clock that jumps.
+"""Utilisation of a fleet: the real worker, stage limits, pool and group policies, with modelled agents and engines on a
+virtual clock.
 
     python benchmarks/fleet.py [--json] [--sizes 100,1000,10000] [--settings cold-scattered,...] [--seed 1]
 
-See benchmarks/results/fleet.md for what is real, what is modelled, and the figures.
+benchmarks/results/fleet.md describes what is real and what is modelled, with the results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from benchmarks._fleet.agents import AgentModel, Memory, ModelAttempt, Seen, opener  # noqa: E402
+from benchmarks._fleet.agents import AgentModel, MemoryUse, ModelAttempt, RolloutTimes, opener  # noqa: E402
 from benchmarks._fleet.clock import Outside, VirtualLoop  # noqa: E402
 from benchmarks._fleet.engine import EngineCount, EngineModel, Fleet  # noqa: E402
 from benchmarks._fleet.queue import ThinQueue  # noqa: E402
@@ -46,7 +46,7 @@ from polar_proxy.types import Json  # noqa: E402
 GROUP = 8
 RAMP_SECONDS = 300.0
 REAL_STORE_UP_TO = 100
-"""Agents; beyond that the database in one thread would take longer than all the rest."""
+"""Agents; with more of them the database in one thread would dominate the run time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class Setting:
     warm: bool = False
     """With the warm pool."""
     together: bool = True
-    """Siblings are started together; else a group's task is met again at random over the whole run."""
+    """The rollouts of a group start together; otherwise those of a task are scattered over the whole run."""
     extra: int = 0
-    """Rollouts started of each group beyond the eight that decide it (`first_n`)."""
+    """Rollouts per group beyond the eight that decide it (`first_n`)."""
     admission: bool = True
-    """With admission by the engines' load."""
+    """With admission by engine load."""
     keep: bool = False
-    """Those that are too many are kept for the next group of their task, not cancelled."""
+    """Surplus rollouts are kept for the next group of their task instead of cancelled."""
     agents_per_engine: int = 24
 
 
@@ -87,8 +87,10 @@ class Case:
 
 
 def jobs(case: Case) -> list[NewGroup]:
-    """Groups of rollouts, each with its number (what it will do) and its task (which prefix it shares); each task has
-    two groups, half of the job apart, as in two epochs."""
+    """Return groups of rollouts, each with a number (its plan) and a task (its shared prefix).
+
+    Each task has two groups, half of the job apart, as in two epochs.
+    """
     size = GROUP + case.setting.extra
     config: Json = {"group_policy": "first_n" if case.setting.extra else "wait_for_all"}
     if case.setting.keep:
@@ -98,7 +100,7 @@ def jobs(case: Case) -> list[NewGroup]:
     for group in range(case.groups):
         rollouts = []
         for index in range(size):
-            # Scattered: a task's rollouts are in as many groups, far from each other.
+            # Scattered: the rollouts of a task are in different groups, far from each other.
             task = (group if case.setting.together else group + index * tasks // size) % tasks
             seed = group * (GROUP + 8) + index
             rollouts.append(NewRollout("h", "process", "e", "m", seed, {"task": f"task-{task}"}))
@@ -112,7 +114,7 @@ async def simulate(case: Case, agents: AgentModel, engines: EngineModel) -> dict
     with tempfile.TemporaryDirectory(prefix="polar-fleet-") as folder:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        loop.outside += 1  # opening is no part of it
+        loop.outside += 1  # opening the store is not measured
         async with open_store(str(Path(folder) / "polar.db"), create=True) as store:
             loop.outside -= 1
             found = await _simulate(case, agents, engines, store)
@@ -126,14 +128,14 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
     assert isinstance(loop, VirtualLoop)
     began, cpu = time.perf_counter(), time.process_time()
     n = case.agents
-    store, memory = Outside(inner, loop), Memory()
+    store, memory = Outside(inner, loop), MemoryUse()
     fleet = Fleet(math.ceil(n / case.setting.agents_per_engine), engines, loop)
     groups = jobs(case)
     for task_id in sorted({group.task_id for group in groups}):
         await store.tasks.put(task_id, "fleet", 1, "", {})
     job, _ = await store.jobs.submit({}, groups)
     ours = {group.group_id for group in await store.groups.of_job(job.job_id)}
-    store.seconds, store.operations = 0.0, 0  # submission is no part of it
+    store.seconds, store.operations = 0.0, 0  # submission is not measured
     # As ServiceLimits.of, for a service of a hundred agents on each machine. Nobody else has the queue, so its holds
     # need not be renewed often.
     preparing = 4 * math.ceil(n / 100)
@@ -197,8 +199,11 @@ class _Loads:
 
 
 class _Watch:
-    """Looks every few virtual seconds. The steady part begins when all places were first taken, after `RAMP_SECONDS` at
-    the latest, and ends when nothing is left to begin."""
+    """Samples the state every few virtual seconds.
+
+    The steady part begins when all agents first run, after `RAMP_SECONDS` at the latest, and ends when no rollout is
+    left to start.
+    """
 
     def __init__(self, fleet: Fleet, agents: int) -> None:
         self._fleet = fleet
@@ -218,7 +223,7 @@ class _Watch:
             if self._first is None:
                 continue
             busy = worker.in_flight > gate.inside + worker.stages.scoring.inside
-            if busy or self._last is None:  # something is still before the agents
+            if busy or self._last is None:  # some rollouts have not reached their agent yet
                 self._last = loop.time(), self._sum()
                 self._taken.append(gate.inside)
 
@@ -242,7 +247,7 @@ class _Watch:
         return total
 
     def engine(self) -> dict[str, Any]:
-        """Of all engines together, in the steady part."""
+        """Return statistics of all engines together in the steady part."""
         assert self._first is not None
         assert self._last is not None
         (began, first), (ended, last) = self._first, self._last
@@ -261,9 +266,11 @@ class _Watch:
         }
 
 
-def _rates(watch: _Watch, settled: dict[str, float], seen: dict[str, Seen]) -> dict[str, Any]:
+def _rates(watch: _Watch, settled: dict[str, float], seen: dict[str, RolloutTimes]) -> dict[str, Any]:
     began, ended = watch.span
-    most = sorted(settled.values())[: math.ceil(0.9 * len(settled))]  # the last tenth waits for a few stragglers
+    most = sorted(settled.values())[
+        : math.ceil(0.9 * len(settled))
+    ]  # without the last tenth, which waits for a few stragglers
     first: dict[str, float] = {}
     for one in seen.values():
         first[one.group_id] = min(
@@ -289,7 +296,7 @@ def _rates(watch: _Watch, settled: dict[str, float], seen: dict[str, Seen]) -> d
 
 
 def _two(values: Sequence[float]) -> dict[str, float]:
-    """Median and 95th percentile of what is known."""
+    """Return median and 95th percentile of the known values."""
     known = sorted(value for value in values if not math.isnan(value) and not math.isinf(value))
     if not known:
         return {"p50": math.nan, "p95": math.nan}
@@ -303,7 +310,7 @@ def run_one(case: Case) -> dict[str, Any]:
 
 
 def _in_process(case: Case) -> dict[str, Any]:
-    """In a process of its own: its memory is its own, and two run at a time."""
+    """Run a case in its own process, so that its memory is measured separately."""
     command = [sys.executable, str(Path(__file__)), "--one", json.dumps(asdict(case))]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -349,19 +356,19 @@ def main() -> int:
     parser.add_argument("--settings", default=",".join(SETTINGS), help=", ".join(SETTINGS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--store", choices=("auto", "sqlite", "thin"), default="auto")
-    parser.add_argument("--waves", type=float, help="rollouts for each agent's place; default 4, of 10,000 agents 2")
-    parser.add_argument("--at-once", type=int, default=2, help="simulations, each in a process")
+    parser.add_argument("--waves", type=float, help="rollouts per concurrent agent; default 4, with 10,000 agents 2")
+    parser.add_argument("--at-once", type=int, default=2, help="simulations at a time, each in a process")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.one:
-        case = json.loads(given.one)
+    arguments = parser.parse_args()
+    if arguments.one:
+        case = json.loads(arguments.one)
         print(json.dumps(run_one(Case(**{**case, "setting": Setting(**case["setting"])}))))
         return 0
-    sizes = [int(size) for size in given.sizes.split(",")]
-    wanted = cases(sizes, given.settings.split(","), given.seed, given.store, given.waves)
-    with ThreadPoolExecutor(given.at_once) as threads:
+    sizes = [int(size) for size in arguments.sizes.split(",")]
+    wanted = cases(sizes, arguments.settings.split(","), arguments.seed, arguments.store, arguments.waves)
+    with ThreadPoolExecutor(arguments.at_once) as threads:
         rows = list(threads.map(_in_process, wanted))
-    if given.json:
+    if arguments.json:
         models = {
             "agent": asdict(AgentModel()),
             "engine": asdict(EngineModel()),

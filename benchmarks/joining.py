@@ -1,8 +1,8 @@
-"""How long it takes to join the calls of a long session into traces, from calls in memory and from the store.
+"""Time to join the calls of a long session into traces, from calls in memory and from the store.
 
     python benchmarks/joining.py --turns 200 --tokens 100000 --json
 
-`join_ms` is the figure of `polar build`: the time of the builder itself, its own checks included.
+`join_ms` is the time of the builder itself, including its validation, as at the end of a rollout.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ _INFO = EngineInfo(
 
 
 def join_ms(calls: Sequence[CallRecord], *, builder: str = "merged", on_drift: str = "split", repeat: int = 5) -> float:
-    """Milliseconds, the fastest of `repeat`, to build the traces of a session's calls."""
-    taken = []
+    """Return the milliseconds of building a session's traces, the fastest of `repeat` builds."""
+    seconds = []
     for _ in range(repeat):
         started = time.perf_counter()
         build(calls, builder, on_drift=on_drift)
-        taken.append(time.perf_counter() - started)
-    return min(taken) * 1000
+        seconds.append(time.perf_counter() - started)
+    return min(seconds) * 1000
 
 
 def long_session(turns: int, tokens: int, *, drift_every: int = 0, session_id: str = "sess_1") -> list[CallRecord]:
-    """A session that grows to `tokens` tokens in `turns` turns of random ids. With `drift_every` k, the k-th turn, the
-    2k-th ... has one token of its history changed, and later ones go on from that."""
+    """Return a session that grows to `tokens` tokens in `turns` turns of random ids.
+
+    With `drift_every` k, one token of the history is changed in every k-th turn, and later turns continue from that.
+    """
     random = np.random.default_rng(7)
     new = max(4, tokens // turns)
     answer, context = new // 3, new - new // 3
@@ -61,27 +63,27 @@ def long_session(turns: int, tokens: int, *, drift_every: int = 0, session_id: s
         if drifted:
             prompt[len(prompt) - new - 1] ^= 1
         texts.append(b'{"role":"user","content":"%s"}' % random.bytes(2 * context).hex().encode())
-        said = random.integers(0, 150_000, answer, dtype=np.int32)
-        said[-1] = _END
+        sampled = random.integers(0, 150_000, answer, dtype=np.int32)
+        sampled[-1] = _END
         logprobs = -random.exponential(1, answer).astype(np.float32)
-        choice = Choice(0, Message("assistant", f"turn {number}"), "stop", said, logprobs)
-        before = calls[-1].call_id if calls else None
+        choice = Choice(0, Message("assistant", f"turn {number}"), "stop", sampled, logprobs)
+        parent = calls[-1].call_id if calls else None
         calls.append(
             replace(
                 _TURN,
                 call_id=new_id("call"),
                 session_id=session_id,
                 edge="continues" if calls else "root",
-                parent_call_id=before,
-                base_call_id=before,
-                base_choice=None if before is None else 0,
+                parent_call_id=parent,
+                base_call_id=parent,
+                base_choice=None if parent is None else 0,
                 messages=tuple(texts),
                 prompt_ids=prompt.copy(),
                 choices=(choice,),
                 started_at=float(number),
             )
         )
-        prompt = np.concatenate([prompt, said])
+        prompt = np.concatenate([prompt, sampled])
         texts.append(b'{"role":"assistant","content":"turn %d"}' % number)
     return calls
 
@@ -114,18 +116,18 @@ _TURN = CallRecord(
 
 
 async def _from_store(calls: Sequence[CallRecord]) -> tuple[list[CallRecord], float]:
-    """The calls as the store gives them back without text, and the milliseconds that it takes (the faster of two)."""
+    """Return the calls as the store reads them without text, and the milliseconds of that (the faster of two)."""
     with tempfile.TemporaryDirectory() as folder:
         async with open_store(str(Path(folder) / "polar.db")) as store:
             row = await store.sessions.create(key_hash=None, label=None, origin="open")
             for call in calls:
                 await store.calls.commit(replace(call, session_id=row.session_id))
-            taken = []
+            seconds = []
             for _ in range(2):
                 started = time.perf_counter()
-                found = await store.calls.of_session(row.session_id, text=False)
-                taken.append(time.perf_counter() - started)
-            return found, min(taken) * 1000
+                loaded = await store.calls.of_session(row.session_id, text=False)
+                seconds.append(time.perf_counter() - started)
+            return loaded, min(seconds) * 1000
 
 
 def main() -> None:
@@ -134,15 +136,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100_000)
     parser.add_argument("--drift-every", type=int, default=0)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    calls = long_session(given.turns, given.tokens, drift_every=given.drift_every)
+    arguments = parser.parse_args()
+    calls = long_session(arguments.turns, arguments.tokens, drift_every=arguments.drift_every)
     loaded, load_ms = asyncio.run(_from_store(calls))
     built = build(loaded, "merged")
     started = time.perf_counter()
     certify(loaded, built)
     certify_ms = (time.perf_counter() - started) * 1000
-    found = {
-        "turns": given.turns,
+    report = {
+        "turns": arguments.turns,
         "join_tokens": sum(len(trace.token_ids) for trace in built.traces),
         "traces": len(built.traces),
         "join_ms": round(join_ms(loaded), 2),
@@ -153,10 +155,10 @@ def main() -> None:
         "certify_ms": round(certify_ms, 2),
         "load_ms": round(load_ms, 2),
     }
-    if given.json:
-        print(json.dumps(found))
+    if arguments.json:
+        print(json.dumps(report))
     else:
-        for name, value in found.items():
+        for name, value in report.items():
             print(f"{name:>18}: {value}")
 
 

@@ -1,11 +1,12 @@
-"""How many model calls a second go through the gateway, recorded and committed, and how much time it adds to one.
+"""Model calls per second through the gateway, recorded and committed, and the time that it adds to a call.
 
     python benchmarks/proxy.py [--json] [--seconds N] [--rounds N] [--quick] [--stacks NAME,...]
                                [--traffic calls,turns] [--mode render,continue] [--tokens 250,64] [--clients 1,16,64]
 
-Against the engine without a proxy, a bare pass-through, LiteLLM's proxy and rllm-model-gateway, in one interleaved
-run: single chats of 20 KB and conversations of twelve turns, answers of 250 tokens with ids and log-probabilities,
-streamed and not, 1, 16 and 64 clients. Each proxy is one process on one core; the engine and the load share another.
+Compares it with the engine without a proxy, a bare pass-through, LiteLLM's proxy and rllm-model-gateway in one
+interleaved run: single chats of 20 KB and conversations of twelve turns, answers of 250 tokens with ids and
+log-probabilities, streamed and plain, 1, 16 and 64 clients. Each proxy is one process on one core; the engine and the
+load generator share another core.
 See benchmarks/README.md.
 """
 
@@ -55,12 +56,12 @@ STACKS = "direct,passthrough,polar,litellm,rllm-model-gateway"
 POLAR = {"render": "polar", "continue": "polar-continue"}
 
 
-class Cell(NamedTuple):
-    """What the clients of one measurement do."""
+class TrafficCase(NamedTuple):
+    """The traffic of one measurement."""
 
     traffic: Kind
     tokens: int
-    """Of an answer."""
+    """Tokens of an answer."""
     clients: int
     stream: bool
 
@@ -71,34 +72,36 @@ class Cell(NamedTuple):
 
 WARM_UP_SECONDS = 0.7
 NEAR_THE_LIMIT = 0.6
-say = Console(stderr=True)
+console = Console(stderr=True)
 
 
-def arguments() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
-    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement (4)")
-    parser.add_argument("--rounds", type=int, default=3, help="the median of these is reported (3)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds of each measurement (4)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, of which the median is reported (3)")
     parser.add_argument("--quick", action="store_true", help="one round of one second")
-    parser.add_argument("--stacks", default=STACKS, help="polar stands for its modes")
+    parser.add_argument("--stacks", default=STACKS, help="stacks to measure; polar means all its modes")
     parser.add_argument("--traffic", type=names("calls", "turns"), default=["calls", "turns"])
-    parser.add_argument("--mode", type=names("render", "continue"), default=["render", "continue"], help="of polar")
-    parser.add_argument("--tokens", type=numbers, default=[250], help="of an answer (250); several are all measured")
+    parser.add_argument(
+        "--mode", type=names("render", "continue"), default=["render", "continue"], help="prompt modes of polar"
+    )
+    parser.add_argument("--tokens", type=numbers, default=[250], help="tokens of an answer (250); a list measures each")
     parser.add_argument("--clients", type=numbers, default=[1, 16, 64])
-    parser.add_argument("--tokens-per-chunk", type=int, default=10, help="of a streamed answer (10)")
+    parser.add_argument("--tokens-per-chunk", type=int, default=10, help="tokens in a chunk of a streamed answer (10)")
     parser.add_argument("--keep", type=Path, help="keep databases and logs in this folder")
-    asked = parser.parse_args()
-    if asked.quick:
-        asked.seconds, asked.rounds = 1.0, 1
-    asked.seconds = min(max(asked.seconds, 0.2), 60.0)
-    asked.rounds = min(max(asked.rounds, 1), 20)
-    return asked
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.seconds, arguments.rounds = 1.0, 1
+    arguments.seconds = min(max(arguments.seconds, 0.2), 60.0)
+    arguments.rounds = min(max(arguments.rounds, 1), 20)
+    return arguments
 
 
 def names(*known: str) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         if unknown := [name for name in text.split(",") if name not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(known)}")
         return text.split(",")
 
     return parse
@@ -108,26 +111,26 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def cells(asked: argparse.Namespace) -> list[Cell]:
-    every = product(asked.traffic, asked.tokens, asked.clients, (False, True))
-    return [Cell(*values) for values in every]
+def cells(arguments: argparse.Namespace) -> list[TrafficCase]:
+    every = product(arguments.traffic, arguments.tokens, arguments.clients, (False, True))
+    return [TrafficCase(*values) for values in every]
 
 
-def wanted(stack: RunningStack, cell: Cell) -> bool:
-    """A single chat goes on with nothing that could be continued."""
+def is_measured(stack: RunningStack, cell: TrafficCase) -> bool:
+    """Skip single chats in continue mode: they have no earlier turn to continue."""
     return cell.traffic == "turns" or stack.name != POLAR["continue"]
 
 
 def cores() -> tuple[int | None, int | None]:
-    """(for the proxies, for the load and the engine); None where there is only one."""
+    """Return the cores (for the proxies, for load generator and engine); None if there is only one."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return (allowed[0], allowed[1]) if len(allowed) > 1 else (None, None)
 
 
 def start_all(
-    asked: argparse.Namespace, folder: Path, upstream: RunningStack, core: int | None
+    arguments: argparse.Namespace, folder: Path, upstream: RunningStack, core: int | None
 ) -> tuple[list[RunningStack], dict[str, str]]:
-    """The stacks that run, and why the others do not."""
+    """Start the stacks; return those that run, and the reasons why the others do not."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "polar" / "benchmarks"
     url = f"http://127.0.0.1:{upstream.port}"
     starters: dict[str, Callable[[], RunningStack]] = {
@@ -138,9 +141,9 @@ def start_all(
         "rllm-model-gateway": partial(start_rllm, url, core, folder, cache),
     }
     running, missing = [], {}
-    chosen = ",".join(POLAR[mode] for mode in asked.mode)
-    for name in re.sub(r"\bpolar\b(?!-)", chosen, asked.stacks).split(","):
-        say.print(f"[dim]starting {name}[/]")
+    chosen = ",".join(POLAR[mode] for mode in arguments.mode)
+    for name in re.sub(r"\bpolar\b(?!-)", chosen, arguments.stacks).split(","):
+        console.print(f"[dim]starting {name}[/]")
         try:
             running.append(starters[name]())
         except KeyError:
@@ -148,19 +151,19 @@ def start_all(
         except StackError as error:
             missing[name] = str(error)
         if name in missing:
-            say.print(f"{name} is left out: {missing[name]}", style="yellow", highlight=False, markup=False)
+            console.print(f"{name} is skipped: {missing[name]}", style="yellow", highlight=False, markup=False)
     return running, missing
 
 
 async def rounds(
-    asked: argparse.Namespace, stacks: list[RunningStack]
-) -> tuple[dict[tuple[str, Cell], list[LoadResult]], dict[str, int]]:
-    """Every stack in every cell, one behind the other, round by round; and the answers of each stack in all."""
+    arguments: argparse.Namespace, stacks: list[RunningStack]
+) -> tuple[dict[tuple[str, TrafficCase], list[LoadResult]], dict[str, int]]:
+    """Measure every stack in every case, round by round. Also return the number of answers of each stack."""
     numbers = count(1)
-    results: dict[tuple[str, Cell], list[LoadResult]] = defaultdict(list)
+    results: dict[tuple[str, TrafficCase], list[LoadResult]] = defaultdict(list)
     answered: dict[str, int] = defaultdict(int)
 
-    async def one(stack: RunningStack, cell: Cell, seconds: float) -> LoadResult:
+    async def one(stack: RunningStack, cell: TrafficCase, seconds: float) -> LoadResult:
         before = stack.cpu_seconds()
         result = await measure(
             stack.port,
@@ -178,16 +181,18 @@ async def rounds(
         return result
 
     for stack in stacks:
-        for traffic, stream in product(asked.traffic, (False, True)):
-            first = await one(stack, Cell(traffic, asked.tokens[0], 4, stream), WARM_UP_SECONDS)
+        for traffic, stream in product(arguments.traffic, (False, True)):
+            first = await one(stack, TrafficCase(traffic, arguments.tokens[0], 4, stream), WARM_UP_SECONDS)
             if first.first_error:
-                say.print(f"{stack.name}: {first.first_error}", style="red", highlight=False, markup=False)
-    for number in range(asked.rounds):
-        for cell in cells(asked):
-            for stack in filter(lambda stack: wanted(stack, cell), stacks):
-                result = await one(stack, cell, asked.seconds)
+                console.print(f"{stack.name}: {first.first_error}", style="red", highlight=False, markup=False)
+    for number in range(arguments.rounds):
+        for cell in cells(arguments):
+            for stack in filter(lambda stack: is_measured(stack, cell), stacks):
+                result = await one(stack, cell, arguments.seconds)
                 results[stack.name, cell].append(result)
-                say.print(f"round {number + 1}: {stack.name}, {cell}: {result.rps:.0f}/s", style="dim", highlight=False)
+                console.print(
+                    f"round {number + 1}: {stack.name}, {cell}: {result.rps:.0f}/s", style="dim", highlight=False
+                )
     return results, dict(answered)
 
 
@@ -196,7 +201,7 @@ def median(values: list[float]) -> float | None:
     return round(statistics.median(real), 3) if real else None
 
 
-def rows_of(results: dict[tuple[str, Cell], list[LoadResult]]) -> list[dict[str, Any]]:
+def rows_of(results: dict[tuple[str, TrafficCase], list[LoadResult]]) -> list[dict[str, Any]]:
     rows = []
     for (name, cell), measured in results.items():
         row: dict[str, Any] = {"stack": name, **cell._asdict()}
@@ -212,12 +217,12 @@ def rows_of(results: dict[tuple[str, Cell], list[LoadResult]]) -> list[dict[str,
     return rows
 
 
-def cell_of(row: dict[str, Any]) -> Cell:
-    return Cell(row["traffic"], row["tokens"], row["clients"], row["stream"])
+def cell_of(row: dict[str, Any]) -> TrafficCase:
+    return TrafficCase(row["traffic"], row["tokens"], row["clients"], row["stream"])
 
 
 def added(rows: list[dict[str, Any]], field: str) -> dict[str, dict[str, float]]:
-    """What each proxy adds to what the same client has without one."""
+    """Return the time that each proxy adds, compared with the same clients without a proxy."""
     base = {cell_of(row): row[field] for row in rows if row["stack"] == "direct"}
     out: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -227,7 +232,7 @@ def added(rows: list[dict[str, Any]], field: str) -> dict[str, dict[str, float]]
 
 
 def near_the_limit(rows: list[dict[str, Any]]) -> list[str]:
-    """Rows whose rate is so near to the engine's own that the load generator may have held them back."""
+    """Return rows near the rate of the bare engine, which the load generator may have limited."""
     limit = {cell_of(row): row["rps"] for row in rows if row["stack"] == "direct"}
     return [
         f"{row['stack']}, {cell_of(row)}"
@@ -239,11 +244,11 @@ def near_the_limit(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def committed(database: Path, answered: int, tokens: list[int]) -> dict[str, Any]:
-    """Whether each answered request is in the database, whole; and how many turns were continued from exact tokens."""
+    """Check that every answered request is completely in the database; count turns continued from exact tokens."""
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
-        among = ",".join("?" * len(tokens))
-        calls, whole = connection.execute(
-            f"SELECT COUNT(*), SUM(status = 'ok' AND completion_tokens IN ({among})) FROM v_calls", tokens
+        placeholders = ",".join("?" * len(tokens))
+        calls, complete = connection.execute(
+            f"SELECT COUNT(*), SUM(status = 'ok' AND completion_tokens IN ({placeholders})) FROM v_calls", tokens
         ).fetchone()
         later, continued = connection.execute(
             "SELECT COUNT(*), SUM(prompt_mode = 'continue') FROM calls WHERE edge = 'continues'"
@@ -252,16 +257,16 @@ def committed(database: Path, answered: int, tokens: list[int]) -> dict[str, Any
     return {
         "answered": answered,
         "calls": calls,
-        "ok_with_all_tokens": whole or 0,
-        "equal": calls == answered == (whole or 0),
-        "turns_that_go_on": later,
+        "ok_with_all_tokens": complete or 0,
+        "equal": calls == answered == (complete or 0),
+        "later_turns": later,
         "continued_from_exact_tokens": continued or 0,
         "bytes_per_call": round(size / calls) if calls else None,
     }
 
 
-def report(asked: argparse.Namespace, document: dict[str, Any]) -> None:
-    if asked.json:
+def print_report(arguments: argparse.Namespace, document: dict[str, Any]) -> None:
+    if arguments.json:
         print(json.dumps(document, indent=2))
         return
     table = Table(title="Model calls through one proxy process on one core")
@@ -286,13 +291,13 @@ def report(asked: argparse.Namespace, document: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    asked = arguments()
+    arguments = parse_arguments()
     proxy_core, load_core = cores()
-    folder = asked.keep or Path(tempfile.mkdtemp(prefix="polar-benchmark-"))
+    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="polar-benchmark-"))
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     command = [sys.executable, "-m", "benchmarks._stacks.upstream"]
-    command += [str(port), ",".join(map(str, asked.tokens)), str(asked.tokens_per_chunk)]
+    command += [str(port), ",".join(map(str, arguments.tokens)), str(arguments.tokens_per_chunk)]
     process, log = spawn("upstream", command, load_core, folder)
     stacks: list[RunningStack] = []
     upstream = RunningStack("upstream", "", port, process=process, log=log)
@@ -300,12 +305,12 @@ def main() -> int:
         try:
             wait_ready(upstream, f"http://127.0.0.1:{port}/health")
         except StackError as error:
-            say.print(f"the benchmark's engine: {error}", style="red", highlight=False, markup=False)
+            console.print(f"the benchmark's engine: {error}", style="red", highlight=False, markup=False)
             return 1
-        stacks, missing = start_all(asked, folder, upstream, proxy_core)
+        stacks, missing = start_all(arguments, folder, upstream, proxy_core)
         if load_core is not None:
             os.sched_setaffinity(0, {load_core})
-        results, answered = uvloop.run(rounds(asked, stacks))
+        results, answered = uvloop.run(rounds(arguments, stacks))
         memory = {stack.name: stack.rss_mb() for stack in stacks if stack.process is not None}
     finally:
         for stack in [*stacks, upstream]:
@@ -313,9 +318,11 @@ def main() -> int:
     rows = rows_of(results)
     notes = []
     if load_core is None:
-        notes.append("There is one core only: the proxies shared it with the load, and the figures say little.")
+        notes.append(
+            "There is only one core: the proxies shared it with the load generator, so the figures mean little."
+        )
     for where in near_the_limit(rows):
-        notes.append(f"{where}: the load generator or the engine may have been the bottleneck, it can be more.")
+        notes.append(f"{where}: the load generator or the engine may have limited this rate.")
     document: dict[str, Any] = {
         "rows": rows,
         "added_p50_ms": added(rows, "p50_ms"),
@@ -324,10 +331,10 @@ def main() -> int:
         "versions": {stack.name: stack.version for stack in stacks},
         "rss_mb": memory,
         "setting": {
-            "seconds": asked.seconds,
-            "rounds": asked.rounds,
-            "answer_tokens": asked.tokens,
-            "tokens_per_chunk": asked.tokens_per_chunk,
+            "seconds": arguments.seconds,
+            "rounds": arguments.rounds,
+            "answer_tokens": arguments.tokens,
+            "tokens_per_chunk": arguments.tokens_per_chunk,
             "proxy_core": proxy_core,
             "load_core": load_core,
             "python": platform.python_version(),
@@ -340,19 +347,19 @@ def main() -> int:
     for mode, name in POLAR.items():
         if name not in answered:
             continue
-        found = document["committed"][mode] = committed(folder / f"{name}.db", answered[name], asked.tokens)
-        failed |= not found["equal"]
-        word = "" if found["equal"] else "NOT "
+        check = document["committed"][mode] = committed(folder / f"{name}.db", answered[name], arguments.tokens)
+        failed |= not check["equal"]
+        word = "" if check["equal"] else "NOT "
         notes.append(f"{name}: the {answered[name]} answered requests are {word}all committed with all their tokens.")
         if mode == "continue":
-            failed |= found["turns_that_go_on"] != found["continued_from_exact_tokens"]
-            done = f"{found['continued_from_exact_tokens']} of {found['turns_that_go_on']}"
-            notes.append(f"{name}: {done} turns that go on were sampled from the exact tokens of the turn before.")
-    report(asked, document)
-    if asked.keep is None and not failed:
+            failed |= check["later_turns"] != check["continued_from_exact_tokens"]
+            done = f"{check['continued_from_exact_tokens']} of {check['later_turns']}"
+            notes.append(f"{name}: {done} later turns were sampled from the exact tokens of the turn before.")
+    print_report(arguments, document)
+    if arguments.keep is None and not failed:
         shutil.rmtree(folder)
     elif failed:
-        say.print(f"[red]the database and the logs are in {folder}[/]")
+        console.print(f"[red]database and logs are in {folder}[/]")
     return 1 if failed else 0
 
 

@@ -1,6 +1,6 @@
-"""64 rollouts of `swe-task`, 8 groups of 8, in each kind of sandbox: where the time goes.
+"""Time by stage of 64 rollouts of `swe-task` (8 groups of 8) in each kind of sandbox.
 
-python benchmarks/rollouts.py --engine vllm --json           # POLAR_VLLM_CPU: the folder of scripts/vllm_cpu.sh
+python benchmarks/rollouts.py --engine vllm --json           # POLAR_VLLM_CPU: folder of scripts/vllm_cpu.sh
 python benchmarks/rollouts.py --engine local --groups 2 --samples 2 --sandboxes bubblewrap
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks._stacks import kill_targets
-from benchmarks._stacks.deployed import chosen, containers_of, finished, own_folder, service, spread
+from benchmarks._stacks.deployed import containers_of, finished, own_folder, service, spread, usable_sandboxes
 from benchmarks._stacks.reconcile import left_behind
 from benchmarks._stacks.stacks import StackError
 from polar_proxy.config import EngineSettings, Settings
@@ -33,21 +33,21 @@ from sandboxes.base import SandboxKind
 STAGES = ("queued", "preparing", "ready", "running", "scoring")
 
 
-async def one_kind(
-    kind: SandboxKind, folder: Path, given: argparse.Namespace, settings: EngineSettings
+async def run_kind(
+    kind: SandboxKind, folder: Path, arguments: argparse.Namespace, settings: EngineSettings
 ) -> dict[str, Any]:
     folder.mkdir()
-    limits = ServiceLimits.of(Settings(), agents=given.concurrency)
+    limits = ServiceLimits.of(Settings(), agents=arguments.concurrency)
     source = get_source("swe-task")
-    tasks = [source.task(seed) for seed in range(given.groups)]
-    spec = JobSpec(harness=given.harness, sandbox=kind, timeout=given.timeout, samples=given.samples)
+    tasks = [source.task(seed) for seed in range(arguments.groups)]
+    spec = JobSpec(harness=arguments.harness, sandbox=kind, timeout=arguments.timeout, samples=arguments.samples)
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(make_engine(settings))
-        harnesses = Settings().harness_cache  # where agents are installed already
+        harnesses = Settings().harness_cache  # with the agents that are installed already
         running, store = await stack.enter_async_context(service(folder, engine, limits, harnesses))
-        began = time.time()
+        started = time.time()
         rows = await finished(running, store, tasks, spec)
-        seconds = time.time() - began
+        seconds = time.time() - started
         pool = running.pool.count
         return {
             "rollouts": len(rows),
@@ -63,12 +63,12 @@ async def one_kind(
                 "hit_rate": round(pool.hits / max(1, pool.hits + pool.misses), 3),
                 "waited_s": round(pool.waited, 1),
             },
-            **await engine_times(store, rows, began, seconds),
+            **await engine_times(store, rows, started, seconds),
         }
 
 
 async def stage_times(store: Store, rows: list[RolloutRow]) -> dict[str, Any]:
-    """Seconds in each stage, of every attempt; `queued` until the first attempt began."""
+    """Return the seconds in each stage over all attempts; `queued` lasts until the first attempt starts."""
     times: dict[str, list[float]] = {name: [] for name in STAGES}
     for row in rows:
         stages = await store.rollouts.stages(row.rollout_id)
@@ -80,16 +80,18 @@ async def stage_times(store: Store, rows: list[RolloutRow]) -> dict[str, Any]:
     return {name: spread(values) for name, values in times.items()}
 
 
-async def engine_times(store: Store, rows: list[RolloutRow], began: float, seconds: float) -> dict[str, Any]:
-    """`busy_share`: of the whole time, that in which at least one call was with the engine; `in_flight`: how many were,
-    on average. As the gateway saw them, so that a call's own cost in the gateway is in it."""
+async def engine_times(store: Store, rows: list[RolloutRow], started: float, seconds: float) -> dict[str, Any]:
+    """Return the share of time in which at least one call was with the engine, and the mean number of such calls.
+
+    Times are those of the gateway, so they include its own cost of a call.
+    """
     spans, tokens = [], 0
     for row in rows:
         for session_id in await store.sessions.ids_of_rollout(row.rollout_id):
             for call in await store.calls.summaries(session_id):
                 spans.append((call.started_at, call.ended_at))
                 tokens += call.completion_tokens
-    busy, end = 0.0, began
+    busy, end = 0.0, started
     for start, stop in sorted(spans):
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
@@ -104,22 +106,22 @@ async def engine_times(store: Store, rows: list[RolloutRow], began: float, secon
     }
 
 
-async def measure(kinds: list[SandboxKind], folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+async def measure(kinds: list[SandboxKind], folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     settings = EngineSettings(kind="local")
     server: kill_targets.EngineProcess | None = None
-    if given.engine == "vllm":
+    if arguments.engine == "vllm":
         server = kill_targets.EngineProcess(folder, "vllm")
         await asyncio.to_thread(server.start)
         settings = EngineSettings(kind="vllm", url=server.url, model=server.model)
-    found = {}
+    results = {}
     try:
         for kind in kinds:
-            print(f"{kind}: {given.groups} groups of {given.samples} ...", file=sys.stderr, flush=True)
-            found[kind] = await one_kind(kind, folder / kind, given, settings)
+            print(f"{kind}: {arguments.groups} groups of {arguments.samples} ...", file=sys.stderr, flush=True)
+            results[kind] = await run_kind(kind, folder / kind, arguments, settings)
     finally:
         if server is not None:
             server.stop()
-    return found
+    return results
 
 
 def main() -> int:
@@ -132,21 +134,21 @@ def main() -> int:
     parser.add_argument("--harness", default="mini-swe-agent")
     parser.add_argument("--timeout", type=float, default=600.0)
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        kinds, _ = chosen(given.sandboxes)
+        kinds, _ = usable_sandboxes(arguments.sandboxes)
     except ValueError as error:
         parser.error(str(error))
     try:
         with own_folder("rollouts") as folder:
-            found = asyncio.run(measure(kinds, folder, given))
+            results = asyncio.run(measure(kinds, folder, arguments))
             remains = [*left_behind(folder), *containers_of(os.getpid())]
     except StackError as error:
         print(error, file=sys.stderr)
         return 2
-    setting = {name: getattr(given, name) for name in ("engine", "groups", "samples", "concurrency", "harness")}
-    document = {"setting": setting, "kinds": found, "left_behind": len(remains), "remains": remains}
-    if given.json:
+    setting = {name: getattr(arguments, name) for name in ("engine", "groups", "samples", "concurrency", "harness")}
+    document = {"setting": setting, "kinds": results, "left_behind": len(remains), "remains": remains}
+    if arguments.json:
         print(json.dumps(document, indent=1))
     else:
         print(table(document))
@@ -156,7 +158,7 @@ def main() -> int:
 
 
 def table(document: dict[str, Any]) -> str:
-    """Markdown: seconds, median / p90."""
+    """Return a Markdown table of seconds: median / 90th percentile."""
     kinds = document["kinds"]
     lines = ["| | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
 

@@ -20,13 +20,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks._stacks.deployed import (
-    chosen,
     containers_of,
     finished,
     own_folder,
     python_inside,
     service,
     spread,
+    usable_sandboxes,
 )
 from benchmarks._stacks.reconcile import left_behind
 from polar_proxy.config import EngineSettings, Settings
@@ -105,7 +105,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     try:
-        kinds, missing = chosen(arguments.sandboxes)
+        kinds, missing = usable_sandboxes(arguments.sandboxes)
     except ValueError as error:
         parser.error(str(error))
     with own_folder("startup") as folder:

@@ -1,4 +1,4 @@
-"""How small a recorded run is, how fast it is joined, and whether a million calls can be looked through.
+"""Size of a recorded run, time to join it, and time of listings in a database of a million calls.
 
     python benchmarks/store.py [--json] [--rollouts N] [--no-million]
 
@@ -26,7 +26,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from benchmarks._stacks import million  # noqa: E402
-from benchmarks._stacks.rollout import Turn, conversation, records, tools  # noqa: E402
+from benchmarks._stacks.rollout import CallData, conversation, records, tools  # noqa: E402
 from benchmarks._stacks.stacks import StackError, environment_for  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
 from polar_proxy.traces import build  # noqa: E402
@@ -34,8 +34,8 @@ from polar_proxy.traces import build  # noqa: E402
 CACHE = Path("~/.cache/polar/benchmarks").expanduser()
 
 
-def per_call_json(turns: list[Turn]) -> list[dict[str, Any]]:
-    """What a store of one JSON document a call keeps: the request, all prompt ids, the answer with its tokens."""
+def per_call_json(turns: list[CallData]) -> list[dict[str, Any]]:
+    """Return one JSON document per call: the request, all prompt ids, and the answer with its tokens."""
     return [
         {
             "trace_id": f"trace-{number}",
@@ -53,8 +53,8 @@ def per_call_json(turns: list[Turn]) -> list[dict[str, Any]]:
     ]
 
 
-async def store_sizes(folder: Path, runs: list[list[Turn]]) -> dict[str, Any]:
-    """Bytes of the file: empty, and what each run adds. The store is closed after each: nothing waits in the log."""
+async def store_sizes(folder: Path, runs: list[list[CallData]]) -> dict[str, Any]:
+    """Return the size of the empty file and the bytes that each run adds. Closing the store empties its log."""
     file = folder / "polar.db"
     async with open_store(str(file)):
         pass
@@ -83,8 +83,8 @@ async def store_sizes(folder: Path, runs: list[list[Turn]]) -> dict[str, Any]:
     }
 
 
-def peer(folder: Path, turns: list[Turn]) -> dict[str, Any]:
-    """The same run in the peer's store."""
+def peer_size(folder: Path, turns: list[CallData]) -> dict[str, Any]:
+    """Return the size of the same run in the peer's store."""
     try:
         python, version = environment_for("rllm-model-gateway", CACHE)
     except StackError as error:
@@ -95,36 +95,36 @@ def peer(folder: Path, turns: list[Turn]) -> dict[str, Any]:
     done = subprocess.run([str(python), str(script), str(file)], input=lines, capture_output=True, text=True)
     if done.returncode:
         return {"peer_bytes": None, "peer_missing": done.stderr.strip()[-300:]}
-    told = json.loads(done.stdout)
-    return {"peer_bytes": file.stat().st_size, "peer_version": version, "peer_load_ms": told["load_ms"]}
+    report = json.loads(done.stdout)
+    return {"peer_bytes": file.stat().st_size, "peer_version": version, "peer_load_ms": report["load_ms"]}
 
 
-async def joining(folder: Path, turns: list[Turn]) -> dict[str, Any]:
-    """The best of five: reading the session's tokens, and building `merged` from them, as a rollout's end does."""
-    whole: list[float] = []
+async def join_times(folder: Path, turns: list[CallData]) -> dict[str, Any]:
+    """Return the fastest of five: reading a session's tokens and building `merged` from them."""
+    load_all: list[float] = []
     load: list[float] = []
-    build_: list[float] = []
+    build_times: list[float] = []
     async with open_store(str(folder / "long.db")) as store:
         session = await store.sessions.create(key_hash=None, label=None, origin="key")
         for record in records(session.session_id, turns):
             await store.calls.commit(record)
         for _ in range(5):
-            begun = time.perf_counter()
+            started = time.perf_counter()
             await store.calls.of_session(session.session_id)
-            whole.append(time.perf_counter() - begun)
-            begun = time.perf_counter()
+            load_all.append(time.perf_counter() - started)
+            started = time.perf_counter()
             calls = await store.calls.of_session(session.session_id, text=False)
-            load.append(time.perf_counter() - begun)
-            begun = time.perf_counter()
+            load.append(time.perf_counter() - started)
+            started = time.perf_counter()
             built = build(calls, "merged")
-            build_.append(time.perf_counter() - begun)
+            build_times.append(time.perf_counter() - started)
     (trace,) = built.traces
     assert trace.loss_mask.sum() == sum(turn.token_ids.size for turn in turns)
     return {
-        "join_ms": round((min(load) + min(build_)) * 1000, 1),
+        "join_ms": round((min(load) + min(build_times)) * 1000, 1),
         "load_ms": round(min(load) * 1000, 1),
-        "load_with_text_ms": round(min(whole) * 1000, 1),
-        "build_ms": round(min(build_) * 1000, 1),
+        "load_with_text_ms": round(min(load_all) * 1000, 1),
+        "build_ms": round(min(build_times) * 1000, 1),
         "join_tokens": int(trace.token_ids.size),
         "join_calls": len(turns),
     }
@@ -133,22 +133,22 @@ async def joining(folder: Path, turns: list[Turn]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
-    parser.add_argument("--rollouts", type=int, default=5, help="runs that are stored; the mean is told (5)")
-    parser.add_argument("--no-million", action="store_true", help="without the database of a million calls")
-    given = parser.parse_args()
+    parser.add_argument("--rollouts", type=int, default=5, help="number of stored runs; the mean is reported (5)")
+    parser.add_argument("--no-million", action="store_true", help="skip the database of a million calls")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="polar-store-") as name:
         folder = Path(name)
-        runs = [conversation(60, 60_000, seed=seed) for seed in range(1, given.rollouts + 1)]
+        runs = [conversation(60, 60_000, seed=seed) for seed in range(1, arguments.rollouts + 1)]
         document: dict[str, Any] = asyncio.run(store_sizes(folder, runs))
         document["rollout_tokens"] = round(statistics.mean(t[-1].prompt_ids.size + t[-1].token_ids.size for t in runs))
         text = sum(len(json.dumps(message)) for message in runs[0][-1].messages) + len(json.dumps(tools()))
         document |= {"text_bytes": text, "json_bytes": sum(len(json.dumps(call)) for call in per_call_json(runs[0]))}
-        document |= peer(folder, runs[0])
-        document |= asyncio.run(joining(folder, conversation(200, 100_000, seed=9)))
-        if not given.no_million:
+        document |= peer_size(folder, runs[0])
+        document |= asyncio.run(join_times(folder, conversation(200, 100_000, seed=9)))
+        if not arguments.no_million:
             million.fill(folder / "million.db", 1_000_000)
             document["million"] = million.measure(folder / "million.db", 1_000_000)
-    if given.json:
+    if arguments.json:
         print(json.dumps(document, indent=2))
         return
     for key, value in document.items():

@@ -1,7 +1,7 @@
-"""Modelled rollouts: what an agent does, turn by turn, and what its sandboxes cost. All of it drawn from one seed.
+"""Modelled rollouts: the turns of an agent and the cost of its sandboxes, all drawn from one seed.
 
-Round figures of the order that coding agents show (heavy-tailed turns, answers and commands); they are assumptions, and
-`benchmarks/fleet.py --json` prints them with the results.
+The parameters are round figures of the order of real coding agents, with heavy-tailed turns, answers and commands. They
+are assumptions; `benchmarks/fleet.py --json` prints them with the results.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sandboxes.base import SandboxKind
 
 
 @dataclass(frozen=True, slots=True)
-class Heavy:
-    """A log-normal distribution by its median and sigma, cut at `most`."""
+class LogNormal:
+    """A log-normal distribution, given by median and sigma, truncated at `most`."""
 
     median: float
     sigma: float
@@ -38,32 +38,32 @@ class AgentModel:
     common: int = 8_000
     """Tokens of system prompt and tools."""
     task: int = 3_000
-    """Tokens of the task, which siblings share."""
-    turns: Heavy = Heavy(18, 0.8, 150)
-    answer: Heavy = Heavy(150, 1.0, 4_000)
-    """Sampled tokens of a turn."""
-    result: Heavy = Heavy(400, 1.2, 8_000)
-    """Tokens of what a tool says."""
-    tool: Heavy = Heavy(1.5, 1.2, 120)
-    """Seconds of a tool in the sandbox."""
+    """Tokens of the task, which the rollouts of a group share."""
+    turns: LogNormal = LogNormal(18, 0.8, 150)
+    answer: LogNormal = LogNormal(150, 1.0, 4_000)
+    """Sampled tokens per turn."""
+    result: LogNormal = LogNormal(400, 1.2, 8_000)
+    """Tokens of a tool result."""
+    tool: LogNormal = LogNormal(1.5, 1.2, 120)
+    """Seconds of a tool call in the sandbox."""
     context: int = 128_000
-    """Where the agent ends for want of room."""
-    cold: Heavy = Heavy(8, 0.6, 60)
+    """Context length at which the agent ends."""
+    cold: LogNormal = LogNormal(8, 0.6, 60)
     """Seconds to open a sandbox."""
     alive: float = 0.1
-    """Seconds to see that one of the shelf is alive."""
-    workspace: Heavy = Heavy(2, 0.4, 20)
-    """Seconds to lay it out."""
-    tests: Heavy = Heavy(15, 0.8, 300)
+    """Seconds to check that a pooled sandbox is alive."""
+    workspace: LogNormal = LogNormal(2, 0.4, 20)
+    """Seconds to prepare it."""
+    tests: LogNormal = LogNormal(15, 0.8, 300)
     """Seconds of scoring."""
     open_mb: int = 60
     run_mb: int = 400
-    """Memory of a sandbox that is open, and of one in which an agent or tests run."""
+    """Memory of an open sandbox, and of one in which an agent or tests run."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """One rollout, drawn before it begins: the same in every setting."""
+class RolloutPlan:
+    """One rollout, drawn before it starts, so that it is the same in every setting."""
 
     turns: tuple[tuple[int, int, float], ...]
     """(sampled tokens, tokens of the tool's result, seconds of the tool)"""
@@ -72,7 +72,7 @@ class Plan:
     reward: float
 
 
-def plan(model: AgentModel, seed: int, number: int) -> Plan:
+def plan(model: AgentModel, seed: int, number: int) -> RolloutPlan:
     chance = random.Random(f"{seed} {number}")
     turns, context = [], model.common + model.task
     for _ in range(max(1, round(model.turns.draw(chance)))):
@@ -81,11 +81,13 @@ def plan(model: AgentModel, seed: int, number: int) -> Plan:
             break
         context += answer + result
         turns.append((answer, result, model.tool.draw(chance)))
-    return Plan(tuple(turns), model.workspace.draw(chance), model.tests.draw(chance), float(chance.random() < 0.4))
+    return RolloutPlan(
+        tuple(turns), model.workspace.draw(chance), model.tests.draw(chance), float(chance.random() < 0.4)
+    )
 
 
-class Memory:
-    """What the sandboxes use of their machines, together."""
+class MemoryUse:
+    """Memory of all sandboxes together."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -97,9 +99,9 @@ class Memory:
 
 
 class ModelSandbox:
-    """What a pool needs of a sandbox."""
+    """The part of a sandbox that a pool uses."""
 
-    def __init__(self, model: AgentModel, memory: Memory) -> None:
+    def __init__(self, model: AgentModel, memory: MemoryUse) -> None:
         self._model = model
         self._memory = memory
         memory.add(model.open_mb)
@@ -112,7 +114,7 @@ class ModelSandbox:
         self._memory.add(-self._model.open_mb)
 
 
-def opener(model: AgentModel, memory: Memory, seed: int) -> Callable[[SandboxKind, SandboxSpec], Any]:
+def opener(model: AgentModel, memory: MemoryUse, seed: int) -> Callable[[SandboxKind, SandboxSpec], Any]:
     chance = random.Random(f"{seed} sandboxes")
 
     async def open_one(kind: SandboxKind, spec: SandboxSpec) -> Sandbox:
@@ -123,8 +125,8 @@ def opener(model: AgentModel, memory: Memory, seed: int) -> Callable[[SandboxKin
 
 
 @dataclass(slots=True)
-class Seen:
-    """When a rollout was where, in virtual seconds; NaN where it never was."""
+class RolloutTimes:
+    """When a rollout entered each stage, in virtual seconds; NaN for stages it never entered."""
 
     group_id: str
     task: str
@@ -141,7 +143,7 @@ class ModelAttempt:
     """An `AttemptFunction` with the stages of `rollouts/attempt.py` and modelled contents."""
 
     def __init__(
-        self, store: Any, fleet: Fleet, pool: SandboxPool, model: AgentModel, seed: int, memory: Memory, warm: bool
+        self, store: Any, fleet: Fleet, pool: SandboxPool, model: AgentModel, seed: int, memory: MemoryUse, warm: bool
     ) -> None:
         self._store = store
         self._fleet = fleet
@@ -152,19 +154,19 @@ class ModelAttempt:
         self._spec = SandboxSpec()
         self._judge = SandboxSpec(env={"role": "evaluator"})
         self._warm = warm
-        self.seen: dict[str, Seen] = {}
+        self.seen: dict[str, RolloutTimes] = {}
         self.left: dict[str, int] = {}
-        """Of each task, how many rollouts have not ended."""
+        """Number of unfinished rollouts of each task."""
 
-    async def __call__(self, held: Claim, limits: StageLimits, request: AdmissionRequest) -> None:
+    async def __call__(self, claim: Claim, limits: StageLimits, request: AdmissionRequest) -> None:
         loop = asyncio.get_running_loop()
-        number, task = held.seed, str(held.config["task"])
+        number, task = claim.seed, str(claim.config["task"])
         assert number is not None
         drawn = plan(self._model, self._seed, number)
-        seen = self.seen[held.rollout_id] = Seen(held.group_id, task, loop.time())
+        seen = self.seen[claim.rollout_id] = RolloutTimes(claim.group_id, task, loop.time())
         try:
             async with limits.preparing.enter(request):
-                await self._store.rollouts.enter_stage(held, "preparing")
+                await self._store.rollouts.enter_stage(claim, "preparing")
                 sandbox = await self._pool.take("process", self._spec)
                 try:
                     await asyncio.sleep(drawn.workspace)
@@ -173,21 +175,21 @@ class ModelAttempt:
                     raise
             seen.prepared = loop.time()
             try:
-                await self._store.rollouts.enter_stage(held, "ready")
+                await self._store.rollouts.enter_stage(claim, "ready")
                 async with limits.running.enter(request):
                     seen.running = loop.time()
-                    await self._store.rollouts.enter_stage(held, "running")
+                    await self._store.rollouts.enter_stage(claim, "running")
                     if self._warm:
                         self._pool.expect("process", self._judge)
-                    await self._work(held, task, drawn, seen)
+                    await self._work(claim, task, drawn, seen)
             finally:
                 await sandbox.close()
             async with limits.scoring.enter(request):
                 seen.scoring = loop.time()
-                await self._store.rollouts.enter_stage(held, "scoring")
+                await self._store.rollouts.enter_stage(claim, "scoring")
                 await self._score(drawn)
-                await self._store.rewards.add(held.rollout_id, drawn.reward, "tests", {})
-                await self._store.rollouts.end(held, "done")
+                await self._store.rewards.add(claim.rollout_id, drawn.reward, "tests", {})
+                await self._store.rollouts.end(claim, "done")
             seen.status = "done"
         finally:
             seen.ended = loop.time()
@@ -195,21 +197,21 @@ class ModelAttempt:
             if not self.left[task]:
                 self._fleet.forget(task)
 
-    async def _work(self, held: Claim, task: str, drawn: Plan, seen: Seen) -> None:
+    async def _work(self, claim: Claim, task: str, drawn: RolloutPlan, seen: RolloutTimes) -> None:
         model, own = self._model, 0
         self._memory.add(model.run_mb - model.open_mb)
         with self._fleet.place(task) as engine:
             try:
                 for answer, result, seconds in drawn.turns:
-                    await engine.generate(held.rollout_id, task, model.common, model.task, own, answer)
+                    await engine.generate(claim.rollout_id, task, model.common, model.task, own, answer)
                     seen.sampled += answer
                     own += answer + result
                     await asyncio.sleep(seconds)
             finally:
-                engine.forget(held.rollout_id)
+                engine.forget(claim.rollout_id)
                 self._memory.add(model.open_mb - model.run_mb)
 
-    async def _score(self, drawn: Plan) -> None:
+    async def _score(self, drawn: RolloutPlan) -> None:
         sandbox = await self._pool.take("process", self._judge)
         self._memory.add(self._model.run_mb - self._model.open_mb)
         try:

@@ -1,9 +1,9 @@
-"""An event loop whose clock jumps: a second in which nothing happens takes no time.
+"""An event loop with a virtual clock, which jumps to the next timer when nothing else is to do.
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner: runner.run(main())
 
-`loop.time()`, and with it `asyncio.sleep`, `call_later` and `timeout`, are virtual. What happens outside of the loop (a
-database in its thread) takes no virtual time: it is waited for inside `real_time(loop)`, while which the clock stands.
+`loop.time()`, and with it `asyncio.sleep`, `call_later` and `timeout`, are virtual. Work outside of the loop (a
+database in its thread) takes no virtual time: `real_time(loop)` stops the clock while it is awaited.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._virtual = 0.0
         self.outside = 0
-        """How many wait for something outside of the loop."""
+        """Number of tasks that wait for something outside of the loop."""
         super().__init__(_Selector(self))
 
     def time(self) -> float:
@@ -39,7 +39,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
-    """Where the loop would wait for its next timer, it goes there at once."""
+    """Advances the clock instead of waiting for the next timer."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         super().__init__()
@@ -49,16 +49,16 @@ class _Selector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]
         if timeout is not None and timeout <= 0:
             return super().select(0)
         if self._loop.outside:
-            return super().select(None)  # whatever ends outside wakes the loop
+            return super().select(None)  # the work outside wakes the loop when it ends
         if timeout is None:
-            raise RuntimeError("nothing will ever happen: all that is left waits for something that nobody will do")
+            raise RuntimeError("deadlock: every task waits, and there is no timer")
         self._loop.advance(timeout)
         return super().select(0)
 
 
 @contextlib.contextmanager
 def real_time(loop: VirtualLoop) -> Iterator[None]:
-    """The clock stands while this is open."""
+    """Stop the clock while the block runs."""
     loop.outside += 1
     try:
         yield

@@ -1,13 +1,13 @@
-"""A model of one inference server: continuous batching, a key-value cache that keeps prefixes, prefill and decode.
+"""A model of an inference server: continuous batching, prefix caching, prefill and decode.
 
-* A request waits until its tokens fit into the cache (`kv_tokens`) and the batch has a place (`batch`); first come,
-  first served. What it may need is reserved at its start, so nothing is preempted.
-* Of its prompt only what is not cached is computed, at `prefill` tokens/s, one request after the other; while decoding
-  goes on prefill gets the share `prefill_share` of the server, as with chunked prefill.
-* All requests that decode get a token at a step, which takes `step + per_request x batch + per_token x tokens held`
+* Requests wait, first come first served, until their tokens fit into the cache (`kv_tokens`) and the batch (`batch`).
+  All tokens that a request may need are reserved at its start, so nothing is preempted.
+* Only the uncached part of a prompt is computed, at `prefill` tokens/s, one request after the other. During decoding,
+  prefill gets the share `prefill_share` of the server, as with chunked prefill.
+* Every decoding request gets one token per step, which takes `step + per_request x batch + per_token x tokens held`
   seconds: reading the weights, the batch's own work, reading the cache.
-* Cached are: what all rollouts begin with (always), what the siblings of a group begin with, and each rollout's own
-  conversation; the least recently used go first when running requests need the room.
+* The cache holds the prefix of all rollouts (always), the prefix of each group, and each rollout's own conversation.
+  The least recently used entries are evicted when running requests need the memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """The default: a model of 8 B parameters in 16 bits on one GPU of 141 GB (round figures, not a measurement)."""
+    """Defaults: 8 B parameters in 16 bits on one GPU of 141 GB (round figures, not measured)."""
 
     kv_tokens: int = 680_000
-    """100 GB at 147 kB a token (36 layers, 8 key-value heads of 128, 16 bits)."""
+    """100 GB at 147 kB per token (36 layers, 8 key-value heads of 128, 16 bits)."""
     batch: int = 256
     prefill: float = 20_000.0
     prefill_share: float = 0.5
@@ -41,11 +41,11 @@ class Request:
     rollout: str
     group: str
     common: int
-    """Tokens that all rollouts begin with."""
+    """Tokens of the prefix of all rollouts."""
     shared: int
-    """Tokens that the group's rollouts have behind these."""
+    """Tokens of the group's prefix after that."""
     own: int
-    """Tokens of its own conversation."""
+    """Tokens of the rollout's own conversation."""
     output: int
     done: asyncio.Future[None]
     to_prefill: float = 0.0
@@ -64,19 +64,19 @@ class EngineCount:
     """Integral of the batch over time."""
     prefilling: float = 0.0
     held: float = 0.0
-    """Integral of the share of the cache that requests hold."""
+    """Integral of the share of the cache that requests hold over time."""
     prompt_tokens: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
     waited: float = 0.0
-    """Seconds that requests waited for a place."""
+    """Seconds that requests waited for admission."""
     waited_requests: int = 0
     longest_queue: int = 0
 
 
 @dataclass
 class Engine:
-    """`await engine.generate(...)` takes as long as the answer would."""
+    """A modelled engine: `await engine.generate(...)` takes as long as the answer would."""
 
     model: EngineModel
     loop: asyncio.AbstractEventLoop
@@ -89,7 +89,7 @@ class Engine:
         self._decoding = 0
         self._numbers = itertools.count()
         self._level = 0.0
-        """Tokens that a request would have got which decodes since the beginning."""
+        """Tokens that a request decoding from the start would have received."""
         self._held = 0
         self._groups: Counter[str] = Counter()
         self._cached: OrderedDict[str, int] = OrderedDict()
@@ -129,7 +129,7 @@ class Engine:
     # Time
 
     def _rate(self) -> float:
-        """Tokens a second for each request that decodes."""
+        """Return tokens per second of each decoding request."""
         if not self._decoding:
             return 0.0
         model = self.model
@@ -140,7 +140,7 @@ class Engine:
         return self.model.prefill * (self.model.prefill_share if self._decoding else 1.0)
 
     def _catch_up(self) -> None:
-        """Account for the time since the last event; between two events all rates stand."""
+        """Account for the time since the last event; rates are constant between events."""
         seconds, self._now = self.loop.time() - self._now, self.loop.time()
         if seconds <= 0 or not self.in_batch:
             return
@@ -154,7 +154,7 @@ class Engine:
         self._level += seconds * self._rate()
 
     def _schedule(self) -> None:
-        """Move on whatever can, and sleep until the next event."""
+        """Advance all requests that can advance, and set a timer for the next event."""
         while self._prefill and self._prefill[0].to_prefill <= 1e-6:
             request = self._prefill.popleft()
             if not request.over:
@@ -188,14 +188,14 @@ class Engine:
         self._catch_up()
         self._schedule()
 
-    # Room
+    # Memory
 
     def _need(self, request: Request) -> int:
         return request.held + (0 if self._groups[request.group] else request.shared)
 
     def _fits(self, request: Request) -> bool:
-        room = self.model.kv_tokens - request.common - self._held
-        return not self.in_batch or (self.in_batch < self.model.batch and self._need(request) <= room)
+        free = self.model.kv_tokens - request.common - self._held
+        return not self.in_batch or (self.in_batch < self.model.batch and self._need(request) <= free)
 
     def _begin(self, came: float, request: Request) -> None:
         count, group = self.count, f"group {request.group}"
@@ -212,15 +212,15 @@ class Engine:
             count.waited += self._now - came
             count.waited_requests += 1
         self._prefill.append(request)
-        self._make_room()
+        self._evict()
 
     def _end(self, request: Request) -> None:
-        """Its tokens stay cached until the room is needed."""
+        """Release a finished request; its tokens stay cached until the memory is needed."""
         self._release(request)
         self._put(request.rollout, request.held)
         if not self._groups[request.group]:
             self._put(f"group {request.group}", request.shared)
-        self._make_room()
+        self._evict()
 
     def _release(self, request: Request) -> None:
         self._groups[request.group] -= 1
@@ -250,14 +250,17 @@ class Engine:
         self._cached[key] = tokens
         self._cached_tokens += tokens
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         while self._cached and self._cached_tokens + self._held > self.model.kv_tokens:
             self._cached_tokens -= self._cached.popitem(last=False)[1]
 
 
 class Fleet:
-    """Several engines behind a router by prefix: a rollout stays with its engine, and goes to that of its siblings
-    unless this one has a quarter more than its share; else to the one with fewest."""
+    """Several engines with prefix-aware routing.
+
+    A rollout goes to the engine of its group unless that has a quarter more rollouts than its share, otherwise to the
+    one with the fewest. It stays there.
+    """
 
     def __init__(self, count: int, model: EngineModel, loop: asyncio.AbstractEventLoop) -> None:
         self.engines = [Engine(model, loop) for _ in range(count)]
@@ -266,7 +269,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def place(self, group: str) -> Iterator[Engine]:
-        """The engine of a rollout, until the block ends."""
+        """Yield the engine of a rollout, and count the rollout there until the block ends."""
         number = self._of.get(group, -1)
         if number < 0 or self._active[number] > 1.25 * (sum(self._active) + 1) / len(self._active):
             number = self._of[group] = min(range(len(self.engines)), key=self._active.__getitem__)
@@ -277,5 +280,5 @@ class Fleet:
             self._active[number] -= 1
 
     def forget(self, group: str) -> None:
-        """All of it have ended."""
+        """Forget a group whose rollouts have all ended."""
         self._of.pop(group, None)

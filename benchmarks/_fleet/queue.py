@@ -1,6 +1,6 @@
-"""The queue of `polar_proxy.store` in a dictionary: what the scheduler calls, with the same answers, and no database.
+"""The queue of `polar_proxy.store` in a dictionary: the methods that the worker calls, without a database.
 
-For fleets where the real one would take longer than everything else. `tests/rollouts/test_fleet.py` holds both to the
+For fleets in which the real queue would dominate the run time. `tests/rollouts/test_fleet.py` checks that both give the
 same figures.
 """
 
@@ -50,7 +50,7 @@ class _Group:
 
 
 class ThinQueue:
-    """One job."""
+    """A queue of one job."""
 
     def __init__(self) -> None:
         self._group_rows: dict[str, _Group] = {}
@@ -81,7 +81,7 @@ class ThinQueue:
         self.sessions = SimpleNamespace(ids_of_rollout=self._sessions_of)
 
     async def _put_task(self, task_id: str, *rest: Any) -> None:
-        """Nothing is asked of tasks."""
+        """Do nothing: tasks are never read."""
 
     async def _submit_job(self, spec: Json, groups: Sequence[NewGroup]) -> tuple[Any, bool]:
         for group in groups:
@@ -106,7 +106,7 @@ class ThinQueue:
         while self._queue and len(held) < limit:
             one = self._queue.popleft()
             if one.status != "queued":
-                continue  # cancelled meanwhile
+                continue  # it was cancelled
             one.claimed_by = worker
             place = (one.rollout_id, one.group_id, "job", "task", one.group_index)
             held.append(Claim(*place, 1, "h", "process", one.seed, one.config, worker))
@@ -201,7 +201,7 @@ class ThinQueue:
         return gone
 
     def _places(self, group: _Group) -> Iterator[_Rollout]:
-        """Those that have not begun, of other groups of the same task."""
+        """Yield the rollouts that have not started, of other groups of the same task."""
         for other in self._of_task[group.task_id]:
             if other is not group and other.status == "open":
                 yield from (one for one in other.rollouts if one.status == "queued" and one.claimed_by is None)

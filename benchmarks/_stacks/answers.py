@@ -1,4 +1,4 @@
-"""What the benchmark's engine says, in vLLM's own form, as bytes with holes for what differs from call to call."""
+"""Answers of the benchmark's engine in vLLM's format, as bytes with holes for what differs from call to call."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from benchmarks._stacks.traffic import (
 )
 
 END_OF_TURN = 2
-"""In the vocabulary of the scripted vLLM of the tests."""
+"""Token id in the vocabulary of the tests' scripted vLLM."""
 VARIED = 16
-"""Prompt ids of four digits that make a prompt unique."""
+"""Number of prompt ids, of four digits each, that make a prompt unique."""
 FIXED_BEGIN = b"100,107,114,121,"
 _HOLE = '"HOLE"'
 _CALL = {"name": CALL_NAME, "arguments": CALL_ARGUMENTS}
@@ -41,7 +41,7 @@ class CannedAnswer:
     before: bytes
     behind: bytes
     framed: bool
-    """The hole is inside an HTTP chunk, or a body, whose length has to be said: `before` has two more holes for it."""
+    """The hole is inside an HTTP chunk or body whose length must be given: `before` has two more holes for it."""
 
     def bytes(self, ids: bytes) -> list[bytes]:
         if not self.framed:
@@ -52,7 +52,7 @@ class CannedAnswer:
 
 
 def _canned(head: bytes, raw: bytes, size: int) -> CannedAnswer:
-    """`raw`, which follows its length in HTTP's head or chunk framing, with its hole taken out."""
+    """Split `raw`, which follows its length in an HTTP head or chunk, at its hole."""
     before, behind = raw.split(_HOLE.encode())
     return CannedAnswer(head + b"\0%d\0" % (size - len(_HOLE)) + before, behind, True)
 
@@ -69,7 +69,7 @@ def _whole(body: dict[str, Any]) -> CannedAnswer:
 
 
 def _streamed(chunks: list[dict[str, Any]]) -> CannedAnswer:
-    """One HTTP chunk for each event, as uvicorn does it. The hole is in the first."""
+    """Return one HTTP chunk per event, as uvicorn sends them. The hole is in the first."""
     events = [b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n" for chunk in chunks]
     first, *rest = [*events, b"data: [DONE]\n\n"]
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -84,11 +84,11 @@ class Answers:
     """All answers of one length."""
 
     chat: dict[bool, CannedAnswer]
-    """By whether it is streamed: the one answer to a single chat."""
+    """The answer to a single chat, by whether it is streamed."""
     turns: list[dict[bool, CannedAnswer]]
-    """To each turn of a conversation on the chat route."""
+    """The answer to each turn of a conversation on the chat route."""
     exact: dict[bool, CannedAnswer]
-    """To a conversation that comes as ids."""
+    """The answer to a conversation that arrives as token ids."""
 
 
 def answers(tokens: int, per_chunk: int) -> Answers:
@@ -133,14 +133,14 @@ def _chat(
 
 
 def _exact(ids: list[int], per_chunk: int) -> dict[bool, CannedAnswer]:
-    """Completions, which show the call as the text that was sampled."""
+    """Return completions, in which the tool call is part of the text."""
     tokens = len(ids)
-    said = f'\n<tool_call>\n{{"name": "{CALL_NAME}", "arguments": {CALL_ARGUMENTS}}}\n</tool_call>'
+    call_text = f'\n<tool_call>\n{{"name": "{CALL_NAME}", "arguments": {CALL_ARGUMENTS}}}\n</tool_call>'
 
     def choice(part: list[int], last: bool) -> dict[str, Any]:
         logprobs = {"text_offset": [0] * len(part), "token_logprobs": [-0.5 - token / 4096 for token in part]}
         logprobs |= {"tokens": [WORD] * len(part), "top_logprobs": None}
-        text = WORD * len(part) + (said if last else "")
+        text = WORD * len(part) + (call_text if last else "")
         return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": "stop" if last else None} | {
             "stop_reason": None,
             "token_ids": part,

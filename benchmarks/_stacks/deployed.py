@@ -21,41 +21,43 @@ from sandboxes.base import SandboxKind
 
 
 def python_inside() -> str:
-    """The words of a `shell:` harness that start this machine's Python in any kind of sandbox."""
+    """Return the command of a `shell:` harness that runs this machine's Python in any kind of sandbox."""
     prefix = Path(sys.base_prefix)
     return "/usr/bin/python3" if prefix.is_relative_to("/usr") else f"{{mount:{prefix}}}/bin/python3"
 
 
-def chosen(wanted: str | None) -> tuple[list[SandboxKind], dict[str, str]]:
-    """The kinds of sandbox to use, and of the others why not. ValueError for one that was asked for and cannot be."""
+def usable_sandboxes(names: str | None) -> tuple[list[SandboxKind], dict[str, str]]:
+    """Return the kinds of sandbox to use, and the reasons against the others. Raises ValueError for an unusable one."""
     usable = {item.kind: item for item in available()}
     kinds: list[SandboxKind] = [kind for kind, item in usable.items() if item.ok]
     missing = {kind: item.why_not for kind, item in usable.items() if not item.ok}
-    if wanted is None:
+    if names is None:
         return kinds, missing
-    names = wanted.split(",")
-    if unusable := [name for name in names if name not in kinds]:
-        told = ", ".join(f"{name} ({missing.get(name, 'there is no such kind')})" for name in unusable)
-        raise ValueError(f"cannot be used here: {told}")
-    return [kind for kind in kinds if kind in names], missing
+    wanted = names.split(",")
+    if unusable := [name for name in wanted if name not in kinds]:
+        reasons = ", ".join(f"{name} ({missing.get(name, 'there is no such kind')})" for name in unusable)
+        raise ValueError(f"cannot be used here: {reasons}")
+    return [kind for kind in kinds if kind in wanted], missing
 
 
 @contextlib.contextmanager
 def own_folder(name: str) -> Iterator[Path]:
-    """A temporary folder, in which all that is temporary in this process lies while the block lasts."""
+    """Make a temporary folder, and keep all temporary files of this process in it while the block lasts."""
     folder = Path(tempfile.mkdtemp(prefix=f"polar-{name}-"))
-    before = os.environ.get("TMPDIR"), tempfile.tempdir
+    previous = os.environ.get("TMPDIR"), tempfile.tempdir
     (folder / "tmp").mkdir()
     os.environ["TMPDIR"], tempfile.tempdir = str(folder / "tmp"), None
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "torch"))  # else torch makes a folder among ours
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", str(folder / "torch")
+    )  # otherwise torch makes a folder beside those of sandboxes
     try:
         yield folder
     finally:
-        tempfile.tempdir = before[1]
-        if before[0] is None:
+        tempfile.tempdir = previous[1]
+        if previous[0] is None:
             del os.environ["TMPDIR"]
         else:
-            os.environ["TMPDIR"] = before[0]
+            os.environ["TMPDIR"] = previous[0]
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -63,7 +65,7 @@ def own_folder(name: str) -> Iterator[Path]:
 async def service(
     folder: Path, engine: Engine, limits: ServiceLimits, harnesses: Path | None = None
 ) -> AsyncIterator[tuple[RolloutService, Store]]:
-    """On a new database in `folder`, with an engine that is open."""
+    """Run a rollout service on a new database in `folder`, with an open engine."""
     async with (
         open_store(str(folder / "polar.db"), artifacts=folder / "artifacts") as store,
         local_gateway(Settings(), engine, store) as gateway,
@@ -80,7 +82,7 @@ async def finished(running: RolloutService, store: Store, tasks: Sequence[Task],
 
 
 def containers_of(pid: int) -> list[str]:
-    """Containers that name this process as their owner; none where there is no Docker."""
+    """Return the containers that name this process as their owner; none without Docker."""
     form = '{{.ID}} {{.Status}} {{.Label "polar.owner"}}'
     command = ["docker", "ps", "--all", "--no-trunc", "--filter", "label=polar.sandbox", "--format", form]
     try:
@@ -91,7 +93,7 @@ def containers_of(pid: int) -> list[str]:
 
 
 def spread(values: Sequence[float], digits: int = 2) -> dict[str, float] | None:
-    """Median, 90th percentile (nearest rank), least and most."""
+    """Return median, 90th percentile (nearest rank), minimum and maximum."""
     if not values:
         return None
     ranked = sorted(values)

@@ -1,4 +1,4 @@
-"""An engine to be killed: the scripted server of the tests in a process of its own, which says the word it is told.
+"""An engine to be killed: the scripted server of the tests in its own process, which repeats the word of the request.
 
 python -m benchmarks._stacks.echo_engine --port 8000 --delay 0.05
 """
@@ -19,7 +19,7 @@ NONCE = re.compile(r"nonce-[0-9a-f]{12}-[0-9]+")
 
 @dataclass
 class EchoEngine(FakeVllm):
-    """Only what an agent asks takes time: a service proves at its start with many answers what the engine can do."""
+    """A scripted engine that delays only the answers to agents, and not the requests of a service that starts."""
 
     pause: float = 0.0
 
@@ -27,20 +27,20 @@ class EchoEngine(FakeVllm):
         return replace(self.default, first_delay=4 * self.pause, delay=self.pause) if words(body) else self.default
 
     def held(self, body: Json, answer: Answer) -> Answer:
-        told = words(body)
-        return super().held(body, replace(answer, text=f"My word is {told[-1]}." if told else answer.text))
+        found = words(body)
+        return super().held(body, replace(answer, text=f"My word is {found[-1]}." if found else answer.text))
 
 
 def words(body: Json) -> list[str]:
     prompt = body.get("prompt")
-    said = str(body["messages"]) if prompt is None else prompt if isinstance(prompt, str) else text_of(prompt)
-    return NONCE.findall(said)
+    text = str(body["messages"]) if prompt is None else prompt if isinstance(prompt, str) else text_of(prompt)
+    return NONCE.findall(text)
 
 
 async def serve(port: int, delay: float) -> None:
-    # Eight chunks of an answer, so that a kill finds it half given.
+    # Eight chunks, so that a kill often comes in the middle of an answer.
     answer = Answer("Hello.", per_chunk=6)
-    # It says its weights' version, as vLLM does in development mode: each claim of a rollout asks for it.
+    # It reports a weight version, as vLLM does in development mode, because every claim of a rollout reads it.
     engine = EchoEngine(model="echo", default=answer, context_length=65536, weight_version="1", pause=delay)
     app = web.Application(client_max_size=1 << 30)
     app.router.add_route("*", "/{path:.*}", engine._serve)
@@ -54,5 +54,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--delay", type=float, default=0.05, help="seconds between two chunks")
-    given = parser.parse_args()
-    asyncio.run(serve(given.port, given.delay))
+    arguments = parser.parse_args()
+    asyncio.run(serve(arguments.port, arguments.delay))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks._stacks.stacks import ROOT, StackError, free_port, tail
+from polar_proxy.engines.factory import POLAR_TINY
 
 START_SECONDS = 600.0
 """vLLM on two busy cores needs minutes to start."""
@@ -109,8 +110,7 @@ class EngineProcess(ServerProcess):
             if not place:
                 raise StackError("--engine vllm needs POLAR_VLLM_CPU: the folder of `scripts/vllm_cpu.sh install`")
             self.model = "polar-tiny"
-            model = ROOT / "polar_proxy" / "assets" / "polar_tiny"
-            script = [str(ROOT / "scripts" / "vllm_cpu.sh"), "serve", place, str(model), self.model, str(port)]
+            script = [str(ROOT / "scripts" / "vllm_cpu.sh"), "serve", place, str(POLAR_TINY), self.model, str(port)]
             own = folder / "engine"  # for logs, sockets and caches that a killed server leaves
             own.mkdir()
             super().__init__(script, folder, f"{self.url}/health", TMPDIR=str(own))

@@ -1,4 +1,4 @@
-"""The load generator: a closed loop of clients on raw asyncio protocols, each with one connection."""
+"""Load generator: a closed loop of clients on plain asyncio protocols, with one connection each."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import cast
 
-from benchmarks._stacks.traffic import TALKS, Kind, Talk
+from benchmarks._stacks.traffic import TRAFFIC, ClientTraffic, Kind
 
 DRAIN_SECONDS = 60.0
 MAX_REQUESTS = 20_000
-"""In one measurement, so that a fast stack does not fill the disk."""
+"""Per measurement, so that a fast stack does not fill the disk."""
 
 
 @dataclass
 class LoadResult:
-    """Latencies in seconds of the requests answered within the window; `answered` counts those behind it as well."""
+    """Latencies in seconds of requests answered within the window; `answered` also counts those answered later."""
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
@@ -25,7 +25,7 @@ class LoadResult:
     errors: int = 0
     first_error: str = ""
     cpu_seconds: float = 0.0
-    """Of the proxy, for all answered requests."""
+    """Processor time of the proxy for all answered requests."""
 
     @property
     def rps(self) -> float:
@@ -39,8 +39,8 @@ class LoadResult:
 class LoadClient(asyncio.Protocol):
     """Sends the next request when the answer to the last one is complete."""
 
-    def __init__(self, talk: Talk, until: float, result: LoadResult, done: asyncio.Event) -> None:
-        self._talk = talk
+    def __init__(self, traffic: ClientTraffic, until: float, result: LoadResult, done: asyncio.Event) -> None:
+        self._traffic = traffic
         self._until = until
         self._result = result
         self._done = done
@@ -50,8 +50,7 @@ class LoadClient(asyncio.Protocol):
         self._head = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from it
         self._send()
 
     def _send(self) -> None:
@@ -60,7 +59,7 @@ class LoadClient(asyncio.Protocol):
             return
         self._tail, self._need, self._have, self._head = b"", -1, 0, b""
         self._started = time.perf_counter()
-        self._transport.writelines(self._talk.next())
+        self._transport.writelines(self._traffic.next())
 
     def data_received(self, data: bytes) -> None:
         if self._need == -1:
@@ -87,20 +86,20 @@ class LoadClient(asyncio.Protocol):
     def _complete(self) -> None:
         now = time.perf_counter()
         result = self._result
-        whole = b"".join(self._body)
-        good = b"[DONE]" in whole if self._need == -2 else b'"finish_reason"' in whole
-        if self._status == b"200" and good:
+        body = b"".join(self._body)
+        complete = b"[DONE]" in body if self._need == -2 else b'"finish_reason"' in body
+        if self._status == b"200" and complete:
             result.answered += 1
             if now <= self._until:
                 result.latencies.append(now - self._started)
         else:
-            self._fail(f"HTTP {self._status.decode()}: {whole[:300]!r}")
-        self._talk.heard(whole)
+            self._fail(f"HTTP {self._status.decode()}: {body[:300]!r}")
+        self._traffic.receive(body)
         self._send()
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, reason: str) -> None:
         self._result.errors += 1
-        self._result.first_error = self._result.first_error or why
+        self._result.first_error = self._result.first_error or reason
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._need != -1 or self._head or time.perf_counter() < self._until:
@@ -122,21 +121,22 @@ async def measure(
     kind: Kind = "calls",
     tokens: int = 250,
 ) -> LoadResult:
-    """`clients` connections to a stack for `seconds`; each client has a key, and so a session, of its own.
+    """Run `clients` connections to a stack for `seconds`. Each client has its own key, and so its own session.
 
-    `path` may name the key as `{key}`. Raises OSError when nothing listens."""
+    `path` may contain the key as `{key}`. Raises OSError if nothing listens.
+    """
     loop = asyncio.get_running_loop()
     result = LoadResult()
     started = time.perf_counter()
     done = []
     for number in range(clients):
         key = f"sk-bench-{name}-{kind}-{number}"
-        talk = TALKS[kind](port, path.format(key=key), key, numbers, stream=stream, tokens=tokens)
+        traffic = TRAFFIC[kind](port, path.format(key=key), key, numbers, stream=stream, tokens=tokens)
         finished = asyncio.Event()
         done.append(finished)
 
-        def make(talk: Talk = talk, finished: asyncio.Event = finished) -> LoadClient:
-            return LoadClient(talk, started + seconds, result, finished)
+        def make(traffic: ClientTraffic = traffic, finished: asyncio.Event = finished) -> LoadClient:
+            return LoadClient(traffic, started + seconds, result, finished)
 
         await loop.create_connection(make, "127.0.0.1", port)
     try:
@@ -145,6 +145,6 @@ async def measure(
     except TimeoutError:
         result.errors += sum(not event.is_set() for event in done)
         result.first_error = result.first_error or f"no answer within {DRAIN_SECONDS:.0f} s"
-    # A run that ended early, by its bound on requests, is as long as it lasted.
+    # A run may end early because of MAX_REQUESTS.
     result.seconds = min(seconds, time.perf_counter() - started)
     return result

@@ -1,4 +1,4 @@
-"""A database with a million calls, of rows as small as the schema allows, and how long its listings take."""
+"""A database of a million calls with minimal rows, and the time of its listings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BASE = 1_750_000_000.0
 
 
 def fill(path: Path, calls: int) -> None:
-    """`calls` calls in sessions of 50, each session that of a rollout, in groups of 8, each rollout with a trace."""
+    """Write `calls` calls in sessions of 50; every session is a rollout with a trace, in groups of 8."""
     asyncio.run(_make(path))
     sessions = calls // CALLS_IN_A_SESSION
     with closing(sqlite3.connect(path)) as db:
@@ -43,7 +43,7 @@ def fill(path: Path, calls: int) -> None:
 
 
 def measure(path: Path, calls: int) -> dict[str, float]:
-    """Milliseconds: of the queries within an open store, and of whole commands (`polar_...`)."""
+    """Return the milliseconds of queries in an open store, and of whole commands (`polar_...`)."""
     last = calls // CALLS_IN_A_SESSION - 1
     timed = asyncio.run(_queries(path, last))
     for name, command in (
@@ -53,9 +53,9 @@ def measure(path: Path, calls: int) -> dict[str, float]:
         ("polar_version_ms", ["--version"]),
     ):
         db = [] if command == ["--version"] else ["--db", str(path), "--json"]
-        begun = time.perf_counter()
+        started = time.perf_counter()
         subprocess.run([str(Path(sys.executable).with_name("polar")), *command, *db], check=True, capture_output=True)
-        timed[name] = round((time.perf_counter() - begun) * 1000, 1)
+        timed[name] = round((time.perf_counter() - started) * 1000, 1)
     return timed
 
 
@@ -68,9 +68,9 @@ async def _queries(path: Path, last: int) -> dict[str, float]:
     timed: dict[str, float] = {}
 
     async def clock(name: str, work: Any) -> None:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         await work
-        timed[name] = round((time.perf_counter() - begun) * 1000, 1)
+        timed[name] = round((time.perf_counter() - started) * 1000, 1)
 
     async with open_store(str(path), upgrade=False) as store:
         await clock("open_ms", store.schema_revision())

@@ -1,4 +1,4 @@
-"""The least a proxy can be: Starlette, uvicorn and an aiohttp client. Reads nothing, keeps nothing.
+"""A minimal proxy: Starlette, uvicorn and an aiohttp client that forward bytes and store nothing.
 
 python -m benchmarks._stacks.passthrough PORT UPSTREAM_URL
 """

@@ -1,4 +1,4 @@
-"""A real Ray cluster of several nodes on this machine, for `benchmarks/chaos.py`: nodes are killed."""
+"""A real Ray cluster of several nodes on this machine, whose nodes `benchmarks/chaos.py` kills."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from pathlib import Path
 from benchmarks._stacks.kill_targets import START_SECONDS, ServiceProcess, alive, descendants, spawn
 from benchmarks._stacks.stacks import StackError, free_port, tail
 
-# Nodes of one machine must not choose the same ports.
-SMALL = ["--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", str(80 << 20)]
-_RAYS = ("raylet", "ray::", "ray/_private", "ray.scripts", "polar_proxy.cli")
+# Nodes on one machine must not choose the same ports.
+RAY_OPTIONS = ["--min-worker-port", "0", "--max-worker-port", "0", "--object-store-memory", str(80 << 20)]
+_RAY_PROCESSES = ("raylet", "ray::", "ray/_private", "ray.scripts", "polar_proxy.cli")
 
 
-class Cluster:
-    """A Ray head that takes no work, nodes that do, and `polar serve --executor ray` over them. As a victim: a node."""
+class RayCluster:
+    """A Ray head without work, nodes that work, and `polar serve --executor ray` on them. Its target is a node."""
 
     name = "node"
 
-    def __init__(self, service: ServiceProcess, folder: Path, nodes: int, places: int, choose: random.Random) -> None:
-        """`service` is told of the cluster, and not started."""
+    def __init__(
+        self, service: ServiceProcess, folder: Path, nodes: int, places: int, random_source: random.Random
+    ) -> None:
+        """Add the cluster to the command of `service`, without starting it."""
         if importlib.util.find_spec("ray") is None:
             raise StackError("Ray is not installed: pip install 'polar-proxy[ray]'")
-        self.service, self._folder, self._places, self._random = service, folder, places, choose
-        # Ray's sockets have long names of their own, and a socket's name may have 107 characters in all.
+        self.service, self._folder, self._places, self._random = service, folder, places, random_source
+        # Ray's socket names are long, and the path of a socket may have at most 107 characters.
         self._own = Path(tempfile.mkdtemp(prefix="pr-", dir="/tmp"))
         self.address = f"127.0.0.1:{free_port()}"
         service.command += ["--executor", "ray", "--ray-address", self.address]
@@ -48,10 +50,10 @@ class Cluster:
         self.nodes: list[subprocess.Popen[bytes]] = []
         self._wanted = nodes
 
-    def begin(self) -> None:
-        """Everything up to a service whose nodes work. Raises Unavailable."""
+    def start_all(self) -> None:
+        """Start head, nodes and service, and wait until the nodes work. Raises StackError."""
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"]
-        size = ["--num-cpus", "0", "--include-dashboard", "false", *SMALL]
+        size = ["--num-cpus", "0", "--include-dashboard", "false", *RAY_OPTIONS]
         where = ["--port", self.address.rpartition(":")[2], "--temp-dir", str(self._own)]
         self._head = self._spawn("ray-head", [*ray, *size, *where], "Ray runtime started")
         while len(self.nodes) < self._wanted:
@@ -61,43 +63,55 @@ class Cluster:
         until(lambda: log.read_text().count("agents at a time, gateway") >= self._wanted, log, "the nodes do not work")
 
     def start(self) -> None:
-        """One more node; the service finds it by itself. On a busy machine Ray's own patience with a start may be too
-        short: it is started up to three times."""
+        """Start one more node, which the service finds by itself. Makes up to three attempts, because Ray's own timeout
+        may be too short on a busy machine."""
         program = [sys.executable, "-c", "import sys; from polar_proxy.cli import main; sys.exit(main())", "node"]
-        room = ["--ray-address", self.address, "--sandboxes", str(self._places), "--scoring", "2", "--", *SMALL]
+        options = [
+            "--ray-address",
+            self.address,
+            "--sandboxes",
+            str(self._places),
+            "--scoring",
+            "2",
+            "--",
+            *RAY_OPTIONS,
+        ]
         for left in (2, 1, 0):
             self._count += 1
             try:
-                self.nodes.append(self._spawn(f"node-{self._count}", [*program, *room], "Ray runtime started"))
+                self.nodes.append(self._spawn(f"node-{self._count}", [*program, *options], "Ray runtime started"))
                 return
             except StackError:
                 if not left:
                     raise
 
     def kill(self) -> bool:
-        """All Ray processes of one node; its sandboxes are left, as those of a killed service are."""
+        """Kill all Ray processes of one node; its sandboxes stay, like those of a killed service."""
         node = self.nodes.pop(self._random.randrange(len(self.nodes)))
-        doomed = [node.pid, *(pid for pid in descendants(node.pid) if any(mark in command(pid) for mark in _RAYS))]
-        for pid in doomed:
+        pids = [
+            node.pid,
+            *(pid for pid in descendants(node.pid) if any(mark in command(pid) for mark in _RAY_PROCESSES)),
+        ]
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         node.wait()
         return True
 
     def stop(self) -> None:
-        """Nodes as their owner would stop them, then the head with all that it started."""
+        """Stop the nodes normally, then kill the head with all its processes."""
         for node in self.nodes:
             node.terminate()
         for node in self.nodes:
             with suppress(subprocess.TimeoutExpired):
                 node.wait(60)
         for process in (*self.nodes, *([self._head] if self._head else [])):
-            doomed = [*descendants(process.pid), process.pid] if process.poll() is None else []
-            for pid in doomed:
+            pids = [*descendants(process.pid), process.pid] if process.poll() is None else []
+            for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
-        deadline = time.monotonic() + 20  # Ray's own processes end by themselves when their head is gone
+        deadline = time.monotonic() + 20  # Ray's other processes end by themselves without their head
         while time.monotonic() < deadline and ours(str(self._own)):
             time.sleep(0.2)
         self.nodes, self._head = [], None
@@ -105,11 +119,11 @@ class Cluster:
 
     def _spawn(self, name: str, words: list[str], ready: str) -> subprocess.Popen[bytes]:
         log = self._folder / f"{name}.log"
-        log.unlink(missing_ok=True)  # what a start before this one said must not count
+        log.unlink(missing_ok=True)  # an earlier start must not look like this one
         process = spawn(words, log, self._environment)
         until(lambda: ready in log.read_text() or process.poll() is not None, log, f"{name} is not ready")
         if process.poll() is not None:
-            raise StackError(f"{name} ended at its start: {tail(log)}")
+            raise StackError(f"{name} ended while starting: {tail(log)}")
         return process
 
 

@@ -1,8 +1,8 @@
-"""Runs in the peer's own Python: model calls, a JSON document a line on standard input, into its SQLite store.
+"""Writes model calls, one JSON document per line of standard input, into the peer's SQLite store.
 
     python rllm_store.py FILE
 
-Prints the time that it takes to read the session back, and how many calls came back, as JSON.
+Runs in the peer's own Python. Prints as JSON the time to read the session back, and the number of calls read.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ async def main(path):
         record = TraceRecord(**json.loads(line))
         session_id = record.session_id
         await store.store_trace(record.trace_id, session_id, record.model_dump())
-    begun = time.perf_counter()
-    found = await store.get_session_traces(session_id)
-    loaded = (time.perf_counter() - begun) * 1000
+    started = time.perf_counter()
+    traces = await store.get_session_traces(session_id)
+    loaded = (time.perf_counter() - started) * 1000
     await store.close()
-    print(json.dumps({"load_ms": round(loaded, 1), "calls": len(found)}))
+    print(json.dumps({"load_ms": round(loaded, 1), "calls": len(traces)}))
 
 
 asyncio.run(main(sys.argv[1]))

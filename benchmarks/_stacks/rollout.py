@@ -1,8 +1,8 @@
-"""Model calls of a coding agent, made up but of real text: what the store and its peer are given to keep.
+"""Made-up model calls of a coding agent with real text, for the store and its peer.
 
-Text: source code, searches, listings and docstrings of Python's own standard library, so that it repeats itself about
-as much as an agent's work does. Tokens: of polar-tiny's tokenizer. Log-probabilities: a float32 log-softmax over
-random logits, most near zero as a trained policy's are. The same seed gives the same calls.
+The text is source code, searches, listings and docstrings of Python's standard library, which repeat about as much as
+the work of an agent. Tokens come from polar-tiny's tokenizer. Log-probabilities are a float32 log-softmax of random
+logits, mostly near zero like those of a trained policy. The same seed gives the same calls.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import numpy as np
 import orjson
 from tokenizers import Tokenizer
 
+from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.sessions import SessionState
 from polar_proxy.types import CallRecord, ChatRequest, Choice, EngineInfo, Json, Logprobs, Message, TokenIds, ToolCall
 
-MODELS = Path(__file__).parents[2] / "polar_proxy" / "assets" / "polar_tiny"
 MODULES = (
     *("argparse", "ast", "asyncio/base_events", "base64", "bisect", "calendar", "collections/__init__", "configparser"),
     *("contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "dis", "doctest", "email/message"),
@@ -50,8 +50,8 @@ END = "<|im_end|>"
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """One call: the conversation that is sent (OpenAI form), the answer, and the exact tokens of both."""
+class CallData:
+    """One call: the conversation that is sent (OpenAI format), the answer, and the exact tokens of both."""
 
     messages: tuple[Json, ...]
     answer: Json
@@ -74,9 +74,9 @@ def tools() -> list[Json]:
     return made
 
 
-def conversation(turns: int, tokens: int, seed: int = 1) -> list[Turn]:
-    """`turns` calls, each of which extends the one before; the last prompt and answer have `tokens` tokens together
-    (within one observation's length)."""
+def conversation(turns: int, tokens: int, seed: int = 1) -> list[CallData]:
+    """Return `turns` calls that extend each other. The last prompt and answer have `tokens` tokens together, up to the
+    length of one observation."""
     rng, noise = random.Random(seed), np.random.default_rng(seed)
     system = f"You fix bugs in the Python library `lib{seed}`.\n\n" + "\n".join(_docstrings(rng, 12))
     messages: list[Json] = [
@@ -86,21 +86,23 @@ def conversation(turns: int, tokens: int, seed: int = 1) -> list[Turn]:
     head = f"<|im_start|>system\n{system}\n\n# Tools\n" + "\n".join(json.dumps(tool) for tool in tools()) + END + "\n"
     ids = [*_encode(head), *_encode(_turn("user", str(messages[1]["content"])))]
     generation = _encode("<|im_start|>assistant\n")
-    made: list[Turn] = []
+    made: list[CallData] = []
     clock = 1_750_000_000.0
     for number in range(turns):
         thought, name, arguments, observation = _step(rng)
         call_id = f"call_{rng.getrandbits(96):024x}"
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
         answer: Json = {"role": "assistant", "content": thought, "tool_calls": [call]}
-        said = f'{thought}\n<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>{END}'
-        sampled = _encode(said)
+        text = f'{thought}\n<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>{END}'
+        sampled = _encode(text)
         logprobs = _logprobs(noise, len(sampled))
         prompt = np.array([*ids, *generation], dtype=np.int32)
         clock += rng.uniform(2, 20)
-        made.append(Turn(tuple(messages), answer, prompt, np.array(sampled, dtype=np.int32), logprobs, round(clock, 6)))
-        room = (tokens - len(ids)) // (turns - number)  # what each of the turns to come may add
-        shown = _encode(observation)[: max(16, room - len(sampled) - 16)]
+        made.append(
+            CallData(tuple(messages), answer, prompt, np.array(sampled, dtype=np.int32), logprobs, round(clock, 6))
+        )
+        budget = (tokens - len(ids)) // (turns - number)  # tokens that each of the remaining turns may add
+        shown = _encode(observation)[: max(16, budget - len(sampled) - 16)]
         observation = _tokenizer().decode(shown)
         messages = [*messages, answer, {"role": "tool", "tool_call_id": call_id, "content": observation}]
         ids += [
@@ -111,15 +113,15 @@ def conversation(turns: int, tokens: int, seed: int = 1) -> list[Turn]:
     return made
 
 
-def records(session_id: str, turns: list[Turn], *, step: float = 0.0) -> Iterator[CallRecord]:
-    """The turns as the gateway records them, fingerprint of history included. `step` moves their times."""
+def records(session_id: str, turns: list[CallData], *, step: float = 0.0) -> Iterator[CallRecord]:
+    """Yield the calls as the gateway records them, with the fingerprint of the history. `step` is added to times."""
     session = SessionState(session_id, {})
-    listed = tools()
-    written = orjson.dumps(listed)
+    tool_list = tools()
+    tools_json = orjson.dumps(tool_list)
     for turn in turns:
         started = turn.started_at + step
         call_id = _call_id(session_id, started)
-        request = ChatRequest(model="polar-tiny", messages=tuple(map(_message, turn.messages)), tools=tuple(listed))
+        request = ChatRequest(model="polar-tiny", messages=tuple(map(_message, turn.messages)), tools=tuple(tool_list))
         place = session.place(call_id, request, now=started)
         fingerprint = session.record_answer(place, [_message(turn.answer)], "ok", now=started + 1)
         yield CallRecord(
@@ -138,7 +140,7 @@ def records(session_id: str, turns: list[Turn], *, step: float = 0.0) -> Iterato
             edge=place.edge,
             parent_call_id=place.parent_call_id,
             messages=tuple(json.dumps(message).encode() for message in turn.messages),
-            tools=written,
+            tools=tools_json,
             params={"model": "polar-tiny", "stream": True, "temperature": 1.0, "max_tokens": 8192},
             sampling={"temperature": 1.0, "max_tokens": 8192, "logprobs": True},
             prompt_ids=turn.prompt_ids,
@@ -167,7 +169,7 @@ INFO = EngineInfo(
 
 
 def _step(rng: random.Random) -> tuple[str, str, dict[str, str], str]:
-    """A thought, a tool with its arguments, and what the tool answers."""
+    """Return a thought, a tool with its arguments, and the tool's answer."""
     module = rng.choice(MODULES)
     lines = _source(module)
     start = rng.randrange(max(1, len(lines) - 160))
@@ -208,7 +210,7 @@ def _step(rng: random.Random) -> tuple[str, str, dict[str, str], str]:
 
 
 def _logprobs(noise: np.random.Generator, count: int) -> Logprobs:
-    """float32 [count]: of tokens sampled from distributions of 256 tokens, most nearly certain (mean about -0.3)."""
+    """Return float32 [count]: log-probabilities of samples from mostly peaked distributions (mean about -0.3)."""
     logits = noise.normal(0.0, 2.0, (count, 256))
     logits[:, 0] += noise.gamma(3.0, 5.0, count) + 4.0
     picked = np.argmax(logits + noise.gumbel(size=logits.shape), axis=1)
@@ -226,11 +228,11 @@ def _source(module: str) -> list[str]:
 
 @cache
 def _documents(module: str) -> list[str]:
-    """The first paragraphs of the module's docstrings."""
+    """Return the first paragraphs of the module's docstrings."""
     tree = ast.parse("\n".join(_source(module)))
     kinds = (ast.FunctionDef, ast.ClassDef, ast.Module)
     found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
-    return [" ".join(text.split("\n\n")[0].split()) for text in found if text] or ["Nothing is said."]
+    return [" ".join(text.split("\n\n")[0].split()) for text in found if text] or ["No documentation."]
 
 
 def _docstrings(rng: random.Random, count: int) -> list[str]:
@@ -239,7 +241,7 @@ def _docstrings(rng: random.Random, count: int) -> list[str]:
 
 @cache
 def _tokenizer() -> Any:
-    return Tokenizer.from_file(str(MODELS / "tokenizer.json"))
+    return Tokenizer.from_file(str(POLAR_TINY / "tokenizer.json"))
 
 
 def _encode(text: str) -> list[int]:
@@ -263,6 +265,6 @@ _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 
 
 def _call_id(session_id: str, at: float) -> str:
-    """As long and as hard to compress as `types.new_id` makes them, but of the session and the time only."""
+    """Return an id like those of `types.new_id`, but derived from session and time only."""
     rng = random.Random(f"{session_id}{at}")
     return f"call_{int(at * 1e6):013x}"[:17] + "".join(rng.choice(_ALPHABET) for _ in range(8))

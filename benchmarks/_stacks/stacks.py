@@ -1,4 +1,4 @@
-"""The proxies under measurement: how each is installed, started and stopped. One process each, on one core."""
+"""The measured proxies: how each is installed, started and stopped. Each is one process on one core."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from benchmarks._stacks.traffic import MODEL
 
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 120
-# Newer LiteLLMs need newer certificates than some package mirrors have; the choice changes nothing that is measured.
+# Newer LiteLLMs need newer certificates than some package mirrors have; the version does not affect the measurement.
 PEERS = {"litellm": ("1.106.0", "litellm[proxy]"), "rllm-model-gateway": ("0.1.0", "rllm-model-gateway")}
 
 
 class StackError(Exception):
-    """A stack cannot be measured here; the message says why."""
+    """A stack cannot run here; the message says why."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class RunningStack:
         return None
 
     def cpu_seconds(self) -> float:
-        """Processor time of all its threads so far; it tells the cost of a call also where the machine is busy."""
+        """Return the processor time of all its threads so far, a measure of cost that holds on a busy machine."""
         if self.process is None:
             return 0.0
         with suppress(OSError):
@@ -54,7 +54,7 @@ class RunningStack:
         return 0.0
 
     def stop(self) -> None:
-        """Ask it to end, so that it finishes its writes; kill it where it does not."""
+        """Terminate it, so that it finishes its writes; kill it if it does not end."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.terminate()
@@ -72,14 +72,14 @@ def free_port() -> int:
 
 
 def pinned(core: int | None) -> Callable[[], None] | None:
-    """What a child process runs to stay on one core."""
+    """Return a function that a child process runs to stay on one core."""
     return None if core is None else lambda: os.sched_setaffinity(0, {core})
 
 
 def spawn(
     name: str, command: list[str], core: int | None, folder: Path, **environment: str
 ) -> tuple[subprocess.Popen[bytes], Path]:
-    """Start a process on a core. It sees a bare environment: no keys and no proxies of the caller's."""
+    """Start a process on a core with a minimal environment, without the caller's keys and proxies."""
     log = folder / f"{name}.log"
     keep = {key: os.environ[key] for key in ("PATH", "HOME", "LANG", "TMPDIR", "VIRTUAL_ENV") if key in os.environ}
     environment = keep | {"PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1"} | environment
@@ -91,13 +91,13 @@ def spawn(
 
 
 def wait_ready(stack: RunningStack, url: str) -> RunningStack:
-    """Until the address answers anything at all."""
+    """Wait until the address answers with any status."""
     assert stack.process is not None
     assert stack.log is not None
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if stack.process.poll() is not None:
-            raise StackError(f"it ended at start: {tail(stack.log)}")
+            raise StackError(f"it ended while starting: {tail(stack.log)}")
         try:
             urllib.request.urlopen(url, timeout=2).close()
             return stack
@@ -115,7 +115,7 @@ def tail(log: Path) -> str:
 
 
 def environment_for(name: str, cache: Path) -> tuple[Path, str]:
-    """The peer's own Python, installed on first use with pip as it is configured; and the peer's version."""
+    """Return the Python of the peer's own environment, which pip installs on first use, and the peer's version."""
     version, package = PEERS[name]
     folder = cache / f"{name}-{version}"
     python = folder / "bin" / "python"

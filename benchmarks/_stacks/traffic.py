@@ -1,4 +1,4 @@
-"""The requests, as bytes made beforehand: single chats of 20 KB, and conversations of several turns. No two alike."""
+"""Requests as prepared bytes: single chats of 20 KB, and conversations of several turns. All requests differ."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal
 
 MODEL = "bench"
 MARK = b"bench-request-"
-"""Twelve digits follow, which make the request unique: a proxy may rightly take an equal one for a retry."""
+"""Precedes twelve digits that make the request unique, because a proxy may treat an equal one as a retry."""
 PROMPT_TOKENS = 5000
 REQUEST_BYTES = 20_000
 
 TURNS = 12
-"""Of a conversation; then its client begins another one."""
+"""Turns of a conversation; then its client starts another one."""
 FIRST_PROMPT_TOKENS = 2000
 TURN_TOKENS = 400
-"""What a tool's result and the marks around it add to the prompt."""
+"""Prompt tokens that a tool result with its template adds."""
 WORD = " return value"
 CALL_NAME = "look"
 CALL_ARGUMENTS = '{"path": "src/reader.py", "from": 12}'
@@ -27,8 +27,8 @@ _CALL_ID = re.compile(rb'"id":\s*"(call_[^"]+)"')
 _PROSE = "The function reads a file, checks each line and returns the ones that match. "
 
 
-class Talk:
-    """What one client says. `next` is the next request, in pieces; `heard` is given the answer to it."""
+class ClientTraffic:
+    """The requests of one client. `next` returns the next request in pieces; `receive` gets the answer to it."""
 
     def __init__(self, port: int, path: str, key: str, numbers: count[int], *, stream: bool, tokens: int) -> None:
         self._head = (
@@ -41,15 +41,15 @@ class Talk:
     def next(self) -> list[bytes]:
         raise NotImplementedError
 
-    def heard(self, answer: bytes) -> None:
-        """Only conversations go on from it."""
+    def receive(self, answer: bytes) -> None:
+        """Do nothing; conversations override this."""
 
     def _framed(self, *body: bytes) -> list[bytes]:
         return [self._head, b"%d\r\n\r\n" % sum(map(len, body)), *body]
 
 
-class Calls(Talk):
-    """Single chats of eleven messages with room for the digits in the last one."""
+class SingleChats(ClientTraffic):
+    """Single chats of eleven messages, with the digits in the last one."""
 
     def __init__(self, port: int, path: str, key: str, numbers: count[int], *, stream: bool, tokens: int) -> None:
         super().__init__(port, path, key, numbers, stream=stream, tokens=tokens)
@@ -63,16 +63,16 @@ class Calls(Talk):
         messages[1]["content"] += " " * (REQUEST_BYTES - len(json.dumps(body)))
         raw = json.dumps(body).encode()
         at = raw.index(MARK) + len(MARK)
-        self._before, self._behind = raw[:at], raw[at + 12 :]
+        self._before, self._after = raw[:at], raw[at + 12 :]
 
     def next(self) -> list[bytes]:
-        return self._framed(self._before, b"%012d" % next(self._numbers), self._behind)
+        return self._framed(self._before, b"%012d" % next(self._numbers), self._after)
 
 
-class Turns(Talk):
-    """An agent at work: system prompt, twelve tools, then a call and its result with every turn, all of it sent again.
+class Conversations(ClientTraffic):
+    """Conversations of an agent: system prompt, twelve tools, and a tool call with its result in every turn.
 
-    The digits behind the mark are ten of the conversation and two of the turn.
+    Of the digits, ten number the conversation and two the turn.
     """
 
     def __init__(self, port: int, path: str, key: str, numbers: count[int], *, stream: bool, tokens: int) -> None:
@@ -87,12 +87,12 @@ class Turns(Talk):
         frame = json.dumps({**self._frame, "tools": tools})
         self._before = f'{frame[:-1]}, "messages": [{json.dumps(system)}'.encode()
         function = {"name": CALL_NAME, "arguments": CALL_ARGUMENTS}
-        said = {"role": "assistant", "content": WORD * tokens}
-        said |= {"tool_calls": [{"id": "CALL-ID", "type": "function", "function": function}]}
-        self._said = json.dumps(said).encode().split(b"CALL-ID")
-        self._begin()
+        answer = {"role": "assistant", "content": WORD * tokens}
+        answer |= {"tool_calls": [{"id": "CALL-ID", "type": "function", "function": function}]}
+        self._answer = json.dumps(answer).encode().split(b"CALL-ID")
+        self._start()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         self._conversation, self._turn, self._call = next(self._numbers), 0, b""
         self._messages = [self._before]
 
@@ -105,14 +105,14 @@ class Turns(Talk):
             self._messages.append(result % (self._call, text, (_PROSE * 5).encode()[: TURN_TOKENS - 40]))
         return self._framed(*self._messages, b"]}")
 
-    def heard(self, answer: bytes) -> None:
+    def receive(self, answer: bytes) -> None:
         found = _CALL_ID.search(answer)
         self._turn += 1
         if found is None or self._turn == TURNS:
-            self._begin()
+            self._start()
             return
         self._call = found[1]
-        self._messages.append(b", " + self._call.join(self._said))
+        self._messages.append(b", " + self._call.join(self._answer))
 
 
-TALKS: dict[Kind, type[Talk]] = {"calls": Calls, "turns": Turns}
+TRAFFIC: dict[Kind, type[ClientTraffic]] = {"calls": SingleChats, "turns": Conversations}

@@ -1,12 +1,11 @@
-"""The engine of the benchmark: answers at once, and costs as little as Python allows.
+"""The engine of the benchmark: it answers at once, at the least cost that Python allows.
 
     python -m benchmarks._stacks.upstream PORT TOKENS[,TOKENS...] TOKENS_PER_CHUNK
 
-A hand-written protocol on uvloop. A benchmark request is known by the 12 digits that make it unique, or, where it comes
-as token ids, by how these begin. Its answer is made beforehand (`answers.py`; `max_tokens` says how long a one) except
-for prompt ids: 16 that follow from the digits, so that no two prompts are alike, or the ones that were sent.
-Everything else (version, models, how conversations are rendered, the questions that Polar asks at start) is answered by
-the scripted vLLM of the tests.
+A protocol on uvloop. A benchmark request is recognised by the 12 digits that make it unique, or, if it consists of
+token ids, by its first ids. Its answer is prepared (`answers.py`; `max_tokens` selects the length) except for the
+prompt ids: either 16 ids derived from the digits, so that all prompts differ, or the ids that were sent. Everything
+else (version, models, rendering, Polar's requests at its start) is answered by the scripted vLLM of the tests.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _LENGTH = re.compile(rb'"max_tokens": ?(\d+)')
 
 
 class Upstream(asyncio.Protocol):
-    """One connection; requests come one behind the other."""
+    """One connection, on which requests come one after the other."""
 
     def __init__(self, fake: FakeVllm, answers: dict[int, Answers]) -> None:
         self._fake = fake
@@ -39,8 +38,7 @@ class Upstream(asyncio.Protocol):
         self._need = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from it
         transport.set_write_buffer_limits(high=1 << 22)
 
     def data_received(self, data: bytes) -> None:
@@ -71,7 +69,7 @@ class Upstream(asyncio.Protocol):
             self._transport.writelines(canned.bytes(ids))
 
     def _canned(self, path: str, body: bytes) -> tuple[CannedAnswer, bytes] | None:
-        """The answer to a benchmark request, and the prompt ids that go into it."""
+        """Return the answer to a benchmark request, and the prompt ids to insert."""
         streamed = _STREAM.search(body) is not None
         if path == "/v1/completions":
             at = body.find(b'"prompt":[' + FIXED_BEGIN)
@@ -90,21 +88,21 @@ class Upstream(asyncio.Protocol):
         return canned, b",".join([b"1" + digits[start : start + 3] for start in (0, 3, 6, 9)] * (VARIED // 4))
 
     def _of(self, body: bytes) -> Answers:
-        """The answers that are as long as the request wants."""
-        asked = _LENGTH.search(body)
-        return self._answers[int(asked[1])] if asked else next(iter(self._answers.values()))
+        """Return the answers of the length that the request asks for."""
+        length = _LENGTH.search(body)
+        return self._answers[int(length[1])] if length else next(iter(self._answers.values()))
 
     def _scripted(self, path: str, body: bytes) -> bytes:
-        asked = json.loads(body) if body else {}
+        request = json.loads(body) if body else {}
         if path not in ("/v1/chat/completions", "/v1/completions"):
-            status, answer = self._fake.plain(path, asked)
-        elif (problem := self._fake.refusal(path, asked)) is not None:
+            status, answer = self._fake.plain(path, request)
+        elif (problem := self._fake.refusal(path, request)) is not None:
             status, answer = problem["error"]["code"], problem
-        elif asked.get("stream"):
-            events = [sse(chunk) for chunk in self._fake.chunks(path, asked, self._fake.default)]
+        elif request.get("stream"):
+            events = [sse(chunk) for chunk in self._fake.chunks(path, request, self._fake.default)]
             return http(200, b"".join(events) + b"data: [DONE]\n\n", "text/event-stream")
         else:
-            status, answer = 200, self._fake.whole(path, asked, self._fake.default)
+            status, answer = 200, self._fake.whole(path, request, self._fake.default)
         return http(status, json.dumps(answer).encode(), "application/json")
 
 
