@@ -1,4 +1,4 @@
-"""The three kinds, each skipped with the way to get it where it cannot run."""
+"""Fixtures for the three kinds of sandbox. A kind that this machine lacks is skipped with the way to get it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Opener = Callable[..., Awaitable[Sandbox]]
 
 @pytest.fixture(scope="session")
 def reasons() -> dict[str, str]:
-    """Why a kind cannot be used here, with the cure."""
+    """Return kind -> why it cannot be used here, and how to get it."""
     return {a.kind: f"{a.why_not}; {a.how_to_get}" for a in available() if not a.ok}
 
 
@@ -36,7 +36,7 @@ def state_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def opener(kind: str, state_dir: Path) -> AsyncIterator[Opener]:
-    """Opens sandboxes of the kind under test; afterwards checks that closing left nothing."""
+    """Open sandboxes of the kind under test. Afterwards check that closing left nothing."""
     opened: list[Sandbox] = []
 
     async def one(spec: SandboxSpec | None = None) -> Sandbox:

@@ -1,4 +1,4 @@
-"""What bubblewrap keeps apart, beyond the contract."""
+"""What bubblewrap isolates, beyond the contract."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ async def look(state_dir: Path, script: str) -> str:
         return (done.stdout + done.stderr).decode()
 
 
-async def test_the_host_is_not_there(kind: str, state_dir: Path, tmp_path: Path) -> None:
+async def test_host_files_are_invisible(kind: str, state_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     seen = await look(state_dir, f"ls -A / /run /tmp /var /home; ls {tmp_path} {ROOT} {Path.home()}; cat /etc/shadow")
     for name in ("root\n", "srv\n", "secret", "pyproject.toml", "docker.sock", "root:"):
         assert name not in seen
 
 
-async def test_no_privilege_and_no_way_to_one(kind: str, state_dir: Path) -> None:
+async def test_no_privileges_and_no_way_to_gain_them(kind: str, state_dir: Path) -> None:
     seen = await look(
         state_dir, "grep -E '^(Cap|NoNewPrivs)' /proc/self/status; unshare -U true || echo no user namespace"
     )
@@ -43,12 +43,12 @@ async def test_no_privilege_and_no_way_to_one(kind: str, state_dir: Path) -> Non
     assert "no user namespace" in seen
 
 
-async def test_the_system_is_read_only(kind: str, state_dir: Path) -> None:
+async def test_system_is_read_only(kind: str, state_dir: Path) -> None:
     for place in ("/", "/usr", "/etc", "/usr/local/bin"):
         assert "touched" not in await look(state_dir, f"touch {place}/x && echo touched")
 
 
-async def test_other_processes_and_the_supervisor_cannot_be_seen(kind: str, state_dir: Path) -> None:
+async def test_other_processes_and_the_supervisor_are_invisible(kind: str, state_dir: Path) -> None:
     seen = await look(state_dir, "for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline; echo; done")
     assert "supervisor" not in seen
     assert "python" not in seen
@@ -56,7 +56,7 @@ async def test_other_processes_and_the_supervisor_cannot_be_seen(kind: str, stat
 
 
 async def test_killing_every_python_inside_ends_no_command(kind: str, state_dir: Path) -> None:
-    """Agents do that; the shim above their command is a Python as well."""
+    """Agents do that, and the shim of their command is a Python process as well."""
     script = "pkill -9 python; pkill -9 -f python; pkill -9 -f supervisor; sleep 0.2; echo survived\n"
     async with await open_sandbox("bubblewrap", state_dir=state_dir) as sandbox:
         await sandbox.write("script", script.encode())  # a file: given by -c, pkill would find its own shell
@@ -64,7 +64,7 @@ async def test_killing_every_python_inside_ends_no_command(kind: str, state_dir:
         assert (done.exit_code, done.stdout) == (0, b"survived\n")
 
 
-async def test_killing_everything_inside_is_told(kind: str, state_dir: Path) -> None:
+async def test_killing_everything_inside_ends_the_sandbox(kind: str, state_dir: Path) -> None:
     async with await open_sandbox("bubblewrap", state_dir=state_dir) as sandbox:
         with pytest.raises(SandboxEnded):
             await sandbox.exec(["sh", "-c", "sleep 1000 & kill -9 -1; sleep 1000"], timeout=120)
@@ -73,7 +73,7 @@ async def test_killing_everything_inside_is_told(kind: str, state_dir: Path) -> 
     assert orphans.SandboxRegistry(state_dir).all() == []
 
 
-async def test_links_do_not_lead_the_owner_out(kind: str, state_dir: Path, tmp_path: Path) -> None:
+async def test_links_do_not_lead_outside(kind: str, state_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     async with await open_sandbox("bubblewrap", state_dir=state_dir) as sandbox:
         await sandbox.exec(["ln", "-s", str(tmp_path), "out"])
@@ -84,18 +84,18 @@ async def test_links_do_not_lead_the_owner_out(kind: str, state_dir: Path, tmp_p
     assert [p.name for p in tmp_path.iterdir() if p != state_dir] == ["secret"]
 
 
-async def test_a_program_cannot_lock_its_folders_against_removal(kind: str, state_dir: Path) -> None:
+async def test_locked_folders_are_removed(kind: str, state_dir: Path) -> None:
     await look(state_dir, "mkdir -p a/b/c; touch a/b/c/d; chmod 0 a/b/c a/b a")
     assert [p for p in state_dir.rglob("*") if p.name != "records"] == []
 
 
-async def test_memory_is_limited_for_all_processes_together(kind: str, state_dir: Path) -> None:
+async def test_memory_limit_covers_all_processes_together(kind: str, state_dir: Path) -> None:
     spec = SandboxSpec(limits=ResourceLimits(memory_mb=100, pids=50))
     async with await open_sandbox("bubblewrap", spec, state_dir=state_dir) as sandbox:
         if sandbox.unenforced:
             assert any(line.startswith("memory_mb") for line in sandbox.unenforced)
             pytest.skip(f"this user may not make control groups (run as root to test them): {sandbox.unenforced}")
-        # Each takes some 40 MB until all have taken theirs or were killed for it; four do not fit.
+        # Each process takes about 40 MB until all have, or were killed: four do not fit.
         taken = "(head -c 40000000 /dev/zero; touch end$i) | tail -c 40000000"
         one = f"{taken} | {{ until [ -e go ]; do sleep 0.1; done; wc -c; }}"
         every = "until [ -e end1 ] && [ -e end2 ] && [ -e end3 ] && [ -e end4 ]; do sleep 0.1; done; touch go; wait"
@@ -128,27 +128,27 @@ print(sorted(p.name for p in Path(sys.argv[1]).iterdir()))
 """
 
 
-def test_it_works_without_root(kind: str, tmp_path: Path) -> None:
+def test_works_without_root(kind: str, tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("not root: every other test here runs without root already")
     python = shutil.which("python3", path="/usr/local/bin:/usr/bin") or ""
     version = subprocess.run([python or "false", "-c", "import asyncio; asyncio.timeout"], check=False)
     if version.returncode != 0:
         pytest.skip("needs a Python 3.11 that every user may run, in /usr/bin or /usr/local/bin")
-    nobody, home = 65534, Path("/var/tmp") / f"polar-test-{os.getpid()}"
+    uid, home = 65534, Path("/var/tmp") / f"polar-test-{os.getpid()}"
     home.mkdir(mode=0o755)
     try:
         shutil.copytree(ROOT / "sandboxes", home / "sandboxes", ignore=shutil.ignore_patterns("__pycache__"))
         subprocess.run(["chmod", "-R", "a+rX", str(home)], check=True)
         state = home / "state"
         state.mkdir()
-        os.chown(state, nobody, nobody)
+        os.chown(state, uid, uid)
         done = subprocess.run(
             [python, "-B", "-c", SCRIPT, str(state)],
             cwd=home,
             env={"PATH": os.defpath + ":/usr/sbin:/sbin"},
-            user=nobody,
-            group=nobody,
+            user=uid,
+            group=uid,
             extra_groups=[],
             capture_output=True,
             text=True,
@@ -158,10 +158,10 @@ def test_it_works_without_root(kind: str, tmp_path: Path) -> None:
     finally:
         shutil.rmtree(home)
     assert done.stderr == ""
-    assert done.stdout.splitlines() == [str(nobody), "True", "127.0.0.1", "True", "b'data'", "['records']"]
+    assert done.stdout.splitlines() == [str(uid), "True", "127.0.0.1", "True", "b'data'", "['records']"]
 
 
-async def test_the_owners_descriptors_do_not_leak(kind: str, state_dir: Path) -> None:
+async def test_owners_descriptors_do_not_leak(kind: str, state_dir: Path) -> None:
     with (state_dir.parent / "open").open("w") as file:
         os.set_inheritable(file.fileno(), True)
         assert (await look(state_dir, "ls /proc/self/fd")).split() == ["0", "1", "2", "3"]  # 3 is ls's own

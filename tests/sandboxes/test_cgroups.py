@@ -1,4 +1,4 @@
-"""Where control groups are made and what is written, on made-up hierarchies of both versions."""
+"""Where control groups are made and what is written to them, on imitated hierarchies of both versions."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from sandboxes import ResourceLimits, SandboxError, cgroups
 LIMITS = ResourceLimits(memory_mb=100, cpus=1.5, pids=20)
 
 
-def test_version_2_below_the_root(tmp_path: Path) -> None:
+def test_version_2_group_is_below_the_root(tmp_path: Path) -> None:
     (tmp_path / "cgroup.subtree_control").write_text("cpuset cpu io memory pids\n")
     folders = cgroups.group_folders("polar-x", LIMITS, tmp_path, "0::/user.slice/session-1.scope\n")
     assert folders == [tmp_path / "polar-x"]
 
 
-def test_version_2_that_does_not_delegate_is_none(tmp_path: Path) -> None:
+def test_version_2_without_delegation_gives_none(tmp_path: Path) -> None:
     (tmp_path / "cgroup.subtree_control").write_text("pids\n")
     assert cgroups.group_folders("polar-x", LIMITS, tmp_path, "0::/\n") is None
     assert cgroups.group_folders("polar-x", ResourceLimits(None, None, 20, None), tmp_path, "0::/\n") is not None
 
 
-def test_version_1_below_the_own_group_of_each_controller(tmp_path: Path) -> None:
+def test_version_1_group_is_below_the_own_group_of_each_controller(tmp_path: Path) -> None:
     for name in ("memory/jobs/7", "cpu", "pids"):
         (tmp_path / name).mkdir(parents=True)
     own = "5:pids:/elsewhere\n4:memory:/jobs/7\n1:cpu,cpuacct:/\n0::/\n"
     folders = cgroups.group_folders("polar-x", LIMITS, tmp_path, own)
-    # A path that the mount does not show (another group's namespace): the mount's root is the own group.
+    # The mount does not show the path (another group's namespace): the mount's root is the own group.
     assert folders == [tmp_path / "cpu/polar-x", tmp_path / "memory/jobs/7/polar-x", tmp_path / "pids/polar-x"]
     assert cgroups.group_folders("polar-x", LIMITS, tmp_path, "5:pids:/\n") is None
 
 
-def test_nothing_to_limit_needs_no_group(tmp_path: Path) -> None:
+def test_no_limits_need_no_group(tmp_path: Path) -> None:
     assert cgroups.group_folders("polar-x", ResourceLimits(None, None, None, 5), tmp_path, "") is None
 
 
-def test_values() -> None:
+def test_limit_values() -> None:
     assert cgroups.settings(LIMITS, 2) == {
         "memory": [("memory.max", "104857600", True), ("memory.swap.max", "0", False)],
         "pids": [("pids.max", "20", True)],
@@ -49,12 +49,12 @@ def test_values() -> None:
     ]
 
 
-def test_a_user_who_may_not_gets_none_and_leaves_nothing(tmp_path: Path) -> None:
+def test_user_without_permission_gets_none(tmp_path: Path) -> None:
     assert cgroups.create([tmp_path / "a", tmp_path / "missing" / "b"], LIMITS) is None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_group_that_does_not_empty_is_an_error(tmp_path: Path) -> None:
+def test_group_that_keeps_processes_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "g").mkdir()
     (tmp_path / "g" / "process").touch()
     with pytest.raises(SandboxError, match="still holds"):

@@ -1,4 +1,4 @@
-"""What is available, and what `auto` takes."""
+"""Which kinds are available, and which one `auto` chooses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from sandboxes import SandboxSpec, SandboxUnavailable, available, choose, images, open_sandbox
 
 
-def test_available_names_every_kind_with_reason_and_cure() -> None:
+def test_available_lists_every_kind_with_reason_and_remedy() -> None:
     found = available()
     assert [a.kind for a in found] == ["docker", "bubblewrap", "process"]
     assert found[-1].ok
@@ -17,11 +17,11 @@ def test_available_names_every_kind_with_reason_and_cure() -> None:
         assert a.ok or (a.why_not and a.how_to_get)
 
 
-async def test_available_may_be_called_where_an_event_loop_runs() -> None:
+async def test_available_works_within_an_event_loop() -> None:
     assert len(available()) == 3
 
 
-def test_auto_takes_the_strongest_and_says_what_it_passed_over() -> None:
+def test_auto_chooses_the_strongest_with_the_reason() -> None:
     found = {a.kind: a for a in available()}
     strongest = next(kind for kind, a in found.items() if a.ok)
     choice = choose()
@@ -32,12 +32,12 @@ def test_auto_takes_the_strongest_and_says_what_it_passed_over() -> None:
             assert f"no {kind}: {a.why_not}" in choice.reason
 
 
-async def test_auto_opens_it(tmp_path: Path) -> None:
+async def test_auto_opens_a_sandbox(tmp_path: Path) -> None:
     async with await open_sandbox(state_dir=tmp_path) as sandbox:
         assert sandbox.kind == choose().kind
 
 
-def test_without_bwrap_and_engine_there_is_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_process_is_the_last_resort(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     choice = choose()
@@ -47,7 +47,7 @@ def test_without_bwrap_and_engine_there_is_process(monkeypatch: pytest.MonkeyPat
         choose("bubblewrap")
 
 
-async def test_an_explicit_kind_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_missing_explicit_kind_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     for kind in ("bubblewrap", "docker"):
@@ -56,7 +56,7 @@ async def test_an_explicit_kind_that_is_missing_is_an_error(monkeypatch: pytest.
     assert not list(tmp_path.glob("records/*"))
 
 
-def test_the_images_tag_follows_its_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_image_tag_changes_with_the_recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = images.tag()
     changed = tmp_path / "packages.txt"
     changed.write_text(images.PACKAGES.read_text() + "vim\n")

@@ -1,4 +1,4 @@
-"""What is docker's alone: hardening, images, the engine's traps."""
+"""What only docker has: hardening, images, peculiarities of the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ on_docker = pytest.mark.parametrize("kind", [pytest.param("docker", marks=full)]
 
 
 @on_docker
-async def test_no_privilege_and_no_way_to_one(kind: str, state_dir: Path) -> None:
+async def test_no_privileges_and_no_way_to_gain_them(kind: str, state_dir: Path) -> None:
     async with await open_sandbox("docker", state_dir=state_dir) as sandbox:
         status = (await sandbox.exec(["cat", "/proc/self/status"])).stdout.decode()
         for line in ("CapEff:\t0000000000000000", "CapBnd:\t0000000000000000", "NoNewPrivs:\t1"):
@@ -38,7 +38,7 @@ async def test_no_privilege_and_no_way_to_one(kind: str, state_dir: Path) -> Non
 
 
 @on_docker
-async def test_an_out_of_memory_kill_is_137_and_the_sandbox_lives_on(kind: str, state_dir: Path) -> None:
+async def test_out_of_memory_kill_is_137_and_the_sandbox_stays_usable(kind: str, state_dir: Path) -> None:
     spec = SandboxSpec(limits=ResourceLimits(memory_mb=64))
     async with await open_sandbox("docker", spec, state_dir=state_dir) as sandbox:
         done = await sandbox.exec(["python3", "-c", "x = bytearray(200 << 20)"], timeout=120)
@@ -47,7 +47,7 @@ async def test_an_out_of_memory_kill_is_137_and_the_sandbox_lives_on(kind: str, 
 
 
 @on_docker
-async def test_a_container_killed_from_outside_is_told(kind: str, state_dir: Path) -> None:
+async def test_container_killed_from_outside_ends_the_sandbox(kind: str, state_dir: Path) -> None:
     async with await open_sandbox("docker", state_dir=state_dir) as sandbox:
         started = asyncio.Event()
         command = ["sh", "-c", "echo started; sleep 1000"]
@@ -63,14 +63,14 @@ async def test_a_container_killed_from_outside_is_told(kind: str, state_dir: Pat
 
 
 @on_docker
-async def test_a_missing_image_names_the_cure(kind: str, state_dir: Path) -> None:
+async def test_missing_image_names_the_remedy(kind: str, state_dir: Path) -> None:
     with pytest.raises(SandboxUnavailable, match="docker pull no-such-image:1"):
         await open_sandbox("docker", SandboxSpec(image="no-such-image:1"), state_dir=state_dir)
     assert orphans.SandboxRegistry(state_dir).all() == []
 
 
 @on_docker
-async def test_labels(kind: str, state_dir: Path) -> None:
+async def test_container_has_the_labels(kind: str, state_dir: Path) -> None:
     async with await open_sandbox("docker", SandboxSpec(labels={"task": "7"}), state_dir=state_dir) as sandbox:
         async with docker_engine.docker_client() as engine:
             labels = (await engine.containers.container(sandbox.id).show())["Config"]["Labels"]
@@ -79,8 +79,8 @@ async def test_labels(kind: str, state_dir: Path) -> None:
 
 
 @on_docker
-async def test_the_listening_socket_without_root(kind: str, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member of the docker group may not enter namespaces: a helper container hands the socket over."""
+async def test_listening_socket_without_root(kind: str, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member of the docker group may not enter namespaces: a helper container passes the socket out."""
 
     def denied(*_: object) -> None:
         raise netns.CannotEnterNamespace("needs root")
@@ -107,7 +107,7 @@ async def test_the_listening_socket_without_root(kind: str, state_dir: Path, mon
 
 @pytest.fixture
 def unprivileged_image(kind: str, tmp_path: Path) -> Iterator[str]:
-    """The default image with a user of its own and files where home and working directory will be."""
+    """Build the default image with its own user, and files where home and working directory will be."""
     name = f"polar-test-user:{os.getpid()}"
     (tmp_path / "Dockerfile").write_text(
         f"FROM {images.tag()}\nRUN mkdir -p /workspace && touch /workspace/old && useradd -u 1234 -m other\n"
@@ -119,7 +119,7 @@ def unprivileged_image(kind: str, tmp_path: Path) -> Iterator[str]:
 
 
 @on_docker
-async def test_an_image_with_its_own_user_and_entrypoint(kind: str, state_dir: Path, unprivileged_image: str) -> None:
+async def test_image_with_its_own_user_and_entrypoint(kind: str, state_dir: Path, unprivileged_image: str) -> None:
     async with await open_sandbox("docker", SandboxSpec(image=unprivileged_image), state_dir=state_dir) as sandbox:
         done = await sandbox.exec(["sh", "-c", "id -u; ls -A . ~; touch x ~/y && echo written"])
         assert done.stdout.split() == [b"1234", b".:", f"{sandbox.home}:".encode(), b"written"]
@@ -132,7 +132,7 @@ async def test_an_image_with_its_own_user_and_entrypoint(kind: str, state_dir: P
 # ---------------------------------------------------------------- without an engine
 
 
-async def test_records_of_containers_wait_for_an_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_container_records_stay_until_an_engine_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
     dead = replace(orphans.OwnerProcess.me(), started="1")
     registry = orphans.SandboxRegistry(tmp_path)
@@ -141,6 +141,6 @@ async def test_records_of_containers_wait_for_an_engine(monkeypatch: pytest.Monk
     assert [record.id for record in registry.all()] == ["polar-x"]
 
 
-def test_the_network_of_a_process_that_is_not_the_containers_is_not_entered() -> None:
+def test_does_not_enter_the_network_of_another_process() -> None:
     with pytest.raises(SandboxError, match="same Linux"):
         netns.listen(os.getpid(), "polar-other", 0)

@@ -1,4 +1,4 @@
-"""A cancelled command in a container: ended beside what comes next, by the closing where that comes first."""
+"""A cancelled command in a container is ended in the background, or by `close` if that comes first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ on_docker = pytest.mark.parametrize("kind", [pytest.param("docker", marks=pytest
 
 
 async def cancelled(sandbox: DockerSandbox) -> asyncio.Task[None]:
-    """The end of a command that was cancelled a moment ago."""
+    """Cancel a command and return the task that ends it."""
     started = asyncio.Event()
     command = ["sh", "-c", "echo started; sleep 427 & sleep 427"]
     task = asyncio.ensure_future(sandbox.exec(command, on_output=lambda _: started.set()))
@@ -29,21 +29,21 @@ async def cancelled(sandbox: DockerSandbox) -> asyncio.Task[None]:
 
 
 @on_docker
-async def test_the_next_command_waits_for_its_end(kind: str, state_dir: Path) -> None:
+async def test_next_command_waits_for_its_end(kind: str, state_dir: Path) -> None:
     sandbox = await open_sandbox("docker", state_dir=state_dir)
     assert isinstance(sandbox, DockerSandbox)
     async with sandbox:
         ending = await cancelled(sandbox)
-        said = await sandbox.exec(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"])
+        processes = await sandbox.exec(["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"])
         assert ending.done()
-        assert b"sleep 427" not in said.stdout.replace(b"sh -c", b"")
+        assert b"sleep 427" not in processes.stdout.replace(b"sh -c", b"")
         assert not sandbox._ending
 
 
 @on_docker
 @pytest.mark.parametrize("cancel", [True, False])
-async def test_input_that_nobody_takes_holds_up_no_closing(kind: str, state_dir: Path, cancel: bool) -> None:
-    """The container goes while 64 MB are still on their way into it."""
+async def test_unread_input_does_not_delay_close(kind: str, state_dir: Path, cancel: bool) -> None:
+    """The container is removed while 64 MB of input are still being sent."""
     sandbox = await open_sandbox("docker", state_dir=state_dir)
     assert isinstance(sandbox, DockerSandbox)
     taking = asyncio.ensure_future(sandbox.exec(["sh", "-c", "sleep 427"], stdin=bytes(64 << 20)))
@@ -59,7 +59,7 @@ async def test_input_that_nobody_takes_holds_up_no_closing(kind: str, state_dir:
 
 
 @on_docker
-async def test_closing_does_not_wait_for_its_end(kind: str, state_dir: Path) -> None:
+async def test_close_does_not_wait_for_its_end(kind: str, state_dir: Path) -> None:
     sandbox = await open_sandbox("docker", state_dir=state_dir)
     assert isinstance(sandbox, DockerSandbox)
     ending = await cancelled(sandbox)

@@ -1,4 +1,4 @@
-"""The output of a command in docker is whole, however slowly the engine hands it on; scripted, as no engine is."""
+"""The output of a command in docker is complete, however slowly the engine delivers it. The engine is scripted."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ class Message:
 
 @dataclass
 class Execution:
-    """A command that is over at once, and leaves something running that holds its output open. `pauses`: before each
-    piece of its output, in seconds."""
+    """A command that ends at once and leaves a process that keeps its output open.
+
+    `pauses`: seconds before each piece of its output.
+    """
 
     pauses: list[float]
     stalls: bool = False
     asked: int = 0
     never: asyncio.Event = field(default_factory=asyncio.Event)
     cut: int = 0
-    """How often its connection was."""
+    """How often its connection was aborted."""
 
     def __post_init__(self) -> None:
-        # As an aiodocker stream holds the connection; `abort` below is the transport's.
+        # As in an aiodocker stream, `abort` is a method of the transport.
         self._resp = SimpleNamespace(connection=SimpleNamespace(transport=self))
 
     def abort(self) -> None:
@@ -55,7 +57,7 @@ class Execution:
         return {"Running": False, "ExitCode": 0}
 
 
-async def test_what_comes_slowly_behind_the_end_is_read() -> None:
+async def test_reads_output_that_arrives_slowly_after_the_end() -> None:
     run = CommandStream(b"", None, 100)
     execution = Execution([0.0, 0.3, *[DRAIN_SECONDS / 5] * 20])
     assert await run.follow(execution) == 0
@@ -63,13 +65,13 @@ async def test_what_comes_slowly_behind_the_end_is_read() -> None:
     assert execution.cut == 1
 
 
-async def test_what_came_while_this_process_stood_still_is_read() -> None:
+async def test_reads_output_that_arrived_while_suspended() -> None:
     run = CommandStream(b"", None, 100)
     assert await run.follow(Execution([0.25 + DRAIN_SECONDS / 3, *[0.0] * 5], stalls=True)) == 0
     assert run.out.value() == b"x" * 6
 
 
-async def test_nobody_waits_for_who_is_left_running() -> None:
+async def test_does_not_wait_for_background_processes() -> None:
     run = CommandStream(b"", None, 100)
     assert await asyncio.wait_for(run.follow(Execution([0.0])), 60) == 0
     assert run.out.value() == b"x"

@@ -1,4 +1,4 @@
-"""`kill -9` of an owner leaves nothing once the sweep has run, and the sweep touches nothing of a living owner."""
+"""After `kill -9` of an owner the sweep removes everything, and it never touches what a living owner has."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def supervisors(ident: str, state_dir: Path) -> list[int]:
 
 
 def alive(process: asyncio.subprocess.Process) -> int:
-    """How many of the three programs that this owner started live, seen from the host, with whatever environment."""
+    """Return how many of the three programs of this owner are alive, seen from the host."""
     count = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -75,7 +75,7 @@ async def containers(ident: str) -> int:
         return len(await engine.containers.list(all=True, filters=label))
 
 
-async def test_the_sweep_removes_what_a_killed_owner_left(
+async def test_sweep_removes_what_a_killed_owner_left(
     owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
 ) -> None:
     process, ident = owner
@@ -84,7 +84,7 @@ async def test_the_sweep_removes_what_a_killed_owner_left(
     process.kill()
     await process.wait()
     if kind != "docker":
-        # The supervisor's lifeline is cut: everything ends without any sweep, in a moment.
+        # The control socket is closed, so everything ends at once, without a sweep.
         await until(lambda: not list(orphans.marked_processes({ident})) and not alive(process))
     removed = await sweep(state_dir)
     assert not list(orphans.marked_processes({ident}))
@@ -98,7 +98,7 @@ async def test_the_sweep_removes_what_a_killed_owner_left(
 
 
 @pytest.mark.parametrize("kind", ["process", "bubblewrap"], indirect=True)  # a container has no supervisor
-async def test_the_sweep_ends_processes_whose_supervisor_was_killed_too(
+async def test_sweep_kills_processes_without_a_supervisor(
     owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
 ) -> None:
     process, ident = owner
@@ -113,7 +113,7 @@ async def test_the_sweep_ends_processes_whose_supervisor_was_killed_too(
     assert [p for p in state_dir.rglob("*") if p.name != "records"] == []
 
 
-async def test_the_sweep_spares_living_owners(
+async def test_sweep_spares_living_owners(
     owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
 ) -> None:
     process, ident = owner
@@ -125,7 +125,7 @@ async def test_the_sweep_spares_living_owners(
 
 
 @pytest.mark.parametrize("kind", [pytest.param("docker", marks=pytest.mark.full)], indirect=True)
-async def test_a_container_is_found_by_its_label_when_its_record_is_lost(
+async def test_sweep_finds_a_container_by_its_label(
     owner: tuple[asyncio.subprocess.Process, str], kind: str, state_dir: Path
 ) -> None:
     process, ident = owner
@@ -140,7 +140,7 @@ async def test_a_container_is_found_by_its_label_when_its_record_is_lost(
 # ---------------------------------------------------------------- who is dead
 
 
-def test_an_owner_is_dead_only_if_that_is_certain() -> None:
+def test_owner_is_dead_only_if_certain() -> None:
     me = orphans.OwnerProcess.me()
     assert not me.dead()
     assert replace(me, started="1").dead()  # the pid was given to another process
@@ -149,7 +149,7 @@ def test_an_owner_is_dead_only_if_that_is_certain() -> None:
     assert not replace(me, pid_namespace="pid:[1]", pid=2**22 + 1).dead()
 
 
-def test_a_zombie_owner_is_dead() -> None:
+def test_zombie_owner_is_dead() -> None:
     process = subprocess.Popen(["sleep", "1000"])
     owner = replace(orphans.OwnerProcess.me(), pid=process.pid, started=orphans.start_time(process.pid) or "")
     assert not owner.dead()
@@ -159,7 +159,7 @@ def test_a_zombie_owner_is_dead() -> None:
     process.wait()
 
 
-def test_a_process_with_a_reused_pid_is_not_killed(tmp_path: Path) -> None:
+def test_process_with_a_reused_pid_is_not_killed(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", "1000"])
     dead = replace(orphans.OwnerProcess.me(), started="1")
     record = orphans.SandboxRecord("polar-x", "process", dead, processes=[(process.pid, "1")])
@@ -172,7 +172,7 @@ def test_a_process_with_a_reused_pid_is_not_killed(tmp_path: Path) -> None:
     assert registry.all() == []
 
 
-def test_records_of_a_newer_version_are_refused(tmp_path: Path) -> None:
+def test_rejects_records_of_a_newer_version(tmp_path: Path) -> None:
     registry = orphans.SandboxRegistry(tmp_path)
     record = orphans.SandboxRecord("polar-x", "process", orphans.OwnerProcess.me())
     registry.write(record)
@@ -182,11 +182,11 @@ def test_records_of_a_newer_version_are_refused(tmp_path: Path) -> None:
         asyncio.run(sweep(tmp_path))
 
 
-def test_sweeping_where_nothing_ever_was(tmp_path: Path) -> None:
+def test_sweep_of_an_empty_folder(tmp_path: Path) -> None:
     assert [r for r in asyncio.run(sweep(tmp_path / "none")) if r.what != "container"] == []
 
 
-async def test_a_crowd_of_sandboxes_closes_while_another_process_sweeps(
+async def test_many_sandboxes_close_while_another_process_sweeps(
     kind: str, state_dir: Path, opener: Callable[[], Awaitable[Sandbox]]
 ) -> None:
     async def life() -> None:

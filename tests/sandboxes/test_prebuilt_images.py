@@ -1,4 +1,4 @@
-"""Images with programs prebuilt in: named by what is in them, made once, and the same inside as on this machine."""
+"""Prebuilt images: named by their content, built once, with the same files as on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def program(folder: Path, text: str = "hello") -> Path:
     return folder
 
 
-def test_the_name_says_what_is_in_it(tmp_path: Path) -> None:
+def test_name_depends_on_the_content(tmp_path: Path) -> None:
     one = program(tmp_path / "one")
     name = prebuilt_tag("sha256:base", [one])
     assert prebuilt_tag("sha256:base", [one, one]) == name
@@ -62,7 +62,7 @@ def test_every_change_changes_the_name(tmp_path: Path) -> None:
     assert len(set(names)) == len(names)
 
 
-def test_what_the_engine_gets(tmp_path: Path) -> None:
+def test_build_context(tmp_path: Path) -> None:
     one = program(tmp_path / "one")
     file = io.BytesIO()
     write_context(file, "sha256:base", [one])
@@ -79,7 +79,7 @@ def test_what_the_engine_gets(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-async def test_made_once_and_there_inside(tmp_path: Path, reasons: dict[str, str]) -> None:
+async def test_built_once_with_the_files_inside(tmp_path: Path, reasons: dict[str, str]) -> None:
     if "docker" in reasons:
         pytest.skip(reasons["docker"])
     text = uuid.uuid4().hex
@@ -102,7 +102,7 @@ async def test_made_once_and_there_inside(tmp_path: Path, reasons: dict[str, str
 
 
 @pytest.mark.full
-async def test_what_nobody_uses_is_removed(tmp_path: Path, reasons: dict[str, str]) -> None:
+async def test_prune_removes_unused_images(tmp_path: Path, reasons: dict[str, str]) -> None:
     if "docker" in reasons:
         pytest.skip(reasons["docker"])
     agents = [program(tmp_path / name, uuid.uuid4().hex) for name in ("changed", "installed", "used")]

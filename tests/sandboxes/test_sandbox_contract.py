@@ -1,4 +1,4 @@
-"""The promises of `sandboxes/base.py`, one test each, for every kind."""
+"""The promises of `sandboxes/base.py`, one test each, for every kind of sandbox."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ async def sh(sandbox: Sandbox, script: str, timeout: float | None = 120, **more:
 
 
 async def running(sandbox: Sandbox, name: str) -> bool:
-    """Whether a process of this sandbox with this argument is alive inside (zombies have no command line)."""
-    # The brackets keep the pattern from finding itself; elsewhere on the machine others may sleep as well.
+    """Return whether a process with this argument is alive inside. Zombies have no command line."""
+    # The brackets keep the pattern from matching itself.
     pattern = f"sleep [{name[0]}]{name[1:]} "
     script = f"for p in /proc/[0-9]*; do tr '\\0' ' ' <$p/cmdline; done 2>/dev/null | grep -c '{pattern}'"
     return (await sh(sandbox, script)).stdout.strip() != b"0"
@@ -47,12 +47,12 @@ async def test_arguments_are_not_read_by_a_shell(sandbox: Sandbox) -> None:
         await sandbox.exec("ls")
 
 
-async def test_death_by_signal_is_128_plus_its_number(sandbox: Sandbox) -> None:
+async def test_exit_status_of_a_signal_is_128_plus_its_number(sandbox: Sandbox) -> None:
     assert (await sh(sandbox, "kill -9 $$")).exit_code == 137
     assert (await sh(sandbox, "kill -15 $$")).exit_code == 143
 
 
-async def test_what_cannot_be_started_says_so(sandbox: Sandbox) -> None:
+async def test_program_that_cannot_start_reports_the_reason(sandbox: Sandbox) -> None:
     missing = await sandbox.exec(["no-such-program"])
     assert missing.exit_code == 127
     assert b"no-such-program" in missing.stderr
@@ -62,7 +62,7 @@ async def test_what_cannot_be_started_says_so(sandbox: Sandbox) -> None:
     assert b"/no/such/folder" in nowhere.stderr
 
 
-async def test_stdin_and_its_end(sandbox: Sandbox) -> None:
+async def test_stdin_ends(sandbox: Sandbox) -> None:
     assert (await sandbox.exec(["cat"], timeout=120)).stdout == b""
     data = bytes(range(256)) * 4096
     assert (await sandbox.exec(["cat"], stdin=data, timeout=120)).stdout == data
@@ -70,7 +70,7 @@ async def test_stdin_and_its_end(sandbox: Sandbox) -> None:
     assert unread.exit_code == 0
 
 
-async def test_environment_is_clean_and_given(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_environment_has_only_the_given_variables(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_API_KEY", "x")
     sandbox = await opener(SandboxSpec(env={"A": "1", "B": "1"}))
     result = await sandbox.exec(["env"], env={"B": "2", "C": "a=b c"})
@@ -81,7 +81,7 @@ async def test_environment_is_clean_and_given(opener: Opener, monkeypatch: pytes
     assert env["PATH"]
 
 
-async def test_home_and_workdir_are_empty_writable_and_own(opener: Opener) -> None:
+async def test_home_and_workdir_are_empty_writable_and_separate(opener: Opener) -> None:
     first, second = await opener(), await opener()
     script = 'pwd; ls -A . "$HOME"; touch here "$HOME/there"'
     result = await sh(first, script)
@@ -108,13 +108,13 @@ async def test_commands_share_files_and_background_processes(sandbox: Sandbox) -
     assert (await sh(sandbox, "cat file")).stdout == b"1\n"
 
 
-async def test_a_background_process_does_not_hold_a_command(sandbox: Sandbox) -> None:
+async def test_background_process_does_not_delay_a_command(sandbox: Sandbox) -> None:
     result = await sh(sandbox, "echo done; sleep 1000 &")
     assert result.stdout == b"done\n"
     assert not result.timed_out
 
 
-async def test_output_comes_while_the_command_runs(sandbox: Sandbox) -> None:
+async def test_output_arrives_while_the_command_runs(sandbox: Sandbox) -> None:
     pieces: list[bytes] = []
     seen = asyncio.Event()
 
@@ -132,7 +132,7 @@ async def test_output_comes_while_the_command_runs(sandbox: Sandbox) -> None:
     assert b"".join(pieces) == b"one\ntwo\n"
 
 
-async def test_an_error_of_the_callback_ends_the_command_and_comes_out(sandbox: Sandbox) -> None:
+async def test_callback_error_ends_the_command_and_is_raised(sandbox: Sandbox) -> None:
     def on_output(data: bytes) -> None:
         raise KeyError("mine")
 
@@ -160,7 +160,7 @@ async def assert_gone(sandbox: Sandbox) -> None:
 
 
 async def test_timeout_ends_the_whole_tree(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four minutes pass on the loop's clock as soon as the program is known to run."""
+    """The loop's clock advances by four minutes once the program runs."""
     loop = asyncio.get_running_loop()
     real, passed = loop.time, 0.0
     monkeypatch.setattr(loop, "time", lambda: real() + passed)
@@ -196,7 +196,7 @@ async def test_ending_one_command_leaves_the_others(sandbox: Sandbox) -> None:
     assert (await other).stdout == b"fine\n"
 
 
-async def test_cancelling_at_any_moment_leaves_a_usable_sandbox(sandbox: Sandbox) -> None:
+async def test_cancellation_at_any_moment_leaves_a_usable_sandbox(sandbox: Sandbox) -> None:
     for step in range(8):
         task = asyncio.ensure_future(sandbox.exec(["sleep", "426"]))
         await asyncio.sleep(step * 0.002)
@@ -219,7 +219,7 @@ async def test_close_ends_running_commands_and_is_final(opener: Opener) -> None:
         await sandbox.read("x")
 
 
-async def test_many_at_once(opener: Opener, kind: str) -> None:
+async def test_many_commands_at_once(opener: Opener, kind: str) -> None:
     count = 6 if kind == "docker" else 24
 
     async def one(number: int) -> bytes:
@@ -247,7 +247,7 @@ async def test_opening_can_be_cancelled(opener: Opener, state_dir: Path) -> None
 # ---------------------------------------------------------------- files
 
 
-async def test_files_go_in_and_out(sandbox: Sandbox) -> None:
+async def test_reads_and_writes_files(sandbox: Sandbox) -> None:
     data = bytes(range(256)) * 5000
     await sandbox.write("a/b/data.bin", data)
     assert await sandbox.read("a/b/data.bin") == data
@@ -261,7 +261,7 @@ async def test_files_go_in_and_out(sandbox: Sandbox) -> None:
     assert await sandbox.read("empty") == b""
 
 
-async def test_reading_refuses_what_is_no_file_or_too_large(sandbox: Sandbox) -> None:
+async def test_read_rejects_other_than_files_and_large_files(sandbox: Sandbox) -> None:
     with pytest.raises(FileNotFoundError):
         await sandbox.read("missing")
     with pytest.raises(IsADirectoryError):
@@ -275,7 +275,7 @@ async def test_reading_refuses_what_is_no_file_or_too_large(sandbox: Sandbox) ->
         await asyncio.wait_for(sandbox.read("fifo"), 120)
 
 
-async def test_trees_are_written_below_their_root_only(sandbox: Sandbox) -> None:
+async def test_write_tree_stays_below_its_root(sandbox: Sandbox) -> None:
     await sandbox.write_tree({"a.py": b"1", "pkg/b.py": b"22", "pkg/deep/c.py": b""})
     await sandbox.write_tree({"d": b"4"}, root="pkg/other")
     found = (await sh(sandbox, "find . -type f | sort; cat pkg/b.py pkg/other/d")).stdout
@@ -306,7 +306,7 @@ async def test_mounts(opener: Opener, kind: str, tmp_path: Path) -> None:
         assert not (shared / "other").exists()
 
 
-async def test_folders_at_places_of_their_own(opener: Opener, kind: str) -> None:
+async def test_further_folders(opener: Opener, kind: str) -> None:
     spec = SandboxSpec(workdir="/app", folders=("/tests", "/logs"))
     if kind == "process":
         with pytest.raises(SandboxError, match="no file system of its own"):
@@ -323,14 +323,14 @@ async def test_folders_at_places_of_their_own(opener: Opener, kind: str) -> None
         await opener(SandboxSpec(workdir="app"))
 
 
-async def test_impossible_mounts_are_refused_before_the_start(opener: Opener, tmp_path: Path) -> None:
+async def test_rejects_impossible_mounts_before_the_start(opener: Opener, tmp_path: Path) -> None:
     for mount in (Mount(tmp_path / "missing", "/mnt"), Mount(tmp_path, "relative"), Mount(tmp_path, "/")):
         with pytest.raises(SandboxError, match="cannot mount"):
             await opener(SandboxSpec(mounts=(mount,)))
 
 
-async def test_a_python_of_the_host_runs_from_a_mounted_environment(opener: Opener, tmp_path: Path) -> None:
-    """As harnesses do: their environment is made on the host and appears inside, read-only, at the same path."""
+async def test_mounted_python_environment_of_the_host_runs(opener: Opener, tmp_path: Path) -> None:
+    """As for harnesses: the environment is made on the host and appears inside, read-only, at the same path."""
     home = tmp_path / "venv"
     await asyncio.to_thread(venv.create, home, symlinks=True)
     base = Path(sys.base_prefix)
@@ -369,11 +369,11 @@ async def test_file_size_limit(opener: Opener) -> None:
     assert int((await sh(sandbox, "stat -c %s big")).stdout) <= 1 << 20
 
 
-async def test_process_limit_or_the_word_that_there_is_none(opener: Opener) -> None:
+async def test_process_limit_is_enforced_or_reported(opener: Opener) -> None:
     sandbox = await opener(SandboxSpec(limits=ResourceLimits(pids=40)))
     if any(line.startswith("pids") for line in sandbox.unenforced):
         return
-    # Forks 100 sleeps and counts those that live; a refused fork ends the shell.
+    # Forks 100 sleeps and counts the living ones. A refused fork ends the shell.
     await sh(sandbox, "i=0; while [ $i -lt 100 ]; do sleep 427 & i=$((i+1)); done", timeout=120)
     await sandbox.kill_all()
     result = await sh(sandbox, "i=0; while [ $i -lt 100 ]; do sleep 1000 & i=$((i+1)); done; echo all")
@@ -385,7 +385,7 @@ async def test_process_limit_or_the_word_that_there_is_none(opener: Opener) -> N
 # ---------------------------------------------------------------- network
 
 
-async def test_the_network_is_the_listening_socket_and_nothing_else(opener: Opener, kind: str) -> None:
+async def test_network_has_only_the_listening_socket(opener: Opener, kind: str) -> None:
     sandbox, other = await opener(), await opener()
     listening = await sandbox.listen()
     if kind == "process":
@@ -403,7 +403,7 @@ async def test_the_network_is_the_listening_socket_and_nothing_else(opener: Open
     async with server:
         assert (await sandbox.exec(["bash", "-c", ask], timeout=120)).stdout == b"hello you\n"
         assert (await other.exec(["bash", "-c", ask], timeout=120)).exit_code != 0
-        # A server of the host's own network on the same port number would be another one.
+        # A server on the host's own network with the same port number is another server.
         host = await asyncio.start_server(answer, "127.0.0.1", 0)
         async with host:
             elsewhere = host.sockets[0].getsockname()[1]
@@ -419,8 +419,8 @@ async def test_the_network_is_the_listening_socket_and_nothing_else(opener: Open
 # ---------------------------------------------------------------- the event loop
 
 
-async def test_nothing_blocks_the_event_loop(opener: Opener) -> None:
-    """The longest turn of the loop while a sandbox is opened, used and closed stays far below a second."""
+async def test_does_not_block_the_event_loop(opener: Opener) -> None:
+    """No iteration of the loop takes long while a sandbox is opened, used and closed."""
     with watched() as watch:
         async with await opener() as sandbox:
             await sandbox.write("x", b"x" * 5_000_000)
@@ -431,6 +431,6 @@ async def test_nothing_blocks_the_event_loop(opener: Opener) -> None:
     assert watch.worst < 0.5
 
 
-async def test_it_says_what_it_is(sandbox: Sandbox, kind: str) -> None:
+async def test_states_its_kind_and_isolation(sandbox: Sandbox, kind: str) -> None:
     assert sandbox.kind == kind
     assert sandbox.isolation.endswith(".")

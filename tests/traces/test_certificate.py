@@ -1,4 +1,4 @@
-"""What a certificate tells of a trace, by hand; its schema; its short form in the store."""
+"""Certificates of traces by hand, their JSON Schema, and their short form in the store."""
 
 from __future__ import annotations
 
@@ -41,94 +41,99 @@ SECOND = call(
 )
 
 
-def test_what_is_told() -> None:
-    told = one(FIRST, SECOND)
-    assert (told["schema"], told["builder"], told["on_drift"], told["session_id"]) == (1, "merged", "split", "sess_1")
-    assert (told["grade"], told["reasons"]) == ("continued", ["continued"])
-    assert (told["parent_trace_id"], told["branch_at"], told["branch_hash"], told["prompt_length"]) == (
+def test_certificate_of_two_turns() -> None:
+    fields = one(FIRST, SECOND)
+    assert (fields["schema"], fields["builder"], fields["on_drift"], fields["session_id"]) == (
+        1,
+        "merged",
+        "split",
+        "sess_1",
+    )
+    assert (fields["grade"], fields["reasons"]) == ("continued", ["continued"])
+    assert (fields["parent_trace_id"], fields["branch_at"], fields["branch_hash"], fields["prompt_length"]) == (
         None,
         0,
         None,
         3,
     )
-    assert told["engines"] == [
+    assert fields["engines"] == [
         {"engine": "scripted", "version": "1", "model": "m", "template_hash": "t", "logprob_mode": "processed"}
     ]
-    assert (told["rescored"], told["drift"], told["audit"]) == (None, [], None)
-    kinds = [(span["kind"], span["call_id"], span["start"], span["end"], span["n"]) for span in told["spans"]]
+    assert (fields["rescored"], fields["drift"], fields["audit"]) == (None, [], None)
+    kinds = [(span["kind"], span["call_id"], span["start"], span["end"], span["n"]) for span in fields["spans"]]
     assert kinds == [
         ("context", "a", 0, 3, 3),
         ("sampled", "a", 0, 3, 3),
         ("context", "b", 6, 7, 1),
         ("sampled", "b", 0, 1, 1),
     ]
-    assert [span["prompt_mode"] for span in told["spans"]] == ["render"] * 2 + ["continue"] * 2
-    first, last = told["spans"][1], told["spans"][3]
+    assert [span["prompt_mode"] for span in fields["spans"]] == ["render"] * 2 + ["continue"] * 2
+    first, last = fields["spans"][1], fields["spans"][3]
     assert (first["versions"], first["past_reasoning"], first["sampling"]) == ([(0, None)], None, None)
     assert (last["versions"], last["past_reasoning"], last["engine"]) == ([(0, "3")], "keep", 0)
-    assert told["head"] == last["hash"]
-    assert len({span["hash"] for span in told["spans"]} | {told["seed"]}) == 5
+    assert fields["head"] == last["hash"]
+    assert len({span["hash"] for span in fields["spans"]} | {fields["seed"]}) == 5
 
 
-def test_the_chain_as_the_docs_say() -> None:
-    """Made anew from docs/guide/data.md, with nothing of Polar."""
+def test_hash_chain_is_as_documented() -> None:
+    """Compute the hashes as docs/guide/data.md describes them, without code of Polar."""
 
-    def chained(before: bytes, told: Json | bytes, *data: bytes) -> bytes:
-        text = told if isinstance(told, bytes) else json.dumps(told, sort_keys=True, separators=(",", ":")).encode()
+    def chained(before: bytes, value: Json | bytes, *data: bytes) -> bytes:
+        text = value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
         framed = struct.pack("<I", len(text)) + text
         return hashlib.blake2b(before + framed + b"".join(data), digest_size=16, person=b"polar trace").digest()
 
     made = merged([FIRST, SECOND])
     (trace,) = made.traces
-    (told,) = (one.to_json() for one in certify([FIRST, SECOND], made).values())
+    (fields,) = (one.to_json() for one in certify([FIRST, SECOND], made).values())
     uncovered = ("grade", "audit", "seed", "spans", "head")
-    link = chained(b"", {name: value for name, value in told.items() if name not in uncovered})
-    assert link.hex() == told["seed"]
+    link = chained(b"", {name: value for name, value in fields.items() if name not in uncovered})
+    assert link.hex() == fields["seed"]
     position = 0
-    for span in told["spans"]:
+    for span in fields["spans"]:
         here = slice(position, position + span["n"])
         position = here.stop
-        said = struct.pack(f"<{span['n']}f", *trace.logprobs[here]) if span["kind"] == "sampled" else b""
+        logprobs = struct.pack(f"<{span['n']}f", *trace.logprobs[here]) if span["kind"] == "sampled" else b""
         identity = {name: value for name, value in span.items() if name != "hash"}
-        link = chained(link, identity, struct.pack(f"<{span['n']}i", *trace.token_ids[here]), said)
+        link = chained(link, identity, struct.pack(f"<{span['n']}i", *trace.token_ids[here]), logprobs)
         assert link.hex() == span["hash"]
-    assert link.hex() == told["head"]
+    assert link.hex() == fields["head"]
     calls = [call("a", 0, [1, 2], [3]), call("b", 1, [1, 2, 4], [5])]
     branch = list(certify(calls, tree(calls)).values())[1].to_json()
     assert chained(b"", struct.pack("<2i", 1, 2)).hex() == branch["branch_hash"]
 
 
-def test_the_policy_versions_of_an_answer() -> None:
+def test_policy_versions_of_an_answer() -> None:
     changed = replace(FIRST, weight_version="4")
     choice = replace(changed.choices[0], versions=((0, "3"), (2, "4")))
-    told = one(replace(changed, choices=(choice,)))
-    assert told["spans"][1]["versions"] == [(0, "3"), (2, "4")]
-    assert told["grade"] == "exact"
+    fields = one(replace(changed, choices=(choice,)))
+    assert fields["spans"][1]["versions"] == [(0, "3"), (2, "4")]
+    assert fields["grade"] == "exact"
     late = replace(changed.choices[0], versions=((2, "5"),))
     assert one(replace(changed, choices=(late,)))["spans"][1]["versions"] == [(0, "4"), (2, "5")]
 
 
-def test_weights_that_changed_where_nobody_knows() -> None:
-    told = one(replace(FIRST, weight_version="3..4"))
-    assert told["spans"][1]["versions"] == [(0, "3..4")]
-    assert (told["grade"], told["reasons"]) == ("approximate", ["weights_changed"])
+def test_weights_changed_at_an_unknown_token() -> None:
+    fields = one(replace(FIRST, weight_version="3..4"))
+    assert fields["spans"][1]["versions"] == [(0, "3..4")]
+    assert (fields["grade"], fields["reasons"]) == ("approximate", ["weights_changed"])
 
 
-def test_the_sampling_is_told_where_it_matters() -> None:
+def test_sampling_is_recorded_if_it_changed_the_distribution() -> None:
     sampling = {"temperature": 0.5, "top_p": 1.0, "top_k": 20, "min_p": 0.0, "seed": 1 << 70, "stop": ["\ud83d"]}
-    told = one(replace(FIRST, logprob_mode="raw", sampling=sampling))
-    assert told["spans"][1]["sampling"] == {"temperature": 0.5, "top_k": 20}
-    assert (told["grade"], told["reasons"]) == ("approximate", ["off_distribution"])
+    fields = one(replace(FIRST, logprob_mode="raw", sampling=sampling))
+    assert fields["spans"][1]["sampling"] == {"temperature": 0.5, "top_k": 20}
+    assert (fields["grade"], fields["reasons"]) == ("approximate", ["off_distribution"])
 
 
-def test_two_engines() -> None:
+def test_spans_name_their_engine() -> None:
     other = replace(SECOND, engine=replace(INFO, version="2"))
-    told = one(FIRST, other)
-    assert [engine["version"] for engine in told["engines"]] == ["1", "2"]
-    assert [span.get("engine") for span in told["spans"]] == [None, 0, None, 1]
+    fields = one(FIRST, other)
+    assert [engine["version"] for engine in fields["engines"]] == ["1", "2"]
+    assert [span.get("engine") for span in fields["spans"]] == [None, 0, None, 1]
 
 
-def test_drift_is_told_where_it_concerns() -> None:
+def test_drift_is_in_the_trace_of_the_drifted_call() -> None:
     split = certify([FIRST, DRIFTED], merged([FIRST, DRIFTED]))
     assert [[event.call_id for event in certificate.drift] for certificate in split.values()] == [[], ["b"]]
     joined = one(FIRST, DRIFTED, on_drift="canonical")
@@ -147,14 +152,14 @@ def test_drift_is_told_where_it_concerns() -> None:
     assert (joined["on_drift"], joined["grade"], joined["reasons"]) == ("canonical", "approximate", ["canonical"])
 
 
-async def test_who_rescored_is_told() -> None:
+async def test_rescored_trace_names_its_scorer() -> None:
     built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), PositionScorer())
-    (told,) = (one.to_json() for one in certify([FIRST, DRIFTED], built).values())
-    assert told["rescored"] == {"engine": "scripted", "version": "1", "model": "m", "weight_version": "5"}
-    assert told["reasons"] == ["canonical", "rescored"]
+    (fields,) = (one.to_json() for one in certify([FIRST, DRIFTED], built).values())
+    assert fields["rescored"] == {"engine": "scripted", "version": "1", "model": "m", "weight_version": "5"}
+    assert fields["reasons"] == ["canonical", "rescored"]
 
 
-def test_a_branch_tells_what_it_stands_behind() -> None:
+def test_branch_has_the_hash_of_the_tokens_before_it() -> None:
     calls = [call("a", 0, [1, 2], [3]), call("b", 1, [1, 2, 4], [5]), call("c", 2, [1, 2, 6], [7])]
     built = tree(calls)
     root, one, other = (certificate.to_json() for certificate in certify(calls, built).values())
@@ -249,17 +254,17 @@ def test_trace_without_a_certificate_is_not_restored() -> None:
         {"choices": (replace(SECOND.choices[0], versions=((0, "8"),)),)},
     ],
 )
-def test_a_call_that_was_changed_since_is_found(changed: dict[str, Any]) -> None:
+def test_detects_a_call_changed_since_the_build(changed: dict[str, Any]) -> None:
     built = merged([FIRST, SECOND])
     short = {trace_id: one.stored() for trace_id, one in certify([FIRST, SECOND], built).items()}
     with pytest.raises(CertificateError, match="polar build sess_1"):
         restore(short, built.traces, [FIRST, replace(SECOND, **changed)])
 
 
-def test_a_trace_that_was_changed_since_is_found() -> None:
+def test_detects_a_trace_changed_since_the_build() -> None:
     built = merged([FIRST, SECOND])
     short = {trace_id: one.stored() for trace_id, one in certify([FIRST, SECOND], built).items()}
-    hurt = built.traces[0].logprobs.copy()
-    hurt[3] = np.nextafter(hurt[3], np.float32(0))
+    changed = built.traces[0].logprobs.copy()
+    changed[3] = np.nextafter(changed[3], np.float32(0))
     with pytest.raises(CertificateError):
-        restore(short, [replace(built.traces[0], logprobs=hurt)], [FIRST, SECOND])
+        restore(short, [replace(built.traces[0], logprobs=changed)], [FIRST, SECOND])

@@ -1,4 +1,4 @@
-"""The checker: right rows pass, and every kind of damage in `damage.py` is caught, wherever it strikes."""
+"""The checker accepts correct rows and detects every mutation of `mutations.py`, wherever it is made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, Json
 from tests.factories import call
 from tests.traces.conversations import conversations
-from tests.traces.mutations import WOUNDS
+from tests.traces.mutations import MUTATIONS
 from tests.traces.random_sessions import sessions
 from tests.traces.rows import lines, rows, rows_of
 from tests.traces.test_canonical import DRIFTED, FIRST, PositionScorer
@@ -33,7 +33,7 @@ BUILDS = [("per_call", "split"), ("tree", "split"), *(("merged", policy) for pol
 @pytest.mark.parametrize(("builder", "on_drift"), BUILDS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(calls=conversations())
-def test_what_a_builder_made_is_right(builder: str, on_drift: str, calls: list[CallRecord]) -> None:
+def test_accepts_rows_of_conversations(builder: str, on_drift: str, calls: list[CallRecord]) -> None:
     made = rows_of(calls, builder, on_drift)
     checked = check_lines(lines(made))
     assert checked.bad == []
@@ -43,26 +43,26 @@ def test_what_a_builder_made_is_right(builder: str, on_drift: str, calls: list[C
 @pytest.mark.parametrize("builder", ["per_call", "tree", "merged"])
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(session=sessions())
-def test_wild_sessions_too(builder: str, session: tuple[list[CallRecord], dict[str, str]]) -> None:
+def test_accepts_rows_of_random_sessions(builder: str, session: tuple[list[CallRecord], dict[str, str]]) -> None:
     assert check_lines(lines(rows_of(session[0], builder))).bad == []
 
 
-async def test_rescored_rows_are_right() -> None:
+async def test_accepts_rescored_rows() -> None:
     built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), PositionScorer())
     (row,) = rows([FIRST, DRIFTED], built)
     assert check_row(row) == []
     assert row["grade"] == "approximate"
 
 
-@pytest.mark.parametrize("wound", WOUNDS)
+@pytest.mark.parametrize("mutation", MUTATIONS)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls=conversations(), build=st.sampled_from(BUILDS), seed=st.integers(0, 1 << 30))
-def test_damage_is_caught(wound: str, calls: list[CallRecord], build: tuple[str, str], seed: int) -> None:
+def test_detects_every_mutation(mutation: str, calls: list[CallRecord], build: tuple[str, str], seed: int) -> None:
     made = rows_of(calls, *build)
-    hurt = copy.deepcopy(made)
-    assume(made and WOUNDS[wound](hurt, Random(seed)))
-    assume(hurt != made)
-    assert check_lines(lines(hurt)).bad
+    changed = copy.deepcopy(made)
+    assume(made and MUTATIONS[mutation](changed, Random(seed)))
+    assume(changed != made)
+    assert check_lines(lines(changed)).bad
 
 
 def _forged(row: Json, change: Callable[[Json], object]) -> Json:
@@ -89,39 +89,39 @@ SCORER = {"engine": "vllm", "version": "1", "model": "m", "weight_version": None
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
-        (lambda told: told["spans"][3].update(prompt_mode="continue"), "continued is missing"),
+        (lambda fields: fields["spans"][3].update(prompt_mode="continue"), "continued is missing"),
         (
-            lambda told: told.update(reasons=["off_distribution"], grade="approximate"),
+            lambda fields: fields.update(reasons=["off_distribution"], grade="approximate"),
             "off_distribution is given without cause",
         ),
-        (lambda told: told["spans"][3].update(sampling={"temperature": 0.5}), "off_distribution is missing"),
-        (lambda told: told["spans"][3].update(versions=[[0, "3..4"]]), "weights_changed is missing"),
-        (lambda told: told["spans"][3].update(versions=[[1, "3"]]), "do not tile"),
-        (lambda told: told["spans"][3].update(versions=[[0, "3"], [2, "4"]]), "do not tile"),
-        (lambda told: told["spans"][3].update(versions=[[0, "3"], [0, "4"]]), "do not tile"),
-        (lambda told: told["spans"][3].update(engine=5), "not described"),
-        (lambda told: told["spans"][3].update(call_id="c"), "no answer of b follows"),
-        (lambda told: told["spans"][3].update(start=1, end=3), "not whole"),
-        (lambda told: told["spans"][2].update(start=7, end=8), "begins at 7"),
-        (lambda told: told.update(on_drift=None), "on_drift cannot be None"),
-        (lambda told: told.update(branch_hash="0" * 32), "must be set together"),
-        (lambda told: told.update(rescored=SCORER), "rescored is missing"),
+        (lambda fields: fields["spans"][3].update(sampling={"temperature": 0.5}), "off_distribution is missing"),
+        (lambda fields: fields["spans"][3].update(versions=[[0, "3..4"]]), "weights_changed is missing"),
+        (lambda fields: fields["spans"][3].update(versions=[[1, "3"]]), "do not tile"),
+        (lambda fields: fields["spans"][3].update(versions=[[0, "3"], [2, "4"]]), "do not tile"),
+        (lambda fields: fields["spans"][3].update(versions=[[0, "3"], [0, "4"]]), "do not tile"),
+        (lambda fields: fields["spans"][3].update(engine=5), "not described"),
+        (lambda fields: fields["spans"][3].update(call_id="c"), "no answer of b follows"),
+        (lambda fields: fields["spans"][3].update(start=1, end=3), "not whole"),
+        (lambda fields: fields["spans"][2].update(start=7, end=8), "begins at 7"),
+        (lambda fields: fields.update(on_drift=None), "on_drift cannot be None"),
+        (lambda fields: fields.update(branch_hash="0" * 32), "must be set together"),
+        (lambda fields: fields.update(rescored=SCORER), "rescored is missing"),
     ],
 )
-def test_what_cannot_be_is_caught_though_the_hashes_are_right(change: Callable[[Json], object], said: str) -> None:
+def test_detects_contradictions_with_correct_hashes(change: Callable[[Json], object], expected: str) -> None:
     row = _forged(ROW, change)
     row["grade"] = row["certificate"]["grade"]
     row["spans"] = [{name: span[name] for name in row["spans"][0]} for span in row["certificate"]["spans"]]
-    assert any(said in problem for problem in check_row(row)), check_row(row)
+    assert any(expected in problem for problem in check_row(row)), check_row(row)
 
 
-def test_an_audit_may_lower_the_grade_and_not_raise_it() -> None:
+def test_audit_may_lower_the_grade_but_not_raise_it() -> None:
     assert check_row(_audited(ROW, "rejected")) == []
-    (marked,) = rows_of([FIRST, DRIFTED], on_drift="canonical")
-    assert check_row(_audited(marked, "rejected")) == []
-    assert any("grade" in problem for problem in check_row(_audited(marked, "exact")))
+    (approximate,) = rows_of([FIRST, DRIFTED], on_drift="canonical")
+    assert check_row(_audited(approximate, "rejected")) == []
+    assert any("grade" in problem for problem in check_row(_audited(approximate, "exact")))
 
 
 def _audited(row: Json, grade: str) -> Json:
@@ -130,13 +130,13 @@ def _audited(row: Json, grade: str) -> Json:
     return row
 
 
-def test_what_a_certificate_does_not_cover() -> None:
-    """Told in docs/guide/data.md: the reward and what else the row says of its rollout are no part of it."""
+def test_reward_and_task_are_not_covered() -> None:
+    """docs/guide/data.md says so: the certificate does not cover what the row says of its rollout."""
     assert check_row({**ROW, "reward": 1.0, "task_id": "another"}) == []
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected"),
     [
         (b"{", "not JSON"),
         (b'{"logprobs": [NaN]}', "not JSON"),
@@ -145,13 +145,13 @@ def test_what_a_certificate_does_not_cover() -> None:
         (b'{"certificate": {"schema": 2}}', "update Polar"),
     ],
 )
-def test_what_is_no_row(line: bytes, said: str) -> None:
+def test_rejects_lines_that_are_not_rows(line: bytes, expected: str) -> None:
     ((number, _, problems),) = check_lines([b"\n", line]).bad
     assert number == 2
-    assert said in problems[0]
+    assert expected in problems[0]
 
 
-def test_an_answer_in_two_rows_is_trained_twice() -> None:
+def test_detects_an_answer_in_two_rows() -> None:
     one, other = rows_of([FIRST], "tree"), rows_of([FIRST], "tree")
     ((line, trace_id, problems),) = check_lines(lines([*one, *other])).bad
     assert (line, trace_id) == (2, other[0]["trace_id"])
@@ -159,37 +159,37 @@ def test_an_answer_in_two_rows_is_trained_twice() -> None:
     assert check_lines(lines([*one, *rows_of([FIRST], "merged")])).bad == []
 
 
-def test_branches_are_checked_against_what_they_stand_behind() -> None:
+def test_detects_branches_after_other_tokens() -> None:
     made = rows_of([FIRST, DRIFTED, call("c", 2, [1, 9, 7, 2, 8], [6])], "tree")
     assert [row["branch_at"] for row in made] == [0, 3, 4]
     assert check_lines(lines(made[::-1])).bad == []
     other = rows_of([call("a", 0, [1, 9, 8], [2, 3, 9])], "tree")
-    root = _forged(other[0], lambda told: told.update(trace_id=made[0]["trace_id"]))
+    root = _forged(other[0], lambda fields: fields.update(trace_id=made[0]["trace_id"]))
     root["trace_id"] = made[0]["trace_id"]
-    said = [problems for _, _, problems in check_lines(lines([root, *made[1:]])).bad]
-    assert ["other tokens" in problems[0] for problems in said] == [True, True]
+    found = [problems for _, _, problems in check_lines(lines([root, *made[1:]])).bad]
+    assert ["other tokens" in problems[0] for problems in found] == [True, True]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_reports_bad_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "train.jsonl"
     file.write_bytes(b"".join(lines([ROW])))
     assert main([str(file)]) == 0
     assert capsys.readouterr() == ("", "1 rows, 0 bad\n")
-    hurt = copy.deepcopy(ROW)
-    hurt["response_ids"][0] += 1
-    file.write_bytes(b"".join(lines([ROW, hurt])))
+    bad = copy.deepcopy(ROW)
+    bad["response_ids"][0] += 1
+    file.write_bytes(b"".join(lines([ROW, bad])))
     assert main([str(file)]) == 1
     out, err = capsys.readouterr()
     assert out.startswith(f"{file}:2: {ROW['trace_id']}: the hashes do not chain at span 1 (sampled, a)")
     assert (out.count("\n"), err) == (1, "2 rows, 1 bad\n")
     assert main([str(file), "--json"]) == 1
-    told = orjson.loads(capsys.readouterr().out)
-    assert (told["rows"], [bad["line"] for bad in told["bad"]]) == (2, [2])
+    report = orjson.loads(capsys.readouterr().out)
+    assert (report["rows"], [entry["line"] for entry in report["bad"]]) == (2, [2])
     assert main([str(tmp_path / "none.jsonl")]) == 2
     assert "cannot read" in capsys.readouterr().err
 
 
-def test_it_runs_alone_and_needs_little(tmp_path: Path) -> None:
+def test_command_imports_no_database_or_engine(tmp_path: Path) -> None:
     file = tmp_path / "train.jsonl"
     file.write_bytes(b"".join(lines([ROW])))
     done = subprocess.run(
