@@ -92,16 +92,6 @@ def test_text_that_cannot_be_a_stop_string_is_not_held() -> None:
     assert stream.stopped_at is not None
 
 
-@given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.text(max_size=20)), max_size=5))
-def test_cached_pieces_tokenise_like_the_whole(tokenizer: Any, turns: list[tuple[str, str]]) -> None:
-    template = ChatTemplate(tokenizer)
-    messages = tuple(Message(role, text) for role, text in [("system", "s"), *turns])
-    text = template.render(ChatRequest("", messages))
-    expected = tokenizer.encode(text, add_special_tokens=False)
-    assert template.encode(text) == expected
-    assert template.encode(text) == expected, "from the cache as well"
-
-
 def test_messages_as_templates_expect_them() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
     assert flat_text(parts) == "a\nb"

@@ -9,9 +9,6 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-import re
-import threading
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
@@ -22,7 +19,6 @@ from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, Reasoni
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Json, Message
 
-_CACHED_SEGMENTS = 4096
 _SHOWN = (THINK, END_THINK, CALL, END_CALL)
 """Tokens that some tokenizers mark as special, but whose text the answer parser needs."""
 
@@ -37,9 +33,6 @@ class ChatTemplate:
         self.source: str | None = template if isinstance(template, str) or template is None else json.dumps(template)
         self.has_tools = self.source is not None and "tools" in self.source and CALL in self.source
         self._has_reasoning = self.source is not None and THINK in self.source
-        self._segments: OrderedDict[str, list[int]] = OrderedDict()
-        self._lock = threading.Lock()
-        self._boundary = self._safe_boundary()
 
     @property
     def hash(self) -> str | None:
@@ -66,16 +59,8 @@ class ChatTemplate:
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of rendered text.
-
-        Segments between end-of-turn tokens are cached, so that a growing conversation costs only its new turn.
-        """
-        if self._boundary is None:
-            return list(self._backend.encode(text, add_special_tokens=False).ids)
-        ids: list[int] = []
-        for segment in filter(None, self._boundary.split(text)):
-            ids += self._encode_segment(segment)
-        return ids
+        """Return the token ids of rendered text."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of a raw prompt, with what the tokenizer puts around it (such as a BOS token)."""
@@ -86,35 +71,6 @@ class ChatTemplate:
         if not self._has_reasoning:
             return "off"
         return "open" if prompt.rstrip().endswith(THINK) else "tags"
-
-    def _encode_segment(self, segment: str) -> list[int]:
-        with self._lock:
-            known = self._segments.get(segment)
-            if known is not None:
-                self._segments.move_to_end(segment)
-                return known
-        ids = list(self._backend.encode(segment, add_special_tokens=False).ids)
-        with self._lock:
-            self._segments[segment] = ids
-            if len(self._segments) > _CACHED_SEGMENTS:
-                self._segments.popitem(last=False)
-        return ids
-
-    def _safe_boundary(self) -> re.Pattern[str] | None:
-        """Return where text may be cut without changing its tokens: after the end-of-turn token.
-
-        None if a test text shows that cutting there changes the tokens of this tokenizer.
-        """
-        end = self._tokenizer.eos_token
-        if not end or not re.fullmatch(r"<\S+>", end):
-            return None
-        sample = f"a b{end}\n c{end}{end} d\n\n e {end}f"
-        boundary = re.compile(f"(?<={re.escape(end)})")
-        whole = list(self._backend.encode(sample, add_special_tokens=False).ids)
-        parts: list[int] = []
-        for segment in filter(None, boundary.split(sample)):
-            parts += self._backend.encode(segment, add_special_tokens=False).ids
-        return boundary if parts == whole else None
 
 
 def template_message(message: Message) -> Json:
