@@ -1,4 +1,4 @@
-"""A model made on the fly: the architecture, tokenizer and template of the bundled policy, with random weights."""
+"""A model with the architecture, tokenizer and template of the bundled policy, and random weights."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TEMPLATE = """\
 
 
 def make_random_model(folder: Path, *, context_length: int = 4096, vocab_size: int = 1000) -> Path:
-    """Write a small Qwen3 with random weights (sharp enough that its tokens have unlike probabilities)."""
+    """Write a small Qwen3 with random weights (sharp enough that its tokens have different probabilities)."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""The promises of `Engine.sample(..., prompt=ids)`, as tests; fixtures as for `EngineContract`."""
+"""Tests of the promises of `Engine.sample(..., prompt=...)`; fixtures as for `EngineContract`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engines.engine_contract import PLAIN, WEATHER, Answer, assert_scored,
 
 
 def _well_formed(answer: Answer) -> bool:
-    """It calls, and its calls are whole. (Servers differ in how they tell one that is cut or malformed.)"""
+    """Return whether an answer has calls and all are whole. (Servers report cut or malformed calls differently.)"""
     try:
         arguments = [json.loads(text) for text in answer.arguments.values()]
     except ValueError:
@@ -38,20 +38,20 @@ async def _refusal(engine: Engine, request: ChatRequest, prompt: list[int]) -> s
 
 
 class ContinuationContract:
-    """What `sample(..., prompt=ids)` promises, for engines with the capability `continue`."""
+    """Subclass it for an engine with the capability `continue`."""
 
     @pytest.fixture(name="special_ids")
     def _special_ids(self, model_dir: Path) -> frozenset[int]:
         return frozenset(AutoTokenizer.from_pretrained(model_dir).all_special_ids)
 
-    async def test_it_can_continue(self, engine: Engine) -> None:
+    async def test_accepts_rendered_prompts(self, engine: Engine) -> None:
         assert "continue" in engine.info.capabilities
         for request in (chat(), chat(tools=(WEATHER,))):
             prompt = np.array(await engine.render(request), dtype=np.int32)
             await engine.accept_prompt(request, prompt)
 
-    async def test_the_prompt_is_exactly_what_was_given(self, engine: Engine) -> None:
-        """Ids that no tokenizer would make of their text, the request saying another conversation altogether."""
+    async def test_samples_from_exactly_the_given_ids(self, engine: Engine) -> None:
+        """The ids are not the tokenizer's own, and the request contains another conversation."""
         request = chat("something else")
         first = await run(engine, chat(sampling=replace(PLAIN, seed=1)))
         suffix = (await engine.render(request))[-9:]
@@ -61,14 +61,14 @@ class ContinuationContract:
         assert list(result.prompt_ids) == prompt
         await assert_scored(engine, result)
 
-    async def test_without_what_opens_the_answer(self, engine: Engine) -> None:
+    async def test_renders_without_the_opening_of_the_answer(self, engine: Engine) -> None:
         for request in (chat(), chat(tools=(WEATHER,))):
             whole, closed = await engine.render(request), await engine.render(request, generation=False)
             assert whole[: len(closed)] == closed
             assert len(whole) > len(closed)
 
     @pytest.mark.parametrize("more", [{}, {"tools": (WEATHER,)}, {"tools": (WEATHER,), "tool_choice": "none"}])
-    async def test_answers_are_read_as_ever(self, engine: Engine, more: dict[str, Any]) -> None:
+    async def test_answers_parse_as_in_a_chat(self, engine: Engine, more: dict[str, Any]) -> None:
         for text in ("def main(): return 1", "What is the weather in Paris? Use the tool."):
             request = chat(text, sampling=replace(PLAIN, temperature=0.0, max_tokens=60), **more)
             rendered, exact = (
@@ -82,7 +82,7 @@ class ContinuationContract:
             if "<tool_call>" not in await engine.decode(one.token_ids) or _well_formed(one):
                 assert read(one) == read(two)
 
-    async def test_streamed_and_whole_answers_are_alike_from_ids(self, engine: Engine) -> None:
+    async def test_streamed_and_whole_answers_to_ids_are_equal(self, engine: Engine) -> None:
         request = chat(tools=(WEATHER,), sampling=replace(PLAIN, seed=11, max_tokens=40, n=2))
         prompt = await engine.render(request)
         streamed = await run(engine, request, prompt=prompt, stream=True)
@@ -93,7 +93,7 @@ class ContinuationContract:
             assert read(one) == read(two)
         await assert_scored(engine, streamed)
 
-    async def test_alternatives_of_an_exact_prompt(self, engine: Engine) -> None:
+    async def test_top_logprobs_of_an_exact_prompt(self, engine: Engine) -> None:
         request = chat(sampling=replace(PLAIN, top_logprobs=3, max_tokens=6))
         result = await run(engine, request, prompt=await engine.render(request))
         rows = [row for event in result.events for row in event.top]
@@ -101,7 +101,7 @@ class ContinuationContract:
         assert len(rows) == len(names) == len(result.choices[0].token_ids)
         assert all(len(row) >= 3 for row in rows)
 
-    async def test_the_end_of_turn_is_not_shown(self, engine: Engine) -> None:
+    async def test_end_of_turn_token_has_no_text(self, engine: Engine) -> None:
         eos = engine.info.eos_token_ids[0]
         for more in ({}, {"tools": (WEATHER,)}):
             request = chat(sampling=replace(PLAIN, logit_bias={str(eos): 100.0}), **more)
@@ -109,8 +109,8 @@ class ContinuationContract:
             assert answer.token_ids == [eos]
             assert (answer.text, answer.reasoning, answer.finish_reason) == ("", "", "stop")
 
-    async def test_special_tokens_show_as_in_a_chat(self, engine: Engine, special_ids: frozenset[int]) -> None:
-        """Another special token than the one that ends turns, sampled by mistake."""
+    async def test_special_tokens_are_shown_as_in_a_chat(self, engine: Engine, special_ids: frozenset[int]) -> None:
+        """A special token other than the end of turn, sampled by mistake."""
         others = sorted(special_ids - set(engine.info.eos_token_ids))
         for more in ({}, {"tools": (WEATHER,)}):
             bias = {str(token): 100.0 for token in others}
@@ -122,7 +122,7 @@ class ContinuationContract:
             assert rendered.choices[0].token_ids == exact.choices[0].token_ids
             assert read(rendered.choices[0]) == read(exact.choices[0])
 
-    async def test_a_stop_string_ends_an_exact_prompts_answer(self, engine: Engine) -> None:
+    async def test_stop_string_ends_the_answer_to_ids(self, engine: Engine) -> None:
         request = chat(sampling=Sampling(temperature=0.0, max_tokens=24))
         prompt = await engine.render(request)
         free = (await run(engine, request, prompt=prompt)).choices[0]
@@ -139,8 +139,10 @@ class ContinuationContract:
         assert cut.text + cut.reasoning == said[: said.index(visible[0])]
         assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
 
-    async def test_the_answer_has_the_room_that_is_left(self, engine: Engine, special_ids: frozenset[int]) -> None:
-        """Without `max_tokens` it goes on (a raw completion would end behind 16 tokens); closing aborts it."""
+    async def test_answer_without_max_tokens_may_fill_the_context(
+        self, engine: Engine, special_ids: frozenset[int]
+    ) -> None:
+        """Without `max_tokens` it continues (a raw completion would end after 16 tokens); closing aborts it."""
         bias = {str(token): -100.0 for token in special_ids}
         request = chat(sampling=replace(PLAIN, max_tokens=None, logit_bias=bias))
         count = 0
@@ -155,13 +157,13 @@ class ContinuationContract:
         result = await asyncio.wait_for(run(engine, chat(sampling=replace(PLAIN, max_tokens=3))), timeout=60)
         assert result.choices[0].token_ids
 
-    async def test_too_long_an_exact_prompt_is_refused(self, engine: Engine) -> None:
+    async def test_rejects_exact_prompt_beyond_the_context(self, engine: Engine) -> None:
         rendered = await engine.render(chat())
         with pytest.raises(RequestError) as caught:
             await run(engine, chat(), prompt=[*rendered[:1] * engine.info.context_length, *rendered])
         assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
-    async def test_exact_prompts_do_not_mix(self, engine: Engine) -> None:
+    async def test_concurrent_exact_prompts_do_not_mix(self, engine: Engine) -> None:
         request = chat(sampling=Sampling(temperature=0.0, max_tokens=10))
         prompts = [await engine.render(chat("x = 1\n" * (1 + 5 * number))) for number in range(4)]
         together = await asyncio.gather(*(run(engine, request, prompt=prompt) for prompt in prompts))

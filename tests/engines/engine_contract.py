@@ -1,9 +1,9 @@
-"""The promises of `Engine`, as tests. An engine's test file subclasses `EngineContract` and gives it two fixtures:
+"""Tests of the promises of `Engine`. An engine's test file subclasses `EngineContract` and defines two fixtures:
 
 * `engine`: an entered engine that serves the model in `model_dir`.
 * `model_dir`: the model folder (its tokenizer tells which tokens are special).
 
-`tail_may_be_lost` is for servers that never tell text that ends in unfinished UTF-8.
+Set `tail_may_be_lost` for servers that never send text that ends in unfinished UTF-8.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from transformers import AutoTokenizer
 
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import RequestError
-from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, Sampling, TextRequest
+from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, SampleEvent, Sampling, TextRequest, ToolCall
 
 PLAIN = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=24)
-"""Every setting spelt out, so that raw and processed log-probabilities are the same thing."""
+"""Every setting is explicit, so that raw and processed log-probabilities are the same."""
 
 WEATHER: Json = {
     "type": "function",
@@ -38,7 +38,7 @@ WEATHER: Json = {
 
 @dataclass
 class Answer:
-    """The events of one choice, put together."""
+    """The joined events of one choice."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Result:
 
 
 def gather(events: Sequence[SampleEvent]) -> Result:
-    """Put a call's events together; asserts what holds for every event."""
+    """Join the events of a call, and assert what holds for every event."""
     assert events, "a call has at least one event"
     assert events[0].prompt_ids is not None, "the first event carries the prompt's ids"
     choices: dict[int, Answer] = {}
@@ -95,13 +95,13 @@ async def run(
 
 
 def read(answer: Answer) -> tuple[object, ...]:
-    """What an agent reads of an answer, without the white space around text and reasoning."""
+    """Return what an agent sees of an answer, without the white space around text and reasoning."""
     calls = [(answer.names[index], answer.arguments.get(index, "")) for index in sorted(answer.names)]
     return answer.text.strip(), answer.reasoning.strip(), calls, answer.finish_reason
 
 
 async def assert_scored(engine: Engine, result: Result) -> None:
-    """The log-probabilities of every choice are those of a fresh pass over its whole sequence."""
+    """Assert that the log-probabilities of every choice equal those of a fresh pass over its whole sequence."""
     for answer in result.choices:
         fresh = (await engine.score([*result.prompt_ids, *answer.token_ids]))[len(result.prompt_ids) - 1 :]
         assert answer.logprobs == pytest.approx(fresh, abs=1e-3)
@@ -122,23 +122,23 @@ class EngineContract:
     def _special_ids(self, model_dir: Path) -> frozenset[int]:
         return frozenset(AutoTokenizer.from_pretrained(model_dir).all_special_ids)
 
-    async def test_info_tells_what_recording_needs(self, engine: Engine) -> None:
+    async def test_info_has_what_recording_needs(self, engine: Engine) -> None:
         assert {"token_ids", "logprobs"} <= engine.info.capabilities
         assert engine.info.context_length > 0
         assert engine.info.logprob_mode in ("raw", "processed")
         assert await engine.health() is None
 
-    async def test_ids_and_logprobs_belong_together(self, engine: Engine) -> None:
+    async def test_every_id_has_a_logprob(self, engine: Engine) -> None:
         answer = (await run(engine, chat())).choices[0]
         assert len(answer.token_ids) == len(answer.logprobs) > 0
 
-    async def test_the_prompt_is_what_render_says(self, engine: Engine) -> None:
+    async def test_prompt_ids_equal_the_rendering(self, engine: Engine) -> None:
         request = chat("What is 漢字?")
         rendered = await engine.render(request)
         assert list((await run(engine, request)).prompt_ids) == rendered
         assert await engine.count_tokens(request) == len(rendered)
 
-    async def test_logprobs_are_those_of_a_fresh_pass(self, engine: Engine) -> None:
+    async def test_logprobs_equal_those_of_a_fresh_pass(self, engine: Engine) -> None:
         for request in (chat(), chat("import os", tools=(WEATHER,))):
             result = await run(engine, replace(request, sampling=replace(PLAIN, max_tokens=60)))
             answer = result.choices[0]
@@ -164,12 +164,12 @@ class EngineContract:
             fresh = (await engine.score([*result.prompt_ids, *answer.token_ids]))[len(result.prompt_ids) - 1 :]
             assert answer.logprobs == pytest.approx(fresh, abs=1e-3)
 
-    async def test_a_seed_repeats(self, engine: Engine) -> None:
+    async def test_seed_makes_sampling_repeatable(self, engine: Engine) -> None:
         one = await run(engine, chat(sampling=replace(PLAIN, seed=7)))
         two = await run(engine, chat(sampling=replace(PLAIN, seed=7)))
         assert one.choices[0].token_ids == two.choices[0].token_ids
 
-    async def test_greedy_takes_the_most_likely(self, engine: Engine) -> None:
+    async def test_temperature_zero_takes_the_most_likely_token(self, engine: Engine) -> None:
         sampling = Sampling(temperature=0.0, max_tokens=8, top_logprobs=2)
         result = await run(engine, chat(sampling=sampling))
         again = await run(engine, chat(sampling=sampling))
@@ -188,7 +188,7 @@ class EngineContract:
                 for entry in alternatives:
                     assert entry.token_id != token or entry.logprob == pytest.approx(logprob, abs=1e-4)
 
-    async def test_max_tokens_beyond_the_context_is_cut_to_the_room(self, engine: Engine) -> None:
+    async def test_max_tokens_beyond_the_context_is_reduced(self, engine: Engine) -> None:
         ends_at_once = {str(engine.info.eos_token_ids[0]): 100.0}
         limit = engine.info.context_length
         answer = (await run(engine, chat(sampling=replace(PLAIN, max_tokens=limit, logit_bias=ends_at_once)))).choices[
@@ -203,14 +203,14 @@ class EngineContract:
         assert len(answer.token_ids) == 5
         assert answer.finish_reason == "length"
 
-    async def test_the_end_of_turn_token_is_in_the_ids(self, engine: Engine) -> None:
+    async def test_ids_include_the_end_of_turn_token(self, engine: Engine) -> None:
         eos = engine.info.eos_token_ids[0]
         sampling = replace(PLAIN, logit_bias={str(eos): 100.0})
         answer = (await run(engine, chat(sampling=sampling))).choices[0]
         assert answer.token_ids == [eos]
         assert (answer.text, answer.finish_reason) == ("", "stop")
 
-    async def test_a_stop_string_cuts_text_but_not_ids(self, engine: Engine) -> None:
+    async def test_stop_string_cuts_text_but_not_ids(self, engine: Engine) -> None:
         free = (await run(engine, chat(sampling=Sampling(temperature=0.0, max_tokens=24)))).choices[0]
         visible = [char for char in free.text[2:] if char.isalnum() and char.isascii()]
         if not visible:
@@ -222,20 +222,18 @@ class EngineContract:
         assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
         assert stop in await engine.decode(cut.token_ids)
 
-    async def test_a_prompt_of_token_ids(self, engine: Engine) -> None:
+    async def test_samples_from_a_prompt_of_token_ids(self, engine: Engine) -> None:
         ids = tuple(await engine.render(chat()))
         result = await run(engine, TextRequest("", ids, replace(PLAIN, max_tokens=6)))
         assert result.prompt_ids == ids
         assert len(result.choices[0].token_ids) > 0
 
-    async def test_tools_are_rendered(self, engine: Engine) -> None:
+    async def test_renders_tools(self, engine: Engine) -> None:
         bare, tooled = chat(), chat(tools=(WEATHER,))
         assert "get_weather" in await engine.decode(await engine.render(tooled))
         assert "get_weather" not in await engine.decode(await engine.render(bare))
 
-    async def test_a_conversation_with_tool_calls_is_rendered(self, engine: Engine) -> None:
-        from polar_proxy.types import ToolCall
-
+    async def test_renders_a_conversation_with_tool_calls(self, engine: Engine) -> None:
         request = ChatRequest(
             model="",
             messages=(
@@ -251,7 +249,7 @@ class EngineContract:
         assert "Weather\nin Paris?" in text
         assert list((await run(engine, request)).prompt_ids) == await engine.render(request)
 
-    async def test_too_long_a_prompt_is_refused(self, engine: Engine) -> None:
+    async def test_rejects_prompt_beyond_the_context(self, engine: Engine) -> None:
         token = (await engine.render(chat()))[-1]
         request = TextRequest("", (token,) * (engine.info.context_length + 1), PLAIN)
         with pytest.raises(RequestError) as caught:
@@ -266,12 +264,12 @@ class EngineContract:
             async for event in events:
                 if event.token_ids:
                     break
-        # The engine is free for others, and says so.
+        # The engine serves others, and reports that it is healthy.
         result = await asyncio.wait_for(run(engine, chat(sampling=replace(PLAIN, max_tokens=3))), timeout=60)
         assert result.choices[0].token_ids
         assert await engine.health() is None
 
-    async def test_a_cancelled_reader_leaves_a_working_engine(self, engine: Engine) -> None:
+    async def test_engine_works_after_a_cancelled_reader(self, engine: Engine) -> None:
         reader = asyncio.create_task(run(engine, chat(sampling=replace(PLAIN, max_tokens=3000))))
         await asyncio.sleep(0.05)
         reader.cancel()

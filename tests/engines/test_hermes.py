@@ -1,4 +1,4 @@
-"""The Hermes parser: independent of chunks, loses nothing, keeps arguments as they were sampled."""
+"""The Hermes parser does not depend on chunks, loses no character, and keeps arguments as they were sampled."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ def calls(parsed: ParsedText) -> list[tuple[str | None, str]]:
     return [(call.name, call.arguments) for call in parsed.tool_calls]
 
 
-# What vLLM's hermes parser answered to the same texts (recorded from a real server), where both agree.
+# Results of vLLM's hermes parser for the same texts, recorded from a real server, where both agree.
 
 
-def test_a_call_as_vllm_parses_it() -> None:
+def test_parses_a_call_like_vllm() -> None:
     parsed = parse([GOOD])
     assert (parsed.text, calls(parsed)) == ("", [("get_weather", '{"city": "Paris"}')])
 
 
-def test_text_and_a_call_as_vllm_parses_it() -> None:
+def test_parses_text_and_a_call_like_vllm() -> None:
     parsed = parse(["I will look. " + GOOD])
     assert (parsed.text, calls(parsed)) == ("I will look. ", [("get_weather", '{"city": "Paris"}')])
 
 
-def test_a_malformed_call_stays_text_as_with_vllm() -> None:
+def test_malformed_call_stays_text_like_in_vllm() -> None:
     text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": \n</tool_call>'
     parsed = parse([text])
     assert (parsed.text, parsed.tool_calls) == (text, ())
 
 
-def test_a_call_cut_off_by_max_tokens_stays_text() -> None:
+def test_call_cut_by_max_tokens_stays_text() -> None:
     text = 'Look: <tool_call>\n{"name": "get_weather", "arguments": {"ci'
     assert parse([text]) == ParsedText(text)
 
 
-def test_a_whole_call_without_its_end_tag_counts() -> None:
+def test_accepts_a_whole_call_without_end_tag() -> None:
     assert calls(parse([GOOD.removesuffix("</tool_call>")])) == [("get_weather", '{"city": "Paris"}')]
 
 
@@ -62,25 +62,25 @@ def test_without_tools_everything_is_text() -> None:
     assert parse([GOOD], tools=False) == ParsedText(GOOD)
 
 
-def test_several_calls_with_white_space_between() -> None:
+def test_drops_white_space_between_calls() -> None:
     parsed = parse(["\n\n", GOOD, "\n", GOOD.replace("Paris", "Rome"), "\n"])
     assert parsed.text == ""
     assert calls(parsed) == [("get_weather", '{"city": "Paris"}'), ("get_weather", '{"city": "Rome"}')]
     assert [(call.index, call.id) for call in parsed.tool_calls] == [(0, "call_0"), (1, "call_1")]
 
 
-def test_text_behind_a_call_is_kept() -> None:
+def test_keeps_text_after_a_call() -> None:
     parsed = parse([GOOD, "\nDone."])
     assert (parsed.text, len(parsed.tool_calls)) == ("\nDone.", 1)
 
 
-def test_an_end_tag_inside_a_string_is_part_of_it() -> None:
+def test_end_tag_inside_a_json_string_does_not_end_the_call() -> None:
     arguments = '{"text": "say \\"</tool_call>\\" twice"}'
     parsed = parse([f'<tool_call>{{"name": "say", "arguments": {arguments}}}</tool_call>'])
     assert calls(parsed) == [("say", arguments)]
 
 
-def test_a_string_never_closed_does_not_swallow_the_next_call() -> None:
+def test_unclosed_string_does_not_swallow_the_next_call() -> None:
     broken = '<tool_call>{"name": "a, "arguments": {}}</tool_call>'
     parsed = parse([broken, "\n", GOOD])
     assert parsed.text == broken + "\n"
@@ -92,18 +92,18 @@ def test_a_string_never_closed_does_not_swallow_the_next_call() -> None:
     ['{"name": "a"}', '{"arguments": {}}', '{"name": 1, "arguments": {}}', "[]", "", '{"name": "", "arguments": {}}',
      '{"name": "a", "arguments": {}} x', "{'name': 'a', 'arguments': {}}"],
 )  # fmt: skip
-def test_what_is_no_call(body: str) -> None:
+def test_parse_call_rejects_malformed_calls(body: str) -> None:
     assert parse_call(body) is None
     assert parse([CALL + body + END_CALL]) == ParsedText(CALL + body + END_CALL)
 
 
-def test_arguments_are_not_printed_again() -> None:
+def test_arguments_keep_their_exact_text() -> None:
     arguments = '{ "b":1.0,"a" : [1,  2e3], "s":"\\u00fc\\/" }'
     body = f'{{"arguments": {arguments} , "name":"f", "arguments_too": {{"arguments": 1}}}}'
     assert parse_call(body) == ("f", arguments)
 
 
-def test_deep_nesting_is_text_not_a_crash() -> None:
+def test_deep_nesting_stays_text() -> None:
     text = CALL + '{"name": "f", "arguments": ' + "[" * 200_000 + END_CALL
     assert parse([text]) == ParsedText(text)
 
@@ -113,17 +113,17 @@ def test_reasoning_in_tags() -> None:
     assert (parsed.text, parsed.reasoning, len(parsed.tool_calls)) == ("", "\nhm <tool_call>\n", 1)
 
 
-def test_reasoning_that_the_prompt_opened() -> None:
+def test_reasoning_opened_by_the_prompt() -> None:
     assert parse(["so</think>\n\nYes"], reasoning="open") == ParsedText("\n\nYes", "so")
     assert parse(["never ", "closed </thi"], reasoning="open") == ParsedText("", "never closed </thi")
 
 
-def test_a_think_tag_inside_the_answer_is_text() -> None:
+def test_think_tag_inside_the_answer_is_text() -> None:
     assert parse(["Use <think> and </think>."], reasoning="tags") == ParsedText("Use <think> and </think>.")
     assert parse(["<think>a</think>"], reasoning="off") == ParsedText("<think>a</think>")
 
 
-def test_text_is_told_as_soon_as_it_is_certain() -> None:
+def test_text_is_returned_as_soon_as_it_is_certain() -> None:
     parser = HermesParser(tools=True)
     assert parser.feed("Hello <b").text == "Hello <b"
     assert parser.feed(" <tool_").text == " "
@@ -141,7 +141,7 @@ REASONING = st.sampled_from(["off", "tags", "open"])
 
 
 @given(FRAGMENTS, REASONING, st.booleans(), st.data())
-def test_chunks_make_no_difference(text: str, reasoning: Reasoning, tools: bool, data: st.DataObject) -> None:
+def test_result_does_not_depend_on_chunks(text: str, reasoning: Reasoning, tools: bool, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     chunks = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
     whole = parse([text], tools=tools, reasoning=reasoning)
@@ -150,7 +150,7 @@ def test_chunks_make_no_difference(text: str, reasoning: Reasoning, tools: bool,
 
 
 @given(FRAGMENTS, REASONING, st.booleans())
-def test_nothing_is_lost(text: str, reasoning: Reasoning, tools: bool) -> None:
+def test_no_character_is_lost(text: str, reasoning: Reasoning, tools: bool) -> None:
     parsed = parse([text], tools=tools, reasoning=reasoning)
     if reasoning == "off" and not parsed.tool_calls:
         assert parsed.text == text
@@ -173,7 +173,7 @@ JSON = st.recursive(
     st.sampled_from([None, 1]),
     st.booleans(),
 )
-def test_every_well_formed_call_is_found(made: list[tuple[str, object]], indent: int | None, ascii_only: bool) -> None:
+def test_finds_every_well_formed_call(made: list[tuple[str, object]], indent: int | None, ascii_only: bool) -> None:
     printed = [(name, json.dumps(value, indent=indent, ensure_ascii=ascii_only)) for name, value in made]
     text = "\n".join(
         f'{CALL}\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n{END_CALL}' for name, arguments in printed
@@ -185,7 +185,7 @@ def test_every_well_formed_call_is_found(made: list[tuple[str, object]], indent:
 
 @pytest.mark.parametrize("mode", ["implied", "implied_call"])
 @pytest.mark.parametrize("size", [1, 3, 100])
-def test_reasoning_that_needs_no_tag(mode: Reasoning, size: int) -> None:
+def test_implied_reasoning_needs_no_tag(mode: Reasoning, size: int) -> None:
     def read(text: str) -> tuple[str, str, int]:
         parsed = parse([text[at : at + size] for at in range(0, len(text), size)], reasoning=mode)
         return parsed.reasoning, parsed.text, len(parsed.tool_calls)

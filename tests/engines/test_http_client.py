@@ -1,4 +1,4 @@
-"""The client of the engine hop, against a server that says exactly what it is told to, byte for byte."""
+"""The HTTP client against a server that sends prescribed bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLOSE = b"<close>"
 
 
 class Server:
-    """Answers each request with the next of `plan`, pieces of bytes in a row; `CLOSE` closes the connection."""
+    """Answer each request with the next pieces of bytes of `plan`; `CLOSE` closes the connection."""
 
     def __init__(self, plan: list[list[bytes]]) -> None:
         self.plan = plan
@@ -26,7 +26,7 @@ class Server:
         self.bodies: list[bytes] = []
         self.connections = 0
         self.left = asyncio.Event()
-        """A client has gone in the middle of an answer."""
+        """A client left in the middle of an answer."""
         self.sent = 0
         self.url = ""
 
@@ -69,7 +69,7 @@ async def serving(*plan: list[bytes], keep: float = 3600.0) -> AsyncIterator[tup
             client.close()
 
 
-async def test_a_connection_is_used_again() -> None:
+async def test_reuses_a_connection() -> None:
     async with serving([OK], [OK], [OK]) as (server, client):
         for body in (b"{}", None, b"[1]"):
             response = await client.request("POST", "/v1/x", body)
@@ -81,7 +81,7 @@ async def test_a_connection_is_used_again() -> None:
         assert b"\r\nx-key: k\r\n" in server.heads[0]
 
 
-async def test_not_when_it_has_lain_idle_or_the_server_says_so() -> None:
+async def test_does_not_reuse_an_idle_or_closing_connection() -> None:
     last = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nhi"
     async with serving([OK], [last], [OK], keep=0.0) as (server, client):
         for _ in range(3):
@@ -93,7 +93,7 @@ async def test_not_when_it_has_lain_idle_or_the_server_says_so() -> None:
         assert server.connections == 2
 
 
-async def test_two_at_once_have_two_connections() -> None:
+async def test_concurrent_requests_use_separate_connections() -> None:
     async with serving([OK], [OK]) as (server, client):
         both = await asyncio.gather(client.request("GET", "/", None), client.request("GET", "/", None))
         assert [await one.read() for one in both] == [b"hi", b"hi"]
@@ -101,7 +101,7 @@ async def test_two_at_once_have_two_connections() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 3, 7, 1000])
-async def test_chunks_however_they_are_cut(cut: int) -> None:
+async def test_decodes_chunked_bodies_cut_anywhere(cut: int) -> None:
     raw = (
         b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-A: 1\r\n\r\n5\r\nhello\r\n6\r\n world\r\n0\r\n\r\n"
@@ -118,7 +118,7 @@ async def test_chunks_however_they_are_cut(cut: int) -> None:
         assert server.connections == 1
 
 
-async def test_a_body_that_ends_with_its_connection() -> None:
+async def test_body_may_end_with_its_connection() -> None:
     async with serving([b"HTTP/1.1 200 OK\r\n\r\nall ", b"of it", CLOSE]) as (_, client):
         response = await client.request("GET", "/", None)
         assert await response.read() == b"all of it"
@@ -133,7 +133,7 @@ async def test_a_body_that_ends_with_its_connection() -> None:
         [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\nhalf\r\nzz\r\n"],
     ],
 )
-async def test_what_breaks_off_is_an_error_and_not_an_end(pieces: list[bytes]) -> None:
+async def test_truncated_response_is_an_error(pieces: list[bytes]) -> None:
     async with serving(pieces) as (_, client):
         response = await client.request("GET", "/", None)
         with pytest.raises(ConnectionError):
@@ -144,13 +144,13 @@ async def test_what_breaks_off_is_an_error_and_not_an_end(pieces: list[bytes]) -
 @pytest.mark.parametrize(
     ("pieces", "error"), [([CLOSE], NoResponseError), ([b"SSH-2.0-OpenSSH\r\n\r\n"], ConnectionError)]
 )
-async def test_no_answer_at_all(pieces: list[bytes], error: type[Exception]) -> None:
+async def test_connection_without_response_is_an_error(pieces: list[bytes], error: type[Exception]) -> None:
     async with serving(pieces) as (_, client):
         with pytest.raises(error):
             await client.request("GET", "/", None)
 
 
-async def test_closing_tells_the_server() -> None:
+async def test_closing_a_response_closes_the_connection() -> None:
     async with serving([b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nhalf"]) as (server, client):
         response = await client.request("GET", "/", None)
         assert await response.read_some() == b"half"
@@ -161,7 +161,7 @@ async def test_closing_tells_the_server() -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_cancelling_tells_the_server(begun: bool) -> None:
+async def test_cancelling_a_request_closes_the_connection(begun: bool) -> None:
     async with serving([b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nhalf"] if begun else [b"HTTP/1.1 "]) as (
         server,
         client,
@@ -183,7 +183,7 @@ async def test_cancelling_tells_the_server(begun: bool) -> None:
         await server.left.wait()
 
 
-async def test_a_slow_reader_holds_the_server_back() -> None:
+async def test_slow_reader_slows_the_server_down() -> None:
     size = 64 << 20
     piece = bytes(1 << 20)
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
@@ -196,7 +196,7 @@ async def test_a_slow_reader_holds_the_server_back() -> None:
         assert server.connections == 1
 
 
-async def test_a_connection_that_was_closed_under_our_hands_is_asked_once_more(
+async def test_retries_once_if_an_idle_connection_was_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(openai_client, "KEEPALIVE_SECONDS", 3600.0)
@@ -217,11 +217,11 @@ async def test_a_connection_that_was_closed_under_our_hands_is_asked_once_more(
 
 
 @pytest.mark.parametrize("url", ["http://", "http://h:port", "http://h\u00e4st\u2028/"])
-def test_urls_that_cannot_be(url: str) -> None:
+def test_rejects_unusable_urls(url: str) -> None:
     with pytest.raises(RequestError):
         OpenAIClient(url)
 
 
-def test_a_key_cannot_smuggle_a_header() -> None:
+def test_rejects_api_key_with_a_line_break() -> None:
     with pytest.raises(RequestError):
         OpenAIClient("http://h", "key\r\nx-other: 1")

@@ -1,4 +1,4 @@
-"""The local engine: the contract, and what only it promises."""
+"""The local engine: the two contracts, and its own promises."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import polar_proxy
+from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.engines.local.model import ModelRunner, PrefixCache, common_prefix
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Message, Sampling, TextRequest, TokenIds
 from tests.engines.conftest import make_random_model
+from tests.engines.continuation_contract import ContinuationContract
 from tests.engines.engine_contract import PLAIN, WEATHER, EngineContract, Result, chat, run
 from tests.loop_watch import watched
 from tests.until import GUARD_SECONDS, until
-
-POLAR_TINY = Path(polar_proxy.__file__).parent / "assets" / "polar_tiny"
 
 
 @pytest.fixture(params=["random", "polar-tiny"], scope="module")
@@ -54,8 +53,12 @@ class TestContract(EngineContract):
     pass
 
 
+class TestContinuation(ContinuationContract):
+    pass
+
+
 def endless(engine: LocalEngine) -> Sampling:
-    """Sampling that does not end by itself: no end-of-turn token."""
+    """Return sampling that does not end by itself, because it excludes end-of-turn tokens."""
     return replace(PLAIN, max_tokens=3000, logit_bias={str(eos): -100.0 for eos in engine.info.eos_token_ids})
 
 
@@ -71,7 +74,7 @@ async def assert_exact(engine: LocalEngine, result: Result) -> None:
 
 
 def prefilled(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the prompt chunks that go through the model from now on."""
+    """Return a list to which the sizes of all later prompt chunks are appended."""
     runner, sizes = engine.loaded.runner, []
     extend = runner.extend
 
@@ -89,7 +92,7 @@ async def until_idle(engine: LocalEngine) -> None:
 
 
 class Steps:
-    """Counts the engine's decoding steps; `before(number)` is called on the worker before each, to hold it."""
+    """Count the engine's decoding steps; `before(number)` is called on the worker before each, and may block it."""
 
     def __init__(self, engine: LocalEngine, before: Callable[[int], None] = lambda number: None) -> None:
         self.count = 0
@@ -105,7 +108,7 @@ class Steps:
 
 
 def hold(happened: Callable[[], object]) -> None:
-    """On the worker: wait for something that the event loop does."""
+    """Block the worker until the event loop has done something."""
     deadline = time.monotonic() + GUARD_SECONDS
     while not happened():
         assert time.monotonic() < deadline
@@ -115,9 +118,7 @@ def hold(happened: Callable[[], object]) -> None:
 # Exactness
 
 
-async def test_scores_are_those_of_the_models_own_forward_pass(
-    random_engine: LocalEngine, random_model_dir: Path
-) -> None:
+async def test_scores_equal_the_models_own_forward_pass(random_engine: LocalEngine, random_model_dir: Path) -> None:
     ids = [(31 * place) % 990 for place in range(1500)]
     model = AutoModelForCausalLM.from_pretrained(random_model_dir, dtype=torch.float32)
     with torch.inference_mode():
@@ -126,7 +127,7 @@ async def test_scores_are_those_of_the_models_own_forward_pass(
     assert await random_engine.score(ids[:1]) == []
 
 
-async def test_a_long_prompt_in_chunks_is_exact(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chunked_prefill_is_exact(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = prefilled(random_engine, monkeypatch)
     ids = tuple((17 * place) % 990 for place in range(3001))
     result = await run(random_engine, TextRequest("", ids, replace(PLAIN, max_tokens=20)))
@@ -135,7 +136,7 @@ async def test_a_long_prompt_in_chunks_is_exact(random_engine: LocalEngine, monk
     await assert_exact(random_engine, result)
 
 
-async def test_sequences_of_unlike_lengths_grow_together_and_stay_exact(random_engine: LocalEngine) -> None:
+async def test_sequences_of_different_lengths_are_exact_in_one_batch(random_engine: LocalEngine) -> None:
     ignore_eos(random_engine)
     requests = [
         TextRequest("", tuple(range(100, 100 + size)), replace(PLAIN, max_tokens=70, n=2, seed=size))
@@ -146,7 +147,7 @@ async def test_sequences_of_unlike_lengths_grow_together_and_stay_exact(random_e
         await assert_exact(random_engine, result)
 
 
-def test_a_mask_never_spans_a_whole_long_prompt(random_model_dir: Path) -> None:
+def test_chunk_size_bounds_the_attention_mask(random_model_dir: Path) -> None:
     runner = ModelRunner.load(random_model_dir)
     for start in (0, 1_000, 60_000, 250_000):
         count = runner.chunk_size(start, 1024)
@@ -154,7 +155,7 @@ def test_a_mask_never_spans_a_whole_long_prompt(random_model_dir: Path) -> None:
         assert count >= 16
 
 
-async def test_another_architecture(random_model_dir: Path, tmp_path: Path) -> None:
+async def test_serves_another_architecture(random_model_dir: Path, tmp_path: Path) -> None:
     make_random_model(tmp_path)
     torch.manual_seed(1)
     config = LlamaConfig(
@@ -166,7 +167,7 @@ async def test_another_architecture(random_model_dir: Path, tmp_path: Path) -> N
         await assert_exact(engine, await run(engine, chat(sampling=replace(PLAIN, n=3))))
 
 
-async def test_a_model_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
+async def test_rejects_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"config\.json is missing"):
         await LocalEngine(tmp_path).__aenter__()
 
@@ -174,9 +175,7 @@ async def test_a_model_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
 # Reuse of keys and values
 
 
-async def test_the_next_turn_computes_only_what_is_new(
-    random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_next_turn_computes_only_new_tokens(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     first = await run(
         random_engine, TextRequest("", tuple(range(100, 400)), replace(endless(random_engine), max_tokens=50))
     )
@@ -188,7 +187,7 @@ async def test_the_next_turn_computes_only_what_is_new(
     await assert_exact(random_engine, second)
 
 
-async def test_siblings_share_their_prompt(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_equal_prompts_are_computed_once(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = prefilled(random_engine, monkeypatch)
     prompt = tuple(range(100, 500))
     results = await asyncio.gather(
@@ -204,7 +203,7 @@ def ids(tokens: Iterable[int]) -> TokenIds:
     return np.array(list(tokens), dtype=np.int32)
 
 
-def test_the_prefix_store_keeps_one_row_for_a_session_and_its_bound() -> None:
+def test_prefix_cache_keeps_one_row_per_session_within_its_limit() -> None:
     def row(length: int) -> torch.Tensor:
         return torch.arange(float(length)).view(1, 1, 1, 1, length, 1).expand(2, 2, 1, 1, length, 4)
 
@@ -237,8 +236,8 @@ def test_common_prefix() -> None:
 # Scheduling, cancellation, failure
 
 
-async def test_short_calls_pass_a_long_prompt(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The short one comes when the first piece of the long one is computed, of four."""
+async def test_short_prompts_pass_a_long_one(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short prompt arrives while the first of four chunks of the long one is computed."""
     done: list[str] = []
     worker, runner = random_engine.loaded.scheduler, random_engine.loaded.runner
     begun = threading.Event()
@@ -263,12 +262,12 @@ async def test_short_calls_pass_a_long_prompt(random_engine: LocalEngine, monkey
     assert done == ["short", "long"]
 
 
-async def test_more_calls_than_slots(random_engine: LocalEngine) -> None:
+async def test_serves_more_calls_than_slots(random_engine: LocalEngine) -> None:
     results = await asyncio.gather(*(run(random_engine, chat(f"{n}", sampling=replace(PLAIN, n=2))) for n in range(6)))
     assert [len(result.choices) for result in results] == [2] * 6
 
 
-async def test_closing_frees_the_slots(random_engine: LocalEngine) -> None:
+async def test_closing_a_call_frees_its_slots(random_engine: LocalEngine) -> None:
     steps = Steps(random_engine)
     for _ in range(3):
         async with aclosing(random_engine.sample(chat(sampling=replace(endless(random_engine), n=4)))) as events:
@@ -280,7 +279,7 @@ async def test_closing_frees_the_slots(random_engine: LocalEngine) -> None:
         assert steps.count <= made + 1, "the step that was being made"
 
 
-async def test_a_call_cancelled_before_it_began_is_dropped(random_engine: LocalEngine) -> None:
+async def test_drops_calls_cancelled_while_waiting(random_engine: LocalEngine) -> None:
     """Eight calls where four fit, all cancelled before the worker's twelfth step."""
     cancelled = threading.Event()
     steps = Steps(random_engine, lambda number: hold(cancelled.is_set) if number == 10 else None)
@@ -295,7 +294,7 @@ async def test_a_call_cancelled_before_it_began_is_dropped(random_engine: LocalE
     assert steps.count <= 11
 
 
-async def test_leaving_the_engine_tells_calls_in_flight(random_model_dir: Path) -> None:
+async def test_leaving_the_engine_fails_running_calls(random_model_dir: Path) -> None:
     async with LocalEngine(random_model_dir) as engine:
         worker = engine.loaded.scheduler
         steps = Steps(engine, lambda number: hold(lambda: worker.closing) if number == 10 else None)
@@ -313,7 +312,7 @@ async def test_leaving_the_engine_tells_calls_in_flight(random_model_dir: Path) 
         await run(engine, chat())
 
 
-async def test_a_failing_worker_tells_everyone(
+async def test_failure_of_the_worker_reaches_every_caller(
     random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> torch.Tensor:
@@ -330,10 +329,10 @@ async def test_a_failing_worker_tells_everyone(
     assert "worker failed" in caplog.text
 
 
-async def test_the_loop_is_free_while_the_model_works(
+async def test_event_loop_stays_free_while_the_model_works(
     random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It turns during every use of the model, and no turn of it is long."""
+    """It runs callbacks during every use of the model, and no callback waits long."""
     loop, runner = asyncio.get_running_loop(), random_engine.loaded.runner
     used: list[str] = []
 
@@ -376,13 +375,13 @@ async def test_the_loop_is_free_while_the_model_works(
         (Sampling(logit_bias={"70000": 1.0}), "logit_bias"),
     ],
 )
-async def test_what_cannot_be_sampled(random_engine: LocalEngine, sampling: Sampling, param: str) -> None:
+async def test_rejects_invalid_sampling(random_engine: LocalEngine, sampling: Sampling, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         await run(random_engine, chat(sampling=sampling))
     assert caught.value.param == param
 
 
-async def test_bad_prompts(random_engine: LocalEngine) -> None:
+async def test_rejects_bad_prompts(random_engine: LocalEngine) -> None:
     for prompt in ((), (5000,), (-1,)):
         with pytest.raises(RequestError):
             await run(random_engine, TextRequest("", prompt, PLAIN))
@@ -390,7 +389,7 @@ async def test_bad_prompts(random_engine: LocalEngine) -> None:
         await run(random_engine, ChatRequest("", (Message("user", "a"), Message("clown", "b")), PLAIN))
 
 
-async def test_max_tokens_is_cut_to_the_window(random_engine: LocalEngine) -> None:
+async def test_max_tokens_is_cut_to_the_context(random_engine: LocalEngine) -> None:
     room = 6
     ids = tuple(range(100, 900)) * 6
     prompt = ids[: random_engine.info.context_length - room]
@@ -401,7 +400,7 @@ async def test_max_tokens_is_cut_to_the_window(random_engine: LocalEngine) -> No
         assert (len(answer.token_ids), answer.finish_reason) == (room, "length")
 
 
-async def test_an_engine_seed_repeats_a_run(random_model_dir: Path) -> None:
+async def test_engine_seed_makes_a_run_repeatable(random_model_dir: Path) -> None:
     runs = []
     for _ in range(2):
         async with LocalEngine(random_model_dir, seed=4) as engine:
@@ -411,7 +410,7 @@ async def test_an_engine_seed_repeats_a_run(random_model_dir: Path) -> None:
 
 
 async def script(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, text: str, *, prompt: ChatRequest) -> Result:
-    """Let the model say exactly `text` to `prompt`, by making each of its tokens certain."""
+    """Make the model answer `prompt` with exactly `text`, by making each of its tokens certain."""
     runner, vocabulary = engine.loaded.runner, engine.loaded.vocabulary
     tokens = [*engine.loaded.template.encode(text), engine.info.eos_token_ids[0]]
     base = len(await engine.render(prompt))
@@ -427,7 +426,7 @@ async def script(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, text: str
     return await run(engine, prompt)
 
 
-async def test_tool_calls_reach_the_agent(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_parses_tool_calls_and_reasoning(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     said = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city":"Paris"}}\n</tool_call>'
     result = await script(random_engine, monkeypatch, said, prompt=chat(tools=(WEATHER,), sampling=Sampling()))
     answer = result.choices[0]
@@ -438,9 +437,7 @@ async def test_tool_calls_reach_the_agent(random_engine: LocalEngine, monkeypatc
     assert str(ids[0]).startswith("call_")
 
 
-async def test_tool_calls_are_text_when_tools_are_off(
-    random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_tool_calls_are_text_without_tools(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     said = 'a <tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
     request = chat(tools=(WEATHER,), tool_choice="none", sampling=Sampling())
     answer = (await script(random_engine, monkeypatch, said, prompt=request)).choices[0]
@@ -460,7 +457,7 @@ def other_weights(model_dir: Path) -> dict[str, torch.Tensor]:
     }
 
 
-async def test_new_weights_between_calls(random_engine: LocalEngine, random_model_dir: Path, tmp_path: Path) -> None:
+async def test_loads_weights_between_calls(random_engine: LocalEngine, random_model_dir: Path, tmp_path: Path) -> None:
     ids = list(range(100, 200))
     before = await random_engine.score(ids)
     await run(random_engine, TextRequest("", tuple(ids), PLAIN))
@@ -475,7 +472,7 @@ async def test_new_weights_between_calls(random_engine: LocalEngine, random_mode
     assert await random_engine.score(ids) == pytest.approx(before, abs=1e-5)
 
 
-async def test_new_weights_in_mid_answer(random_engine: LocalEngine, random_model_dir: Path) -> None:
+async def test_loads_weights_during_an_answer(random_engine: LocalEngine, random_model_dir: Path) -> None:
     weights = other_weights(random_model_dir)
     ignore_eos(random_engine)
     worker = random_engine.loaded.scheduler
@@ -494,7 +491,7 @@ async def test_new_weights_in_mid_answer(random_engine: LocalEngine, random_mode
     assert 0 < switch < 400
 
 
-async def test_foreign_weights_change_nothing(random_engine: LocalEngine, random_model_dir: Path) -> None:
+async def test_rejects_weights_of_another_model(random_engine: LocalEngine, random_model_dir: Path) -> None:
     before = await random_engine.score(list(range(50)))
     weights = other_weights(random_model_dir)
     weights["model.norm.weight"] = torch.zeros(3)

@@ -1,4 +1,4 @@
-"""Answers that must have a form, from a model that knows nothing of forms."""
+"""Enforced answer formats and tool calls, from a model with random weights."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def short(engine: LocalEngine, **bias: float) -> Sampling:
-    """A thought has no end that a random model would find: a bias towards its end tag helps."""
+    """Return sampling with a bias towards the end of reasoning, which a random model would not find."""
     ids = engine.loaded.vocabulary.ids
     biases = {"</think>": 20.0, **bias}
     return replace(SHORT, logit_bias={str(ids[text]): value for text, value in biases.items()})
 
 
-async def test_an_engine_that_can_says_so(engine: LocalEngine) -> None:
+async def test_info_lists_the_grammar_capabilities(engine: LocalEngine) -> None:
     assert {"json_schema", "tool_choice_required"} <= engine.info.capabilities
 
 
 @pytest.mark.parametrize("thinking", [False, True])
-async def test_a_required_call_is_made(engine: LocalEngine, thinking: bool) -> None:
+async def test_required_tool_choice_makes_a_call(engine: LocalEngine, thinking: bool) -> None:
     request = chat(
         tools=(TOOL,),
         tool_choice="required",
@@ -66,13 +66,13 @@ async def test_a_required_call_is_made(engine: LocalEngine, thinking: bool) -> N
         assert answer.arguments[0].startswith('{"city": "')
 
 
-async def test_a_named_function_is_called(engine: LocalEngine) -> None:
+async def test_named_tool_choice_calls_that_function(engine: LocalEngine) -> None:
     choice: Any = {"type": "function", "function": {"name": "set_city"}}
     answer = (await run(engine, chat(tools=(WEATHER, TOOL), tool_choice=choice, sampling=short(engine)))).choices[0]
     assert answer.names == {0: "set_city"}
 
 
-async def test_an_answer_follows_its_schema(engine: LocalEngine) -> None:
+async def test_answer_follows_its_json_schema(engine: LocalEngine) -> None:
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}, "city": CITY}, "required": ["ok", "city"],
               "additionalProperties": False}  # fmt: skip
     form: Json = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -86,9 +86,7 @@ async def test_an_answer_follows_its_schema(engine: LocalEngine) -> None:
 
 
 @pytest.mark.parametrize(("choice", "held"), [(None, False), ("auto", False), ("none", True)])
-async def test_tools_that_may_be_called_leave_the_answer_free(
-    engine: LocalEngine, choice: str | None, held: bool
-) -> None:
+async def test_answer_is_free_while_tools_may_be_called(engine: LocalEngine, choice: str | None, held: bool) -> None:
     """A grammar over the whole answer would forbid the call."""
     form: Json = {"type": "json_schema", "json_schema": {"name": "x", "schema": CITY}}
     sampling = replace(short(engine), max_tokens=60 if held else 10)
@@ -100,13 +98,13 @@ async def test_tools_that_may_be_called_leave_the_answer_free(
         assert json.loads(with_form.text) in CITY["enum"]
 
 
-async def test_any_json_object(engine: LocalEngine) -> None:
+async def test_json_object_format(engine: LocalEngine) -> None:
     sampling = short(engine, **{"}": 30.0})
     answer = (await run(engine, chat(response_format={"type": "json_object"}, sampling=sampling))).choices[0]
     assert isinstance(json.loads(answer.text), dict)
 
 
-async def test_what_cannot_be_enforced_is_refused(engine: LocalEngine) -> None:
+async def test_rejects_formats_that_cannot_be_enforced(engine: LocalEngine) -> None:
     for request in (
         chat(tool_choice="required"),
         chat(tools=(TOOL,), tool_choice={"type": "function", "function": {"name": "other"}}),
@@ -118,7 +116,7 @@ async def test_what_cannot_be_enforced_is_refused(engine: LocalEngine) -> None:
             await run(engine, request)
 
 
-async def test_without_the_package_it_says_what_to_install(
+async def test_missing_llguidance_error_says_what_to_install(
     engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar, "available", lambda: False)
@@ -126,9 +124,7 @@ async def test_without_the_package_it_says_what_to_install(
         await run(engine, chat(response_format={"type": "json_object"}))
 
 
-async def test_a_grammar_that_fails_costs_only_its_own_call(
-    engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_failing_grammar_fails_only_its_own_call(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         def compute_logit_bias(self) -> bytes:
             return bytes(engine.loaded.runner.vocab_size)

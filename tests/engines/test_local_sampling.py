@@ -1,4 +1,4 @@
-"""The sampler: the distribution is the one asked for, and the log-probability is that distribution's."""
+"""Sampling: tokens follow the requested distribution, and log-probabilities belong to it."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ LOGITS = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
         (P(top_k=2, temperature=0.0), [0, 1, 2, 3]),
     ],
 )
-def test_truncation_by_hand(params: SamplingParams, tokens: list[int]) -> None:
+def test_truncate(params: SamplingParams, tokens: list[int]) -> None:
     assert kept(LOGITS, params) == tokens
 
 
-def test_rows_of_a_batch_are_truncated_each_its_own_way() -> None:
+def test_truncates_each_row_by_its_own_params() -> None:
     out = truncate(torch.tensor([LOGITS, LOGITS]), [P(top_k=1), P()])
     assert out.isinf().sum(dim=-1).tolist() == [3, 0]
     assert out[1].tolist() == torch.tensor(LOGITS).tolist()
 
 
-def test_logprob_is_that_of_the_processed_distribution() -> None:
+def test_logprobs_belong_to_the_processed_distribution() -> None:
     drawn = sample_tokens(torch.tensor([LOGITS]), [sampler(P(temperature=0.5, top_k=2, top_logprobs=4))])
     weights = {1: 0.4**2, 3: 0.3**2}
     expected = {token: math.log(weight / sum(weights.values())) for token, weight in weights.items()}
@@ -62,7 +62,7 @@ def test_logprob_is_that_of_the_processed_distribution() -> None:
     assert dict(drawn.top[0]) == pytest.approx(expected, abs=1e-6)
 
 
-def test_greedy_reports_temperature_one() -> None:
+def test_greedy_reports_logprobs_of_temperature_one() -> None:
     drawn = sample_tokens(torch.tensor([LOGITS]), [sampler(P(temperature=0.0, top_p=0.1))])
     assert drawn.ids == [1]
     assert drawn.logprobs[0] == pytest.approx(math.log(0.4), abs=1e-6)
@@ -75,7 +75,7 @@ def test_frequencies_follow_the_probabilities() -> None:
         assert counts[token] / n == pytest.approx(probability, abs=4 * math.sqrt(0.25 / n))
 
 
-def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
+def test_seed_gives_the_same_tokens_in_any_batch() -> None:
     logits = torch.randn(50, 1, 100, generator=torch.Generator().manual_seed(3))
     alone = sampler(P(temperature=0.8), 11, 100)
     one = [sample_tokens(step.clone(), [alone]).ids[0] for step in logits]
@@ -84,7 +84,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company() -> None:
     assert one == two
 
 
-def test_penalties_count_what_was_sampled() -> None:
+def test_penalties_count_sampled_tokens() -> None:
     row = sampler(P(temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5))
     tokens = [sample_tokens(torch.tensor([[2.0, 1.2, 0.1, -9.0]]), [row]).ids[0] for _ in range(4)]
     # 2.0 wins; then 0.5 < 1.2; then 0.5 > -0.3 and 0.1; then 0.1 beats 0.0.
@@ -104,7 +104,7 @@ def test_logit_bias() -> None:
     st.floats(0, 1),
     st.integers(0, 2**60),
 )
-def test_a_sampled_token_is_possible(
+def test_sampled_token_has_a_probability(
     logits: list[float], temperature: float, top_p: float, top_k: int, min_p: float, seed: int
 ) -> None:
     params = P(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)

@@ -1,4 +1,4 @@
-"""Text of a stream of tokens, stop strings, rendering: the parts of the local engine that know no tensors."""
+"""Rendering, streamed decoding and stop strings of the local engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tokenizer(random_model_dir: Path) -> Any:
 
 
 @given(data=st.data())
-def test_any_ids_decode_as_the_tokenizer_does(tokenizer: Any, data: st.DataObject) -> None:
+def test_decodes_like_the_tokenizer(tokenizer: Any, data: st.DataObject) -> None:
     vocabulary = Vocabulary(tokenizer)
     ids = data.draw(st.lists(st.integers(0, vocabulary.size - 1), max_size=30))
     decoder = vocabulary.decoder()
@@ -32,7 +32,7 @@ def test_any_ids_decode_as_the_tokenizer_does(tokenizer: Any, data: st.DataObjec
     assert vocabulary.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def test_a_character_of_several_tokens_comes_whole(tokenizer: Any) -> None:
+def test_character_of_several_tokens_comes_whole(tokenizer: Any) -> None:
     vocabulary = Vocabulary(tokenizer)
     ids = tokenizer.encode("a🦊b", add_special_tokens=False)
     decoder = vocabulary.decoder()
@@ -42,7 +42,7 @@ def test_a_character_of_several_tokens_comes_whole(tokenizer: Any) -> None:
     assert len(pieces) > 3
 
 
-def test_tokenizers_that_are_not_byte_level() -> None:
+def test_decodes_a_tokenizer_that_is_not_byte_level() -> None:
     words = ["▁Hello", "▁wor", "ld", "▁", "<0xF0>", "<0x9F>", "<0xA6>", "<0x8A>", "!"]
     backend = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, [], byte_fallback=True))
     backend.decoder = decoders.Sequence(
@@ -69,7 +69,7 @@ class Letters:
 
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-def test_stop_strings_cut_at_their_first_place(text: str, stop: list[str]) -> None:
+def test_stop_string_cuts_at_its_first_occurrence(text: str, stop: list[str]) -> None:
     stream, told, used = TextStream(Letters(), stop), "", 0
     for char in text:
         told += stream.feed(ord(char))
@@ -86,13 +86,13 @@ def test_stop_strings_cut_at_their_first_place(text: str, stop: list[str]) -> No
     assert told == text[: min(text[:used].find(mark) for mark in stop if mark in text[:used])]
 
 
-def test_text_that_cannot_be_a_stop_string_is_not_held() -> None:
+def test_holds_only_possible_beginnings_of_stop_strings() -> None:
     stream = TextStream(Letters(), ["xyz"])
     assert [stream.feed(ord(char)) for char in "axyaxyz"] == ["a", "", "", "xya", "", "", ""]
     assert stream.stopped_at is not None
 
 
-def test_messages_as_templates_expect_them() -> None:
+def test_template_message_and_flat_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
     assert flat_text(parts) == "a\nb"
     assert flat_text(None) == ""
@@ -105,13 +105,13 @@ def test_messages_as_templates_expect_them() -> None:
         flat_text([{"type": "image_url", "image_url": {"url": "x"}}])
 
 
-def test_what_the_template_refuses_is_a_bad_request(tokenizer: Any) -> None:
+def test_template_refusal_is_a_bad_request(tokenizer: Any) -> None:
     with pytest.raises(RequestError, match="Unexpected role clown") as caught:
         ChatTemplate(tokenizer).render(ChatRequest("", (Message("system", "s"), Message("clown", "x"))))
     assert caught.value.status == 400
 
 
-def test_where_reasoning_stands(tokenizer: Any) -> None:
+def test_reasoning_mode_follows_the_prompt(tokenizer: Any) -> None:
     template = ChatTemplate(tokenizer)
     request = ChatRequest("", (Message("user", "x"),))
     assert template.reasoning(template.render(request)) == "tags"
@@ -119,7 +119,7 @@ def test_where_reasoning_stands(tokenizer: Any) -> None:
     assert template.reasoning(template.render(opened)) == "open"
 
 
-def test_tools_are_shown_unless_forbidden(tokenizer: Any) -> None:
+def test_template_shows_tools_unless_forbidden(tokenizer: Any) -> None:
     tools = ({"type": "function", "function": {"name": "get_weather"}},)
     for choice, shown in itertools.product((None, "auto", "none"), (tools, ())):
         request = ChatRequest("", (Message("user", "x"),), tools=shown, tool_choice=choice)

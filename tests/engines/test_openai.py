@@ -38,7 +38,7 @@ def connected(api: HostedApi, path: str = "/v1") -> OpenAIEngine:
 
 
 @streams
-async def test_text_reasoning_and_calls_without_ids(stream: bool) -> None:
+async def test_returns_text_reasoning_and_calls_without_ids(stream: bool) -> None:
     async with HostedApi() as api, connected(api) as engine:
         api.script(CALLING)
         answer = await gathered(engine, chat(sampling=Sampling(), tools=(WEATHER,)), stream=stream)
@@ -53,7 +53,7 @@ async def test_text_reasoning_and_calls_without_ids(stream: bool) -> None:
         assert api.bodies[-1].get("stream", False) is stream
 
 
-async def test_only_documented_fields_go_out() -> None:
+async def test_sends_only_documented_fields() -> None:
     everything = Sampling(
         temperature=0.5,
         top_p=0.9,
@@ -93,7 +93,7 @@ def _turns() -> tuple[Message, ...]:
 
 
 @pytest.mark.parametrize("wants", [False, True])
-async def test_earlier_reasoning_goes_to_those_who_want_it(wants: bool) -> None:
+async def test_sends_earlier_reasoning_only_if_the_api_requires_it(wants: bool) -> None:
     async with HostedApi(wants_reasoning=wants) as api, connected(api) as engine:
         request = replace(chat(), messages=_turns())
         for _ in range(2):
@@ -103,7 +103,7 @@ async def test_earlier_reasoning_goes_to_those_who_want_it(wants: bool) -> None:
         assert api.bodies[-1]["messages"][1]["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
-async def test_the_newer_name_of_the_limit_is_learnt() -> None:
+async def test_learns_the_newer_name_of_the_token_limit() -> None:
     async with HostedApi(newer_limit=True) as api, connected(api) as engine:
         for _ in range(2):
             await gathered(engine, chat())
@@ -113,7 +113,7 @@ async def test_the_newer_name_of_the_limit_is_learnt() -> None:
 
 @streams
 @pytest.mark.parametrize("status", [429, 500, 503])
-async def test_overload_is_passed_on_with_its_header(serve: Serve, store: Store, status: int, stream: bool) -> None:
+async def test_passes_on_overload_with_its_retry_after(serve: Serve, store: Store, status: int, stream: bool) -> None:
     async with HostedApi(retry_after="17") as api, serve(connected(api)) as gateway:
         api.script(Fault(status, "slow down"))
         async with httpx.AsyncClient(
@@ -130,7 +130,7 @@ async def test_overload_is_passed_on_with_its_header(serve: Serve, store: Store,
 
 
 @streams
-async def test_recorded_as_text_and_never_trained(serve: Serve, store: Store, stream: bool) -> None:
+async def test_calls_are_recorded_as_text_and_never_trained(serve: Serve, store: Store, stream: bool) -> None:
     async with HostedApi() as api, serve(connected(api)) as gateway:
         api.script(CALLING)
         async with httpx.AsyncClient(
@@ -155,7 +155,7 @@ async def test_recorded_as_text_and_never_trained(serve: Serve, store: Store, st
 @pytest.mark.parametrize(
     ("path", "root"), [("", "/v1"), ("/v1", "/v1"), ("/api/v1/", "/api/v1"), ("/v1beta/openai/", "/v1beta/openai")]
 )
-async def test_roots(path: str, root: str) -> None:
+async def test_url_root(path: str, root: str) -> None:
     asked: list[str] = []
     async with HostedApi() as api:
         plain = api.plain
@@ -171,7 +171,7 @@ async def test_roots(path: str, root: str) -> None:
     assert asked == [f"{root}/models"] * 2
 
 
-async def test_what_an_api_tells_of_itself() -> None:
+async def test_info_from_the_models_route() -> None:
     async with HostedApi(lists_models=False) as api:
         with pytest.raises(EngineError, match="--model"):
             await OpenAIEngine(api.url).__aenter__()
@@ -187,7 +187,7 @@ async def test_what_an_api_tells_of_itself() -> None:
             await gathered(engine, chat())
 
 
-async def test_what_it_cannot_do_it_says() -> None:
+async def test_rejects_what_it_cannot_do() -> None:
     async with HostedApi() as api, connected(api) as engine:
         for doing in (engine.render(chat()), engine.score([1, 2]), gathered(engine, TextRequest("m", (1, 2)))):
             with pytest.raises(RequestError, match="token"):
@@ -202,7 +202,7 @@ async def test_what_it_cannot_do_it_says() -> None:
         assert caught.value.status == 503
 
 
-def test_by_settings() -> None:
+def test_make_engine_from_settings() -> None:
     assert isinstance(make_engine(EngineSettings(kind="openai", url="https://api.example.com/v1")), OpenAIEngine)
     with pytest.raises(UsageError, match="--engine-url"):
         make_engine(EngineSettings(kind="openai"))

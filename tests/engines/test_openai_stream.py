@@ -1,4 +1,4 @@
-"""vLLM's answers, as a real server sent them, come out as events that hold all that was sampled."""
+"""Recorded answers of a real vLLM server become events with everything that was sampled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def parse(raw: bytes, *, cuts: list[int] | None = None, n: int = 1, **sampling: 
 
 
 def reported(name: str) -> dict[int, tuple[list[int], list[float]]]:
-    """Ids and log-probabilities of each choice, read out of the recording in the plainest way."""
+    """Return ids and log-probabilities of each choice, taken directly from the recording."""
     out: dict[int, tuple[list[int], list[float]]] = {}
     for line in sample(name)["sse_lines"][:-1]:
         for choice in json.loads(line[6:])["choices"]:
@@ -60,7 +60,7 @@ STREAMS = [("chat_stream_n2", 2), ("chat_tools_hermes_choice_stream", 1), ("comp
 
 @pytest.mark.parametrize(("name", "n"), STREAMS)
 @pytest.mark.parametrize("size", [1, 7, 300, 10**9])
-def test_however_the_socket_cuts_it_nothing_is_lost(name: str, n: int, size: int) -> None:
+def test_no_token_is_lost_however_the_stream_is_cut(name: str, n: int, size: int) -> None:
     raw = wire(name)
     events = parse(raw, cuts=list(range(size, len(raw), size)), n=n)
     assert events[0].prompt_ids is not None
@@ -73,7 +73,7 @@ def test_however_the_socket_cuts_it_nothing_is_lost(name: str, n: int, size: int
 
 
 @given(st.lists(st.integers(0, len(wire("chat_stream_n2"))), max_size=12), st.booleans())
-def test_any_cut_gives_the_same_answer(cuts: list[int], crlf: bool) -> None:
+def test_answer_does_not_depend_on_the_cuts(cuts: list[int], crlf: bool) -> None:
     raw = wire("chat_stream_n2")
     if crlf:
         raw = raw.replace(b"\n", b"\r\n")
@@ -84,7 +84,7 @@ def test_any_cut_gives_the_same_answer(cuts: list[int], crlf: bool) -> None:
     assert texts[1].startswith("�ctest functions")
 
 
-def test_an_empty_delta_keeps_its_ids() -> None:
+def test_empty_delta_keeps_its_ids() -> None:
     """The tool parser holds text back while ids flow."""
     events = parse(wire("chat_tools_hermes_choice_stream"), cuts=list(range(400, 9000, 400)))
     held = [event for event in events if event.token_ids and not event.text and not event.tool_calls]
@@ -95,7 +95,7 @@ def test_an_empty_delta_keeps_its_ids() -> None:
     assert events[-1].token_ids[-1] == 2  # the end of turn
 
 
-def test_one_read_is_one_event_for_each_choice() -> None:
+def test_one_read_makes_one_event_per_choice() -> None:
     assert len(parse(wire("completions_ids_stream"))) == 1
     assert len(parse(wire("chat_stream_n2"), n=2)) == 2
 
@@ -113,7 +113,7 @@ def test_one_read_is_one_event_for_each_choice() -> None:
         ),
     ],
 )
-def test_whole_answers(name: str, n: int, text: str, calls: list[str]) -> None:
+def test_decodes_whole_answers(name: str, n: int, text: str, calls: list[str]) -> None:
     answer = sample(name)["response"]
     parser = ChunkDecoder(Sampling(n=n), "It")
     events = parser.feed([answer]) + parser.end()
@@ -146,7 +146,7 @@ def chunk(ids: list[int] | None, logprobs: list[float] | None, *, finish: str | 
     ],
     ids=["both", "floor", "fewer logprobs", "no logprobs", "no ids", "neither"],
 )
-def test_missing_evidence_is_not_made_up(
+def test_missing_evidence_is_marked_unknown(
     ids: list[int] | None, logprobs: list[float] | None, expected: tuple[list[int], list[float]]
 ) -> None:
     parser = ChunkDecoder(Sampling(logprobs=True), "It")
@@ -157,14 +157,14 @@ def test_missing_evidence_is_not_made_up(
     assert len(events[-1].tokens) == len(expected[0])
 
 
-def test_a_server_without_ids_gives_none() -> None:
+def test_server_without_ids_gives_events_without_ids() -> None:
     parser = ChunkDecoder(Sampling(), "It", expect_ids=False)
     events = parser.feed([chunk(None, [-0.5], finish="stop")]) + parser.end()
     assert (events[-1].token_ids, events[-1].logprobs, events[-1].text) == ((), (), "x")
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_reasoning_under_either_name(name: str) -> None:
+def test_reads_reasoning_under_either_name(name: str) -> None:
     parser = ChunkDecoder(Sampling(), "It")
     deltas = [{name: "a"}, {name: "b"}, {"content": "c"}, {name: "d"}]
     chunks = [{"choices": [{"index": 0, "delta": delta, "token_ids": [1]}]} for delta in deltas]
@@ -175,14 +175,14 @@ def test_reasoning_under_either_name(name: str) -> None:
     assert events[-1].finish_reason == "abort"
 
 
-def test_the_first_chunk_alone_is_an_event() -> None:
-    """It tells that prefill is over."""
+def test_first_chunk_makes_an_event() -> None:
+    """It shows that prefill is over."""
     parser = ChunkDecoder(Sampling(), "It")
     first = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "prompt_token_ids": [1, 2]}
     assert [event.prompt_ids for event in parser.feed([first])] == [[1, 2]]
 
 
-def test_usage_behind_the_end_tells_the_cache_hits() -> None:
+def test_usage_chunk_reports_cached_tokens() -> None:
     parser = ChunkDecoder(Sampling(), "It")
     assert parser.feed([chunk([7], [-0.5])])[0].cached_tokens is None
     events = parser.feed([chunk([8], [-0.5], finish="stop")])
@@ -190,7 +190,7 @@ def test_usage_behind_the_end_tells_the_cache_hits() -> None:
     assert [(event.cached_tokens, event.finish_reason) for event in events] == [(5, "stop")]
 
 
-def test_a_choice_that_ends_early_does_not_wait_for_the_others() -> None:
+def test_choice_that_ends_early_does_not_wait_for_others() -> None:
     parser = ChunkDecoder(Sampling(n=2), "It")
     one = chunk([7], [-0.5], finish="stop")
     assert [event.finish_reason for event in parser.feed([one])] == ["stop"]
@@ -199,26 +199,26 @@ def test_a_choice_that_ends_early_does_not_wait_for_the_others() -> None:
 
 
 @pytest.mark.parametrize(("code", "kind"), [(400, RequestError), (500, EngineError), (429, EngineError)])
-def test_an_error_chunk_before_anything_else(code: int, kind: type[Exception]) -> None:
+def test_error_chunk_at_the_start(code: int, kind: type[Exception]) -> None:
     with pytest.raises(kind, match="no"):
         ChunkDecoder(Sampling(), "It").feed([{"error": {"message": "no", "code": code}}])
 
 
-def test_an_error_chunk_in_the_middle_is_the_engines_fault() -> None:
+def test_error_chunk_in_the_middle_is_an_engine_error() -> None:
     parser = ChunkDecoder(Sampling(), "It")
     parser.feed([chunk([7], [-0.5])])
     with pytest.raises(EngineError):
         parser.feed([{"error": {"message": "no", "code": 400}}])
 
 
-def test_comments_and_other_fields_are_skipped() -> None:
+def test_skips_comments_and_other_fields() -> None:
     decoder = SseDecoder("http://x")
     assert decoder.feed(b': ping\n\nevent: x\ndata: {"a":\ndata: 1}\n\n') == [{"a": 1}]
     assert decoder.feed(b"data: [DONE]\n\n") == []
     assert decoder.done
 
 
-def test_malformed_json_says_what_came() -> None:
+def test_malformed_json_error_shows_the_data() -> None:
     with pytest.raises(EngineError, match="malformed JSON"):
         SseDecoder("http://x").feed(b'data: {"a": 1}\n\ndata: {"a": \n\n')
 
@@ -233,14 +233,14 @@ def test_malformed_json_says_what_came() -> None:
         ({"tools": (_BASH,), "tool_choice": "none"}, True),
     ],
 )
-def test_a_form_of_answer_does_not_forbid_tool_calls(changes: dict[str, Any], enforced: bool) -> None:
+def test_response_format_is_not_enforced_while_tools_may_be_called(changes: dict[str, Any], enforced: bool) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
     body = chat_body(ChatRequest("m", (Message("user", "hi"),), response_format=form, **changes), stream=True)
     assert body.get("response_format") == (form if enforced else None)
     assert ("tools" in body) == ("tools" in changes)
 
 
-def test_a_chat_body_asks_for_the_evidence() -> None:
+def test_chat_body_requests_ids_and_logprobs() -> None:
     request = ChatRequest("ignored", (Message("user", "hi"),), Sampling(n=2, stop=("x",), top_logprobs=3))
     body = chat_body(request, stream=True)
     assert orjson.loads(orjson.dumps(body)) == {
@@ -256,8 +256,8 @@ def test_a_chat_body_asks_for_the_evidence() -> None:
     }
 
 
-def test_arguments_that_are_no_json_go_back_as_a_json_string() -> None:
-    """vLLM parses them, and a template prints a string as it is."""
+def test_arguments_that_are_not_json_are_sent_as_a_json_string() -> None:
+    """vLLM parses arguments, and a template prints a string as it is."""
     calls = tuple(ToolCall("c", "f", arguments) for arguments in ('{"a": 1}', '{"a": ', ""))
     body = chat_body(ChatRequest("m", (Message("assistant", None, tool_calls=calls),)), stream=False)
     sent = [call["function"]["arguments"] for call in body["messages"][0]["tool_calls"]]
@@ -265,6 +265,6 @@ def test_arguments_that_are_no_json_go_back_as_a_json_string() -> None:
     assert [json.loads(arguments) for arguments in sent] == [{"a": 1}, '{"a": ', ""]
 
 
-def test_a_text_body_asks_for_the_evidence() -> None:
+def test_text_body_requests_ids_and_logprobs() -> None:
     body = text_body(TextRequest("", (1, 2), Sampling(temperature=0.0)), stream=False)
     assert body == {"prompt": [1, 2], "temperature": 0.0, "logprobs": 0, "return_token_ids": True}

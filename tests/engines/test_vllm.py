@@ -1,4 +1,4 @@
-"""The vLLM engine against the scripted server: what it finds out at start, faults, cancellation."""
+"""The vLLM engine against a fake server: its probe, errors, cancellation, load."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from polar_proxy.engines import openai_client
+from polar_proxy.engines.base import EngineLoad
 from polar_proxy.engines.vllm import VllmEngine
+from polar_proxy.engines.vllm.client import parse_load
 from polar_proxy.engines.vllm.probe import logprob_mode
 from polar_proxy.errors import EngineError, PolarError, RequestError
 from polar_proxy.types import SampleEvent, Sampling
@@ -26,7 +28,7 @@ async def entered(fake: FakeVllm, **more: Any) -> VllmEngine:
         return engine
 
 
-async def test_what_the_probe_finds() -> None:
+async def test_probe_finds_capabilities() -> None:
     async with FakeVllm(weight_version="7") as fake, VllmEngine(fake.url + "/v1/") as engine:
         info = engine.info
         assert (info.engine, info.version, info.model, info.context_length) == ("vllm", "0.32.0", "fake", 4096)
@@ -39,7 +41,7 @@ async def test_what_the_probe_finds() -> None:
         assert await engine.health() is None
 
 
-async def test_the_template_hash_follows_the_template() -> None:
+async def test_template_hash_changes_with_the_template() -> None:
     async with FakeVllm() as fake:
         one = (await entered(fake)).info.template_hash
         fake.render = lambda body: [1, *FakeVllm.render(fake, body)]  # type: ignore[method-assign]
@@ -47,7 +49,7 @@ async def test_the_template_hash_follows_the_template() -> None:
 
 
 @pytest.mark.parametrize("limits", [set(), {"no_tokenize"}])
-async def test_rendering_agrees_with_the_prompt(limits: set[str]) -> None:
+async def test_rendering_equals_the_prompt_ids(limits: set[str]) -> None:
     async with FakeVllm(limits=frozenset(limits)) as fake, VllmEngine(fake.url) as engine:
         assert (engine.info.eos_token_ids == ()) == bool(limits)
         for request in (chat(), chat(**TOOLS), chat(sampling=Sampling(n=2, stop=("x",)))):
@@ -62,12 +64,12 @@ async def test_rendering_agrees_with_the_prompt(limits: set[str]) -> None:
     ],
     ids=["tools", "score"],
 )
-async def test_what_a_server_cannot_do_is_not_claimed(fake: FakeVllm, capability: str) -> None:
+async def test_probe_does_not_claim_missing_capabilities(fake: FakeVllm, capability: str) -> None:
     async with fake, VllmEngine(fake.url) as engine:
         assert capability not in engine.info.capabilities
 
 
-async def test_scoring_needs_the_capability() -> None:
+async def test_score_needs_the_capability() -> None:
     async with FakeVllm(limits=frozenset({"no_score"})) as fake, VllmEngine(fake.url) as engine:
         with pytest.raises(RequestError, match="does not return the log-probabilities of a prompt"):
             await engine.score([5, 6])
@@ -82,13 +84,13 @@ async def test_scoring_needs_the_capability() -> None:
         ("logits", "returns logits.*raw_logprobs"),
     ],
 )
-async def test_a_server_without_evidence_is_refused(limit: str, words: str) -> None:
+async def test_rejects_a_server_without_ids_or_logprobs(limit: str, words: str) -> None:
     async with FakeVllm(limits=frozenset({limit})) as fake:
         with pytest.raises(EngineError, match=words + r".*Recording for training is refused\."):
             await entered(fake)
 
 
-async def test_without_evidence_it_answers_when_that_is_allowed() -> None:
+async def test_answers_without_ids_if_tokens_are_not_required() -> None:
     fake = FakeVllm(limits=frozenset({"no_ids", "no_logprobs"}))
     async with fake, VllmEngine(fake.url, require_tokens=False) as engine:
         assert engine.info.capabilities == frozenset()
@@ -98,7 +100,7 @@ async def test_without_evidence_it_answers_when_that_is_allowed() -> None:
 
 
 @pytest.mark.parametrize("processed", [False, True])
-async def test_the_mode_is_measured(processed: bool) -> None:
+async def test_measures_the_logprob_mode(processed: bool) -> None:
     async with FakeVllm(processed=processed) as fake:
         assert (await entered(fake)).info.logprob_mode == ("processed" if processed else "raw")
 
@@ -117,7 +119,7 @@ async def test_the_mode_is_measured(processed: bool) -> None:
         ({"a": -0.1}, {"b": -0.1}, "the same probability"),
     ],
 )
-def test_the_gap_tells_the_mode(one: dict[str, float], two: dict[str, float], expected: str) -> None:
+def test_logprob_mode(one: dict[str, float], two: dict[str, float], expected: str) -> None:
     if expected in ("raw", "processed"):
         assert logprob_mode(one, two) == expected
     else:
@@ -125,13 +127,13 @@ def test_the_gap_tells_the_mode(one: dict[str, float], two: dict[str, float], ex
             logprob_mode(one, two)
 
 
-async def test_the_model_is_named_in_errors() -> None:
+async def test_unknown_model_error_lists_served_models() -> None:
     async with FakeVllm(model="qwen") as fake:
         with pytest.raises(EngineError, match=r"does not serve 'llama'. It serves: qwen\."):
             await entered(fake, model="llama")
 
 
-async def test_nothing_listens() -> None:
+async def test_unreachable_server_is_an_engine_error() -> None:
     async with FakeVllm() as fake:
         url = fake.url
     with pytest.raises(EngineError, match="cannot be reached") as caught:
@@ -140,7 +142,7 @@ async def test_nothing_listens() -> None:
     assert caught.value.status == 502
 
 
-async def test_the_key_goes_out_and_a_wrong_one_is_the_set_ups_fault() -> None:
+async def test_sends_the_api_key_and_reports_a_refused_one() -> None:
     async with FakeVllm(api_key="k") as fake:
         assert (await entered(fake, api_key="k")).info.model == "fake"
         with pytest.raises(EngineError, match="refused the API key") as caught:
@@ -170,7 +172,7 @@ async def test_the_key_goes_out_and_a_wrong_one_is_the_set_ups_fault() -> None:
     ],
     ids=["400", "422", "too long", "429", "503", "500", "html", "malformed"],
 )
-async def test_faults_become_typed_errors(
+async def test_server_errors_become_typed_errors(
     fault: Fault, kind: type[PolarError], status: int, param: str | None, code: str | None, stream: bool
 ) -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
@@ -192,7 +194,7 @@ async def test_faults_become_typed_errors(
     ],
     ids=["dropped", "malformed", "error chunk"],
 )
-async def test_a_stream_that_breaks_keeps_what_came(answer: Answer, words: str) -> None:
+async def test_broken_stream_yields_its_events_before_the_error(answer: Answer, words: str) -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         answer.delay = 0.02
         fake.script(answer)
@@ -208,7 +210,7 @@ async def test_a_stream_that_breaks_keeps_what_came(answer: Answer, words: str) 
         assert events[0].prompt_ids is not None
 
 
-async def test_a_connection_that_was_closed_while_idle_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reopens_a_connection_that_was_closed_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_client, "RETRY_WITHIN_SECONDS", 3600.0)
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.script(Fault(status=None))
@@ -218,7 +220,7 @@ async def test_a_connection_that_was_closed_while_idle_is_opened_again(monkeypat
             await run(engine, chat())
 
 
-async def test_text_comes_as_it_is_made_and_a_slow_start_is_waited_for() -> None:
+async def test_streams_text_and_waits_for_a_slow_start() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.script(Answer("abcdef", first_delay=0.3, delay=0.02))
         events = [event async for event in engine.sample(chat())]
@@ -227,7 +229,7 @@ async def test_text_comes_as_it_is_made_and_a_slow_start_is_waited_for() -> None
 
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
-async def test_a_client_that_leaves_aborts_the_generation(how: str) -> None:
+async def test_leaving_a_stream_aborts_the_generation(how: str) -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.script(Answer("x" * 500, delay=0.05))
         if how == "close":
@@ -243,7 +245,7 @@ async def test_a_client_that_leaves_aborts_the_generation(how: str) -> None:
         assert fake.aborted == 1
 
 
-async def test_a_whole_answer_that_is_cancelled_aborts_the_generation() -> None:
+async def test_cancelling_a_whole_answer_aborts_the_generation() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.script(Answer(first_delay=3600))
         fake.bodies.clear()
@@ -262,8 +264,8 @@ async def test_a_whole_answer_that_is_cancelled_aborts_the_generation() -> None:
 
 @pytest.mark.parametrize("more", [{}, TOOLS], ids=["plain", "tools"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_when_the_upstream_is_streamed(more: dict[str, Any], stream: bool) -> None:
-    """With tools always: a call that `max_tokens` cuts reads differently in a whole answer."""
+async def test_streams_from_the_server_if_the_client_streams_or_has_tools(more: dict[str, Any], stream: bool) -> None:
+    """With tools it always streams: a call cut by `max_tokens` differs in a whole answer."""
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.bodies.clear()
         fake.script(Answer("Hi", tool_calls=(("get_weather", '{"city":"Bern"}'),)))
@@ -273,7 +275,7 @@ async def test_when_the_upstream_is_streamed(more: dict[str, Any], stream: bool)
         assert bool(fake.bodies[0].get("stream")) == (stream or bool(more))
 
 
-async def test_a_floored_logprob_is_recorded_as_missing() -> None:
+async def test_floored_logprob_is_missing() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.script(Answer(token_ids=[*ids("ab"), END], logprobs=[-0.5, None, -0.25]))
         events = [event async for event in engine.sample(chat())]
@@ -281,7 +283,7 @@ async def test_a_floored_logprob_is_recorded_as_missing() -> None:
         assert values == pytest.approx([-0.5, math.nan, -0.25], nan_ok=True)
 
 
-async def test_alternatives_have_their_ids_and_texts() -> None:
+async def test_alternatives_have_ids_and_texts() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         for stream in (True, False):
             fake.script(Answer("hé"))
@@ -293,7 +295,7 @@ async def test_alternatives_have_their_ids_and_texts() -> None:
                     assert [entry.token for entry in row] == [text_of([entry.token_id]) for entry in row]
 
 
-async def test_connections_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reuses_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KEEPALIVE_SECONDS", "FINISH_SECONDS"):
         monkeypatch.setattr(openai_client, name, 3600.0)
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
@@ -305,16 +307,61 @@ async def test_connections_are_used_again(monkeypatch: pytest.MonkeyPatch) -> No
         assert 1 <= opened <= 8  # what the probe asked at once
 
 
-async def test_health_says_why_not() -> None:
+async def test_health_reports_the_reason() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         await fake._runner.cleanup()
         assert "cannot be reached" in str(await engine.health()) or "broke off" in str(await engine.health())
 
 
-async def test_the_weight_version_is_asked_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_weight_version_is_refreshed_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeVllm(weight_version="7") as fake, VllmEngine(fake.url) as engine:
         monkeypatch.setattr("polar_proxy.engines.vllm.engine.WEIGHT_VERSION_SECONDS", 3600.0)
         fake.weight_version = "8"
         assert await engine.weight_version() == "7"
         monkeypatch.setattr("polar_proxy.engines.vllm.engine.WEIGHT_VERSION_SECONDS", -1.0)
         assert await engine.weight_version() == "8"
+
+
+# Load
+
+
+METRICS_OF_TWO_REPLICAS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
+vllm:num_requests_waiting{engine="1",model_name="a } b"} 5.0
+vllm:num_requests_waiting_by_reason{engine="1",reason="capacity"} 99.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.9375
+vllm:kv_cache_usage_perc_other 7.0
+"""
+
+
+def test_load_of_replicas() -> None:
+    assert parse_load(METRICS_OF_TWO_REPLICAS) == EngineLoad(0.59375, 5, 7, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "load"),
+    [
+        ("", None),
+        ("# TYPE vllm:num_requests_waiting gauge\nother 3\n", None),
+        ("vllm:gpu_cache_usage_perc 0.5\n", EngineLoad(0.5, None, None)),
+        ("vllm:num_requests_waiting 12\n", EngineLoad(None, 12, None)),
+        ("vllm:kv_cache_usage_perc NaN\nvllm:num_requests_waiting 1e0\n", EngineLoad(None, 1, None)),
+        ("vllm:num_requests_waiting x\n", None),
+    ],
+)
+def test_missing_metrics_are_none(text: str, load: EngineLoad | None) -> None:
+    assert parse_load(text) == load
+
+
+async def test_engine_reports_its_load() -> None:
+    async with FakeVllm(metrics=METRICS_OF_TWO_REPLICAS) as fake, VllmEngine(fake.url) as engine:
+        assert await engine.load() == EngineLoad(0.59375, 5, 7, 2)
+        fake.metrics = None
+        assert await engine.load() is None

@@ -1,4 +1,4 @@
-"""Continuing from exact ids on the scripted server: the wire, what is believed, and who reads the answer."""
+"""The vLLM engine samples from exact ids of a fake server: requests, verification, parsing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def accepted(engine: VllmEngine, request: ChatRequest) -> ExactPrompt:
     return await engine.accept_prompt(request, np.array(PROMPT, dtype=np.int32))
 
 
-async def test_the_request_on_the_wire() -> None:
+async def test_request_body_of_an_exact_prompt() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.bodies.clear()
         sampling = Sampling(temperature=0.5, seed=3, stop=("x",), n=2, top_logprobs=2, max_tokens=7)
@@ -48,8 +48,8 @@ async def test_the_request_on_the_wire() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "sent"), [(None, 4096 - len(PROMPT)), (5000, 4096 - len(PROMPT)), (9, 9)])
-async def test_the_room_is_what_is_left(wanted: int | None, sent: int) -> None:
-    """Completions would end behind 16 tokens."""
+async def test_max_tokens_is_the_room_in_the_context(wanted: int | None, sent: int) -> None:
+    """Completions would end after 16 tokens."""
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.bodies.clear()
         fake.script(Answer("a long answer of more than sixteen tokens"))
@@ -58,7 +58,7 @@ async def test_the_room_is_what_is_left(wanted: int | None, sent: int) -> None:
         assert answer.finish_reason == ("stop" if wanted != 9 else "length")
 
 
-async def test_a_full_context_is_refused() -> None:
+async def test_rejects_a_full_context() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         with pytest.raises(RequestError) as caught:
             await run(engine, chat(), prompt=ids("x") * 4096)
@@ -78,7 +78,7 @@ ANSWERS = [
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.text or "call")
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("limits", [{}, {"other_form"}], ids=["own parser", "derendered"])
-async def test_answers_read_as_in_a_chat(answer: Answer, stream: bool, limits: set[str]) -> None:
+async def test_exact_answers_parse_as_in_a_chat(answer: Answer, stream: bool, limits: set[str]) -> None:
     if limits:
         answer = replace(answer, token_ids=answer.token_ids or _other_form(answer))
     async with FakeVllm(limits=frozenset(limits), derenders=bool(limits)) as fake, VllmEngine(fake.url) as engine:
@@ -97,7 +97,7 @@ def _other_form(answer: Answer) -> list[int]:
     return [*tokenized(answer.text + calls), END]
 
 
-async def test_text_comes_as_it_is_sampled() -> None:
+async def test_exact_answers_stream_text() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.script(Answer("abcdefgh", delay=0.02, tool_calls=(PARIS,)))
         request = chat(sampling=LONG, **TOOLS)
@@ -106,8 +106,8 @@ async def test_text_comes_as_it_is_sampled() -> None:
         assert [event.tool_calls[0].name for event in events if event.tool_calls] == ["get_weather"]
 
 
-async def test_the_derenderer_is_asked_now_and_then() -> None:
-    """Its requests parse the answer from the beginning: they grow rarer as it grows longer."""
+async def test_derenderer_is_called_at_growing_distances() -> None:
+    """Each of its calls parses the answer from the beginning, so calls become rarer as the answer grows."""
     asked: list[int] = []
     fake = FakeVllm(limits=frozenset({"other_form"}), derenders=True)
     derender = fake.derender
@@ -120,7 +120,7 @@ async def test_the_derenderer_is_asked_now_and_then() -> None:
         assert len(asked) < 60
 
 
-async def test_parallel_calls_that_are_not_wanted_are_not_told() -> None:
+async def test_drops_parallel_calls_that_are_off() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.script(Answer("", tool_calls=(PARIS, PARIS)))
         request = chat(sampling=LONG, parallel_tool_calls=False, **TOOLS)
@@ -128,7 +128,7 @@ async def test_parallel_calls_that_are_not_wanted_are_not_told() -> None:
 
 
 @pytest.mark.parametrize(("thinks", "reasoning", "text"), [(True, "hm", "Yes."), (False, "", "<think>hm</think>Yes.")])
-async def test_reasoning_is_read_where_the_server_reads_it(thinks: bool, reasoning: str, text: str) -> None:
+async def test_parses_reasoning_only_if_the_server_does(thinks: bool, reasoning: str, text: str) -> None:
     async with FakeVllm(thinks=thinks) as fake, VllmEngine(fake.url) as engine:
         fake.script(Answer("Yes.", reasoning="hm"))
         answer = (await run(engine, chat(sampling=LONG), prompt=PROMPT)).choices[0]
@@ -144,7 +144,7 @@ async def test_reasoning_is_read_where_the_server_reads_it(thinks: bool, reasoni
     ],
     ids=["no tokenize", "no structured outputs", "another form"],
 )
-async def test_what_was_not_proved_is_not_claimed(fake: FakeVllm, words: str) -> None:
+async def test_does_not_claim_continue_without_proof(fake: FakeVllm, words: str) -> None:
     async with fake, VllmEngine(fake.url) as engine:
         assert "continue" not in engine.info.capabilities
         with pytest.raises(RequestError, match=words) as caught:
@@ -154,8 +154,8 @@ async def test_what_was_not_proved_is_not_claimed(fake: FakeVllm, words: str) ->
         assert (await run(engine, chat())).choices[0].text == "Hello."  # observed as ever
 
 
-async def test_a_server_that_rereads_arguments_is_found_out() -> None:
-    """It prints the arguments anew: another text than was sampled."""
+async def test_detects_a_server_that_reprints_arguments() -> None:
+    """It parses and prints arguments, which changes the sampled text."""
     fake = FakeVllm()
     plain = fake.read
     fake.read = lambda tokens, body: _reprinted(plain(tokens, body))  # type: ignore[method-assign]
@@ -168,8 +168,8 @@ def _reprinted(answer: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
     return reasoning, text, tuple((name, arguments.replace(" :", ":")) for name, arguments in calls)
 
 
-async def test_other_template_options_are_proved_when_they_are_met() -> None:
-    """This server stops reading calls where thinking is switched off."""
+async def test_template_options_are_verified_when_first_used() -> None:
+    """This server does not parse calls if thinking is switched off."""
     fake = FakeVllm()
     plain = fake.read
 
@@ -192,28 +192,28 @@ async def test_other_template_options_are_proved_when_they_are_met() -> None:
 @pytest.mark.parametrize(
     "more", [{"tool_choice": "required", **TOOLS}, {"response_format": {"type": "json_object"}}], ids=["call", "json"]
 )
-async def test_a_grammar_is_not_continued(more: dict[str, Any]) -> None:
+async def test_rejects_exact_prompt_under_a_grammar(more: dict[str, Any]) -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         with pytest.raises(RequestError, match="a grammar constrains"):
             await run(engine, chat(**more), prompt=PROMPT)
 
 
-async def test_a_prompt_that_ends_in_open_reasoning_where_none_was_seen() -> None:
+async def test_rejects_prompt_that_ends_in_unproved_open_reasoning() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         with pytest.raises(RequestError, match="leaves reasoning open"):
             await run(engine, chat(), prompt=[*PROMPT, *ids("<think>")])
-        # What was thought in an earlier turn opens nothing.
+        # Reasoning in an earlier turn is not open.
         await run(engine, chat(), prompt=[*ids("<think>"), END, *ids("ab")])
 
 
-async def test_a_server_that_changes_the_prompt_is_not_believed() -> None:
+async def test_rejects_a_server_that_changes_the_prompt() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.prompt = lambda path, body: [9, *body["prompt"]]  # type: ignore[method-assign]
         with pytest.raises(EngineError, match="other prompt tokens than it was given"):
             await run(engine, chat(), prompt=PROMPT)
 
 
-async def test_rendering_without_what_opens_the_answer() -> None:
+async def test_renders_without_the_opening_only_with_tokenize() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         whole, closed = await engine.render(chat()), await engine.render(chat(), generation=False)
         assert text_of(whole[len(closed) :]) == "<|im_start|>assistant\n"
@@ -223,7 +223,7 @@ async def test_rendering_without_what_opens_the_answer() -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "cancel"])
-async def test_leaving_aborts_the_generation(how: str) -> None:
+async def test_leaving_an_exact_answer_aborts_the_generation(how: str) -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.script(Answer("x" * 500, delay=0.05))
         request = chat(sampling=Sampling(max_tokens=600))
@@ -247,8 +247,8 @@ async def _all(events: Any) -> list[SampleEvent]:
 
 @pytest.mark.parametrize("prompt", [None, PROMPT], ids=["chat", "exact"])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_versions_that_change_in_the_midst(prompt: list[int] | None, stream: bool) -> None:
-    """vLLM 0.33's documented shape; no server of that version was at hand."""
+async def test_reports_weight_versions_that_change_during_an_answer(prompt: list[int] | None, stream: bool) -> None:
+    """The shape is the documented one of vLLM 0.33."""
     async with FakeVllm(tells_versions=True, weight_version="7") as fake, VllmEngine(fake.url) as engine:
         assert "weight_versions" in engine.info.capabilities
         fake.script(Answer("Hello.", versions=((0, "7"), (3, "8"))))
@@ -262,7 +262,7 @@ async def test_versions_that_change_in_the_midst(prompt: list[int] | None, strea
         assert heard.choices[0].versions == [(0, "7"), (3, "8")]
 
 
-async def test_a_server_without_versions_is_not_asked_for_them() -> None:
+async def test_does_not_request_weight_versions_from_a_server_without_them() -> None:
     async with FakeVllm(weight_version="7") as fake, VllmEngine(fake.url) as engine:
         fake.bodies.clear()
         events = await _all(engine.sample(chat()))
@@ -283,12 +283,12 @@ async def test_a_server_without_versions_is_not_asked_for_them() -> None:
         ([], ()),
     ],
 )
-def test_spans_are_runs_or_nothing(spans: list[tuple[str, int, int]], runs: tuple[tuple[int, str], ...]) -> None:
+def test_version_runs(spans: list[tuple[str, int, int]], runs: tuple[tuple[int, str], ...]) -> None:
     assert version_runs([{"version": v, "start": start, "end": end} for v, start, end in spans]) == runs
 
 
-async def test_a_template_that_writes_more_behind_a_message() -> None:
-    """The end of turn is the token at which the server stops, not whatever comes first behind the content."""
+async def test_finds_the_end_of_turn_after_other_tokens() -> None:
+    """The end of turn is the token at which the server stops, not the first token after the content."""
     fake = FakeVllm()
     plain = fake.render
 
@@ -305,7 +305,7 @@ async def test_a_template_that_writes_more_behind_a_message() -> None:
         assert engine.info.eos_token_ids == (END,)
 
 
-async def test_a_token_at_which_the_server_does_not_stop_is_no_end_of_turn() -> None:
+async def test_end_of_turn_must_stop_the_server() -> None:
     fake = FakeVllm()
     plain = fake.sampled
 
@@ -319,7 +319,7 @@ async def test_a_token_at_which_the_server_does_not_stop_is_no_end_of_turn() -> 
         assert "no token ends the turns" in str(engine.continue_problem)
 
 
-# Which kind of reasoning a server reads: vLLM 0.32 with its parser qwen3 said so of these texts.
+# How vLLM 0.32 with its parser qwen3 parsed these texts.
 IMPLIED = [
     ("Z</think>Hello.", ParsedAnswer("Hello.", "Z", (), "stop")),
     ("<think>Z</think>Hello.", ParsedAnswer("Hello.", "Z", (), "stop")),
@@ -331,7 +331,7 @@ def seen(*rows: tuple[str, ParsedAnswer]) -> list[ForcedAnswer]:
     return [ForcedAnswer("it", text, (), said, text) for text, said in rows]
 
 
-def test_the_kind_of_reasoning_follows_what_was_seen() -> None:
+def test_matching_reasoning_mode() -> None:
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     ends = ("Z" + call, ParsedAnswer("", "Z", (("look", "{}"),), "tool_calls"))
     goes_on = ("Z" + call, ParsedAnswer("", "Z" + call, (), "stop"))
@@ -354,13 +354,13 @@ def test_the_kind_of_reasoning_follows_what_was_seen() -> None:
     assert matching_reasoning_mode(seen(*IMPLIED, ("c", ParsedAnswer("else", "", (), "stop"))), tools=True)[0] is None
 
 
-async def test_reasoning_goes_out_by_both_of_its_names() -> None:
-    """vLLM 0.32 takes `reasoning_content` for `reasoning` on its chat route, and drops it at `/tokenize`."""
+async def test_sends_reasoning_by_both_names() -> None:
+    """vLLM 0.32 accepts `reasoning_content` for `reasoning` on its chat route, and drops it at `/tokenize`."""
     body = render_body(replace(chat(), messages=(Message("assistant", "a", reasoning="hm"),)))
     assert (body["messages"][0]["reasoning"], body["messages"][0]["reasoning_content"]) == ("hm", "hm")
 
 
-async def test_a_server_that_drops_reasoning_at_tokenize_is_found_out() -> None:
+async def test_detects_a_server_that_drops_reasoning_at_tokenize() -> None:
     fake = FakeVllm()
     plain = fake.prompt
     thought = {"role": "system", "content": "thought"}
@@ -376,7 +376,7 @@ async def test_a_server_that_drops_reasoning_at_tokenize_is_found_out() -> None:
         assert await engine.render(request) == list((await run(engine, request)).prompt_ids)
 
 
-async def test_tools_that_may_not_be_called_are_not_read() -> None:
+async def test_does_not_parse_calls_if_tools_are_off() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         fake.script(Answer("", tool_calls=(PARIS,)))
         answer = (await run(engine, chat(sampling=LONG, tool_choice="none", **TOOLS), prompt=PROMPT)).choices[0]

