@@ -2,7 +2,7 @@
 
 `AttemptRunner.run` is the whole attempt; each of its lines is one station. Promises:
 
-* every stage is recorded in the store before it begins, and waiting for a stage uses up no time limit;
+* every stage is recorded in the store before it starts, and waiting for a stage uses up no time limit;
 * however the attempt ends, its sandboxes are closed and its session key is revoked;
 * a result is recorded as the rollout's final status; InfrastructureError asks the worker for another attempt; a
   cancellation is passed on;
@@ -51,7 +51,7 @@ _SCORE_SECONDS = 300.0
 _IDLE_SECONDS = 30.0
 """How long to wait for calls that were in flight when the agent ended; they are recorded a moment later."""
 _RELEASE_IDLE_SECONDS = 5.0
-"""The same for calls on other gateways when the attempt is given up: nobody needs the traces, so it should be quick."""
+"""The same for calls on other gateways when the attempt is abandoned: its traces are not needed, so wait less."""
 # OpenHands prints its complete first prompt after the event that says why it failed.
 _LOG_TAIL_BYTES = 200_000
 
@@ -76,7 +76,7 @@ class RemoteScorer(Protocol):
 
 @dataclass(slots=True)
 class RunningAttempt:
-    """An attempt while it goes on."""
+    """An attempt that is running."""
 
     claim: Claim
     session_id: str | None = None
@@ -93,7 +93,7 @@ class RunningAttempt:
 
 @dataclass(frozen=True, slots=True)
 class AttemptInput:
-    """What the store says about the rollout."""
+    """The task and the options of the rollout, as stored."""
 
     task: Task
     spec: RolloutSpec
@@ -189,7 +189,7 @@ class AttemptRunner:
     # The stations, in order
 
     async def _read_input(self, claim: Claim) -> AttemptInput:
-        """Raises BadTaskError for a task that cannot be run, before anything is started for it."""
+        """Read the task and the options. Raises BadTaskError for a task that cannot be run."""
         row = await self._store.tasks.get(claim.task_id)
         assert row is not None
         task = task_from_json(row.spec)
@@ -382,7 +382,7 @@ class AttemptRunner:
         session_id: str | None = None,
         exit_code: int | None = None,
     ) -> None:
-        """Record that the previous stage ended with `outcome` and this one begins."""
+        """Record that the previous stage ended with `outcome` and this one starts."""
         await self._store.rollouts.enter_stage(
             attempt.claim, stage, outcome=outcome, session_id=session_id, exit_code=exit_code
         )

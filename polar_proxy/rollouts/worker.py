@@ -4,8 +4,8 @@ r"""The worker of one process: claims rollouts from the queue in the database an
                  \-> infrastructure failed: back into the queue, for a new attempt
 
 The database is the queue, and each row in it records how far a rollout is. So any number of workers may run side by
-side, and the rollouts of a killed worker are claimed by another when their leases expire. Memory holds nothing that may
-not be lost.
+side, and the rollouts of a killed worker are claimed by another when their leases expire. Only the
+database holds what must not be lost.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Worker:
         on_settled: Callable[[str], None] | None = None,
         job_id: str | None = None,
     ) -> None:
-        """`policy_version` is read at every claim. `on_release` gets each rollout whose attempt is over, `on_settled`
-        each group that ended. With `job_id` the worker claims only rollouts of that job, which this process may own
-        ("": of none yet); otherwise rollouts of all jobs that no process owns.
+        """`policy_version` is read at every claim. `on_release` is called with each rollout whose attempt has ended,
+        `on_settled` with each group that has ended. With `job_id` the worker claims only rollouts of that job, which
+        this process may own ("": of none yet); otherwise rollouts of all jobs that no process owns.
 
         `may_prepare` and `may_run` limit how many rollouts join those at work; `engine_ready` holds back every agent.
         """

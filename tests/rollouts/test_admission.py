@@ -84,7 +84,7 @@ def test_memory_counts_reservations() -> None:
     assert memory.refusal(request("b", 2000)) is None
     assert memory.refusal(request("c")) == TOO_LITTLE_MEMORY  # 4000 - 3000 reserved - 1000 < 500
     assert memory.refusal(request("c", 400)) is None
-    assert memory.refusal(request("c", 400)) is None  # asked again, at the next limiter: not counted twice
+    assert memory.refusal(request("c", 400)) is None  # asked again at the next stage, and not counted twice
     now += RESERVATION_SECONDS + 1
     free = 1400
     assert memory.refusal(request("d")) == TOO_LITTLE_MEMORY

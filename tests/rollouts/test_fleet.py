@@ -142,9 +142,9 @@ def test_prints_a_report(tmp_path: Path) -> None:
         "cold,warm",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=200)
-    said = json.loads(done.stdout)
-    assert [row["case"]["name"] for row in said["rows"]] == ["cold", "warm"]
-    assert {row["case"]["store"] for row in said["rows"]} == {"sqlite"}
-    cold, warm = said["rows"]
+    report = json.loads(done.stdout)
+    assert [row["case"]["name"] for row in report["rows"]] == ["cold", "warm"]
+    assert {row["case"]["store"] for row in report["rows"]} == {"sqlite"}
+    cold, warm = report["rows"]
     assert warm["preparing_seconds"]["p50"] < cold["preparing_seconds"]["p50"]
-    assert said["models"]["engine"]["kv_tokens"] == 680_000
+    assert report["models"]["engine"]["kv_tokens"] == 680_000

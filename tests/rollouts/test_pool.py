@@ -111,7 +111,7 @@ async def test_a_cancelled_taker_returns_its_sandbox() -> None:
         await asyncio.sleep(0)
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)
-        assert pool.waiting == 1  # for whoever comes next
+        assert pool.waiting == 1  # for the next taker
         gate.set()
         sandbox = await pool.take("process", SPEC)
         assert pool.count.hits == 1

@@ -80,7 +80,7 @@ async def test_queues_rollouts_of_a_dead_worker_again(store: Store, dead: int) -
     assert session.closed_at is not None
     assert list((await store.traces.exclusions(first.session_id)).values()) == [SUPERSEDED]
     assert await store.traces.find(session_id=first.session_id) == []
-    assert [held.rollout_id for held in await store.queue.claim("me", 5, 60)] == [lost]
+    assert [claim.rollout_id for claim in await store.queue.claim("me", 5, 60)] == [lost]
 
 
 def test_describes_removed_sandboxes_in_one_line() -> None:

@@ -217,8 +217,8 @@ async def test_another_service_continues_after_a_stop(store: Store, tmp_path: Pa
 async def test_stops_an_agent_early_and_scores_its_work(store: Store, tmp_path: Path) -> None:
     """The agent would sleep for ten minutes. Its work until then is scored as usual, and does not solve the task."""
     task = get_source("swe-task").task(3)
-    said = {"stop_when": {"command": ["sh", "-c", 'test -e "$HOME/asleep"'], "every": 0.2}}
-    task = replace(task, metadata={**task.metadata, **said})
+    stop_when = {"stop_when": {"command": ["sh", "-c", 'test -e "$HOME/asleep"'], "every": 0.2}}
+    task = replace(task, metadata={**task.metadata, **stop_when})
     async with service(store, tmp_path) as running:
         made, _ = await running.submit([task], job("SleepyAgent", timeout=300.0, for_training=True))
         await asyncio.wait_for(running.until_done(made.job_id), 120)

@@ -91,17 +91,17 @@ def test_reads_stop_when_from_the_task() -> None:
 class ScriptedSandbox:
     """A sandbox whose commands return given results."""
 
-    def __init__(self, *said: Any) -> None:
-        self.said = list(said)
+    def __init__(self, *results: Any) -> None:
+        self.results = list(results)
         self.asked: list[tuple[str, ...]] = []
         self.killed = asyncio.Event()
 
     async def exec(self, argv: Sequence[str], *, timeout: float | None = None) -> Any:
         self.asked.append(tuple(argv))
-        said = self.said.pop(0)
-        if isinstance(said, Exception):
-            raise said
-        return said
+        result = self.results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     async def kill_all(self) -> None:
         self.killed.set()

@@ -28,10 +28,10 @@ class ScriptedAttempt:
         self._body = body
         self.running = 0
         self.most = 0
-        self.begun: Counter[str] = Counter()
+        self.attempts: Counter[str] = Counter()
 
     async def __call__(self, claim: Claim, limits: StageLimits, request: AdmissionRequest) -> None:
-        self.begun[claim.rollout_id] += 1
+        self.attempts[claim.rollout_id] += 1
         async with limits.preparing.enter(request):
             await self._store.rollouts.update(claim.rollout_id, status="preparing")
         async with limits.running.enter(request):
@@ -132,7 +132,7 @@ async def test_retries_infrastructure_failures_only(store: Store) -> None:
         ("failed", "the engine is gone"),
         ("done", None),
     ]
-    assert [attempt.begun[row.rollout_id] for row in rows] == [3, 3, 1]
+    assert [attempt.attempts[row.rollout_id] for row in rows] == [3, 3, 1]
     (group,) = await store.groups.of_job(job_id)
     assert group.status == "finished"
 
@@ -180,7 +180,7 @@ async def test_keeps_overflowing_rollouts_for_the_next_group(store: Store) -> No
     assert (await group_counts(store, second.group_id))["done"] >= 2
     row = await store.rollouts.get(kept)
     assert row is not None
-    assert (row.status, attempt.begun[kept]) == ("done", 1)
+    assert (row.status, attempt.attempts[kept]) == ("done", 1)
     assert await store.feed.depth() == {"waiting": 2}
 
 
@@ -244,7 +244,7 @@ async def test_reclaims_rollouts_of_a_dead_worker(store: Store) -> None:
         while await rollout_counts(store, job_id) != {"done": 3}:
             await asyncio.sleep(0.05)
     assert await rollout_counts(store, job_id) == {"done": 3}
-    assert set(attempt.begun.values()) == {1}
+    assert set(attempt.attempts.values()) == {1}
 
 
 async def test_starts_nothing_while_the_trainer_is_behind(store: Store) -> None:

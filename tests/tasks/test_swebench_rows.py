@@ -92,7 +92,7 @@ def test_r2e_gym(tmp_path: Path) -> None:
     task, environment, evaluation = one(tmp_path, row)
     assert task.task_id == "pillow-" + "b" * 12
     assert evaluation.expected == {"TestA.test_b": "PASSED", "TestA.test_c": "FAILED"}
-    # The row names the fix, so that history has to end where the image stands; tests and answers are hidden.
+    # The row names the commit of the fix, so history ends at the image's HEAD; tests and answers are hidden.
     assert environment.base_commit is None
     assert {"/r2e_tests", "/testbed/run_tests.sh", "/testbed/expected_test_output.json"} <= set(environment.hide)
 

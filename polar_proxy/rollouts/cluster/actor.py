@@ -58,8 +58,8 @@ class NodeActor:
 
     async def _run(self) -> None:
         try:
-            async with run_node(self._config, self._scorer) as node:
-                self._state.set_result(node.state())
+            async with run_node(self._config, self._scorer) as state:
+                self._state.set_result(state)
                 await self._stopping.wait()
         except BaseException as error:
             if not self._state.done():

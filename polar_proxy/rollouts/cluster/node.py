@@ -17,7 +17,7 @@ from polar_proxy.gateway import Gateway
 from polar_proxy.rollouts.attempt import RemoteScorer
 from polar_proxy.rollouts.recovery import recover
 from polar_proxy.rollouts.service import RolloutService, ServiceLimits
-from polar_proxy.store import Store, default_url, open_store
+from polar_proxy.store import default_url, open_store
 
 log = logging.getLogger(__name__)
 
@@ -55,26 +55,9 @@ class NodeState:
     engine: str
 
 
-@dataclass(frozen=True, slots=True)
-class RunningNode:
-    """The parts of a node that works."""
-
-    config: NodeConfig
-    store: Store
-    gateway: Gateway
-    service: RolloutService
-    engine: str
-
-    def state(self) -> NodeState:
-        config = self.config
-        return NodeState(
-            config.address, config.agents, self.service.worker.name, self.gateway.url, config.digest, self.engine
-        )
-
-
 @contextlib.asynccontextmanager
-async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None) -> AsyncIterator[RunningNode]:
-    """Clean up after dead processes of this machine, then work until the block ends.
+async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None) -> AsyncIterator[NodeState]:
+    """Clean up after dead processes of this machine, then work until the block ends; yield the node's report.
 
     Rollouts in flight then go back into the queue. Raises PolarError if the engine or the database cannot be used."""
     settings = node_settings(config.settings)
@@ -98,7 +81,14 @@ async def run_node(config: NodeConfig, remote_scorer: RemoteScorer | None = None
                 remote_scorer=remote_scorer,
             )
             async with service:
-                yield RunningNode(config, store, gateway, service, f"{engine.info.engine} {engine.info.version}")
+                yield NodeState(
+                    address=config.address,
+                    agents=config.agents,
+                    worker=service.worker.name,
+                    url=gateway.url,
+                    digest=config.digest,
+                    engine=f"{engine.info.engine} {engine.info.version}",
+                )
 
 
 def node_settings(given: Settings) -> Settings:

@@ -54,7 +54,7 @@ class Machines:
         return served
 
     def release(self) -> None:
-        """Let held agents go on."""
+        """Let waiting agents continue."""
         self.home.mkdir(exist_ok=True)
         (self.home / "go").touch()
 

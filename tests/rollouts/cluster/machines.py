@@ -131,7 +131,7 @@ class Node(Program):
         return [pid for pid in descendants(self.process.pid) if command(pid).startswith("ray::NodeActor")]
 
     def kill(self) -> None:
-        """As when the machine loses its power, only that what ran in sandboxes goes on."""
+        """Kill everything as a power failure would, except the programs in sandboxes."""
         for pid in self.rays():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -147,7 +147,7 @@ class Serving(Program):
         super().__init__(env, folder, name, POLAR, "serve", "--port", "0", "--db", url, *engine, *ray, "--json")
 
     def gateways(self) -> list[str]:
-        """Of the nodes, as it told."""
+        """The reported nodes."""
         return re.findall(r"agents at a time, gateway (http\S+)", self.log.read_text())
 
 

@@ -1,6 +1,6 @@
-"""Many machines, with real parts: a Ray cluster of several nodes, PostgreSQL, the `polar` command, process sandboxes.
+"""A cluster of several nodes with real parts: Ray, PostgreSQL, the `polar` command, process sandboxes, the small agent.
 
-Scripted: the engine. The agent is the small one of the other tests.
+Only the engine is scripted.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ def left_behind(machines: Machines) -> list[str]:
 
 
 async def test_rollouts_of_a_killed_node_run_elsewhere(machines: Machines, url: str) -> None:
-    """No recorded call is lost, its rollouts are done elsewhere, nothing of it is left; and before that, any gateway
-    answers any session."""
+    """Nothing is left of it and no recorded call is lost. Before that, any gateway serves any session."""
     first, second = machines.add(2), machines.add(2)
     async with open_store(url, artifacts=machines.home / "artifacts") as store:
         served = machines.serve(url)
@@ -162,8 +161,8 @@ async def one_session_everywhere(store: Store, gateways: list[str]) -> None:
 
 
 async def test_nodes_survive_a_killed_head_and_a_killed_actor(machines: Machines, url: str) -> None:
-    """The nodes work on without a head; the next head finds them as they are. Ray starts an actor again whose process
-    died, and what that had in hand is done."""
+    """Nodes continue without a head, and the next head finds them. Ray restarts a killed actor, whose rollouts are
+    queued again and end."""
     node = machines.add(2)
     async with open_store(url, artifacts=machines.home / "artifacts") as store:
         first = machines.serve(url)

@@ -53,7 +53,7 @@ class OtherMachine:
 @pytest.mark.parametrize("broken", [0, 1])
 async def test_scores_remotely_only_what_would_wait(store: Store, tmp_path: Path, broken: int) -> None:
     """One of three rollouts is scored here until the others are done; a lost remote scoring is tried once more."""
-    # The rollout that is scored here begins first, and ends when the file `go` exists: after the others.
+    # The rollout that is scored here starts first, and ends when the file `go` exists, which is after the others.
     other, engine = OtherMachine(broken, after=tmp_path / "first"), PlayerEngine()
     go = tmp_path / "go"
     script = f"test -e {tmp_path}/first && exit 0; touch {tmp_path}/first; until test -e {go}; do sleep 0.1; done"
