@@ -40,7 +40,7 @@ class BuildResult:
     """The drift policy of builder `merged`; None for the others."""
     drift_events: tuple[DriftEvent, ...] = ()
     """Every drifted call of the session, and what was done about it."""
-    reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    grade_reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """trace id -> the reasons for its grade"""
     rescored_by: ScorerIdentity | None = None
     """The engine that computed the log-probabilities of the rescored traces."""
@@ -151,7 +151,7 @@ def _finish(
         drift_events=tuple(
             event.model_copy(update={"outcome": "excluded"}) if event.call_id in excluded else event for event in events
         ),
-        reasons={trace.trace_id: tuple(sorted(trace.reasons)) for trace in traces},
+        grade_reasons={trace.trace_id: tuple(sorted(trace.reasons)) for trace in traces},
     )
     validate(calls, result)
     return result

@@ -35,7 +35,7 @@ Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(strict=True, ge=0)]
 
 _NOT_IN_SEED = {"grade", "audit", "spans", "seed", "head"}
-_STORED = {"schema_version", "on_drift", "grade", "reasons", "drift", "rescored", "audit", "head"}
+_STORED = {"schema_version", "on_drift", "grade", "grade_reasons", "drift", "rescored", "audit", "head"}
 _PERSON = b"polar trace"
 
 
@@ -115,7 +115,7 @@ class Certificate(CertificateModel):
     builder: Literal["per_call", "merged", "tree", "rescored"]
     on_drift: DriftPolicy | None
     grade: Grade
-    reasons: list[Reason]
+    grade_reasons: list[Reason]
     """Why the grade is not `exact`."""
     parent_trace_id: str | None
     branch_at: Count

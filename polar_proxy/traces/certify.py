@@ -32,7 +32,7 @@ def certify(calls: Sequence[CallRecord], build: BuildResult) -> dict[str, Certif
             traces,
             by_id,
             on_drift=build.on_drift,
-            reasons=build.reasons[trace.trace_id],
+            reasons=build.grade_reasons[trace.trace_id],
             drift=[event.model_dump() for event in _events_in(trace, by_id, build.drift_events)],
             rescored=build.rescored_by.model_dump() if trace.rescored and build.rescored_by is not None else None,
         )
@@ -59,7 +59,7 @@ def restore(
                 by_trace,
                 by_id,
                 on_drift=kept["on_drift"],
-                reasons=kept["reasons"],
+                reasons=kept["grade_reasons"],
                 drift=kept["drift"],
                 rescored=kept["rescored"],
             )
@@ -94,7 +94,7 @@ def _certificate(
         "rollout_id": trace.rollout_id,
         "builder": trace.builder,
         "on_drift": on_drift,
-        "reasons": list(reasons),
+        "grade_reasons": list(reasons),
         "parent_trace_id": trace.parent_trace_id,
         "branch_at": trace.branch_at,
         "branch_hash": branch_hash,

@@ -137,7 +137,7 @@ def _span_problems(certificate: Certificate) -> Iterator[str]:
     answers = set()
     for span in certificate.spans:
         if span.kind == "context":
-            if span.start != position and grades.CANONICAL not in certificate.reasons:
+            if span.start != position and grades.CANONICAL not in certificate.grade_reasons:
                 yield f"the context of {span.call_id} begins at {span.start} of its prompt and at {position} here"
         else:
             if span.start != 0:
@@ -158,7 +158,7 @@ def _span_problems(certificate: Certificate) -> Iterator[str]:
 
 def _reason_problems(certificate: Certificate) -> Iterator[str]:
     """The reasons follow from the spans, and the grade from the reasons."""
-    reasons = set(certificate.reasons)
+    reasons = set(certificate.grade_reasons)
     sampled = [span for span in certificate.spans if isinstance(span, SampledSpan)]
     joined = any(event.outcome == "canonical" for event in certificate.drift)
     expected = {

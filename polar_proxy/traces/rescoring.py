@@ -141,12 +141,14 @@ def build_rescored(
                 trace,
                 builder=RESCORED_BUILDER,
                 rescored=True,
-                grade=grade_of([*built.reasons[trace.trace_id], RESCORED]),
+                grade=grade_of([*built.grade_reasons[trace.trace_id], RESCORED]),
             )
             for trace in built.traces
         ),
         excluded={**built.excluded, **left_out},
-        reasons={trace_id: tuple(sorted({*reasons, RESCORED})) for trace_id, reasons in built.reasons.items()},
+        grade_reasons={
+            trace_id: tuple(sorted({*reasons, RESCORED})) for trace_id, reasons in built.grade_reasons.items()
+        },
         rescored_by=_scorer(rescores[0]) if rescores else None,
     )
     count_calls(calls, result)

@@ -94,7 +94,7 @@ async def rescore(build: BuildResult, engine: Engine) -> BuildResult:
     gives no value for a sampled token, and whatever its `score` raises.
     """
     traces: list[Trace] = []
-    reasons = dict(build.reasons)
+    reasons = dict(build.grade_reasons)
     for trace in build.traces:
         if CANONICAL in reasons[trace.trace_id]:
             reasons[trace.trace_id] = tuple(sorted({*reasons[trace.trace_id], RESCORED}))
@@ -109,7 +109,7 @@ async def rescore(build: BuildResult, engine: Engine) -> BuildResult:
         model=engine.info.model,
         weight_version=await engine.weight_version(),
     )
-    return replace(build, traces=tuple(traces), reasons=reasons, rescored_by=scorer)
+    return replace(build, traces=tuple(traces), grade_reasons=reasons, rescored_by=scorer)
 
 
 async def _rescored_logprobs(trace: Trace, engine: Engine) -> Logprobs:

@@ -76,7 +76,7 @@ def _check_answers(calls: Mapping[str, CallRecord], build: BuildResult) -> None:
 
 
 def _check_grade(trace: Trace, build: BuildResult) -> None:
-    reasons = build.reasons.get(trace.trace_id, ())
+    reasons = build.grade_reasons.get(trace.trace_id, ())
     if trace.rescored != (RESCORED in reasons) or trace.grade != grade_of(reasons):
         raise InvariantError(f"{build.builder}: the grade of {trace.trace_id} does not follow from {reasons}")
 
@@ -116,7 +116,7 @@ def _is_start(prompt: TokenIds, ids: TokenIds, known: TokenIds) -> bool:
 def _is_allowed_join(trace: Trace, number: int, calls: Mapping[str, CallRecord], build: BuildResult) -> bool:
     """Return whether the answer in span `number` follows the answer that its call continues, with exactly the context
     that `find_context_start` gives."""
-    if build.on_drift not in ("canonical", "rescore") or CANONICAL not in build.reasons.get(trace.trace_id, ()):
+    if build.on_drift not in ("canonical", "rescore") or CANONICAL not in build.grade_reasons.get(trace.trace_id, ()):
         return False
     answer = trace.spans[number]
     call = calls[answer.call_id]

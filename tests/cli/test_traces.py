@@ -199,7 +199,7 @@ def test_rescore_builds_off_policy_traces_from_text(polar_home: Path, tmp_path: 
     assert export(out) == export(out, "--all-grades") == export(out, "--builder", "rescored") == []
     (row,) = export(out, "--builder", "rescored", "--all-grades")
     certificate = row["certificate"]
-    assert (row["builder"], row["grade"], certificate["reasons"]) == ("rescored", "approximate", ["rescored"])
+    assert (row["builder"], row["grade"], certificate["grade_reasons"]) == ("rescored", "approximate", ["rescored"])
     assert certificate["rescored"]["engine"] == "scripted"
     assert [one["engine"] for one in certificate["engines"]] == ["openai"]
     mask = np.array(row["loss_mask"])

@@ -229,7 +229,7 @@ def grade_and_reasons(rows: list[Json], random: Random) -> bool:
     row = _any_row(rows, random)
     was = row["grade"]
     row["grade"] = row["certificate"]["grade"] = "exact"
-    row["certificate"]["reasons"] = []
+    row["certificate"]["grade_reasons"] = []
     return bool(was != "exact")
 
 

@@ -41,7 +41,7 @@ def test_join_keeps_sampled_tokens_and_takes_context_from_the_new_prompt() -> No
     assert trace.spans[2] == Span("context", "b", 5, 8)
     np.testing.assert_array_equal(trace.logprobs[3:6], FIRST.choices[0].logprobs)
     assert trace.grade == "approximate"
-    assert built.reasons[trace.trace_id] == ("canonical",)
+    assert built.grade_reasons[trace.trace_id] == ("canonical",)
     assert [(event.outcome, event.split_reason) for event in built.drift_events] == [("canonical", None)]
 
 
@@ -59,7 +59,7 @@ def test_call_that_continues_a_joined_call_is_joined() -> None:
     built = joined(FIRST, DRIFTED, third)
     (trace,) = built.traces
     assert trace.token_ids.tolist() == [1, END, 7, 2, 3, END, 4, END, 7, 5, END, 6, 7, 8]
-    assert built.reasons[trace.trace_id] == ("canonical", "continued")
+    assert built.grade_reasons[trace.trace_id] == ("canonical", "continued")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_rejects_a_context_that_begins_elsewhere(start: int) -> None:
     "damage",
     [
         lambda built: replace(built, on_drift="split"),
-        lambda built: replace(built, reasons=dict.fromkeys(built.reasons, ())),
+        lambda built: replace(built, grade_reasons=dict.fromkeys(built.grade_reasons, ())),
         lambda built: replace(built, drift_events=()),
         lambda built: replace(built, drift_events=(built.drift_events[0].model_copy(update={"outcome": "split"}),)),
         lambda built: replace(built, drift_events=(built.drift_events[0].model_copy(update={"outcome": "excluded"}),)),
@@ -153,7 +153,7 @@ def test_canonical_trains_the_same_answers_in_no_more_traces(calls: list[CallRec
     for trace in canonical.traces:
         first = [span.call_id for span in trace.spans if span.kind == "sampled" and span.choice == 0]
         has_drift = any(name in events and events[name].outcome == "canonical" for name in first)
-        assert ("canonical" in canonical.reasons[trace.trace_id]) == has_drift
+        assert ("canonical" in canonical.grade_reasons[trace.trace_id]) == has_drift
         assert has_drift <= (trace.grade == "approximate")
     event(f"{sum(one.outcome == 'canonical' for one in events.values())} joined")
 
@@ -190,7 +190,7 @@ async def test_rescore_replaces_the_logprobs_of_sampled_positions() -> None:
     expected = np.array([nan, nan, nan, -3, -4, -5, nan, nan, nan, -9, -10], np.float32)
     np.testing.assert_array_equal(trace.logprobs, expected)
     assert trace.rescored
-    assert built.reasons[trace.trace_id] == ("canonical", "rescored")
+    assert built.grade_reasons[trace.trace_id] == ("canonical", "rescored")
     assert scorer.scored == [trace.token_ids.tolist()]
     assert built.rescored_by == ScorerIdentity(engine="scripted", version="1", model="m", weight_version="5")
     assert untouched is before.traces[1]

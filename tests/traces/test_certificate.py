@@ -49,7 +49,7 @@ def test_certificate_of_two_turns() -> None:
         "split",
         "sess_1",
     )
-    assert (fields["grade"], fields["reasons"]) == ("continued", ["continued"])
+    assert (fields["grade"], fields["grade_reasons"]) == ("continued", ["continued"])
     assert (fields["parent_trace_id"], fields["branch_at"], fields["branch_hash"], fields["prompt_length"]) == (
         None,
         0,
@@ -116,14 +116,14 @@ def test_policy_versions_of_an_answer() -> None:
 def test_weights_changed_at_an_unknown_token() -> None:
     fields = one(replace(FIRST, weight_version="3..4"))
     assert fields["spans"][1]["versions"] == [(0, "3..4")]
-    assert (fields["grade"], fields["reasons"]) == ("approximate", ["weights_changed"])
+    assert (fields["grade"], fields["grade_reasons"]) == ("approximate", ["weights_changed"])
 
 
 def test_sampling_is_recorded_if_it_changed_the_distribution() -> None:
     sampling = {"temperature": 0.5, "top_p": 1.0, "top_k": 20, "min_p": 0.0, "seed": 1 << 70, "stop": ["\ud83d"]}
     fields = one(replace(FIRST, logprob_mode="raw", sampling=sampling))
     assert fields["spans"][1]["sampling"] == {"temperature": 0.5, "top_k": 20}
-    assert (fields["grade"], fields["reasons"]) == ("approximate", ["off_distribution"])
+    assert (fields["grade"], fields["grade_reasons"]) == ("approximate", ["off_distribution"])
 
 
 def test_spans_name_their_engine() -> None:
@@ -149,14 +149,14 @@ def test_drift_is_in_the_trace_of_the_drifted_call() -> None:
         "outcome": "canonical",
         "split_reason": None,
     }
-    assert (joined["on_drift"], joined["grade"], joined["reasons"]) == ("canonical", "approximate", ["canonical"])
+    assert (joined["on_drift"], joined["grade"], joined["grade_reasons"]) == ("canonical", "approximate", ["canonical"])
 
 
 async def test_rescored_trace_names_its_scorer() -> None:
     built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), PositionScorer())
     (fields,) = (one.to_json() for one in certify([FIRST, DRIFTED], built).values())
     assert fields["rescored"] == {"engine": "scripted", "version": "1", "model": "m", "weight_version": "5"}
-    assert fields["reasons"] == ["canonical", "rescored"]
+    assert fields["grade_reasons"] == ["canonical", "rescored"]
 
 
 def test_branch_has_the_hash_of_the_tokens_before_it() -> None:
@@ -232,7 +232,7 @@ def test_stored_form_is_restored_whole(name: str) -> None:
 
 def test_audit_is_restored() -> None:
     built = merged([FIRST, SECOND])
-    (trace_id,) = built.reasons
+    (trace_id,) = built.grade_reasons
     short = {**certify([FIRST, SECOND], built)[trace_id].stored(), "grade": "rejected", "audit": {"tokens": 4}}
     whole = restore({trace_id: short}, built.traces, [FIRST, SECOND])[trace_id]
     assert (whole.grade, whole.audit) == ("rejected", {"tokens": 4})

@@ -93,7 +93,7 @@ SCORER = {"engine": "vllm", "version": "1", "model": "m", "weight_version": None
     [
         (lambda fields: fields["spans"][3].update(prompt_mode="continue"), "continued is missing"),
         (
-            lambda fields: fields.update(reasons=["off_distribution"], grade="approximate"),
+            lambda fields: fields.update(grade_reasons=["off_distribution"], grade="approximate"),
             "off_distribution is given without cause",
         ),
         (lambda fields: fields["spans"][3].update(sampling={"temperature": 0.5}), "off_distribution is missing"),
