@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
 from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
 
 # Its output after a request failed for good, and before it retries one.
@@ -37,8 +37,7 @@ class Aider(VenvHarness):
     imports = "litellm, aider.main, aider.coders"
     pythons = ("3.12", "3.11", "3.10")
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.info, context)
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         argv = [str(installed.program), "-m", "aider", "--model", f"openai/{context.model}"]
         argv += ["--yes-always", "--no-check-update", "--analytics-disable", "--no-show-model-warnings"]
         argv += ["--no-show-release-notes", "--no-gitignore", "--no-pretty", "--no-fancy-input", "--no-detect-urls"]
@@ -49,7 +48,6 @@ class Aider(VenvHarness):
             argv += ["--restore-chat-history"]
         argv += [f"--message={context.instruction}"]  # one word, because it may begin with a dash
         env = {
-            "HOME": context.home,
             "OPENAI_API_BASE": context.base_url,
             "OPENAI_API_KEY": context.api_key,
             "GIT_TERMINAL_PROMPT": "0",
@@ -57,7 +55,7 @@ class Aider(VenvHarness):
         }
         # It caches a map of the repository at the root of the workspace; that path cannot be changed.
         files = {".config/git/ignore": ".aider*\n", _PRICES: '{"none": {}}\n'}
-        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+        return LaunchPlan(argv=tuple(argv), env=env, files=files)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code != 0:

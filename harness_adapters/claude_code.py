@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
 from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
 from harness_adapters.toolkit.npm import NpmHarness
 
@@ -36,8 +36,7 @@ class ClaudeCode(NpmHarness):
         notes="Exits with 1 at its turn limit too, so the adapter reads its last line.",
     )
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.info, context)
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         milliseconds = str(context.command_timeout_seconds * 1000)
         argv = [*self.command(installed), "--print", "--dangerously-skip-permissions"]
         argv += ["--max-turns", str(context.max_steps)]
@@ -48,7 +47,6 @@ class ClaudeCode(NpmHarness):
             argv += ["--strict-mcp-config", f"--mcp-config={context.home}/.claude/mcp.json"]
         argv += ["--", context.instruction]
         env = {
-            "HOME": context.home,
             "ANTHROPIC_BASE_URL": context.root_url,
             "ANTHROPIC_API_KEY": context.api_key,
             **dict.fromkeys(_MODELS, context.model),
@@ -61,7 +59,7 @@ class ClaudeCode(NpmHarness):
             "DISABLE_TELEMETRY": "1",
             "DISABLE_AUTOUPDATER": "1",
         }
-        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+        return LaunchPlan(argv=tuple(argv), env=env, files=files)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code == 1 and re.search(r"^Error: Reached max turns \(\d+\)\s*$", stdout_tail, re.MULTILINE):

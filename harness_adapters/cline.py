@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
 from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
 from harness_adapters.toolkit.npm import NpmHarness
 
@@ -26,8 +26,7 @@ class Cline(NpmHarness):
         "Contacts data.cline.bot at every start; no setting prevents it.",
     )
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.info, context)
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         provider = {
             "provider": _PROVIDER,
             "model": context.model,
@@ -50,7 +49,6 @@ class Cline(NpmHarness):
             files[".cline/data/settings/cline_mcp_settings.json"] = json_text(servers)
         argv = [*self.command(installed), "--provider", _PROVIDER, "--model", context.model, "--", context.instruction]
         env = {
-            "HOME": context.home,
             "OPENAI_API_KEY": context.api_key,
             # Otherwise it starts a daemon that outlives the run.
             "CLINE_SESSION_BACKEND_MODE": "local",
@@ -58,4 +56,4 @@ class Cline(NpmHarness):
             "DO_NOT_TRACK": "1",
             "DISABLE_TELEMETRY": "1",
         }
-        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+        return LaunchPlan(argv=tuple(argv), env=env, files=files)

@@ -6,7 +6,7 @@ Its endpoint is a custom provider in `config.toml`: the built-in one tries a Web
 
 from __future__ import annotations
 
-from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
 from harness_adapters.toolkit.config_files import mcp_table, skill_files, toml_text
 from harness_adapters.toolkit.npm import NpmHarness
 
@@ -29,8 +29,7 @@ class Codex(NpmHarness):
         notes="Has no limit of model calls. Does not wait for sub-agents. Gives up at a 429 without retry-after.",
     )
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.info, context)
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         settings = {
             "model": context.model,
             "model_provider": "polar",
@@ -56,5 +55,5 @@ class Codex(NpmHarness):
         argv += ["resume", "--last"] if context.resume else []
         argv += ["--", context.instruction]
         files = {".codex/config.toml": toml_text(settings), **skill_files(".codex/skills", context.skills)}
-        env = {"HOME": context.home, "CODEX_HOME": f"{context.home}/.codex", _KEY: context.api_key}
-        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+        env = {"CODEX_HOME": f"{context.home}/.codex", _KEY: context.api_key}
+        return LaunchPlan(argv=tuple(argv), env=env, files=files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
 from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
 from harness_adapters.toolkit.npm import NpmHarness
 
@@ -29,8 +29,7 @@ class GeminiCli(NpmHarness):
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
     )
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.info, context)
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         settings = {
             # With a custom base URL it guesses an auth type that it then refuses (exit code 41).
             "security": {"auth": {"selectedType": "gemini-api-key"}},
@@ -46,14 +45,13 @@ class GeminiCli(NpmHarness):
         argv += [f"--prompt={context.instruction}"]
         files = {".gemini/settings.json": json_text(settings), **skill_files(".gemini/skills", context.skills)}
         env = {
-            "HOME": context.home,
             "GOOGLE_GEMINI_BASE_URL": context.root_url,
             "GEMINI_API_KEY": context.api_key,
             "GEMINI_CLI_TRUST_WORKSPACE": "true",
             # Otherwise it starts a second process with more memory, and only forwards its exit code.
             "GEMINI_CLI_NO_RELAUNCH": "true",
         }
-        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+        return LaunchPlan(argv=tuple(argv), env=env, files=files)
 
 
 def _compression(context_length: int | None) -> dict[str, float]:

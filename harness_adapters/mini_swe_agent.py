@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
 from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
 
 # The last message of a run that mini gave up.
@@ -39,8 +39,7 @@ class MiniSweAgent(VenvHarness):
     # litellm fails to import without mcp, and mini then retries silently for minutes.
     extra_requirements = ("mcp",)
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        wire_api = require_supported(self.name, self.info, context)
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         settings: dict[str, object] = {
             "agent.step_limit": context.max_steps,
             # The model has no price; 0 disables the limit.
@@ -59,7 +58,6 @@ class MiniSweAgent(VenvHarness):
         for key, value in settings.items():
             argv += ["--config", f"{key}={value}"]
         env = {
-            "HOME": context.home,
             "OPENAI_API_BASE": context.base_url,
             "OPENAI_API_KEY": context.api_key,
             "MSWEA_CONFIGURED": "true",
@@ -70,7 +68,7 @@ class MiniSweAgent(VenvHarness):
             "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "3",
             **LITELLM_ENV,
         }
-        return LaunchPlan(argv=tuple(argv), env=env, mounts=installed.mounts)
+        return LaunchPlan(argv=tuple(argv), env=env)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code != 0:

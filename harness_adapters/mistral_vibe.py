@@ -10,7 +10,7 @@ from harness_adapters.base import (
     LaunchContext,
     LaunchPlan,
     McpServer,
-    require_supported,
+    WireApi,
 )
 from harness_adapters.toolkit import config_files
 from harness_adapters.toolkit.python_venv import VenvHarness
@@ -36,14 +36,12 @@ class MistralVibe(VenvHarness):
     imports = "vibe.app_server, vibe.core.loop"
     pythons = ("3.12", "3.13")
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.info, context)
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         argv = [str(installed.root / "bin" / "vibe"), f"--prompt={context.instruction}"]
         argv += ["--auto-approve", "--trust", "--max-turns", str(context.max_steps)]
         if context.resume:
             argv += ["--continue"]
         env = {
-            "HOME": context.home,
             "VIBE_HOME": f"{context.home}/.vibe",
             _KEY_NAME: context.api_key,
             # Otherwise it asks the desktop's keyring for keys of unused providers.
@@ -52,7 +50,7 @@ class MistralVibe(VenvHarness):
         }
         files = {".vibe/config.toml": _config(context)}
         files |= config_files.skill_files(".vibe/skills", context.skills)
-        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+        return LaunchPlan(argv=tuple(argv), env=env, files=files)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code == 3 and "Stopped: turn_limit" in stdout_tail:

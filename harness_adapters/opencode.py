@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from harness_adapters.base import (
-    HarnessInfo,
-    Installation,
-    LaunchContext,
-    LaunchPlan,
-    McpServer,
-    WireApi,
-    require_supported,
-)
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, McpServer, WireApi
 from harness_adapters.toolkit.config_files import json_text, skill_files
 from harness_adapters.toolkit.npm import NpmHarness
 
@@ -41,8 +33,7 @@ class OpenCode(NpmHarness):
         notes="Accepts a truncated answer whose stream ended cleanly. Offers gpt models other tools.",
     )
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        wire_api = require_supported(self.name, self.info, context)
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         model = f"polar/{context.model}"
         provider = {
             "npm": _LIBRARIES[wire_api],
@@ -79,14 +70,13 @@ class OpenCode(NpmHarness):
             **skill_files(".config/opencode/skills", context.skills),
         }
         env = {
-            "HOME": context.home,
             _KEY: context.api_key,
             "OPENCODE_DISABLE_MODELS_FETCH": "1",
             "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
             "OPENCODE_DISABLE_AUTOUPDATE": "1",
             "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
         }
-        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+        return LaunchPlan(argv=tuple(argv), env=env, files=files)
 
 
 def _installed_plugin(version: str) -> dict[str, str]:

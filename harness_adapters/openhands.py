@@ -15,7 +15,7 @@ from harness_adapters.base import (
     Installation,
     LaunchContext,
     LaunchPlan,
-    require_supported,
+    WireApi,
 )
 from harness_adapters.toolkit import config_files
 from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
@@ -46,8 +46,7 @@ class OpenHands(VenvHarness):
     imports = "litellm, openhands_cli.entrypoint, openhands_cli.tui.textual_app"
     pythons = ("3.12",)
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        wire_api = require_supported(self.name, self.info, context)
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         is_responses_name = any(name in context.model.lower() for name in _RESPONSES_NAMES)
         if is_responses_name != (wire_api == "openai_responses") and wire_api != "anthropic_messages":
             raise HarnessError(
@@ -61,7 +60,6 @@ class OpenHands(VenvHarness):
             argv += ["--resume", "--last"]
         argv += [f"--task={context.instruction}"]  # one word, because it may begin with a dash
         env = {
-            "HOME": context.home,
             "LLM_BASE_URL": context.root_url if anthropic else context.base_url,
             "LLM_API_KEY": context.api_key,
             "LLM_MODEL": f"{'anthropic' if anthropic else 'openai'}/{context.model}",
@@ -78,7 +76,7 @@ class OpenHands(VenvHarness):
         if context.mcp_servers:
             servers = {"mcpServers": config_files.mcp_table(context.mcp_servers)}
             files[".openhands/mcp.json"] = config_files.json_text(servers)
-        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+        return LaunchPlan(argv=tuple(argv), env=env, files=files)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code != 0:

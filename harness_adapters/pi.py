@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi, require_supported
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
 from harness_adapters.toolkit.config_files import json_text, skill_files
 from harness_adapters.toolkit.npm import NpmHarness
 
@@ -32,8 +32,7 @@ class Pi(NpmHarness):
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
     )
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        wire_api = require_supported(self.name, self.info, context)
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         window = {} if context.context_length is None else {"contextWindow": context.context_length}
         provider = {
             "baseUrl": context.root_url if wire_api == "anthropic_messages" else context.base_url,
@@ -52,5 +51,5 @@ class Pi(NpmHarness):
             ".pi/agent/settings.json": json_text(settings),
             **skill_files(".pi/agent/skills", context.skills),
         }
-        env = {"HOME": context.home, _KEY: context.api_key, "PI_OFFLINE": "1", "PI_TELEMETRY": "0"}
-        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+        env = {_KEY: context.api_key, "PI_OFFLINE": "1", "PI_TELEMETRY": "0"}
+        return LaunchPlan(argv=tuple(argv), env=env, files=files)

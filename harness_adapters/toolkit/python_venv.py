@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, failed_exit
+from harness_adapters.base import Installation
 from harness_adapters.toolkit import cache, python_runtime
+from harness_adapters.toolkit.adapter import CachedHarness
 
 LITELLM_ENV: Mapping[str, str] = {
     # Otherwise every start downloads a price list from the internet, and waits for the failure.
@@ -95,12 +96,9 @@ def _interpreter_mounts(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted(root for root in roots if not root.is_relative_to("/usr")))
 
 
-class VenvHarness:
-    """Base of the adapters of Python harnesses: all but `launch`."""
+class VenvHarness(CachedHarness):
+    """Base of the adapters of Python harnesses."""
 
-    name: str
-    default_version: str
-    info: HarnessInfo
     imports: str
     """Modules whose import proves the installation, separated by commas."""
     extra_requirements: ClassVar[tuple[str, ...]] = ()
@@ -108,17 +106,7 @@ class VenvHarness:
     pythons: ClassVar[tuple[str, ...]] = ()
     """As `VenvRecipe.pythons`."""
 
-    def install(self, cache_root: Path, version: str | None = None) -> Installation:
-        return self._recipe(version).install(cache_root)
-
-    def is_installed(self, cache_root: Path, version: str | None = None) -> bool:
-        return self._recipe(version).is_installed(cache_root)
-
-    def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
-        return failed_exit(self.name, exit_code, stdout_tail) or ("ok", "finished")
-
-    def _recipe(self, version: str | None) -> VenvRecipe:
-        version = version or self.default_version
+    def recipe(self, version: str) -> VenvRecipe:
         return VenvRecipe(
             name=self.name,
             version=version,

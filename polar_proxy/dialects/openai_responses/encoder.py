@@ -23,13 +23,7 @@ from polar_proxy.dialects.answer import Answer, AnswerChoice
 from polar_proxy.dialects.base import Encoder
 from polar_proxy.dialects.openai_common import token_logprobs
 from polar_proxy.dialects.openai_responses.custom_input import CustomInputDecoder
-from polar_proxy.dialects.openai_responses.items import (
-    call_item,
-    item_id,
-    message_item,
-    output_text,
-    reasoning_item,
-)
+from polar_proxy.dialects.openai_responses.items import call_item, item_id, message_item, output_text, reasoning_item
 from polar_proxy.dialects.openai_responses.response import ResponseObject, last_status
 from polar_proxy.dialects.openai_responses.tools import Toolbox
 from polar_proxy.dialects.wire import is_json_object, named_sse

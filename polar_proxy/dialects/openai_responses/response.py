@@ -10,13 +10,7 @@ from dataclasses import dataclass
 
 from polar_proxy.dialects.answer import Answer, AnswerChoice
 from polar_proxy.dialects.openai_common import token_logprobs
-from polar_proxy.dialects.openai_responses.items import (
-    call_item,
-    item_id,
-    message_item,
-    reasoning_item,
-    response_id,
-)
+from polar_proxy.dialects.openai_responses.items import call_item, item_id, message_item, reasoning_item, response_id
 from polar_proxy.dialects.openai_responses.tools import Toolbox
 from polar_proxy.types import Json
 
