@@ -32,8 +32,7 @@ from polar_proxy.rollouts.infrastructure import InfrastructureError, infrastruct
 from polar_proxy.rollouts.orphaned_calls import supersede_earlier
 from polar_proxy.rollouts.pool import SandboxPool
 from polar_proxy.rollouts.stage_limits import AdmissionRequest, StageLimits
-from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
-from polar_proxy.rollouts.workspace import TaskNotPossibleError, prepare_workspace, read_patch
+from polar_proxy.rollouts.workspace import TaskNotPossibleError, TaskSandboxes, prepare_workspace, read_patch
 from polar_proxy.sessions import hash_key, new_key
 from polar_proxy.store import RolloutStatus, Store
 from polar_proxy.store.rollouts import Claim, ClaimLostError

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from harness_adapters.base import InstallError
 from polar_proxy.errors import PolarError
-from polar_proxy.rollouts.git import WorkspaceError
+from polar_proxy.rollouts.workspace import WorkspaceError
 from sandboxes import SandboxError
 
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}

@@ -12,7 +12,7 @@ from typing import Any
 from polar_proxy.errors import BadTaskError, UsageError
 from polar_proxy.tasks import harbor, swebench
 from polar_proxy.tasks.task import Task, TaskSource, UnknownTaskFamilyError
-from polar_proxy.tasks.task_list import RefusedTask, Row, TaskCandidate, TaskList, make_task_list, read_rows, row_task
+from polar_proxy.tasks.task_list import Row, TaskCandidate, TaskList, TaskRefusal, make_task_list, read_rows, row_task
 
 _BUILT_IN: Mapping[str, str] = {"swe-task": "polar_proxy.tasks.swe_task:SweTaskSource"}
 _SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -53,7 +53,7 @@ def get_source(name: str) -> TaskSource:
     )
 
 
-def load_tasks(name: str, seed: int | None, instances: int | None) -> tuple[list[Task], tuple[RefusedTask, ...] | None]:
+def load_tasks(name: str, seed: int | None, instances: int | None) -> tuple[list[Task], tuple[TaskRefusal, ...] | None]:
     """Return the tasks that a user asked for, and the refused ones of a file or folder (None: it is not a file).
 
     With neither `seed` nor `instances`: one task of a family, all tasks of a file or folder. Raises UsageError if
@@ -70,7 +70,7 @@ def load_tasks(name: str, seed: int | None, instances: int | None) -> tuple[list
 
 def tasks_from_rows(
     name: str, rows: Sequence[Mapping[str, Any]], instances: int | None = None
-) -> tuple[list[Task], tuple[RefusedTask, ...]]:
+) -> tuple[list[Task], tuple[TaskRefusal, ...]]:
     """Like `load_tasks`, for the rows of a task file; paths in them are relative to the working directory."""
     source = _from_items(name, rows)
     return _select(source, None, instances), source.refused

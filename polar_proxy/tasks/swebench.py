@@ -25,7 +25,7 @@ from typing import Any
 from polar_proxy.errors import BadTaskError
 from polar_proxy.rewards import SwebenchEvaluator
 from polar_proxy.rewards.swebench import patched_files
-from polar_proxy.tasks.task import Environment, Repository, Task
+from polar_proxy.tasks.task import Environment, GitRepository, Task
 from polar_proxy.tasks.task_list import Row, resolve_path
 
 TIMEOUT_SECONDS = 1800.0
@@ -121,7 +121,7 @@ def _environment(row: Row, repo: str, folder: Path, r2e: bool, task_id: str) -> 
     return Environment(
         image=image,
         without_image=bool(row.get("without_image")) and bool(repository),
-        repository=Repository(resolve_path(repository, folder), commit) if repository else None,
+        repository=GitRepository(resolve_path(repository, folder), commit) if repository else None,
         # R2E-Gym's rows name the commit of the fix; their images hold the commit before it.
         base_commit=None if r2e or repository else commit,
         workdir=workdir or None,

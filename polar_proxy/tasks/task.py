@@ -21,7 +21,7 @@ from polar_proxy.types import Json
 
 
 @dataclass(frozen=True)
-class Repository:
+class GitRepository:
     """A git repository on this machine, or one that it can fetch."""
 
     source: str
@@ -41,7 +41,7 @@ class Environment:
     without_image: bool = False
     """The task also runs without `image` and `build`, in any sandbox that has its own file system. The workspace then
     consists of `files`."""
-    repository: Repository | None = None
+    repository: GitRepository | None = None
     """The workspace is this repository, with its history up to the commit and nothing later."""
     base_commit: str | None = None
     """Commit at which the history of the image's own repository ends; None: its HEAD."""

@@ -1,6 +1,6 @@
 """A list of tasks read from a file, a folder or a function, and the rows of a task file.
 
-One bad task never stops the others, and every row or folder is accounted for: it is a task or a `RefusedTask`.
+One bad task never stops the others, and every row or folder is accounted for: it is a task or a `TaskRefusal`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class RefusedTask:
+class TaskRefusal:
     """A task that cannot be used. `where` is its file and line, or its folder; `name` is the task's id, if known."""
 
     where: str
@@ -40,7 +40,7 @@ class TaskList:
 
     Rejected tasks keep their position, so that no other task moves when one is corrected."""
 
-    def __init__(self, name: str, tasks: Mapping[int, Task], refused: Mapping[int, RefusedTask]) -> None:
+    def __init__(self, name: str, tasks: Mapping[int, Task], refused: Mapping[int, TaskRefusal]) -> None:
         self.name = name
         self._tasks = dict(tasks)
         self._refused = dict(refused)
@@ -51,7 +51,7 @@ class TaskList:
         return tuple(sorted(self._tasks))
 
     @property
-    def refused(self) -> tuple[RefusedTask, ...]:
+    def refused(self) -> tuple[TaskRefusal, ...]:
         return tuple(self._refused[position] for position in sorted(self._refused))
 
     def task(self, seed: int) -> Task:
@@ -76,7 +76,7 @@ class TaskCandidate:
 def make_task_list(name: str, candidates: Iterable[TaskCandidate]) -> TaskList:
     """Read and check every task. One that raises `BadTaskError`, or repeats an earlier id, is refused."""
     tasks: dict[int, Task] = {}
-    refused: dict[int, RefusedTask] = {}
+    refused: dict[int, TaskRefusal] = {}
     seen: dict[str, str] = {}
     for position, candidate in enumerate(candidates):
         try:
@@ -85,7 +85,7 @@ def make_task_list(name: str, candidates: Iterable[TaskCandidate]) -> TaskList:
             if task.task_id in seen:
                 raise BadTaskError(f"task_id {task.task_id!r} is also that of {seen[task.task_id]}")
         except BadTaskError as error:
-            refused[position] = RefusedTask(candidate.where, candidate.name, str(error))
+            refused[position] = TaskRefusal(candidate.where, candidate.name, str(error))
         else:
             tasks[position] = task
             seen[task.task_id] = candidate.where

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from polar_proxy.rollouts.git import WorkspaceError, git, truncate_git_history
-from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
-from polar_proxy.rollouts.workspace import prepare_workspace
-from polar_proxy.tasks import Environment, Repository, Task, get_source
+from polar_proxy.rollouts.workspace import TaskSandboxes, WorkspaceError, prepare_workspace
+from polar_proxy.rollouts.workspace.git import git, truncate_git_history
+from polar_proxy.tasks import Environment, GitRepository, Task, get_source
 from sandboxes import Sandbox, open_sandbox
 from tests.rewards.conftest import EXAMPLES, needs
 
@@ -68,7 +67,7 @@ async def test_reads_a_folder_or_url_without_changing_it(tmp_path: Path) -> None
     source = tmp_path / "source"
     run(tmp_path, "clone", "-q", str(ROWS / "tally.bundle"), str(source))
     before = run(source, "for-each-ref")
-    task = Task("x", "x", 0, "x", environment=Environment(repository=Repository(str(source), "v1.0~1")))
+    task = Task("x", "x", 0, "x", environment=Environment(repository=GitRepository(str(source), "v1.0~1")))
     task_sandboxes = TaskSandboxes("process")
     async with await open_sandbox("process") as sandbox:
         base = await prepare_workspace(task, sandbox, await task_sandboxes.bundle(task))
@@ -78,11 +77,11 @@ async def test_reads_a_folder_or_url_without_changing_it(tmp_path: Path) -> None
         )
     assert run(source, "for-each-ref") == before
     # A URL, here of this machine.
-    remote = Task("x", "x", 0, "x", environment=Environment(repository=Repository(source.as_uri(), base)))
+    remote = Task("x", "x", 0, "x", environment=Environment(repository=GitRepository(source.as_uri(), base)))
     async with await open_sandbox("process") as sandbox:
         assert await prepare_workspace(remote, sandbox, await task_sandboxes.bundle(remote)) == base
         assert len((await visible_history(sandbox))["log"].splitlines()) == 3
-    missing = Task("x", "x", 0, "x", environment=Environment(repository=Repository(str(source), "0" * 40)))
+    missing = Task("x", "x", 0, "x", environment=Environment(repository=GitRepository(str(source), "0" * 40)))
     with pytest.raises(WorkspaceError, match="cannot be read"):
         await task_sandboxes.bundle(missing)
 

@@ -10,8 +10,7 @@ import pytest
 
 from polar_proxy.rewards import EvaluatorError, HarborEvaluator
 from polar_proxy.rewards.harbor import folder_digest, parse_reward
-from polar_proxy.rollouts.git import WorkspaceError
-from polar_proxy.rollouts.workspace import TaskNotPossibleError
+from polar_proxy.rollouts.workspace import TaskNotPossibleError, WorkspaceError
 from polar_proxy.tasks import Task, get_source
 from tests.rewards.conftest import EXAMPLES, ScriptRunner, needs, with_local_image
 

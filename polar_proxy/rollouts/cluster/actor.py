@@ -19,7 +19,7 @@ from polar_proxy.rewards import EvaluationInput, Score
 from polar_proxy.rollouts.attempt import score_work
 from polar_proxy.rollouts.cluster.node import NodeConfig, NodeState, run_node
 from polar_proxy.rollouts.infrastructure import InfrastructureError
-from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
+from polar_proxy.rollouts.workspace import TaskSandboxes
 from polar_proxy.tasks import Task
 from sandboxes import orphans
 from sandboxes.base import SandboxKind, uncancellable

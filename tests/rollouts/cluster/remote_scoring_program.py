@@ -14,7 +14,7 @@ import ray
 from polar_proxy.rewards import CommandEvaluator, EvaluationInput, Score
 from polar_proxy.rollouts.cluster.actor import RayScorer
 from polar_proxy.rollouts.infrastructure import InfrastructureError
-from polar_proxy.tasks import Environment, Repository, Task
+from polar_proxy.tasks import Environment, GitRepository, Task
 from sandboxes import default_state_dir
 
 PATCH = b"""diff --git a/done.txt b/done.txt
@@ -43,7 +43,7 @@ async def failure(scorer: RayScorer) -> str:
     """Return the error of a task whose repository does not exist."""
     whole = work_for("true")
     assert isinstance(whole.task, Task)
-    environment = Environment(repository=Repository("/nowhere/at/all", "0" * 40))
+    environment = Environment(repository=GitRepository("/nowhere/at/all", "0" * 40))
     broken = replace(whole, task=replace(whole.task, environment=environment))
     try:
         await scorer(broken, "process", LABELS)

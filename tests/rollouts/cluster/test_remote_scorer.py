@@ -14,8 +14,8 @@ from polar_proxy.rewards import CommandEvaluator, EvaluationInput, Score
 from polar_proxy.rollouts import JobSpec, RolloutService, ServiceLimits, local_gateway
 from polar_proxy.rollouts.attempt import score_work
 from polar_proxy.rollouts.infrastructure import InfrastructureError
-from polar_proxy.rollouts.task_sandboxes import TaskSandboxes
 from polar_proxy.rollouts.worker import WorkerLimits
+from polar_proxy.rollouts.workspace import TaskSandboxes
 from polar_proxy.store import Store
 from polar_proxy.tasks import Task, get_source
 from sandboxes.base import SandboxKind

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from polar_proxy.errors import PolarError
-from polar_proxy.rollouts.git import SNAPSHOT_REPOSITORY, WorkspaceError, git, shell, truncate_git_history
+from polar_proxy.rollouts.workspace.git import SNAPSHOT_REPOSITORY, WorkspaceError, git, shell, truncate_git_history
 from polar_proxy.tasks import Environment, Task
 from sandboxes import Sandbox
 from sandboxes.base import SandboxKind

@@ -13,13 +13,13 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from polar_proxy.rollouts.git import WorkspaceError
-from polar_proxy.tasks import Repository
+from polar_proxy.rollouts.workspace.git import WorkspaceError
+from polar_proxy.tasks import GitRepository
 
 _GIT_SECONDS = 900.0
 
 
-async def make_bundle(repository: Repository, folder: Path) -> Path:
+async def make_bundle(repository: GitRepository, folder: Path) -> Path:
     """Return the bundle of a repository in `folder`, making it first if it is missing. Raises `WorkspaceError`."""
     commit = await _full_commit(repository)
     name = hashlib.sha256(f"{repository.source}\0{commit}".encode()).hexdigest()[:32]
@@ -29,7 +29,7 @@ async def make_bundle(repository: Repository, folder: Path) -> Path:
     return path
 
 
-async def _full_commit(repository: Repository) -> str:
+async def _full_commit(repository: GitRepository) -> str:
     """Return the commit's full name if the repository is a folder, else the name as given."""
     if not Path(repository.source).is_dir():
         return repository.commit

@@ -16,10 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from polar_proxy.rewards.harbor import folder_digest, folder_files
-from polar_proxy.rollouts.bundles import make_bundle
-from polar_proxy.rollouts.git import WorkspaceError
 from polar_proxy.rollouts.pool import SandboxOpener
-from polar_proxy.rollouts.workspace import TaskNotPossibleError, unsupported_reason, uses_image, write_task_files
+from polar_proxy.rollouts.workspace.bundles import make_bundle
+from polar_proxy.rollouts.workspace.git import WorkspaceError
+from polar_proxy.rollouts.workspace.prepare import (
+    TaskNotPossibleError,
+    unsupported_reason,
+    uses_image,
+    write_task_files,
+)
 from polar_proxy.tasks import Environment, Task
 from sandboxes import Mount, ResourceLimits, Sandbox, SandboxSpec, default_state_dir, docker_engine, open_sandbox
 from sandboxes.base import SandboxKind
