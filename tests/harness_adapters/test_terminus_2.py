@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_rollout_details_session_id_hides_the_key() -> None:
     assert "--rollout-details" in plan.argv
     session = plan.argv[plan.argv.index("--session-id") + 1]
     assert len(session) == 16
-    other = launch_plans.replace(launch_plans.CONTEXT, api_key="sk-other")
+    other = replace(launch_plans.CONTEXT, api_key="sk-other")
     assert session not in adapter.launch(launch_plans.installed(adapter), other).argv
 
 

@@ -34,11 +34,12 @@ class ResponsesEncoder(Encoder):
     """Encodes responses and their event stream."""
 
     def __init__(self, options: Json, call_id: str, created: int) -> None:
-        self._object = ResponseObject(call_id, created, options["tools"], options["echo"], options["logprobs"])
+        self._object = ResponseObject(call_id, created, options["echo"], options["logprobs"])
         self._tools: Toolbox = options["tools"]
         self._call_id = call_id
         self._sequence_number = 0
         self._started = False
+        self._streams = True
         self._items: list[Json] = []
         """Closed items in order. An open item gets the next position."""
         self._open: _OpenText | _OpenCall | None = None
@@ -91,8 +92,12 @@ class ResponsesEncoder(Encoder):
         return out + self._event("response.failed", response=response)
 
     def respond(self, answers: list[Answer]) -> bytes:
+        # The items are those of a stream with a single event, whose bytes are not needed.
+        self._streams = False
         choice = answers[0].first
-        return orjson.dumps(self._object.finished(answers[0], choice, self._object.items(choice)))
+        self.feed(0, _as_one_event(choice))
+        self.end(answers)
+        return orjson.dumps(self._object.finished(answers[0], choice, self._items))
 
     # Text and reasoning.
 
@@ -275,9 +280,24 @@ class ResponsesEncoder(Encoder):
         )
 
     def _event(self, kind: str, **fields: Any) -> bytes:
+        if not self._streams:
+            return b""
         payload = {"type": kind, "sequence_number": self._sequence_number, **fields}
         self._sequence_number += 1
         return named_sse(kind, payload)
+
+
+def _as_one_event(choice: AnswerChoice) -> SampleEvent:
+    return SampleEvent(
+        text="".join(choice.text),
+        reasoning="".join(choice.reasoning),
+        tool_calls=tuple(
+            ToolDelta(index, call.id, call.name, call.arguments) for index, call in enumerate(choice.tool_calls)
+        ),
+        logprobs=tuple(choice.logprobs),
+        tokens=tuple(choice.tokens),
+        top=tuple(choice.top),
+    )
 
 
 class _OpenText:

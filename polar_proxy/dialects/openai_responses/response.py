@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from polar_proxy.dialects.answer import Answer, AnswerChoice
 from polar_proxy.dialects.openai_common import token_logprobs
-from polar_proxy.dialects.openai_responses.items import call_item, item_id, message_item, reasoning_item, response_id
-from polar_proxy.dialects.openai_responses.tools import Toolbox
+from polar_proxy.dialects.openai_responses.items import response_id
 from polar_proxy.types import Json
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"}
@@ -23,7 +22,6 @@ class ResponseObject:
 
     call_id: str
     created: int
-    tools: Toolbox
     echo: Json
     """The request's fields that each object repeats."""
     logprobs: bool
@@ -64,27 +62,6 @@ class ResponseObject:
                 "total_tokens": answer.prompt_tokens + answer.completion_tokens,
             },
         )
-
-    def items(self, choice: AnswerChoice) -> list[Json]:
-        """Return the output of a whole answer: reasoning, message, calls. If it was cut, its last item is incomplete.
-
-        An empty answer is an empty message, so that its place in the history is kept.
-        """
-        last = last_status(choice)
-        text, reasoning, calls = "".join(choice.text), "".join(choice.reasoning), choice.tool_calls
-        has_message = bool(text) or not (calls or reasoning)
-        out: list[Json] = []
-        if reasoning:
-            status = "completed" if has_message or calls else last
-            out.append(reasoning_item(item_id("rs", self.call_id, 0), reasoning, status))
-        if has_message:
-            status = "completed" if calls else last
-            identity = item_id("msg", self.call_id, len(out))
-            out.append(message_item(identity, text, status, self.message_logprobs(choice, text)))
-        for number, call in enumerate(calls, 1):
-            status = last if number == len(calls) else "completed"
-            out.append(call_item(self.tools, call, self.call_id, len(out), status))
-        return out
 
     def message_logprobs(self, choice: AnswerChoice, text: str) -> list[Json]:
         """Return the log-probabilities of a message's text; an empty list if the client did not ask for them."""
