@@ -22,7 +22,7 @@ from polar_proxy.traces import merged
 from polar_proxy.traces.check import check_row
 from polar_proxy.types import Json, new_id
 from tests.cli.runner import polar, polar_error, polar_json, polar_ok
-from tests.fakes.hosted_api import HostedApi
+from tests.fakes.strict_api import StrictApi
 from tests.fakes.vllm_server import Answer
 from tests.traces.test_canonical import DRIFTED, FIRST
 
@@ -170,7 +170,7 @@ def test_audit_reports_invalid_options(polar_home: Path) -> None:
 async def record_hosted_calls(home: Path) -> None:
     """Record two turns of an agent that talks to a hosted API, which reports no tokens, through the gateway."""
     home.mkdir(exist_ok=True)
-    async with HostedApi() as api, OpenAIEngine(api.url) as engine, open_store(f"sqlite:///{home}/polar.db") as store:
+    async with StrictApi() as api, OpenAIEngine(api.url) as engine, open_store(f"sqlite:///{home}/polar.db") as store:
         api.script(Answer("First."), Answer("Second."))
         async with (
             Gateway(engine, store, GatewaySettings(port=0)) as gateway,

@@ -18,7 +18,7 @@ from polar_proxy.traces import per_call
 from polar_proxy.types import EngineRequest, Json, Message, Sampling, TextRequest, ToolCall
 from tests.conftest import Serve
 from tests.engines.engine_contract import WEATHER, chat
-from tests.fakes.hosted_api import HostedApi
+from tests.fakes.strict_api import StrictApi
 from tests.fakes.vllm_server import Answer, Fault
 
 streams = pytest.mark.parametrize("stream", [False, True])
@@ -33,13 +33,13 @@ async def gathered(engine: OpenAIEngine, request: EngineRequest, *, stream: bool
     return answer
 
 
-def connected(api: HostedApi, path: str = "/v1") -> OpenAIEngine:
+def connected(api: StrictApi, path: str = "/v1") -> OpenAIEngine:
     return OpenAIEngine(api.url + path, model="fake")
 
 
 @streams
 async def test_returns_text_reasoning_and_calls_without_ids(stream: bool) -> None:
-    async with HostedApi() as api, connected(api) as engine:
+    async with StrictApi() as api, connected(api) as engine:
         api.script(CALLING)
         answer = await gathered(engine, chat(sampling=Sampling(), tools=(WEATHER,)), stream=stream)
         state = answer.choices[0]
@@ -71,7 +71,7 @@ async def test_sends_only_documented_fields() -> None:
     )
     form: Json = {"type": "json_object"}
     more: dict[str, Any] = {"tools": (WEATHER,), "tool_choice": "auto", "parallel_tool_calls": False}
-    async with HostedApi() as api, connected(api) as engine:  # it refuses what it does not know
+    async with StrictApi() as api, connected(api) as engine:  # it refuses what it does not know
         answer = await gathered(engine, chat(sampling=everything, response_format=form, **more))
         assert sorted(answer.choices) == [0, 1]
         body = api.bodies[-1]
@@ -94,7 +94,7 @@ def _turns() -> tuple[Message, ...]:
 
 @pytest.mark.parametrize("wants", [False, True])
 async def test_sends_earlier_reasoning_only_if_the_api_requires_it(wants: bool) -> None:
-    async with HostedApi(wants_reasoning=wants) as api, connected(api) as engine:
+    async with StrictApi(wants_reasoning=wants) as api, connected(api) as engine:
         request = replace(chat(), messages=_turns())
         for _ in range(2):
             await gathered(engine, request)
@@ -104,7 +104,7 @@ async def test_sends_earlier_reasoning_only_if_the_api_requires_it(wants: bool) 
 
 
 async def test_learns_the_newer_name_of_the_token_limit() -> None:
-    async with HostedApi(newer_limit=True) as api, connected(api) as engine:
+    async with StrictApi(newer_limit=True) as api, connected(api) as engine:
         for _ in range(2):
             await gathered(engine, chat())
         assert ["max_tokens" in body for body in api.bodies] == [True, False, False]
@@ -114,7 +114,7 @@ async def test_learns_the_newer_name_of_the_token_limit() -> None:
 @streams
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_passes_on_overload_with_its_retry_after(serve: Serve, store: Store, status: int, stream: bool) -> None:
-    async with HostedApi(retry_after="17") as api, serve(connected(api)) as gateway:
+    async with StrictApi(retry_after="17") as api, serve(connected(api)) as gateway:
         api.script(Fault(status, "slow down"))
         async with httpx.AsyncClient(
             base_url=gateway.url + "/v1", headers={"authorization": "Bearer k"}, timeout=120
@@ -131,7 +131,7 @@ async def test_passes_on_overload_with_its_retry_after(serve: Serve, store: Stor
 
 @streams
 async def test_calls_are_recorded_as_text_and_never_trained(serve: Serve, store: Store, stream: bool) -> None:
-    async with HostedApi() as api, serve(connected(api)) as gateway:
+    async with StrictApi() as api, serve(connected(api)) as gateway:
         api.script(CALLING)
         async with httpx.AsyncClient(
             base_url=gateway.url + "/v1", headers={"authorization": "Bearer k"}, timeout=120
@@ -157,7 +157,7 @@ async def test_calls_are_recorded_as_text_and_never_trained(serve: Serve, store:
 )
 async def test_url_root(path: str, root: str) -> None:
     asked: list[str] = []
-    async with HostedApi() as api:
+    async with StrictApi() as api:
         plain = api.plain
 
         def heard(path: str, body: Json) -> tuple[int, Json]:
@@ -172,15 +172,15 @@ async def test_url_root(path: str, root: str) -> None:
 
 
 async def test_info_from_the_models_route() -> None:
-    async with HostedApi(lists_models=False) as api:
+    async with StrictApi(lists_models=False) as api:
         with pytest.raises(EngineError, match="--model"):
             await OpenAIEngine(api.url).__aenter__()
         async with connected(api) as engine:
             assert engine.info.context_length == CONTEXT_LENGTH
             assert {"token_ids", "logprobs", "score", "continue"}.isdisjoint(engine.info.capabilities)
-    async with HostedApi(context_length=777) as api, connected(api) as engine:
+    async with StrictApi(context_length=777) as api, connected(api) as engine:
         assert engine.info.context_length == 777
-    async with HostedApi(api_key="right") as api:
+    async with StrictApi(api_key="right") as api:
         with pytest.raises(EngineError, match="key"):
             await OpenAIEngine(api.url, model="fake", api_key="wrong").__aenter__()
         async with OpenAIEngine(api.url, model="fake", api_key="right") as engine:
@@ -188,7 +188,7 @@ async def test_info_from_the_models_route() -> None:
 
 
 async def test_rejects_what_it_cannot_do() -> None:
-    async with HostedApi() as api, connected(api) as engine:
+    async with StrictApi() as api, connected(api) as engine:
         for doing in (engine.render(chat()), engine.score([1, 2]), gathered(engine, TextRequest("m", (1, 2)))):
             with pytest.raises(RequestError, match="token"):
                 await doing

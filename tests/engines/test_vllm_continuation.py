@@ -249,7 +249,7 @@ async def _all(events: Any) -> list[SampleEvent]:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_reports_weight_versions_that_change_during_an_answer(prompt: list[int] | None, stream: bool) -> None:
     """The shape is the documented one of vLLM 0.33."""
-    async with FakeVllm(tells_versions=True, weight_version="7") as fake, VllmEngine(fake.url) as engine:
+    async with FakeVllm(reports_versions=True, weight_version="7") as fake, VllmEngine(fake.url) as engine:
         assert "weight_versions" in engine.info.capabilities
         fake.script(Answer("Hello.", versions=((0, "7"), (3, "8"))))
         request = chat(sampling=LONG)

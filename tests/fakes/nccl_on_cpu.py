@@ -1,7 +1,7 @@
-"""vLLM's weight transfer between two programs on the processor: vLLM's own code on both sides, but for the wire.
+"""vLLM's weight transfer between two programs on a CPU: vLLM's own code on both sides, with another transport.
 
-In the place of NCCL, which needs two GPUs, stands vLLM's `StatelessProcessGroup`: tensors pass through its TCP store.
-`install` is a plugin of the server (entry point of `vllm.general_plugins`), and is called by the program that sends.
+NCCL needs two GPUs. Here vLLM's `StatelessProcessGroup` replaces it, which sends tensors through its TCP store.
+`install` is a plugin of the server (entry point of `vllm.general_plugins`), and is called by the sending program.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class StoreCommunicator:
-    """What vLLM asks of its `PyNcclCommunicator`."""
+    """The part of vLLM's `PyNcclCommunicator` that weight transfer uses."""
 
     def __init__(self, group: Any) -> None:
         self._group = group

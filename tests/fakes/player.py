@@ -1,4 +1,4 @@
-"""An engine that plays `swe-task` with the scripted expert of `examples/tiny_policy`: real runs without a model."""
+"""An engine that solves `swe-task` with the scripted expert of `examples/tiny_policy`: real runs without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def play(request: EngineRequest) -> ScriptedAnswer:
 
 
 class PlayerEngine(ScriptedEngine):
-    """`--engine tests.fakes.player:PlayerEngine`."""
+    """For `--engine tests.fakes.player:PlayerEngine`."""
 
     def __init__(self, pace: float = 0.0) -> None:
         super().__init__(play, pace=pace)

@@ -1,7 +1,7 @@
-"""A harness of a hundred lines for quick tests: an adapter, and the agent program it launches (standard library only).
+"""A small harness for quick tests: an adapter, and the agent program that it launches (standard library only).
 
-It asks like mini-swe-agent does (same words around the task, one bash tool, observations as JSON), so that the scripted
-expert can play it. Its subclasses misbehave, each in its own manner.
+Its requests look like those of mini-swe-agent (same text around the task, one bash tool, observations as JSON), so that
+the scripted expert can solve them. Its subclasses each do one thing wrong.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TinyAgent:
 
     @property
     def info(self):  # type: ignore[no-untyped-def]
-        from harness_adapters.base import HarnessInfo  # not there where the agent program itself runs
+        from harness_adapters.base import HarnessInfo  # not available where the agent program itself runs
 
         return HarnessInfo("https://example.org", "none", ("1", "1"), ("openai_chat",), "python 3", frozenset())
 
@@ -52,24 +52,24 @@ class TinyAgent:
         from harness_adapters.base import LaunchPlan
 
         env = {"BASE_URL": context.base_url, "API_KEY": context.api_key, "MODEL": context.model}
-        # The home names the test that all this belongs to, for whoever looks for stray processes.
-        env |= {"TASK": context.instruction, "MANNER": self.manner, "OF_TEST": os.environ.get("POLAR_HOME", "")}
+        # Names the test that the process belongs to, so that stray processes can be found.
+        env |= {"TASK": context.instruction, "MANNER": self.manner, "TEST_HOME": os.environ.get("POLAR_HOME", "")}
         return LaunchPlan((str(installed.program), str(Path(__file__).resolve())), env, mounts=installed.mounts)
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[str, str]:
         if exit_code is None:
-            return "timed_out", "stopped by the clock"
+            return "timed_out", "reached its time limit"
         return ("ok", "submitted") if exit_code == 0 else ("failed", f"tiny-agent exited with {exit_code}")
 
 
 class SleepyAgent(TinyAgent):
-    """Does its first command, starts a background process, makes a file `asleep` in its home, then sleeps."""
+    """Runs its first command, starts a background process, makes a file `asleep` in its home, and sleeps."""
 
     manner = "sleepy"
 
 
 class HeldAgent(TinyAgent):
-    """Does its first command, then waits until there is a file `go` in the home of the test that it belongs to."""
+    """Runs its first command, and waits for a file `go` in the home of its test."""
 
     manner = "held"
 
@@ -79,7 +79,7 @@ class CrashingAgent(TinyAgent):
 
 
 class BriefAgent(TinyAgent):
-    """Asks once and is content, whatever the answer: its rollouts end well, also with a policy that solves nothing."""
+    """Makes one request and ends well, whatever the answer."""
 
     manner = "brief"
 
@@ -91,7 +91,7 @@ class VandalAgent(TinyAgent):
 
 
 class CheatingAgent(TinyAgent):
-    """Writes tests that always pass over every test, and a conftest and sitecustomize to help them."""
+    """Replaces every test by one that always passes, with a conftest and sitecustomize to help them."""
 
     manner = "cheating"
 
@@ -127,7 +127,7 @@ def main() -> int:
             subprocess.Popen(["sleep", "1234.5"])
             Path(env["HOME"], "asleep").touch()
             time.sleep(600)
-        while env["MANNER"] == "held" and not Path(env["OF_TEST"], "go").exists():
+        while env["MANNER"] == "held" and not Path(env["TEST_HOME"], "go").exists():
             time.sleep(0.05)
         if env["MANNER"] == "crashing":
             return 3

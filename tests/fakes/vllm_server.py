@@ -1,13 +1,13 @@
-"""A scripted server that is shaped like vLLM: ids, log-probabilities, streams, faults. The only fake engine server.
+"""A fake vLLM server with a script: ids, log-probabilities, streams, errors. The only fake engine server.
 
     async with FakeVllm() as fake:
         fake.script(Answer("Hello"), Fault(status=429, message="slow down"), Answer("bye", drop_after=3))
-        ...  # the next three generations at fake.url answer so; then it answers `fake.default`
+        ...  # the next three generations at fake.url get these; later ones get `fake.default`
         assert fake.bodies[0]["return_token_ids"] is True
 
-Its tokens are the bytes of the text behind five special ones, so that a test can say ids by heart: `ids("a") == [102]`.
-Its chat template is ChatML. The distribution at each position is a fixed function of the token before it, so that
-sampled log-probabilities, the ones of a prompt and the alternatives agree. `limits` says what the server cannot do.
+Its tokens are the bytes of the text after five special ones, so that a test can write ids by hand: `ids("a") == [102]`.
+Its chat template is ChatML. The distribution at each position is a fixed function of the token before it, so that the
+log-probabilities of samples, prompts and alternatives agree. `limits` lists what the server cannot do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from tests.fakes.vllm_reads import derendered, read
+from tests.fakes.vllm_parsers import derendered_chunk, parse_answer
 
 Json = dict[str, Any]
 EOT, START, END, CALL, CALLED = range(5)
@@ -35,12 +35,12 @@ VOCABULARY = 256 + OFFSET
 
 
 def ids(text: str) -> list[int]:
-    """The tokens of a text without special tokens."""
+    """Return the tokens of a text without special tokens."""
     return [byte + OFFSET for byte in text.encode()]
 
 
 def tokenized(text: str) -> list[int]:
-    """The tokens of a text in which special ones may stand."""
+    """Return the tokens of a text that may contain special tokens."""
     out: list[int] = []
     for part in re.split("(" + "|".join(map(re.escape, NAMES)) + ")", text):
         out += [NAMES.index(part)] if part in NAMES else ids(part)
@@ -61,14 +61,14 @@ def _logits(previous: int, temperature: float) -> tuple[list[float], float]:
 
 
 def logprob(previous: int, token: int, temperature: float = 1.0) -> float:
-    """The log-probability of `token` behind `previous`: softmax over `((previous * 7 + token * 13) % 29) / 4`."""
+    """Return the log-probability of `token` after `previous`: softmax over `((previous * 7 + token * 13) % 29) / 4`."""
     logits, normaliser = _logits(previous, temperature)
     return logits[token] - normaliser
 
 
 @dataclass
 class Answer:
-    """One generation. Text, reasoning and calls become tokens, unless `token_ids` says them."""
+    """One generation. Text, reasoning and calls become tokens, unless `token_ids` is given."""
 
     text: str = "Hello."
     reasoning: str = ""
@@ -81,13 +81,13 @@ class Answer:
     """Tokens in each streamed chunk."""
     first_delay: float = 0.0
     delay: float = 0.0
-    """Seconds before the first byte, and before each chunk behind it."""
+    """Seconds before each chunk after the first."""
     drop_after: int | None = None
-    """Cut the connection behind this many chunks."""
+    """Cut the connection after so many chunks."""
     garbage_after: int | None = None
-    """Send a chunk that is not JSON behind this many chunks."""
+    """Send a chunk that is not JSON after so many chunks."""
     error_after: int | None = None
-    """Send vLLM's error chunk behind this many chunks."""
+    """Send vLLM's error chunk after so many chunks."""
     versions: tuple[tuple[int, str], ...] = ()
     """(first position, weight version) of each run of tokens."""
 
@@ -103,7 +103,7 @@ class Answer:
 
 @dataclass
 class Fault:
-    """An answer with an error status, in vLLM's shape; or, without one, a connection that is cut at once."""
+    """An error response in vLLM's shape; without a status, a connection that is cut at once."""
 
     status: int | None = 500
     message: str = "scripted fault"
@@ -117,7 +117,7 @@ class FakeVllm:
     no_choice (structured outputs are ignored), other_form (calls are `name(arguments)` between the tags, for template
     and chat).
 
-    `thinks`: it has a reasoning parser. `derenders`: as with --enable-scale-out. `tells_versions`: as vLLM 0.33.
+    `thinks`: it has a reasoning parser. `derenders`: as with --enable-scale-out. `reports_versions`: as vLLM 0.33.
     """
 
     model: str = "fake"
@@ -130,16 +130,16 @@ class FakeVllm:
     weight_version: str | None = None
     thinks: bool = False
     derenders: bool = False
-    tells_versions: bool = False
+    reports_versions: bool = False
     metrics: str | None = None
-    """What `/metrics` says, as text."""
+    """The text of `/metrics`."""
 
     def __post_init__(self) -> None:
         self.scripted: deque[Answer | Fault] = deque()
         self.bodies: list[Json] = []
-        """Of the generation requests, in the order in which they came."""
+        """Bodies of the generation requests, in order of arrival."""
         self.aborted = 0
-        """Generations whose client went away."""
+        """Generations whose client left."""
         self.url = ""
 
     def script(self, *answers: Answer | Fault) -> None:
@@ -205,10 +205,10 @@ class FakeVllm:
             raise
         return response
 
-    # What follows is pure: the benchmark's upstream serves it from a cheaper server.
+    # Everything below is pure: the benchmark's upstream serves it from a cheaper server.
 
     def plain(self, path: str, body: Json) -> tuple[int, Json]:
-        """Status and answer of the routes that generate nothing."""
+        """Return status and answer of a route that generates nothing."""
         if path == "/health":
             return 200, {}
         if path == "/version" and "no_version" not in self.limits:
@@ -272,17 +272,17 @@ class FakeVllm:
         return ids(prompt) if isinstance(prompt, str) else list(prompt)
 
     def read(self, tokens: list[int], body: Json) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-        """(reasoning, text, calls) of sampled tokens, as the server's parsers read them."""
+        """Return (reasoning, text, calls) of sampled tokens, as the server parses them."""
         tools = bool(body.get("tools")) and body.get("tool_choice") != "none"
         text = text_of([token for token in tokens if token != END])
-        return read(text, tools=tools, thinks=self.thinks, other_form="other_form" in self.limits)
+        return parse_answer(text, tools=tools, thinks=self.thinks, other_form="other_form" in self.limits)
 
     def unplanned(self, body: Json) -> Answer:
-        """Where nothing is scripted."""
+        """Return the answer to a request that no script covers."""
         return self.default
 
     def held(self, body: Json, answer: Answer) -> Answer:
-        """The answer under `structured_outputs`: exactly the text that is asked for."""
+        """Return the answer under `structured_outputs`, which is exactly the requested text."""
         choices = (body.get("structured_outputs") or {}).get("choice")
         if not choices or "no_choice" in self.limits:
             return answer
@@ -291,7 +291,7 @@ class FakeVllm:
         return Answer(text, reasoning, calls, token_ids=tokens)
 
     def derender(self, body: Json) -> Json:
-        """One step of the streamed parsing of given tokens; the client carries the state."""
+        """Return one step of the streamed parsing of given tokens; the client carries the state."""
         chunk = body["generate_chunk"]["choices"][0]
         old = (body["stream_state"] or {}).get("output_token_ids", [])
         new = [*old, *chunk["token_ids"]]
@@ -299,10 +299,13 @@ class FakeVllm:
         if chunk["finish_reason"] is None:  # what may become a call is held back
             now = (now[0], now[1].partition("<")[0], now[2])
         before = (before[0], before[1].partition("<")[0], before[2])
-        return {"chunk": derendered(before, now, chunk["finish_reason"]), "stream_state": {"output_token_ids": new}}
+        return {
+            "chunk": derendered_chunk(before, now, chunk["finish_reason"]),
+            "stream_state": {"output_token_ids": new},
+        }
 
     def shown(self, path: str, body: Json, tokens: list[int]) -> str:
-        """The raw text of tokens: special ones where the request or its tools ask for it, never the last."""
+        """Return the raw text of tokens, with special ones if the request or its tools need them, but never the last."""
         special = body.get("skip_special_tokens") is False
         if path == "/v1/chat/completions":
             special = bool(body.get("tools")) and body.get("tool_choice") != "none"
@@ -310,7 +313,7 @@ class FakeVllm:
         return text_of([token for token in tokens if token >= OFFSET or (special and not (ends and token == END))])
 
     def sampled(self, body: Json, answer: Answer, prompt: list[int]) -> tuple[list[int], list[float | None], str]:
-        """Ids, log-probabilities and the finish reason."""
+        """Return ids, log-probabilities and the finish reason."""
         tokens = answer.tokens()
         forced = [int(token) for token, bias in (body.get("logit_bias") or {}).items() if bias >= 100]
         if forced and not body.get("structured_outputs"):
@@ -329,7 +332,7 @@ class FakeVllm:
         return tokens, values, finish
 
     def whole(self, path: str, body: Json, answer: Answer) -> Json:
-        """The non-streamed answer."""
+        """Return the answer that is not streamed."""
         prompt = self.prompt(path, body)
         answer = self.held(body, answer)
         tokens, values, finish = self.sampled(body, answer, prompt)
@@ -361,7 +364,7 @@ class FakeVllm:
         return out
 
     def chunks(self, path: str, body: Json, answer: Answer) -> Iterator[Json]:
-        """The chunks of a stream; the choices interleave, and tool calls are held back until they are complete."""
+        """Yield the chunks of a stream. Choices interleave, and tool calls are held back until they are complete."""
         prompt = self.prompt(path, body)
         answer = self.held(body, answer)
         tokens, values, finish = self.sampled(body, answer, prompt)
@@ -381,7 +384,7 @@ class FakeVllm:
             if chat and last and finish != "length":
                 now = answer.text
             if not answer.text.startswith(now) and not (finish == "length" or not chat):
-                now = said  # behind the text stand calls, which are held back
+                now = said  # calls follow the text and are held back
             for index in count:
                 choice = {"index": index, "finish_reason": finish if last else None}
                 before = [*prompt, *tokens[:start]]
@@ -405,8 +408,8 @@ class FakeVllm:
             yield {"choices": [], "usage": usage(prompt, tokens)}
 
     def _versions(self, body: Json, answer: Answer, tokens: list[int]) -> Json:
-        """The spans that vLLM 0.33 tells with the end of a choice."""
-        if not (self.tells_versions and body.get("return_weight_versions")):
+        """Return the spans that vLLM 0.33 sends with the end of a choice."""
+        if not (self.reports_versions and body.get("return_weight_versions")):
             return {}
         runs = [*(answer.versions or ((0, self.weight_version or "default"),)), (len(tokens), "")]
         spans = [{"version": version, "start": start, "end": end} for (start, version), (end, _) in pairwise(runs)]

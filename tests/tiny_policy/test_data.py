@@ -1,4 +1,4 @@
-"""Training sequences: what is weighed, and what the short form keeps."""
+"""Training sequences: token weights, and the short form of a dialogue."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text(encoder: Encoder, ids: Any) -> str:
     return str(encoder.tokenizer.decode([int(token) for token in ids]))
 
 
-def test_the_assistant_weighs_one_and_its_end_of_turn_belongs_to_it(encoder: Encoder, whole: Example) -> None:
+def test_assistant_tokens_and_their_end_of_turn_have_weight_one(encoder: Encoder, whole: Example) -> None:
     said = text(encoder, whole.ids[whole.weights == 1.0])
     turns = said.split("<|im_end|>")
     assert turns[-1] == ""
@@ -38,14 +38,14 @@ def test_the_assistant_weighs_one_and_its_end_of_turn_belongs_to_it(encoder: Enc
     assert "tool_response" not in said
 
 
-def test_the_constant_text_weighs_nothing_and_the_report_a_little(encoder: Encoder, whole: Example) -> None:
+def test_constant_text_has_no_weight_and_reports_a_small_one(encoder: Encoder, whole: Example) -> None:
     light = text(encoder, whole.ids[whole.weights == np.float32(CONTEXT_WEIGHT)])
     assert light.startswith("<|im_start|>user\nPlease solve this issue")
     assert "Recommended Workflow" not in light
     assert "You are a helpful assistant" not in light
 
 
-def test_the_short_form_drops_the_constant_text_and_keeps_the_distances(encoder: Encoder, whole: Example) -> None:
+def test_short_form_drops_constant_text_and_keeps_positions(encoder: Encoder, whole: Example) -> None:
     short = encoder.short(whole, random.Random(0))
     assert len(short.ids) < len(whole.ids) - 250
     assert short.weights.sum() == pytest.approx(whole.weights.sum())
@@ -56,12 +56,12 @@ def test_the_short_form_drops_the_constant_text_and_keeps_the_distances(encoder:
     assert text(encoder, whole.ids).endswith(text(encoder, short.ids[jumps[0] + 1 :]))
 
 
-def test_a_foreign_dialogue_is_refused(encoder: Encoder) -> None:
+def test_rejects_a_foreign_dialogue(encoder: Encoder) -> None:
     with pytest.raises(ValueError, match="no dialogue of mini-swe-agent"):
         encoder.from_ids(list(range(100)))
 
 
-def test_copies_only_weigh_what_can_be_known() -> None:
+def test_copies_weigh_only_predictable_tokens() -> None:
     alphabet = np.arange(100, 150)
     for made in copies(np.random.default_rng(0), 20, alphabet, 96):
         assert len(made.ids) == 96
@@ -75,7 +75,7 @@ def test_copies_only_weigh_what_can_be_known() -> None:
         assert pairs
 
 
-def test_wilson_s_interval() -> None:
+def test_wilson_interval() -> None:
     # Newcombe 1998, table I: 81 of 263.
     assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
     assert wilson(0, 10)[0] == pytest.approx(0.0)
@@ -93,11 +93,11 @@ def test_wilson_s_interval() -> None:
         ("just text", None),
     ],
 )
-def test_the_command_of_an_answer(answer: str, command: str | None) -> None:
+def test_command_of_an_answer(answer: str, command: str | None) -> None:
     assert _command(answer)[0] == command
 
 
-def test_renaming_exchanges_names_and_numbers_alike_everywhere(encoder: Encoder, whole: Example) -> None:
+def test_renaming_replaces_names_and_numbers_consistently(encoder: Encoder, whole: Example) -> None:
     other = Renamer(encoder, random.Random(1))(whole)
     pairs = {(int(a), int(b)) for a, b in zip(whole.ids, other.ids, strict=True) if a != b}
     assert len(pairs) > 5
@@ -109,7 +109,7 @@ def test_renaming_exchanges_names_and_numbers_alike_everywhere(encoder: Encoder,
     assert (other.ids[first:last] == whole.ids[first:last]).all()
 
 
-def test_room_varies_behind_the_constant_text_only(encoder: Encoder, whole: Example) -> None:
+def test_padding_varies_only_after_the_constant_text(encoder: Encoder, whole: Example) -> None:
     behind = encoder.constant(whole.ids)[1]
     rng = random.Random(1)
     moves = set()

@@ -1,4 +1,4 @@
-"""The offline play says what really running the commands says, and the expert solves every instance."""
+"""The offline simulation equals really running the commands, and the expert solves every instance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def without_times(messages: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_offline_play_is_the_real_one(seed: int) -> None:
+def test_offline_dialogue_equals_the_real_one(seed: int) -> None:
     task = SOURCE.task(seed)
     real = opening(task.instruction, "Linux")
     with Workspace(replace(task, timeout_seconds=120)) as workspace:
@@ -37,12 +37,12 @@ def test_the_offline_play_is_the_real_one(seed: int) -> None:
     assert without_times(real) == without_times(play_expert(task, "Linux", random.Random(0)))
 
 
-def test_a_workspace_in_which_nothing_was_done_is_not_solved() -> None:
+def test_unchanged_workspace_is_not_solved() -> None:
     with Workspace(SOURCE.task(3)) as workspace:
         assert not workspace.solved()
 
 
-def test_every_report_is_understood() -> None:
+def test_expert_parses_every_test_report() -> None:
     source = SweTaskSource()
     for seed in range(300):
         task = source.task(seed)
@@ -56,7 +56,7 @@ def test_every_report_is_understood() -> None:
         assert found[3] == f"{names[left]} {op1} {names[right]} {op2} {value}"
 
 
-def test_the_expert_says_so_when_it_is_lost() -> None:
+def test_expert_raises_when_it_is_lost() -> None:
     with pytest.raises(LostError, match="no bug report"):
         next_action([{"role": "user", "content": "Hello."}])
     messages = opening(SOURCE.task(1).instruction, "Linux")
@@ -66,13 +66,13 @@ def test_the_expert_says_so_when_it_is_lost() -> None:
         next_action(messages)
 
 
-def test_a_long_output_is_cut_as_mini_swe_agent_cuts_it() -> None:
+def test_cuts_long_output_like_mini_swe_agent() -> None:
     content = observation("<" + "a" * 10000, 0, "call_0")["content"]
     assert '"output_head": "\\u003caaa' in content
     assert '"elided_chars": 1,' in content
 
 
-def test_a_command_that_hangs_is_stopped() -> None:
+def test_stops_a_hanging_command() -> None:
     with Workspace(SOURCE.task(1)) as workspace:
         output, code, exception = workspace.run("echo before; sleep 60", timeout=5)
     assert (output, code) == ("before\n", -1)

@@ -1,4 +1,4 @@
-"""polar-tiny's chat template and tokenizer: a later prompt begins with the earlier one and what was sampled."""
+"""polar-tiny's chat template and tokenizer: a later prompt begins with the earlier prompt and its sampled answer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], *, prompt: bool, tool
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_each_prompt_begins_with_the_last_prompt_and_the_sampled_answer(tokenizer: Any, seed: int) -> None:
+def test_prompt_begins_with_the_last_prompt_and_the_sampled_answer(tokenizer: Any, seed: int) -> None:
     messages = play_expert(get_source("swe-task").task(seed), "Linux 6.1 x86_64", random.Random(0))
     asked = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     assert len(asked) >= 4
@@ -45,12 +45,12 @@ def test_each_prompt_begins_with_the_last_prompt_and_the_sampled_answer(tokenize
         assert following[: len(prompt) + len(answer)] == prompt + answer
 
 
-def test_no_character_is_lost(tokenizer: Any) -> None:
+def test_tokenizer_loses_no_character(tokenizer: Any) -> None:
     text = "naïve\tπ 漢字 🙂\r\n\\n \\u003c <think>x</think> don't `f(x)`  \x00"
     assert tokenizer.decode(encode(tokenizer, text)) == text
 
 
-def test_a_name_is_its_syllables_wherever_it_stands(tokenizer: Any) -> None:
+def test_name_is_tokenized_as_its_syllables_everywhere(tokenizer: Any) -> None:
     rng, whole = random.Random(1), 0
     for _ in range(200):
         parts = [rng.choice(SYLLABLES) for _ in range(3)]
@@ -63,7 +63,7 @@ def test_a_name_is_its_syllables_wherever_it_stands(tokenizer: Any) -> None:
     assert whole >= 190
 
 
-def test_arguments_are_rendered_alike_as_text_and_as_an_object(tokenizer: Any) -> None:
+def test_arguments_render_the_same_as_text_and_as_object(tokenizer: Any) -> None:
     arguments = {"command": "echo \"ä\" 'b' <c> \\d\n"}
 
     def message(value: Any) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def test_arguments_are_rendered_alike_as_text_and_as_an_object(tokenizer: Any) -
     assert '{"name": "bash", "arguments": {"command": "echo \\"ä\\"' in as_text
 
 
-def test_content_reasoning_and_parallel_calls_are_rendered_as_qwen3_does(tokenizer: Any) -> None:
+def test_renders_content_reasoning_and_parallel_calls_like_qwen3(tokenizer: Any) -> None:
     calls = [{"function": {"name": "a", "arguments": "{}"}}, {"function": {"name": "b", "arguments": "{}"}}]
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
@@ -94,14 +94,14 @@ def test_content_reasoning_and_parallel_calls_are_rendered_as_qwen3_does(tokeniz
     )
 
 
-def test_the_marks_are_single_tokens(tokenizer: Any) -> None:
+def test_tags_are_single_tokens(tokenizer: Any) -> None:
     for mark in ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"):
         assert len(encode(tokenizer, mark)) == 1
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.pad_token == "<|endoftext|>"
 
 
-def test_the_tokenizer_is_the_one_that_the_script_makes(tokenizer: Any) -> None:
+def test_bundled_tokenizer_is_the_scripts_output(tokenizer: Any) -> None:
     from examples.tiny_policy.tokenizer import train
 
     made = json.loads(train().to_str())

@@ -1,4 +1,4 @@
-"""How the fake vLLM server reads its own answers, and what it derenders. Independent of Polar's parsers; pure."""
+"""The answer parsers of the fake vLLM server, independent of Polar's. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _OTHER = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
-def read(text: str, *, tools: bool, thinks: bool, other_form: bool) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """(reasoning, text, calls as (name, arguments)) of a whole answer."""
+def parse_answer(
+    text: str, *, tools: bool, thinks: bool, other_form: bool
+) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    """Return (reasoning, text, calls as (name, arguments)) of a whole answer."""
     reasoning = ""
     if thinks and (thought := _THOUGHT.match(text)):
         reasoning, text = thought[1], text[thought.end() :]
@@ -26,8 +28,8 @@ def read(text: str, *, tools: bool, thinks: bool, other_form: bool) -> tuple[str
     return reasoning, text[: text.index("<tool_call>")] if calls else text, calls if len(calls) == len(bodies) else ()
 
 
-def derendered(before: tuple[Any, ...], now: tuple[Any, ...], finish: str | None) -> Json:
-    """One streamed chunk: what `now` (a result of `read`) says more than `before` did."""
+def derendered_chunk(before: tuple[Any, ...], now: tuple[Any, ...], finish: str | None) -> Json:
+    """One streamed chunk: what `now` (a result of `parse_answer`) says more than `before` did."""
     delta: Json = {}
     for name, old, new in (("reasoning", before[0], now[0]), ("content", before[1], now[1])):
         if len(new) > len(old):

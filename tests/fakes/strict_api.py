@@ -1,4 +1,4 @@
-"""A hosted API as the strictest are: it refuses every field that OpenAI does not document, and tells no token ids."""
+"""A fake of the strictest OpenAI-compatible APIs: it refuses every undocumented field and returns no token ids."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id"}
 
 
 @dataclass
-class HostedApi(FakeVllm):
+class StrictApi(FakeVllm):
     newer_limit: bool = False
-    """Takes the limit as `max_completion_tokens` only, as OpenAI's reasoning models."""
+    """Accepts the token limit as `max_completion_tokens` only, like OpenAI's reasoning models."""
     wants_reasoning: bool = False
-    """Refuses earlier answers without their reasoning."""
+    """Refuses earlier answers that lack their reasoning."""
     retry_after: str | None = None
-    """Header of refusals."""
+    """The `retry-after` header of refusals."""
     lists_models: bool = True
 
     def plain(self, path: str, body: Json) -> tuple[int, Json]:
