@@ -29,7 +29,7 @@ def parse_answer(
 
 
 def derendered_chunk(before: tuple[Any, ...], now: tuple[Any, ...], finish: str | None) -> Json:
-    """One streamed chunk: what `now` (a result of `parse_answer`) says more than `before` did."""
+    """Return the streamed chunk with what `now` adds to `before` (both are results of `parse_answer`)."""
     delta: Json = {}
     for name, old, new in (("reasoning", before[0], now[0]), ("content", before[1], now[1])):
         if len(new) > len(old):

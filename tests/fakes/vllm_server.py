@@ -305,7 +305,7 @@ class FakeVllm:
         }
 
     def shown(self, path: str, body: Json, tokens: list[int]) -> str:
-        """Return the raw text of tokens, with special ones if the request or its tools need them, but never the last."""
+        """Return the raw text of tokens, with special ones if the request or its tools need them, never the last."""
         special = body.get("skip_special_tokens") is False
         if path == "/v1/chat/completions":
             special = bool(body.get("tools")) and body.get("tool_choice") != "none"
