@@ -7,6 +7,7 @@ import contextlib
 import gc
 import ipaddress
 import logging
+import math
 import socket
 from collections.abc import Callable
 from types import TracebackType
@@ -26,6 +27,7 @@ from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallObserver
 from polar_proxy.gateway.retries import RetryCache
 from polar_proxy.sessions import SessionRegistry
+from polar_proxy.store import Store
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class Gateway:
     `grace` seconds, then cancelled; each is committed with what was sampled.
     """
 
-    def __init__(self, engine: Engine, store: Any, settings: GatewaySettings, *, grace: float = 5.0) -> None:
+    def __init__(self, engine: Engine, store: Store, settings: GatewaySettings, *, grace: float = 5.0) -> None:
         self.settings = settings
         self.metrics = GatewayMetrics()
         self.sessions = SessionRegistry(
@@ -113,7 +115,7 @@ class Gateway:
             log_config=None,
             log_level="warning",
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=max(1, int(self._grace)),
+            timeout_graceful_shutdown=math.ceil(self._grace),
             server_header=False,
             proxy_headers=False,
         )

@@ -36,14 +36,14 @@ class Conversation:
     """A conversation over Chat Completions that echoes its history as harnesses do."""
 
     def __init__(self, http: httpx.AsyncClient, **body: Any) -> None:
-        self._http = http
+        self.http = http
         self._body = body
         self.messages: list[Any] = []
 
     async def say(self, *messages: Any, **body: Any) -> Any:
         self.messages += messages
         given = {"model": "m", "messages": self.messages, **self._body, **body}
-        answer = await self._http.post("/chat/completions", json=given)
+        answer = await self.http.post("/chat/completions", json=given)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]
 
@@ -123,7 +123,7 @@ async def test_continues_from_the_store_after_a_restart(serve: Serve, store: Sto
         conversation = Conversation(http, tools=[TOOL])
         choice = await conversation.say(user("look"))
     async with serve(ScriptedEngine(script)) as gateway, client(gateway.url) as http:
-        conversation._http = http
+        conversation.http = http
         conversation.echo(choice["message"])
         await conversation.say(*results(choice["message"]))
     first, second = await recorded_calls(store)

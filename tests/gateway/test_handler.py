@@ -11,9 +11,11 @@ import httpx
 import numpy as np
 import pytest
 
+from polar_proxy.config import GatewaySettings
 from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.scripted import END, ScriptedEngine, encode, logprob
 from polar_proxy.errors import EngineError, RequestError
+from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, EngineRequest, SampleEvent, ToolCall
 from tests.conftest import Serve
@@ -108,10 +110,9 @@ async def test_a_disconnect_aborts_the_engine_and_is_recorded(serve: Serve, stor
     assert len(call.choices[0].token_ids) == len(call.choices[0].logprobs)
 
 
-async def test_stopping_the_gateway_records_calls_in_flight(serve: Serve, store: Store) -> None:
+async def test_stopping_the_gateway_records_calls_in_flight(store: Store) -> None:
     engine = ScriptedEngine(lambda request: "x" * 10_000, pace=0.01, tokens_per_event=1)
-    async with serve(engine) as gateway:
-        gateway._config.timeout_graceful_shutdown = 0
+    async with engine, Gateway(engine, store, GatewaySettings(port=0), grace=0) as gateway:
         task = asyncio.create_task(client(gateway.url).post("/chat/completions", json=CHAT))
         await until(lambda: engine.sampled)
     assert (await task).status_code == 503
