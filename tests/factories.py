@@ -138,7 +138,7 @@ async def new_rollout(store: Store, session_id: str | None = None, **changes: An
     job, _ = await store.jobs.submit({}, [group], owned=True)
     (rollout,) = await store.rollouts.find(job_id=job.job_id)
     if session_id is not None:
-        (claim,) = await store.queue.claim("worker", 1, 60, job_id=job.job_id)
+        (claim,) = await store.queue.claim("elsewhere:1:worker", 1, 60, job_id=job.job_id)
         await store.rollouts.enter_stage(claim, "preparing", session_id=session_id)
     return rollout.rollout_id
 
