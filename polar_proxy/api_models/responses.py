@@ -97,10 +97,10 @@ class Group(ApiResponseModel):
     """The job that it belongs to."""
     task_id: str
     """The task of its rollouts."""
-    size: int
-    """Number of rollouts."""
-    wanted: int
-    """Number of rollouts that decide the group."""
+    rollout_count: int
+    """Number of rollouts that were queued for it."""
+    group_size: int
+    """Number of rollouts that complete it."""
     status: Literal["open", "finished", "cancelled"]
     """The status of the group."""
     reason: str | None

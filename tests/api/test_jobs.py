@@ -36,7 +36,7 @@ async def test_a_job_from_submission_to_its_rows(serve_api: ServeApi) -> None:
         ended = await until_ended(running, job["job_id"])
         assert (ended["status"], ended["rollouts"], ended["label"]) == ("done", {"done": 2}, "try")
         (group,) = ended["group_list"]
-        assert (group["status"], group["delivery"], group["size"]) == ("finished", "waiting", 2)
+        assert (group["status"], group["delivery"], group["rollout_count"]) == ("finished", "waiting", 2)
 
         rollouts = (await running.get(f"/jobs/{job['job_id']}/rollouts"))["rollouts"]
         assert [(row["group_index"], row["status"], row["reward"]) for row in rollouts] == [
