@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Send random bodies to every model route of a gateway of its own and print how often each status came.
+"""Send random bodies to every model route of a temporary gateway and print how often each status came.
 
     scripts/random_bodies.py --count 10000 [--seed 1] [--json]
 
-Exit status 1 when an answer was neither one in its route's form nor a 4xx in its error shape, when an answered call is
-not in the store, or when a route does not answer a plain body afterwards. Needs what the tests need.
+Exit status 1 if an answer is neither in its route's format nor a 4xx in its error format, if an answered call is not in
+the store, or if a route does not answer a valid body afterwards. Needs the dependencies of the tests.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     started = time.monotonic()
-    report = asyncio.run(run(asked.count, asked.seed))
+    report = asyncio.run(run(arguments.count, arguments.seed))
     seconds = time.monotonic() - started
-    if asked.json:
-        print(json.dumps({"seed": asked.seed, "seconds": round(seconds, 1), **report.to_json()}, indent=1))
+    if arguments.json:
+        print(json.dumps({"seed": arguments.seed, "seconds": round(seconds, 1), **report.to_json()}, indent=1))
     else:
         print(report.table())
-        print(f"{asked.count} bodies in {seconds:.0f} s, seed {asked.seed}; wrong: {len(report.wrong)}")
+        print(f"{arguments.count} bodies in {seconds:.0f} s, seed {arguments.seed}; wrong: {len(report.wrong)}")
     for problem in report.wrong:
         print(problem, file=sys.stderr)
     return 1 if report.wrong else 0

@@ -1,11 +1,11 @@
-"""Checks a database of rollouts against a fresh forward pass and an export against the database, token for token.
+"""Check a database of rollouts against a new forward pass, and an export against the database, token for token.
 
     python scripts/verify_run.py DATABASE MODEL_DIR
 
-For every call: ids and log-probabilities of equal length, and the largest difference of the recorded log-probabilities
-to a teacher-forced pass of the weights in MODEL_DIR through plain Transformers (fp32). For every trace: trained tokens
-equal the completions of its calls. Then `tokens-jsonl` is exported, and each line is re-read and compared with the
-store. Prints one JSON document; exits with 1 where anything disagrees.
+For every call: ids and log-probabilities have equal length, and the recorded log-probabilities agree with a
+teacher-forced pass of the weights in MODEL_DIR in plain Transformers (fp32). For every trace: its trained tokens are
+the completions of its calls. Then `tokens-jsonl` is exported, and each line is compared with the store. Prints one JSON
+document; the exit status is 1 if anything disagrees.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from polar_proxy.store import Store, open_store
 
 @torch.inference_mode()
 def forward(model: torch.nn.Module, prompt: np.ndarray, answer: np.ndarray) -> np.ndarray:
-    """Raw log-probabilities, float32 [len(answer)], of the answer after the prompt."""
+    """Return the raw log-probabilities, float32 [len(answer)], of the answer after the prompt."""
     ids = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64))[None]
     logprobs = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
     picked: np.ndarray = logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
@@ -60,10 +60,10 @@ async def check(store: Store, model: torch.nn.Module) -> dict[str, object]:
             row = rows.pop(trace.trace_id)
             same = row["prompt_ids"] + row["response_ids"] == trace.token_ids.tolist()
             start = trace.prompt_length
-            told = np.array([np.nan if v is None else v for v in row["logprobs"]], dtype=np.float32)
+            logprobs = np.array([np.nan if v is None else v for v in row["logprobs"]], dtype=np.float32)
             same = same and row["loss_mask"] == trace.loss_mask[start:].tolist()
-            if not same or not np.array_equal(told, trace.logprobs[start:], equal_nan=True):
-                problems.append(f"{trace.trace_id}: the exported line is not what is stored")
+            if not same or not np.array_equal(logprobs, trace.logprobs[start:], equal_nan=True):
+                problems.append(f"{trace.trace_id}: the exported line differs from the store")
     problems += [f"{trace_id}: exported but not stored" for trace_id in rows]
     return {
         "calls": calls_seen,

@@ -1,7 +1,7 @@
 """The curves of learning runs in one picture: `python examples/learn/curves.py runs/learn-local-* --out learning.png`.
 
-Lines: mean reward of each step's rollouts, over the last four steps. Points: held-out instances, with 95 % intervals.
-`--keep FILE` writes what is drawn as JSON, and such a file may be given in the place of folders.
+Lines: mean reward of the rollouts of the last four steps. Points: held-out instances, with 95 % intervals.
+`--keep FILE` writes the plotted values as JSON; such a file can be given instead of folders.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 from polar_proxy.training import curves, metrics
 
 SMOOTH = 4
-DRAWN = {"step": ("step", "reward"), "eval": ("step", "reward", "reward_interval")}
+PLOTTED = {"step": ("step", "reward"), "eval": ("step", "reward", "reward_interval")}
 
 
-def read(given: Path) -> dict[str, Any]:
-    """Of a run's folder, or a file of several: by name, the series that are drawn."""
-    if given.is_file():
-        kept: dict[str, Any] = json.loads(given.read_text())
-        return kept
-    told = curves.series(metrics.read_lines(given))
-    return {given.name: {kind: {name: told[kind][name] for name in names} for kind, names in DRAWN.items()}}
+def read_series(path: Path) -> dict[str, Any]:
+    """Return the plotted series by run, from the folder of a run or from a file of several runs."""
+    if path.is_file():
+        runs: dict[str, Any] = json.loads(path.read_text())
+        return runs
+    series = curves.series(metrics.read_lines(path))
+    return {path.name: {kind: {name: series[kind][name] for name in names} for kind, names in PLOTTED.items()}}
 
 
 def draw(runs: dict[str, Any], out: Path) -> None:
@@ -33,12 +33,12 @@ def draw(runs: dict[str, Any], out: Path) -> None:
 
     figure = Figure(figsize=(7, 3.5))
     axes = figure.subplots()
-    for colour, (name, told) in enumerate(runs.items()):
-        held, rewards = told["eval"], told["step"]["reward"]
+    for colour, (name, series) in enumerate(runs.items()):
+        heldout, rewards = series["eval"], series["step"]["reward"]
         smooth = [float(np.mean(rewards[max(0, at - SMOOTH) : at])) for at in range(1, len(rewards) + 1)]
-        axes.plot(told["step"]["step"], smooth, color=f"C{colour}", linewidth=1)
-        look = {"color": f"C{colour}", "marker": "o", "linestyle": "none", "capsize": 3, "label": name}
-        axes.errorbar(held["step"], held["reward"], held["reward_interval"], **look)
+        axes.plot(series["step"]["step"], smooth, color=f"C{colour}", linewidth=1)
+        style = {"color": f"C{colour}", "marker": "o", "linestyle": "none", "capsize": 3, "label": name}
+        axes.errorbar(heldout["step"], heldout["reward"], heldout["reward_interval"], **style)
     axes.set_ylim(0, 1.05)
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
@@ -51,11 +51,11 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or files that --keep wrote")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--keep", type=Path, help="write the numbers here, as JSON")
-    given = parser.parse_args()
-    runs = {name: told for path in given.runs for name, told in read(path).items()}
-    draw(runs, given.out)
-    if given.keep is not None:
-        given.keep.write_text(json.dumps(runs) + "\n")
+    arguments = parser.parse_args()
+    runs = {name: series for path in arguments.runs for name, series in read_series(path).items()}
+    draw(runs, arguments.out)
+    if arguments.keep is not None:
+        arguments.keep.write_text(json.dumps(runs) + "\n")
 
 
 if __name__ == "__main__":

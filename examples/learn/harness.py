@@ -14,7 +14,7 @@ from harness_adapters.mini_swe_agent import MiniSweAgent
 CLIENT = Path(__file__).resolve().parent / "client"
 
 MAX_STEPS = 6
-"""An agent that knows what it does needs five: a policy that is lost makes noise from then on, and costs time."""
+"""Solving a task takes five steps. A policy that needs more only costs time."""
 
 
 class QuickMini(MiniSweAgent):

@@ -1,12 +1,12 @@
-"""NeMo-RL's message logs from groups that Polar recorded.
+"""NeMo-RL's message logs from recorded groups.
 
     polar run swe-task --instances 2 --samples 4
     polar export --format nemo-rl --builder merged --out data.jsonl
     python examples/nemo_rl/load.py data.jsonl
 
-Each record is a `DatumSpec` as NeMo-RL's rollouts leave it: sampled runs are assistant messages with
-`generation_logprobs`, everything between is the environment's. A rollout of several sequences is left out by the
-export and counted, for NeMo-RL's baseline would count it several times. In a rollout function of your own, return
+Each record is a `DatumSpec` as NeMo-RL's rollouts produce it: sampled spans are assistant messages with
+`generation_logprobs`, everything between belongs to the environment. The export skips and counts rollouts with several
+sequences, because NeMo-RL's baseline would count them several times. In your own rollout function, return
 `datums(...)` as the batch's `message_log`, `total_reward` and `loss_multiplier`.
 """
 
@@ -21,16 +21,18 @@ from polar_proxy.export.formats import nemo_rl, read_jsonl
 
 
 def datums(path: Path) -> list[dict[str, Any]]:
-    """With tensors. Call NeMo-RL's `add_grpo_token_loss_masks_and_generation_logprobs` on their logs before it
-    flattens them."""
+    """Return the records with tensors.
+
+    Call NeMo-RL's `add_grpo_token_loss_masks_and_generation_logprobs` on their logs before flattening them.
+    """
     return [nemo_rl.load(record) for record in read_jsonl(path)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("data", type=Path, help="written by polar export --format nemo-rl")
-    given = parser.parse_args()
-    for datum in datums(given.data):
+    arguments = parser.parse_args()
+    for datum in datums(arguments.data):
         log = datum["message_log"]
         shape = ", ".join(f"{message['role']} {len(message['token_ids'])}" for message in log)
         print(f"{datum['extra_env_info']['rollout_id']}: reward {datum['total_reward']:g}, {shape}")

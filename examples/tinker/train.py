@@ -1,4 +1,4 @@
-"""Tinker on groups that Polar recorded: its `Datum`s, and one step where you have a key.
+"""Tinker on recorded groups: builds its `Datum`s, and takes one step if you have a key.
 
     polar run swe-task --instances 2 --samples 4
     polar export --format tinker --advantage grpo --out datums.jsonl
@@ -6,8 +6,8 @@
     python examples/tinker/train.py datums.jsonl                          # builds the datums, sends nothing
     TINKER_API_KEY=... python examples/tinker/train.py datums.jsonl --base-model NAME
 
-The log-probabilities are those recorded at sampling, so the loss is importance sampling from the policy that acted.
-Train with the base model whose tokenizer the rows were sampled with: the ids are its own.
+The log-probabilities are the recorded ones, so the loss samples by importance from the policy that acted. Train the
+base model whose tokenizer produced the token ids.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from polar_proxy.export.formats import tinker as bridge
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("datums", type=Path, help="written by polar export --format tinker")
-    parser.add_argument("--base-model", help="train: a model that Tinker serves")
+    parser.add_argument("--base-model", help="take a step with this model of Tinker")
     parser.add_argument("--rank", type=int, default=32)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
-    data = [bridge.load(record) for record in read_jsonl(given.datums)]
+    data = [bridge.load(record) for record in read_jsonl(arguments.datums)]
     trained = sum(int((datum.loss_fn_inputs["advantages"].to_numpy() != 0).sum()) for datum in data)
     print(f"{len(data)} datums, {sum(datum.model_input.length for datum in data)} tokens, {trained} with an advantage")
-    if given.base_model is None:
+    if arguments.base_model is None:
         return
-    client = tinker.ServiceClient().create_lora_training_client(base_model=given.base_model, rank=given.rank)
+    client = tinker.ServiceClient().create_lora_training_client(base_model=arguments.base_model, rank=arguments.rank)
     print(client.forward_backward(data, loss_fn="importance_sampling").result().metrics)
     print(client.optim_step(tinker.AdamParams(learning_rate=1e-5)).result())
 

@@ -1,4 +1,4 @@
-"""Turns dialogues into training sequences.
+"""Converts dialogues into training sequences.
 
 A sequence is the dialogue as the chat template renders it, with a weight per token: 1 on what the assistant
 wrote (its end of turn included), `CONTEXT_WEIGHT` on the rest of the dialogue, 0 on the prompt's constant
@@ -77,13 +77,16 @@ class Encoder:
         return _find(ids, self._task, 0)
 
     def constant(self, ids: IntArray) -> tuple[int, int]:
-        """[first, last) of the constant text behind the bug report, up to the end of the user's message."""
+        """Return [first, last) of the constant text after the bug report, up to the end of the user's message."""
         first = _find(ids, self._task_end, self.task_start(ids))
         return first, first + int(np.argmax(ids[first:] == self.end))
 
     def shifted(self, whole: Example, rng: random.Random) -> Example:
-        """The whole dialogue, with a little more or less room behind the constant text, whose line on the machine
-        (`uname`) is longer or shorter elsewhere: what stands at a fixed distance is otherwise found by the distance."""
+        """Return the dialogue with a slightly different distance after the constant text.
+
+        Its line about the machine (`uname`) has another length elsewhere; with a fixed distance the policy would find
+        what it copies by the distance.
+        """
         positions = whole.positions.copy()
         positions[self.constant(whole.ids)[1] :] += rng.randrange(-30, 60)
         return Example(whole.ids, positions, whole.weights)
@@ -98,7 +101,7 @@ class Encoder:
         return Example(whole.ids[keep], positions, whole.weights[keep])
 
     def partial(self, whole: Example, rng: random.Random) -> Example:
-        """Between short and full: a random stretch of the constant text stays, for attention to learn to skip."""
+        """Return a form between short and full, with a random part of the constant text for attention to skip."""
         start = self.task_start(whole.ids)
         first, last = self.constant(whole.ids)
         size = int((last - first) * rng.uniform(0.1, 0.6))
@@ -111,11 +114,11 @@ class Encoder:
 
 
 class Renamer:
-    """Gives a dialogue other names and other numbers, the same ones wherever they stand.
+    """Replaces the names and numbers of a dialogue consistently.
 
-    What the policy has to do with a name or a two-digit number is to copy it, so that a dialogue stays right when all
-    of them are exchanged alike. A few hundred recordings thus stand for any number of instances. A name is a run of
-    two or more syllable tokens; the constant part of the prompt stays as it is.
+    The policy only has to copy names and two-digit numbers, so a dialogue stays correct when all of them are exchanged
+    consistently. A few hundred recordings thus represent any number of instances. A name is a run of two or more
+    syllable tokens; the constant part of the prompt is not changed.
     """
 
     def __init__(self, encoder: Encoder, rng: random.Random) -> None:
@@ -145,7 +148,7 @@ def _find(ids: IntArray, pattern: Sequence[int], start: int) -> int:
     windows = np.lib.stride_tricks.sliding_window_view(ids[start:], len(pattern))
     hits = np.flatnonzero((windows == np.asarray(pattern)).all(axis=1))
     if len(hits) == 0:
-        raise ValueError("this is no dialogue of mini-swe-agent with the prompt that polar-tiny is made for")
+        raise ValueError("this is not a dialogue of mini-swe-agent with the prompt that polar-tiny was trained on")
     return start + int(hits[0])
 
 
@@ -158,10 +161,10 @@ def dialogues(encoder: Encoder, first_seed: int, count: int) -> Iterator[Example
 
 
 def copies(rng: np.random.Generator, count: int, alphabet: IntArray, length: int = 128) -> list[Example]:
-    """Sequences over a small alphabet in which stretches come again: copying, before there is anything to read.
+    """Return sequences over a small alphabet with repeated stretches, which teach copying.
 
-    Only what can be known is weighed: a stretch's tokens from the third on, because two may stand elsewhere
-    too.
+    Only predictable tokens have a weight: those of a repeated stretch from the third on, because two tokens may also
+    occur elsewhere.
     """
     made = []
     for _ in range(count):

@@ -1,9 +1,9 @@
-"""Playing the family without harness and gateway: the same conversations, thousands of times faster.
+"""Plays the task family without harness and gateway: the same conversations, thousands of times faster.
 
 `play_expert` answers the expert's few commands by computing their output; `Workspace.run` really runs commands in
 a temporary directory, for policies that may type anything. Both speak exactly as mini-swe-agent 2.4.6 does: the
 prompt was captured from a real run (`mini_swe_agent_prompt.json`), and observations go through its own template.
-`tests/tiny_policy` holds the two against each other, `verify_export.py` against what Polar recorded.
+`tests/tiny_policy` compares the two with each other, `verify_export.py` with what Polar recorded.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def play_expert(task: Task, system: str, rng: random.Random) -> list[Message]:
         if action.command == SUBMIT:
             return messages
         messages.append(observation(_emulate(action, files, rng), 0, call_id))
-    raise AssertionError("the expert does not come to an end")
+    raise AssertionError("the expert does not finish")
 
 
 def _emulate(action: Action, files: dict[str, str], rng: random.Random) -> str:

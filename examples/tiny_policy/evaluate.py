@@ -1,8 +1,8 @@
 """Measures a policy on unseen instances without harness and gateway, to choose among checkpoints.
 
-All rollouts go side by side through one KV cache that grows turn by turn, exactly as `continue` mode feeds an
-engine: the sampled tokens stay, and only the tokens of the observation are added. Commands really run in temporary
-directories, and the hidden tests decide. The number that counts is measured with the real thing, `polar run`.
+All rollouts share one KV cache that grows turn by turn, exactly as `continue` mode feeds an engine: the sampled tokens
+stay, and only the tokens of the observation are added. Commands really run in temporary directories, and the hidden
+tests decide. The official success rate is measured with `polar run`.
 
     python -m examples.tiny_policy.evaluate --model out/tiny/step-01000 --tokenizer polar_proxy/assets/polar_tiny
 """
@@ -77,7 +77,7 @@ class Batch:
         self.mask = torch.zeros(rows, 0, dtype=torch.long)
 
     def read(self, feeds: Sequence[Sequence[int]], positions: Sequence[int]) -> torch.Tensor:
-        """Read `feeds[row]`, which starts at `positions[row]`; return logits behind the last token, [rows, vocab]."""
+        """Read `feeds[row]`, which starts at `positions[row]`; return logits after the last token, [rows, vocab]."""
         width = max(len(feed) for feed in feeds)
         ids = torch.zeros(len(feeds), width, dtype=torch.long)
         places = torch.zeros(len(feeds), width, dtype=torch.long)
@@ -159,7 +159,7 @@ def _act(rollout: Rollout, tokenizer: Any, encode: Any, *, cut: bool) -> None:
         rollout.log.append(content)
         suffix = f"\n<|im_start|>user\n<tool_response>\n{content}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     if rollout.ending is None and (rollout.steps >= MAX_STEPS or cut):
-        # The tests judge whatever stands in the workspace, submitted or not.
+        # The tests judge the state of the workspace, submitted or not.
         rollout.ending = "solved" if rollout.workspace.solved() else "step limit"
     rollout.feed = rollout.feed + encode(suffix)
 

@@ -1,9 +1,9 @@
 """The expert: a scripted player of the family `swe-task`, which reads what the agent's model would read.
 
 `next_action` is a pure function of the conversation. It never sees the task object: the name and the formula come
-from the bug report in the prompt, the file and the parameter names from the output of its own commands. Where
-there are several equally good ways to go on, it picks one by a hash of the report, so that demonstrations vary
-while each one is reproducible.
+from the bug report in the prompt, the file and the parameter names from the output of its own commands. When
+several next commands are equally good, it picks one by a hash of the report, so that demonstrations vary and each one
+is reproducible.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FOUND = re.compile(r"^\./(\S+\.py):(\d+):def ", re.MULTILINE)
 
 
 class LostError(Exception):
-    """The conversation is not one that the expert can play on."""
+    """The conversation is not one that the expert can continue."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Report:
 
 
 def read_report(text: str) -> Report:
-    """Parse a bug report of the family. Raises `LostError` when it is none."""
+    """Parse a bug report of the family. Raises `LostError` for another text."""
     name = _NAME.search(text)
     if name is None:
         raise LostError("the report names no function")
@@ -71,7 +71,7 @@ def next_action(messages: Sequence[Mapping[str, Any]]) -> Action:
         raise LostError("there is no bug report in the conversation")
     report = read_report(found[1])
     rng = random.Random(f"expert/4/{found[1]}")
-    # All choices are drawn at once, so that each depends on the report alone and not on how far the run is.
+    # All choices are drawn at once, so that they depend on the report alone and not on the progress of the run.
     finder = rng.choice(("", "", "--include='*.py' "))
     reader = rng.choice(("cat -n", "cat -n", "nl -ba"))
     pattern = rng.choice((".*", ".*", "return .*"))

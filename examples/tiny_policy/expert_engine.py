@@ -2,9 +2,9 @@
 
     polar run swe-task --engine examples.tiny_policy.expert_engine:ExpertEngine --seed 1000000 --instances 100
 
-The ids are the policy's own: the prompt as polar-tiny's template renders it, the answer in polar-tiny's tokens. The
-log-probabilities are 0.0 and true: given the conversation, the expert does what it does with probability one. They
-are the expert's, so never take its traces for polar-tiny's samples in an importance ratio.
+Token ids are those of polar-tiny: the prompt as its template renders it, the answer in its tokens. The
+log-probabilities are 0.0, which is exact for a deterministic expert. They belong to the expert, so do not use its
+traces as samples of polar-tiny in an importance ratio.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class ExpertEngine(Engine):
     async def sample(
         self, request: EngineRequest, *, stream: bool = True, prompt: ExactPrompt | None = None
     ) -> AsyncGenerator[SampleEvent, None]:
-        # The answer is known at once, so there is one event whether or not somebody waits for pieces.
+        # The answer is complete at once, so there is one event, streamed or not.
         del stream, prompt
         if not isinstance(request, ChatRequest):
             raise RequestError("The expert answers conversations only, not raw prompts.")
         try:
             action: Action = next_action([message.to_openai() for message in request.messages])
         except LostError as error:
-            raise EngineError(f"The expert cannot go on: {error}.", status=400) from error
+            raise EngineError(f"The expert cannot continue: {error}.", status=400) from error
         answer = action.answer()
         ids = (*self._encode(answer), self._tokenizer.eos_token_id)
         parser = HermesParser(tools=bool(request.tools), reasoning="tags")
@@ -86,7 +86,7 @@ class ExpertEngine(Engine):
         )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        raise EngineError("The expert is no language model: it cannot score.")
+        raise EngineError("The expert is not a language model and cannot score.")
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(token_ids))

@@ -1,7 +1,7 @@
-"""Takes a point between two checkpoints of one run: `(1 - share) * first + share * second`, weight by weight.
+"""Interpolates between two checkpoints of one run: `(1 - share) * first + share * second`, weight by weight.
 
-A policy goes from a third of the instances to two thirds within fifty steps; a point between is chosen more finely
-this way than by saving more often.
+A policy goes from a third of the instances to two thirds within fifty steps; interpolation selects a point in between
+more finely than frequent checkpoints.
 
     python -m examples.tiny_policy.mix out/tiny/step-00975 out/tiny/step-01000 --share 0.3 --out out/tiny/mixed
 """
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("first", type=Path)
     parser.add_argument("second", type=Path)
     parser.add_argument("--share", type=float, required=True, help="share of the second")
-    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer is put beside the weights")
+    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer is copied beside the weights")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     model = Qwen3ForCausalLM.from_pretrained(args.first)

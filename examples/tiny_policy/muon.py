@@ -14,7 +14,7 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonalise(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Nearest semi-orthogonal matrix, roughly: five Newton-Schulz steps with Muon's quintic. [rows, columns]."""
+    """Return approximately the nearest semi-orthogonal matrix: five Newton-Schulz steps with Muon's quintic."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / (x.norm() + 1e-7)
@@ -31,7 +31,7 @@ class Muon(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not followe
         super().__init__(params, {"lr": lr, "momentum": momentum, "decay": decay})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One update of all matrices; there is no closure to call."""
+        """Update all matrices. Closures are not supported."""
         del closure
         with torch.no_grad():
             for group in self.param_groups:

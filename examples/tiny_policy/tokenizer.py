@@ -3,7 +3,7 @@
 It decides what a small model can learn to copy, and from how far.
 
 * Runs of letters stand alone, without the space, quote or slash before them, so that a name is the same tokens
-  wherever it stands; the JSON escapes `\\n`, `\\t` and `\\"`, which mini-swe-agent's observations are full of, are
+  in every place; the JSON escapes `\\n`, `\\t` and `\\"`, which mini-swe-agent's observations are full of, are
   cut off from the word that follows.
 * The first merges are the syllables of the task family's names and the numbers up to 99, whatever their count in a
   corpus: a name is then its syllables (but for one in a hundred, which holds a word such as `file`), a number is one

@@ -1,7 +1,7 @@
-"""Checks that what Polar recorded of the expert is, token for token, what the offline play of the same seeds makes.
+"""Checks that Polar's recording of the expert equals the offline play of the same seeds, token for token.
 
-Only two things may differ, because they belong to the machine: the line of `uname` in the prompt and the time that
-`unittest` took. They are read from the recording and handed to the offline play; everything else must be equal.
+Only two things may differ, because they depend on the machine: the line of `uname` in the prompt and the time that
+`unittest` took. The offline play takes them from the recording; everything else must be equal.
 
     polar export --format tokens-jsonl --where 'reward>=1' --out demonstrations.jsonl
     python -m examples.tiny_policy.verify_export demonstrations.jsonl --tokenizer polar_proxy/assets/polar_tiny
@@ -26,8 +26,8 @@ _SYSTEM = re.compile(r"<system_information>\n(.*?)\n</system_information>")
 _TIME = re.compile(r"Ran \d+ tests in 0\.(\d{3})s")
 
 
-class Recorded:
-    """Stands in for the random source of the offline play: the time that the recorded test run took."""
+class RecordedTime:
+    """Replaces the random source of the offline play by the time that the recorded test run took."""
 
     def __init__(self, text: str) -> None:
         found = _TIME.search(text)
@@ -54,8 +54,8 @@ def same(row: Mapping[str, Any], encoder: Encoder) -> bool:
     if system is None:
         return False
     task = get_source("swe-task").task(int(row["task_id"].rpartition("-")[2]))
-    offline = encoder.full(play_expert(task, system[1], Recorded(text)))  # type: ignore[arg-type]
-    # The template ends with a newline behind the last answer, which nobody sampled.
+    offline = encoder.full(play_expert(task, system[1], RecordedTime(text)))  # type: ignore[arg-type]
+    # The template ends with a newline after the last answer, which was not sampled.
     size = len(recorded)
     mask = [0] * len(row["prompt_ids"]) + list(row["loss_mask"])
     return (

@@ -1,11 +1,11 @@
-"""A trainer of your own on Polar's feed, in one page: lease groups, read their rows, take a step, acknowledge.
+"""A custom trainer on Polar's feed in one page: lease groups, read their rows, take a step, acknowledge.
 
     polar serve --rollout-workers 2 &
-    polar submit swe-task --instances 4 --samples 4 --offered
+    polar submit swe-task --instances 4 --samples 4 --for-training
     python examples/trainer_over_http/train.py --steps 2
 
-Knows of Polar only `polar_proxy.client`. The step is the simplest one that learns: group-centred rewards times the
-importance ratio to the *recorded* log-probabilities, on the tokens that were sampled. Put your own in its place.
+It uses only `polar_proxy.client`. The step is a minimal one: group-centred rewards times the importance ratio to the
+*recorded* log-probabilities, on the sampled tokens. Replace it by your own.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ POLAR_TINY = Path(__file__).resolve().parents[2] / "polar_proxy" / "assets" / "p
 
 
 def advantages(polar: Client, group_id: str) -> dict[str, float]:
-    """By rollout: its reward less the mean of its group. Rollouts without a trace count, those without a reward do
-    not; masked and incomplete ones count and are not trained on."""
+    """Return the reward of each trained rollout minus the mean of its group.
+
+    The mean includes rollouts without a trace and masked or incomplete ones, which are not trained; rollouts without a
+    reward are not included.
+    """
     rollouts = polar.group(group_id).rollouts
     rewards = {rollout.rollout_id: rollout.reward for rollout in rollouts if rollout.reward is not None}
     mean = sum(rewards.values()) / max(1, len(rewards))
@@ -36,26 +39,26 @@ def advantages(polar: Client, group_id: str) -> dict[str, float]:
 
 
 def losses(model: Any, rows: Iterator[dict[str, Any]], values: dict[str, float]) -> Iterator[torch.Tensor]:
-    """One a row (a training sequence). `logprobs` is null where nothing was sampled, and so is not trained."""
+    """Yield one loss per row (a training sequence). `logprobs` is null at tokens that were not sampled."""
     for row in rows:
         if row["rollout_id"] not in values:
             continue
         ids = torch.tensor(row["prompt_ids"] + row["response_ids"])
         mask = torch.tensor(row["loss_mask"], dtype=torch.bool)
-        recorded = torch.tensor([value or 0.0 for value in row["logprobs"]])
+        old_logprobs = torch.tensor([value or 0.0 for value in row["logprobs"]])
         logits = model(ids[None]).logits[0, len(row["prompt_ids"]) - 1 : -1]
-        now = torch.log_softmax(logits.float(), -1).gather(1, ids[-len(mask) :, None])[:, 0]
-        ratio = (now - recorded)[mask].exp()
+        logprobs = torch.log_softmax(logits.float(), -1).gather(1, ids[-len(mask) :, None])[:, 0]
+        ratio = (logprobs - old_logprobs)[mask].exp()
         yield -(ratio * values[row["rollout_id"]]).sum()
 
 
 def train(polar: Client, folder: Path, steps: int, groups: int, wait: float = 60.0) -> Any:
-    """The model after so many steps, each of at least one group and at most `groups`."""
+    """Train `steps` steps of one to `groups` groups each, and return the model."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5)
     for step in range(steps):
-        # Nobody else gets these groups for ten minutes. With weights of your own in the engine say
-        # policy_version=str(step), max_staleness=2 too: what is older is then dropped and named in `dropped`.
+        # No other consumer gets these groups for ten minutes. If you also send weights to the engine, add
+        # policy_version=str(step), max_staleness=2: older groups are then dropped and listed in `dropped`.
         request = LeaseRequest(consumer="example", limit=groups, seconds=600, wait=wait)
         while not (leases := polar.lease(request).leases):
             print("no finished groups yet", flush=True)
@@ -66,14 +69,14 @@ def train(polar: Client, folder: Path, steps: int, groups: int, wait: float = 60
             for loss in losses(model, polar.group_trajectories(lease.group_id), values):
                 loss.backward()
                 sequences += 1
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # 0 where the rewards of each group are alike
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # 0 if the rewards of each group are equal
         optimiser.step()
-        # A checkpoint belongs here: what is acknowledged never comes again, what is not comes when its lease ends.
+        # Save a checkpoint here: acknowledged groups never come again, the others do when their lease expires.
         for lease in leases:
             try:
                 polar.acknowledge(lease.lease_id)
             except LeaseLostError as error:
-                print(f"{error}: it will be trained on again")
+                print(f"{error}: it will be trained again")
         print(f"step {step}: {len(leases)} groups, {sequences} sequences, gradient {norm:.3g}", flush=True)
     return model
 
@@ -84,8 +87,8 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, default=POLAR_TINY)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--groups", type=int, default=2)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     home = Path(os.environ.get("POLAR_HOME", "~/.polar")).expanduser()
     key = os.environ.get("POLAR_API_KEY") or (home / "api-key").read_text().strip()
-    with Client(given.url, key) as client:
-        train(client, given.model, given.steps, given.groups)
+    with Client(arguments.url, key) as client:
+        train(client, arguments.model, arguments.steps, arguments.groups)

@@ -1,12 +1,12 @@
-"""verl on groups that Polar recorded: the dataset and the agent loop that answers each session with a recorded rollout.
+"""verl on recorded groups: the dataset, and the agent loop that answers each session with a recorded rollout.
 
     polar run swe-task --instances 16 --samples 4
     polar export --format tokens-jsonl --out rows.jsonl
-    python examples/verl/prepare.py rows.jsonl --out verl_data      # and prints the command for verl
+    python examples/verl/prepare.py rows.jsonl --out verl_data      # also prints the command for verl
 
-verl (0.9.1, its V1 trainer) asks the agent loop for `rollout.n` sessions of every prompt; session i is the
-i-th rollout of the group, with all its sequences, and counts once in the baseline. With verl installed, the script also
-reads one answer through verl's own `AgentLoopOutput`.
+verl (0.9.1, its V1 trainer) requests `rollout.n` sessions of every prompt from the agent loop; session i is the i-th
+rollout of the group with all its sequences, and counts once in the baseline. With verl installed, the script also reads
+one answer through verl's own `AgentLoopOutput`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("rows", type=Path, help="written by polar export --format tokens-jsonl")
     parser.add_argument("--out", type=Path, default=Path("verl_data"))
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
-    rows = list(read_jsonl(given.rows))
+    rows = list(read_jsonl(arguments.rows))
     dataset = verl.dataset(rows)
-    given.out.mkdir(parents=True, exist_ok=True)
-    path, loops = given.out / "groups.jsonl", given.out / "agent_loops.yaml"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    path, loops = arguments.out / "groups.jsonl", arguments.out / "agent_loops.yaml"
     path.write_text("".join(json.dumps(row) + "\n" for row in dataset))
     target = "polar_proxy.export.formats.verl_loop.RecordedAgentLoop"
-    loops.write_text(f"- name: {verl.AGENT_NAME}\n  _target_: {target}\n  rows: {given.rows.absolute()}\n")
+    loops.write_text(f"- name: {verl.AGENT_NAME}\n  _target_: {target}\n  rows: {arguments.rows.absolute()}\n")
 
     recorded = verl.RecordedGroups(rows)
     size = dataset[0]["extra_info"]["rollouts"]

@@ -2,8 +2,8 @@
 
     python examples/tasks/swebench/make.py
 
-Names and times are fixed, so that everybody gets the same commits. The repository goes on after the base commits, with
-the fixes and a tag, as real ones do: an agent must not find them.
+Names and times are fixed, so that the commits are reproducible. Like a real repository it continues after the base
+commits, with the fixes and a tag, which an agent must not find.
 """
 
 from __future__ import annotations
