@@ -1,0 +1,220 @@
+"""Every shell command of README.md and docs/guide runs as it is printed.
+
+Placeholders are replaced by the ids of a recorded run, and addresses of servers by those that the test starts.
+`RUN_ELSEWHERE` names the commands that need another program, and the test that runs each of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.fakes.vllm_server import FakeVllm
+
+pytestmark = pytest.mark.full
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+BIN = Path(sys.executable).parent
+ENGINE_URL = "http://127.0.0.1:8000"
+MODEL = "my-model"
+
+RUN_ELSEWHERE = {
+    "make ": ".ci/run",
+    "docker ": "tests/test_image.py",
+    "ANTHROPIC_BASE_URL=": "tests/harness_adapters/test_npm_real.py",
+    "GOOGLE_GEMINI_BASE_URL=": "tests/harness_adapters/test_npm_real.py",
+    "codex ": "tests/harness_adapters/test_npm_real.py",
+    "polar run swe-task --harness codex": "tests/harness_adapters/test_npm_real.py",
+    "polar run swe-task --sandbox docker": "tests/rollouts/test_run.py",
+    "polar doctor drift --harness codex": "tests/cli/test_drift.py",
+    "ray start": "tests/rollouts/cluster/test_cluster.py",
+    "polar node": "tests/rollouts/cluster/test_cluster.py",
+    "polar serve --executor ray": "tests/rollouts/cluster/test_cluster.py",
+    "polar db stats --db postgresql:": "tests/store/test_schema.py",
+    "CUDA_VISIBLE_DEVICES=": "tests/training/test_nccl.py",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=": "tests/training/test_weight_sync_vllm.py",
+    "polar train grpo --engine vllm": "tests/training/test_weight_sync_vllm.py",
+    "polar train grpo --feed": "tests/training/test_http_feed.py",
+    "polar train adapter": "tests/training/test_lora.py",
+}
+
+
+@dataclass(frozen=True)
+class DocumentedCommand:
+    page: str
+    text: str
+
+    @property
+    def run_by(self) -> str | None:
+        """The test that runs this command, if it is not this one."""
+        return next((test for start, test in RUN_ELSEWHERE.items() if self.text.startswith(start)), None)
+
+
+def shell_blocks(page: Path) -> list[str]:
+    return re.findall(r"^```sh\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def documented_commands() -> list[DocumentedCommand]:
+    found = []
+    for page in PAGES:
+        for block in shell_blocks(page):
+            if "api()" in block:
+                continue  # one script, run as a whole by test_http_examples
+            for line in block.splitlines():
+                text = re.sub(r"(^|\s)#.*", "", line).strip()
+                if text and not text.startswith("export "):
+                    found.append(DocumentedCommand(page.name, text))
+    return list(dict.fromkeys(found))
+
+
+COMMANDS = documented_commands()
+HERE = [command for command in COMMANDS if command.run_by is None]
+
+
+@pytest.fixture(scope="module")
+def fake_vllm() -> Iterator[FakeVllm]:
+    """A server in vllm's shape, on a thread of its own: the commands are blocking processes."""
+    fake = FakeVllm(model=MODEL, context_length=100_000)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(fake.__aenter__(), loop).result(60)
+    yield fake
+    asyncio.run_coroutine_threadsafe(fake.__aexit__(), loop).result(60)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(60)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A folder and a home in which commands run, with a recorded job, session, call and training run."""
+
+    folder: Path
+    env: dict[str, str]
+    ids: dict[str, str]
+
+    def shell(self, text: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", text],
+            cwd=self.folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    def json(self, text: str) -> dict[str, object]:
+        done = self.shell(text)
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    @contextmanager
+    def server(self, command: str) -> Iterator[str]:
+        """Run a `polar serve` command until the block ends, and yield its URL."""
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {command} --port 0 --json"],
+            cwd=self.folder,
+            env=self.env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            ready = ""
+            while not ready.rstrip().endswith("}"):
+                line = process.stdout.readline()
+                assert line, process.stderr.read() if process.stderr else "no output"
+                ready += line
+            yield json.loads(ready)["url"]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(120) == 0
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory, fake_vllm: FakeVllm) -> Workspace:
+    home, folder = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("work")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    env = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("POLAR_")},
+        "HOME": str(home),
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "NO_COLOR": "1",
+        "POLAR_RUN__HARNESS": "tests.fakes.tiny_agent:TinyAgent",
+        "POLAR_RUN__SANDBOX": "process",
+        "POLAR_ENGINE__KIND": "tests.fakes.player:PlayerEngine",
+        "POLAR_HARNESSES": os.environ.get("POLAR_CACHE_DIR", str(home / "harnesses")),
+    }
+    space = Workspace(folder, env, {})
+    run = space.json("polar run swe-task --samples 2 --json")
+    rollout = run["rollouts"][0]  # type: ignore[index]
+    job = space.shell("polar submit swe-task").stdout.strip()
+    shown = space.json(f"polar show {rollout['session_id']} --json")
+    space.ids.update(JOB=job, SESSION=str(rollout["session_id"]), CALL=str(shown["calls"][0]["call_id"]))  # type: ignore[index]
+    shutil.copy(folder / "polar.db", folder / "runs.db") if (folder / "polar.db").exists() else None
+    return space
+
+
+def as_run(command: str, workspace: Workspace, fake_vllm: FakeVllm) -> str:
+    """Return the command with this test's ids and servers in place of the documented ones."""
+    text = command.replace(ENGINE_URL, fake_vllm.url).replace("--db runs.db", "--db ~/.polar/polar.db")
+    for name, value in workspace.ids.items():
+        text = re.sub(rf"\b{name}\b", value, text)
+    return text
+
+
+@pytest.mark.parametrize("command", HERE, ids=lambda command: f"{command.page}: {command.text}")
+def test_command_runs(command: DocumentedCommand, workspace: Workspace, fake_vllm: FakeVllm) -> None:
+    text = as_run(command.text, workspace, fake_vllm)
+    if text.startswith("polar serve"):
+        with workspace.server(text) as url:
+            assert url.startswith("http://")
+        return
+    done = workspace.shell(text)
+    assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.run_by], ids=lambda command: command.text)
+def test_other_commands_have_a_test_of_their_own(command: DocumentedCommand) -> None:
+    assert command.run_by is not None
+    assert (ROOT / command.run_by).exists()
+
+
+@pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="apt-get install curl jq")
+def test_http_examples(workspace: Workspace) -> None:
+    (page,) = [page for page in PAGES if page.name == "rollouts.md"]
+    (script,) = [block for block in shell_blocks(page) if "api()" in block]
+    (python,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
+    with workspace.server("polar serve --rollout-workers 2") as url:
+        done = workspace.shell(script.replace("http://127.0.0.1:8399", url))
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"^event: end$", done.stdout, re.M)
+        key = (Path(workspace.env["HOME"]) / ".polar" / "api-key").read_text().strip()
+        program = python.replace("http://127.0.0.1:8399", url)
+        ran = subprocess.run(
+            [sys.executable, "-c", program],
+            env=workspace.env | {"POLAR_API_KEY": key},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert " end " in ran.stdout

@@ -1,0 +1,80 @@
+"""Every command line and JSON example of the documentation is valid, and every link leads somewhere.
+
+tests/docs/test_commands.py runs the commands; here they are only parsed, which needs no process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from polar_proxy.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]
+WORD_LIMIT = 20_000
+GENERATED = {"cli.md", "settings.md", "api.md", "schema.md"}
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+def polar_commands(page: Path) -> list[str]:
+    lines = "\n".join(blocks(page, "sh")).splitlines()
+    bare = [re.sub(r"^([A-Z_]+=\S+ )+", "", re.sub(r"(^|\s)#.*", "", line).strip()) for line in lines]
+    return [line for line in bare if line.startswith("polar ") and "$(" not in line]
+
+
+def parse_command_line(arguments: list[str]) -> None:
+    """Parse as the `polar` program would, down to the last subcommand, without running it."""
+    command: Any = get_command(app)
+    context = command.make_context("polar", arguments)
+    while hasattr(command, "resolve_command"):
+        rest = [*getattr(context, "_protected_args", []), *context.args]
+        name, command, rest = command.resolve_command(context, rest)
+        context = command.make_context(name, rest, parent=context)
+
+
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [pytest.param(page, command, id=f"{page.name}: {command}") for page in PAGES for command in polar_commands(page)],
+)
+def test_command_lines_are_valid(page: Path, command: str) -> None:
+    parse_command_line(shlex.split(command.removesuffix(" &"))[1:])
+
+
+@pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.name)
+def test_json_examples_parse(page: Path) -> None:
+    for block in blocks(page, "json"):
+        for example in re.split(r"\n(?=\{)", block.strip()):
+            json.loads(example)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#\s]+)[^)]*\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_pages_stay_short() -> None:
+    written = [page for page in PAGES if page.is_relative_to(ROOT / "docs") or page.parent == ROOT]
+    words = {page.name: len(page.read_text().split()) for page in written if page.name not in GENERATED}
+    assert sum(words.values()) <= WORD_LIMIT, words
+
+
+def test_decisions_stay_few() -> None:
+    text = (ROOT / "docs" / "decisions.md").read_text()
+    assert 20 <= len(re.findall(r"^\d+\. \*\*", text, re.M)) <= 40
