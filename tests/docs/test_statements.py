@@ -15,6 +15,7 @@ import pytest
 from typer.main import get_command
 
 from polar_proxy.cli.app import app
+from polar_proxy.training.config import GrpoConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]
@@ -54,6 +55,12 @@ def parse_command_line(arguments: list[str]) -> None:
 )
 def test_command_lines_are_valid(page: Path, command: str) -> None:
     parse_command_line(shlex.split(command.removesuffix(" &"))[1:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_training_settings_exist(page: Path) -> None:
+    for name in re.findall(r"--set ([a-z_]+)", page.read_text()):
+        assert name in GrpoConfig.model_fields, f"{page.name}: {name}"
 
 
 @pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.name)
