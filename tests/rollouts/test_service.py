@@ -335,5 +335,5 @@ async def test_drops_a_group_that_becomes_too_stale(store: Store, tmp_path: Path
         await asyncio.wait_for(running.until_done(made.job_id), 60)
     assert {row.status for row in await store.rollouts.find()} == {"cancelled"}
     assert await store.feed.depth() == {"dropped": 1}
-    assert await store.feed.drop_reasons() == {"staler than 1 policy versions": 1}
+    assert await store.feed.drop_reasons() == {"more than 1 policy versions old": 1}
     assert left_behind() == []
