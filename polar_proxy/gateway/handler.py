@@ -176,7 +176,7 @@ class RequestHandler:
         buffer: ResponseBuffer,
         receive: asgi.Receive,
     ) -> CallOutcome:
-        """Sample the calls of a request to whatever end they come. Raises SessionClosedError if none may begin."""
+        """Sample the calls of a request, and return how they ended. Raises SessionClosedError if none may begin."""
         try:
             await self._announce(request.session, calls)
             async with asgi.ClientWatch(receive, buffer.abandoned) as watch:
@@ -271,7 +271,7 @@ class RequestHandler:
         return await _offload(len(raw) + sum(map(len, referred.messages)), prepend_and_parse, body)
 
     async def _previous_call(self, dialect: Dialect, call_id: str, session: SessionState) -> PreviousCall:
-        """Return the call that a body continues. Raises RequestError if this session has no complete answer of it."""
+        """Return the call that a body continues. Raises RequestError if this session has no complete answer by that id."""
         call = await self._store.calls.get(call_id)
         if call is None or call.session_id != session.session_id or call.dialect != dialect.name or not call.choices:
             raise RequestError(

@@ -31,7 +31,7 @@ CallObserver = Callable[[CallRecord], None]
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """A parsed HTTP request: what all its calls share."""
+    """A parsed HTTP request, shared by all its calls."""
 
     dialect: Dialect
     session: SessionState
@@ -92,7 +92,7 @@ class CallRecorder:
         self.observers: list[CallObserver] = []
 
     async def commit(self, request: RequestContext, calls: Sequence[PendingCall], outcome: CallOutcome) -> None:
-        """Commit what was sampled. Returns when it is durable, or counted as lost by its session and in /metrics."""
+        """Commit what was sampled. A call that cannot be committed counts as lost, in its session and in /metrics."""
         ended_at = time.time()
         session, version = request.session, await self._weight_version(calls[0])
         for call in calls:
@@ -138,7 +138,7 @@ def make_record(
     weight_version: str | None,
     fingerprint: Json,
 ) -> CallRecord:
-    """Return the record of a call. An answer without ids and log-probabilities for all of it becomes `no_tokens`."""
+    """Return the record of a call. Its status becomes `no_tokens` if token ids or log-probabilities are missing."""
     answer, lineage, plan = call.answer, call.lineage, call.plan
     choices = tuple(
         Choice(
@@ -192,7 +192,7 @@ def make_record(
 
 
 def weight_version_of(answer: Answer, before: str | None, after: str | None) -> str | None:
-    """Return the policy version of an answer: the one reported with its tokens, else that before and after sampling.
+    """Return the policy version of an answer: the one reported with its tokens, else those before and after it.
 
     "A..B" means that the weights changed while it was sampled, at an unknown token.
     """

@@ -13,10 +13,9 @@ parallel runs under one key are ordinary, and joining them would give both the s
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from polar_proxy.config import GatewaySettings
@@ -146,9 +145,6 @@ class RetryCache:
         self._finished: deque[ResponseBuffer] = deque()
         self._finished_bytes = 0
 
-    def __iter__(self) -> Iterator[ResponseBuffer]:
-        return itertools.chain.from_iterable(self._buffers.values())
-
     def find(self, request: RequestContext) -> ResponseBuffer | None:
         """Return the buffer that answers this request, if it is a retry."""
         if self._policy == "never":
@@ -171,7 +167,7 @@ class RetryCache:
         return None
 
     def open(self, request: RequestContext) -> ResponseBuffer:
-        """Return a new buffer for a request that is no retry."""
+        """Return a new buffer for a request that is not a retry."""
         buffer = ResponseBuffer(request, self._grace)
         self._buffers.setdefault(_retry_key(request), []).append(buffer)
         return buffer

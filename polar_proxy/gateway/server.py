@@ -25,7 +25,6 @@ from polar_proxy.gateway.handler import RequestHandler
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallObserver
-from polar_proxy.gateway.retries import RetryCache
 from polar_proxy.sessions import SessionRegistry
 from polar_proxy.store import Store
 
@@ -87,11 +86,6 @@ class Gateway:
         Its generations are cancelled as soon as their client disconnects, without the grace period for retries.
         """
         self._handler.retries.end_session(session_id)
-
-    @property
-    def responses(self) -> RetryCache:
-        """The responses that are being sent or were just sent."""
-        return self._handler.retries
 
     @property
     def port(self) -> int:

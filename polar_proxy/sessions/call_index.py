@@ -34,7 +34,7 @@ QuoteKind = Literal["agent_prompt", "argument", "summary", "answer"]
 
 @dataclass(frozen=True, slots=True)
 class Quote:
-    """The beginning of a text in an answer, with which a later conversation may begin."""
+    """The beginning of a text in an answer. A later conversation may begin with it."""
 
     kind: QuoteKind
     text: str
@@ -93,7 +93,7 @@ class CallNode:
 
 @dataclass(slots=True)
 class CallIndex:
-    """The calls of a session by everything by which they can be found."""
+    """The calls of a session, under each key by which they are looked up."""
 
     by_id: dict[str, CallNode] = field(default_factory=dict)
     asked: dict[bytes, list[CallNode]] = field(default_factory=dict)
@@ -203,7 +203,7 @@ def node_from_store(row: StoredLineage) -> CallNode | None:
 
 
 def quotes_of(answers: Iterable[Message], compaction: bool) -> tuple[Quote, ...]:
-    """Return what later conversations may quote of these answers. `compaction`: they were to be summaries."""
+    """Return what later conversations may quote of these answers. `compaction` means that they are summaries."""
     quotes: list[Quote] = []
     for answer in answers:
         for call in answer.tool_calls:

@@ -18,7 +18,7 @@ _MAX_LENGTH = 200
 
 @dataclass(frozen=True, slots=True)
 class ClientMetadata:
-    """A field that the harness does not give is None or 0."""
+    """Metadata of a call, from its headers and body. A missing field is None or 0."""
 
     retry: int = 0
     """How many times the client's SDK has sent this request before (`X-Stainless-Retry-Count`)."""

@@ -134,7 +134,7 @@ class Suffix(NamedTuple):
 
 
 class _NotContinued(Exception):
-    """Something prevents continuation."""
+    """Raised if a prompt cannot be continued. `reason` is recorded with the call."""
 
     def __init__(self, reason: PromptReason, past_reasoning: PastReasoning | None = None) -> None:
         super().__init__(reason)
@@ -324,7 +324,7 @@ def suffix_shape(request: ChatRequest, base_messages: int) -> Hashable:
 
 
 def find_turn_ending(head_ids: Sequence[int], end_of_turn: Collection[int]) -> TurnEnding:
-    """Return how a rendering that ends in an assistant turn ends. It has no turns if no end-of-turn token appears."""
+    """Return how a rendering that ends in an assistant turn ends. `turns` is 0 if it has no end-of-turn token."""
     positions = [position for position, token in enumerate(head_ids) if token in end_of_turn]
     return TurnEnding(len(positions), tuple(head_ids[positions[-1] + 1 :]) if positions else ())
 
@@ -366,8 +366,8 @@ def _last_turn(messages: Sequence[Message]) -> Sequence[Message]:
     return messages[start:]
 
 
-def _reasoning_prefix(reasoning: object) -> tuple[str, ...]:
-    text = reasoning.strip() if isinstance(reasoning, str) else ""
+def _reasoning_prefix(reasoning: str | None) -> tuple[str, ...]:
+    text = (reasoning or "").strip()
     return (text[:_REASONING_PREFIX],) if text else ()
 
 

@@ -57,7 +57,7 @@ _OPENING = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The first `messages` messages of a request mean what call `call_id` was asked and answered (choice `choice`)."""
+    """The answered call that a request extends: its first `messages` messages mean that request and answer."""
 
     call_id: str
     choice: int
@@ -192,7 +192,7 @@ def choose_parent(
 
 
 def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decision | None:
-    """Decide about the same messages, with the same ids of tool calls, as an earlier call's.
+    """Decide about a request with the same messages and tool call ids as an earlier call's.
 
     The ids distinguish parallel runs that otherwise mean the same.
     """
@@ -250,7 +250,7 @@ def _answered_in_this_run(
 
 
 def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
-    """Decide about the deepest earlier call that the request's messages, or its assistant turns, contain."""
+    """Decide about a request that contains the messages, or the assistant turns, of an earlier call."""
     keys = query.chain.keys
     end = asked = 0  # how many messages an earlier call was answered after, or asked
     for length in range(len(keys) - 1, 0, -1):
@@ -303,7 +303,7 @@ def _rewound(candidates: Sequence[CallNode], query: PlacementQuery, asked: int) 
 def _rewritten(
     found: Sequence[tuple[CallNode, AnswerNode]], query: PlacementQuery, turn: AssistantTurn, same: int
 ) -> Decision:
-    """Decide about all assistant turns of an earlier call, in messages that differ after the first `same`."""
+    """Decide about a request with all assistant turns of an earlier call. After `same` messages, others differ."""
     parent, sure = choose_parent(found, query, turn.end)
     changed = query.messages[same : turn.end]
     outputs = [message for message in changed if message.role == "tool"]
@@ -321,7 +321,7 @@ def _rewritten(
 
 
 def _inserted_summary(index: CallIndex, query: PlacementQuery) -> CallNode | None:
-    """Return the call that made a summary which now follows a conversation's first turns, in place of later ones."""
+    """Return the call whose summary replaces turns in the middle of this conversation, if there is one."""
     made = [node for node in index.compactions if query.same_thread(node) and not node.continued]
     return next((node for node in reversed(made) if query.quotes(node, "summary")), None)
 

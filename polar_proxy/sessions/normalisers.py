@@ -15,7 +15,7 @@ from polar_proxy.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """A difference to ignore. Without a `pattern` it is not a matter of text, and is code in `hashing.py`."""
+    """A difference to ignore. One without a `pattern` is implemented in `hashing.py`, by its name."""
 
     name: str
     reason: str

@@ -12,6 +12,7 @@ import pytest
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.errors import EngineError
 from polar_proxy.gateway import Gateway
+from polar_proxy.gateway.retries import ResponseBuffer
 from polar_proxy.store import Store
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, client, recorded_calls
@@ -27,17 +28,26 @@ def slow_engine() -> ScriptedEngine:
 
 async def disconnecting_request(gateway: Gateway, body: Mapping[str, object], engine: ScriptedEngine) -> None:
     """Disconnect once the first token is sampled. Returns when the gateway has noticed."""
+    noticed = asyncio.Event()
+    abandoned = ResponseBuffer.abandoned
+
+    async def notice(buffer: ResponseBuffer) -> None:
+        noticed.set()
+        await abandoned(buffer)
+
     data = json.dumps(body).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k1\r\n"
         f"content-length: {len(data)}\r\n\r\n"
     )
-    _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
-    writer.write(head.encode() + data)
-    await until(lambda: engine.sampled)
-    writer.close()
-    await writer.wait_closed()
-    await until(lambda: any(buffer.disconnected for buffer in gateway.responses))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResponseBuffer, "abandoned", notice)
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(head.encode() + data)
+        await until(lambda: engine.sampled)
+        writer.close()
+        await writer.wait_closed()
+        await asyncio.wait_for(noticed.wait(), 120)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -92,8 +102,7 @@ async def test_a_complete_answer_without_a_listener_is_client_gone(serve: Serve,
         await disconnecting_request(gateway, CHAT, engine)
         await until(lambda: engine.finished)
         assert (await store.sessions.recent())[0].calls == 0  # its retry may still come
-        for buffer in gateway.responses:
-            buffer.retry_grace_over()
+        gateway.end_session((await store.sessions.recent())[0].session_id)
         (call,) = await recorded_calls(store, 1)
     assert (call.status, call.choices[0].finish_reason) == ("client_gone", "stop")
 
