@@ -92,11 +92,11 @@ def test_seal_round_trip(text: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.text(max_size=30), st.data())
 def test_damaged_signature_is_none(text: str, data: st.DataObject) -> None:
-    whole = seal(text)
-    place = data.draw(st.integers(0, len(whole) - 1))
-    damaged = whole[:place] + data.draw(st.characters()) + whole[place + 1 :]
+    sealed = seal(text)
+    place = data.draw(st.integers(0, len(sealed) - 1))
+    damaged = sealed[:place] + data.draw(st.characters()) + sealed[place + 1 :]
     assert unseal(damaged) in (None, text)
-    assert unseal(whole[:place]) is None
+    assert unseal(sealed[:place]) is None
     assert unseal(data.draw(st.text())) is None
 
 

@@ -178,17 +178,17 @@ def reasoning(*parts: Json) -> object:
 
 
 def test_reasoning_is_restored_from_signatures() -> None:
-    whole = pack(SignedReasoning(0, "so be it"))
-    assert reasoning({"text": "x", "thoughtSignature": whole}) == "so be it"
-    assert reasoning({"text": "shortened", "thought": True}, {"text": "x", "thoughtSignature": whole}) == "so be it"
+    signature = pack(SignedReasoning(0, "so be it"))
+    assert reasoning({"text": "x", "thoughtSignature": signature}) == "so be it"
+    assert reasoning({"text": "shortened", "thought": True}, {"text": "x", "thoughtSignature": signature}) == "so be it"
     first, second = pack(SignedReasoning(0, "so ")), pack(SignedReasoning(3, "be it"))
     assert reasoning({"text": "x", "thoughtSignature": first}, {"text": "y", "thoughtSignature": second}) == "so be it"
 
 
 def test_repeated_signatures_change_nothing() -> None:
     """Some clients put the first call's signature on every call."""
-    whole = pack(SignedReasoning(0, "so be it"))
-    assert reasoning(*({**call(), "thoughtSignature": whole} for _ in range(3))) == "so be it"
+    signature = pack(SignedReasoning(0, "so be it"))
+    assert reasoning(*({**call(), "thoughtSignature": signature} for _ in range(3))) == "so be it"
 
 
 @pytest.mark.parametrize("foreign", ["skip_thought_signature_validator", "", "!!", "cG9sYXIxLg==", "CsoBAXLI2nw="])

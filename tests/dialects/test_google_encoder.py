@@ -18,7 +18,7 @@ from tests.dialects.encoding import cut, gather
 from tests.dialects.google_helpers import HI, both_forms, gemini_cli_history, parse, parts_of, read_parts
 
 PROMPT = (7, 8, 9)
-HISTORIES = ("whole", "chunks", "Gemini CLI, stream", "Gemini CLI, response")
+HISTORIES = ("response", "chunks", "Gemini CLI, stream", "Gemini CLI, response")
 """Which parts of an answer a client sends back."""
 THOUGHTS: Json = {"contents": [HI], "generationConfig": {"thinkingConfig": {"includeThoughts": True}}}
 
@@ -77,23 +77,23 @@ def sampled_message(events: list[SampleEvent]) -> Message:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(events=st.integers(1, 3).flatmap(lambda n: answers(n=n)), thoughts=st.booleans(), sse=st.booleans())
 def test_stream_equals_response_however_events_are_cut(events: list[SampleEvent], thoughts: bool, sse: bool) -> None:
-    wants = {"responseLogprobs": True, "logprobs": 1, "thinkingConfig": {"includeThoughts": thoughts}}
-    chunks, whole = both_forms({"contents": [HI], "generationConfig": wants}, events, sse=sse)
+    options = {"responseLogprobs": True, "logprobs": 1, "thinkingConfig": {"includeThoughts": thoughts}}
+    chunks, response = both_forms({"contents": [HI], "generationConfig": options}, events, sse=sse)
     *_, last = chunks
-    assert last["usageMetadata"] == whole["usageMetadata"]
-    assert [c["index"] for c in last["candidates"]] == [c["index"] for c in whole["candidates"]]
+    assert last["usageMetadata"] == response["usageMetadata"]
+    assert [c["index"] for c in last["candidates"]] == [c["index"] for c in response["candidates"]]
     for chunk in chunks[:-1]:
         assert "usageMetadata" not in chunk
         assert all("finishReason" not in candidate for candidate in chunk["candidates"])
-    for candidate in whole["candidates"]:
+    for candidate in response["candidates"]:
         index = candidate["index"]
-        own = [c for chunk in chunks for c in chunk["candidates"] if c["index"] == index]
+        streamed = [c for chunk in chunks for c in chunk["candidates"] if c["index"] == index]
         assert read_parts(parts_of(chunks, index)) == read_parts(candidate["content"]["parts"])
-        assert all(c["content"]["role"] == "model" and c["content"]["parts"] for c in own)
-        assert own[-1]["finishReason"] == candidate["finishReason"]
-        assert own[-1]["avgLogprobs"] == candidate["avgLogprobs"]
+        assert all(c["content"]["role"] == "model" and c["content"]["parts"] for c in streamed)
+        assert streamed[-1]["finishReason"] == candidate["finishReason"]
+        assert streamed[-1]["avgLogprobs"] == candidate["avgLogprobs"]
         for field in ("chosenCandidates", "topCandidates"):
-            pieces: list[Any] = [piece for c in own for piece in c.get("logprobsResult", {}).get(field, [])]
+            pieces: list[Any] = [piece for c in streamed for piece in c.get("logprobsResult", {}).get(field, [])]
             assert pieces == candidate["logprobsResult"][field]
         if not thoughts:
             assert not any(part.get("thought") for part in candidate["content"]["parts"])
@@ -114,8 +114,8 @@ def test_stream_equals_response_however_events_are_cut(events: list[SampleEvent]
 def test_answer_sent_back_equals_the_sampled_one(events: list[SampleEvent], thoughts: bool, how: str) -> None:
     """Text, reasoning, names, canonical arguments and ids, whatever a client keeps of the parts."""
     sampled = sampled_message(events)
-    chunks, whole = both_forms({**THOUGHTS} if thoughts else {"contents": [HI]}, events)
-    parts = whole["candidates"][0]["content"]["parts"]
+    chunks, response = both_forms({**THOUGHTS} if thoughts else {"contents": [HI]}, events)
+    parts = response["candidates"][0]["content"]["parts"]
     contents: list[Json] = [{"role": "model", "parts": parts}]
     if how == "chunks":
         contents = [candidate["content"] for chunk in chunks for candidate in chunk["candidates"]]
@@ -182,8 +182,8 @@ def finish(reason: str = "stop") -> SampleEvent:
 
 def test_response() -> None:
     first = SampleEvent(text="hé", token_ids=(5,), logprobs=(-0.5,), tokens=("hé",), prompt_ids=PROMPT, cached_tokens=2)
-    _, whole = both_forms({"contents": [HI]}, [first, finish()])
-    assert whole == {
+    _, response = both_forms({"contents": [HI]}, [first, finish()])
+    assert response == {
         "candidates": [
             {"content": {"role": "model", "parts": [{"text": "hé"}]}, "index": 0, "finishReason": "STOP"},
         ],
@@ -279,8 +279,8 @@ def test_thoughts_are_shown_on_request_only() -> None:
     ],
 )
 def test_finish_reasons(reason: str, expected: str) -> None:
-    chunks, whole = both_forms({"contents": [HI]}, [SampleEvent(text="a"), finish(reason)])
-    assert chunks[-1]["candidates"][0]["finishReason"] == whole["candidates"][0]["finishReason"] == expected
+    chunks, response = both_forms({"contents": [HI]}, [SampleEvent(text="a"), finish(reason)])
+    assert chunks[-1]["candidates"][0]["finishReason"] == response["candidates"][0]["finishReason"] == expected
 
 
 def test_finish_reason_is_sent_after_the_commit_only() -> None:

@@ -95,47 +95,52 @@ def assembled(chunks: list[Json]) -> dict[int, Json]:
                         "function": {"name": piece["function"]["name"], "arguments": ""},
                     }
                 call["function"]["arguments"] += piece["function"]["arguments"]
-    for index, own in calls.items():
-        out[index]["tool_calls"] = [own[number] for number in sorted(own)]
+    for index, streamed in calls.items():
+        out[index]["tool_calls"] = [streamed[number] for number in sorted(streamed)]
     return out
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(events=st.integers(1, 3).flatmap(lambda n: answers(n=n)), usage=st.booleans())
 def test_chat_stream_equals_response(events: list[SampleEvent], usage: bool) -> None:
-    wants = {"logprobs": True, "top_logprobs": 1, "return_token_ids": True, "stream_options": {"include_usage": usage}}
-    chunks, whole = both_forms(OpenAIChat(), {**BODY, **wants, "stream": True, "n": 3}, events)
+    options = {
+        "logprobs": True,
+        "top_logprobs": 1,
+        "return_token_ids": True,
+        "stream_options": {"include_usage": usage},
+    }
+    chunks, response = both_forms(OpenAIChat(), {**BODY, **options, "stream": True, "n": 3}, events)
     if usage:
         assert chunks[-1]["choices"] == []
-        assert chunks.pop()["usage"] == whole["usage"]
+        assert chunks.pop()["usage"] == response["usage"]
         assert all(chunk["usage"] is None for chunk in chunks)
     else:
         assert not any("usage" in chunk for chunk in chunks)
     found = assembled(chunks)
-    assert sorted(found) == [choice["index"] for choice in whole["choices"]]
-    for choice in whole["choices"]:
-        own, message = found[choice["index"]], choice["message"]
-        assert own["content"] == (message["content"] or "")
-        assert own["reasoning"] == message.get("reasoning_content", "")
-        assert own.get("tool_calls", []) == message.get("tool_calls", [])
-        assert own["finish_reason"] == choice["finish_reason"]
-        assert own["token_ids"] == choice["token_ids"]
-        assert own["logprobs"] == choice["logprobs"]["content"]
-    assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"] == list(PROMPT)
+    assert sorted(found) == [choice["index"] for choice in response["choices"]]
+    for choice in response["choices"]:
+        streamed, message = found[choice["index"]], choice["message"]
+        assert streamed["content"] == (message["content"] or "")
+        assert streamed["reasoning"] == message.get("reasoning_content", "")
+        assert streamed.get("tool_calls", []) == message.get("tool_calls", [])
+        assert streamed["finish_reason"] == choice["finish_reason"]
+        assert streamed["token_ids"] == choice["token_ids"]
+        assert streamed["logprobs"] == choice["logprobs"]["content"]
+    assert chunks[0]["prompt_token_ids"] == response["prompt_token_ids"] == list(PROMPT)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(events=st.integers(1, 2).flatmap(lambda n: answers(n=n)))
 def test_completions_stream_equals_response(events: list[SampleEvent]) -> None:
     body = {"model": "m", "prompt": "hi", "stream": True, "logprobs": 1, "return_token_ids": True, "n": 2}
-    chunks, whole = both_forms(OpenAICompletions(), body, events)
-    for choice in whole["choices"]:
-        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
-        assert "".join(c["text"] for c in own) == choice["text"]
-        assert [token for c in own for token in c.get("token_ids", [])] == choice["token_ids"]
-        assert own[-1]["finish_reason"] == choice["finish_reason"]
+    chunks, response = both_forms(OpenAICompletions(), body, events)
+    for choice in response["choices"]:
+        streamed = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in streamed) == choice["text"]
+        assert [token for c in streamed for token in c.get("token_ids", [])] == choice["token_ids"]
+        assert streamed[-1]["finish_reason"] == choice["finish_reason"]
         for field in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-            pieces: list[Any] = [piece for c in own if c["logprobs"] for piece in c["logprobs"][field]]
+            pieces: list[Any] = [piece for c in streamed if c["logprobs"] for piece in c["logprobs"][field]]
             assert pieces == choice["logprobs"][field]
 
 
@@ -144,17 +149,17 @@ END = SampleEvent(token_ids=(2,), logprobs=(-0.25,), tokens=("",), finish_reason
 
 
 def test_tokens_are_sent_on_request_only() -> None:
-    chunks, whole = both_forms(OpenAIChat(), BODY, [TOKEN, END])
-    choice = whole["choices"][0]
+    chunks, response = both_forms(OpenAIChat(), BODY, [TOKEN, END])
+    choice = response["choices"][0]
     assert choice["logprobs"] is None
     assert "token_ids" not in choice
-    assert "prompt_token_ids" not in whole
+    assert "prompt_token_ids" not in response
     assert all("token_ids" not in c and c["logprobs"] is None for chunk in chunks for c in chunk["choices"])
 
 
 def test_response() -> None:
-    _, whole = both_forms(OpenAIChat(), {**BODY, "logprobs": True}, [TOKEN, END])
-    assert whole == {
+    _, response = both_forms(OpenAIChat(), {**BODY, "logprobs": True}, [TOKEN, END])
+    assert response == {
         "id": "chatcmpl-call_1",
         "object": "chat.completion",
         "created": 1,
@@ -213,8 +218,8 @@ def test_choice_index_counts_through_the_prompts() -> None:
             event = SampleEvent(index, text=f"{number}{index}", prompt_ids=PROMPT, finish_reason="stop")
             answer.add(event)
             written += encoder.feed(number, event)
-    whole = json.loads(encoder.respond(answers))
-    assert [(c["index"], c["text"]) for c in whole["choices"]] == [(0, "00"), (1, "01"), (2, "10"), (3, "11")]
+    response = json.loads(encoder.respond(answers))
+    assert [(c["index"], c["text"]) for c in response["choices"]] == [(0, "00"), (1, "01"), (2, "10"), (3, "11")]
     streamed = [json.loads(line[6:])["choices"][0] for line in written.decode().split("\n\n")[:-1]]
-    assert [(c["index"], c["text"]) for c in streamed] == [(c["index"], c["text"]) for c in whole["choices"]]
-    assert whole["usage"]["prompt_tokens"] == 2 * len(PROMPT)
+    assert [(c["index"], c["text"]) for c in streamed] == [(c["index"], c["text"]) for c in response["choices"]]
+    assert response["usage"]["prompt_tokens"] == 2 * len(PROMPT)

@@ -133,7 +133,7 @@ def assembled(streamed: list[Json]) -> Json:
             now["done"] = event.get("text", event.get("arguments", event.get("input")))
             if event["type"] != "response.custom_tool_call_input.done":
                 assert now["text"] == now["done"]
-            elif now["text"] != now["done"]:  # the decoded text was not the whole input
+            elif now["text"] != now["done"]:  # the decoded text was not the response input
                 assert custom_input(now["done"]) is None
     assert not now
     final: Json = streamed[-1]["response"]
@@ -153,13 +153,13 @@ def _text_of(item: Json) -> str:
 @settings(max_examples=60, deadline=None, suppress_health_check=_SLOW)
 @given(data=st.data(), sampled=answers)
 def test_stream_equals_response_however_events_are_cut(data: st.DataObject, sampled: Sampled) -> None:
-    first, whole, _ = both_forms(data.draw(events(sampled)))
+    first, response, _ = both_forms(data.draw(events(sampled)))
     second, again, _ = both_forms(data.draw(events(sampled)))
     one, two = assembled(first), assembled(second)
-    assert one["output"] == two["output"] == whole["output"] == again["output"]
-    assert one == whole
+    assert one["output"] == two["output"] == response["output"] == again["output"]
+    assert one == response
     ending = ("incomplete", {"reason": "max_output_tokens"}) if sampled.reason == "length" else ("completed", None)
-    assert (whole["status"], whole["incomplete_details"]) == ending
+    assert (response["status"], response["incomplete_details"]) == ending
 
 
 def canonical(message: Message) -> Any:
@@ -178,7 +178,7 @@ def canonical(message: Message) -> Any:
 def test_answer_sent_back_equals_the_sampled_one(data: st.DataObject, sampled: Sampled, keeps_ids: bool) -> None:
     streamed, _, answer = both_forms(data.draw(events(sampled)))
     items = assembled(streamed)["output"]
-    if not keeps_ids:  # as opencode does; only the id says that a custom call's text was its whole argument string
+    if not keeps_ids:  # as opencode does; only the id says that a custom call's text was its response argument string
         items = [{key: value for key, value in item.items() if key != "id"} for item in items]
         if any(c.name in ("apply_patch", "ns__exec") and custom_input(c.arguments) is None for c in sampled.calls):
             return
@@ -229,7 +229,7 @@ def mixed(draw: st.DrawFn) -> list[SampleEvent]:
     ]
 )
 def test_any_order_of_events_is_one_message_again(samples: list[SampleEvent]) -> None:
-    streamed, whole, answer = both_forms(samples)
+    streamed, response, answer = both_forms(samples)
     items = assembled(streamed)["output"]
     state = answer.choices[0]
     body = {**BODY, "input": [{"role": "user", "content": "hi"}, *items]}
@@ -241,7 +241,7 @@ def test_any_order_of_events_is_one_message_again(samples: list[SampleEvent]) ->
     assert (message.reasoning or "") == "".join(state.reasoning)
     assert sorted(call.id for call in message.tool_calls) == sorted(call.id for call in state.tool_calls)
     assert {item["call_id"] for item in items if "call_id" in item} == {c.id for c in state.tool_calls}
-    assert len(whole["output"]) <= len(items)
+    assert len(response["output"]) <= len(items)
 
 
 @settings(max_examples=150, deadline=None)
@@ -290,8 +290,8 @@ def test_response() -> None:
         "store": False,
         "temperature": 0.5,
     }
-    _, whole, _ = both_forms([token, last], {"model": "m", "input": "hi", **fields})
-    assert whole == {
+    _, response, _ = both_forms([token, last], {"model": "m", "input": "hi", **fields})
+    assert response == {
         "id": "resp_1",
         "object": "response",
         "created_at": 1,
@@ -340,9 +340,9 @@ def test_log_probabilities_belong_to_the_text() -> None:
         event(6, "", finish_reason="stop"),
     ]
     wants = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    streamed, whole, _ = both_forms(samples, {**BODY, **wants})
-    assert assembled(streamed) == whole
-    shown = whole["output"][1]["content"][0]["logprobs"]
+    streamed, response, _ = both_forms(samples, {**BODY, **wants})
+    assert assembled(streamed) == response
+    shown = response["output"][1]["content"][0]["logprobs"]
     assert [(item["token"], item["logprob"]) for item in shown] == [("a", -0.5), ("b", -0.625)]
     assert shown[0]["top_logprobs"] == [{"token": "a", "logprob": -0.5, "bytes": [97]}]
     deltas = [event["logprobs"] for event in streamed if event["type"] == "response.output_text.delta"]
