@@ -83,7 +83,7 @@ class ResourceLimits:
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What to make a sandbox of. `image` is for docker only; None is the default image of `sandboxes/images`."""
+    """The specification of a sandbox. `image` is for docker only; None is the default image of `sandboxes/images`."""
 
     image: str | None = None
     mounts: tuple[Mount, ...] = ()
@@ -110,7 +110,7 @@ class SandboxSpec:
 
 @dataclass(frozen=True)
 class ExecResult:
-    """How a command ended. `truncated`: stdout or stderr was longer than the limit, and only its tail was kept."""
+    """The result of a command. `truncated`: stdout or stderr was longer than the limit, and only its tail was kept."""
 
     exit_code: int
     stdout: bytes

@@ -1,4 +1,4 @@
-"""Which kinds of sandbox this machine has, and `open_sandbox`."""
+"""Opening a sandbox of a kind that this machine has."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOW_TO_GET: dict[SandboxKind, str] = {
 
 @dataclass(frozen=True)
 class Availability:
-    """Whether a kind can be used now; if not, why, and how to get it."""
+    """The availability of one kind; if it is missing, why, and how to get it."""
 
     kind: SandboxKind
     ok: bool

@@ -25,7 +25,7 @@ from polar_proxy.types import CallRecord, Json, TextRequest, Trace
 
 @dataclass(frozen=True, slots=True)
 class SessionExport:
-    """All there is to write about one rollout, or about one session that has no rollout."""
+    """The calls and traces of one rollout, or of one session that has no rollout."""
 
     rollout: Json
     """rollout_id, session_id, group_id, task_id, harness, engine, model, seed, status, reward, ..."""

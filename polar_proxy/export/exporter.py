@@ -37,7 +37,7 @@ _ROLLOUT_FIELDS = (
 
 @dataclass(slots=True)
 class ExportReport:
-    """What an export wrote and what it left out."""
+    """Counts of what an export wrote and left out."""
 
     rows: int = 0
     rollouts: int = 0

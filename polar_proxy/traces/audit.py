@@ -50,7 +50,7 @@ _ENGINE_FIELDS = ("engine", "version", "model")
 
 @dataclass(frozen=True, slots=True)
 class AuditReference:
-    """What the traces are compared with."""
+    """The engine and tolerance that traces are compared with."""
 
     info: EngineInfo
     policy_version: str | None
@@ -342,78 +342,99 @@ def _sampled_runs(trace: Trace, calls: Mapping[str, CallRecord], scorer: Json | 
 def _compare(
     trace: Trace,
     whole: TokenIds,
-    values: npt.NDArray[np.float64],
+    fresh: npt.NDArray[np.float64],
     runs: Sequence[SampledRun],
     reference: AuditReference,
     built_grade: str,
 ) -> TraceAudit:
-    offset = len(whole) - len(trace.token_ids)
-    differences: dict[str | None, list[Logprobs]] = {}
-    skipped: Counter[str] = Counter()
-    findings: dict[str, str] = {}
-    worst: list[LogprobDifference] = []
-    by_temperature: dict[tuple[LogprobMode, float], LogprobPairs] = {}
-    off_distribution = False
+    """Compare a trace with `fresh` (float64 [n]), the log-probabilities of `whole`, its tokens after its parents'."""
+    comparison = TraceComparison(trace, whole, fresh, reference)
     for run in runs:
-        recorded = trace.logprobs[run.start : run.end].astype(np.float64)
-        fresh = values[offset + run.start : offset + run.end]
-        mode: LogprobMode = "raw" if trace.rescored else run.call.logprob_mode
-        plain = trace.rescored or not is_off_distribution(replace(run.call, logprob_mode="raw"))
-        off_distribution = off_distribution or (mode == "raw" and not plain)
-        reason = _incomparable(run, reference)
-        if reason is not None:
-            skipped[reason] += len(recorded)
-            continue
-        known = np.isfinite(fresh) & np.isfinite(recorded)
-        for missing in np.flatnonzero(~known):
-            beyond = offset + run.start + int(missing) >= reference.info.context_length - 1
-            skipped["beyond_context" if beyond else "no_fresh_logprob"] += 1
-        temperature = run.call.sampling.get("temperature")
-        if not plain and temperature:
-            by_temperature.setdefault((mode, float(temperature)), LogprobPairs()).add(recorded[known], fresh[known])
-        if mode == "processed" and not plain:
-            skipped["processed_sampling"] += int(np.count_nonzero(known))
-            continue
-        sizes = np.abs(recorded - fresh)[known].astype(np.float32)
-        differences.setdefault(run.version, []).append(sizes)
-        for index in np.flatnonzero(known)[np.argsort(-sizes, kind="stable")[:_WORST_PER_TRACE]]:
-            at = run.start + int(index)
-            worst.append(
-                LogprobDifference(
-                    trace_id=trace.trace_id,
-                    call_id=run.call.call_id,
-                    choice=run.choice,
-                    position=run.first + int(index),
-                    token_id=int(trace.token_ids[at]),
-                    recorded=float(recorded[index]),
-                    fresh=float(fresh[index]),
-                    policy_version=run.version,
-                    before=tuple(whole[max(0, offset + at - CONTEXT_TOKENS) : offset + at].tolist()),
-                )
-            )
-    worst.sort(key=lambda difference: -difference.size)
-    for (mode, temperature), numbers in by_temperature.items():
-        found = wrong_mode(*numbers.arrays(), mode, temperature, reference.tolerance)
-        if found is not None:
-            findings["wrong_mode"] = f"recorded as {mode}, but at temperature {temperature:g} the numbers are {found}"
-    if worst and worst[0].size > reference.tolerance:
-        findings["beyond_tolerance"] = f"largest difference {worst[0].size:.3g}, tolerance {reference.tolerance:g}"
-    if off_distribution:
-        findings["not_policy_samples"] = "raw log-probabilities under a temperature or a cut distribution"
+        comparison.add(run)
+    findings = comparison.findings()
     grade = built_grade
     if "wrong_mode" in findings or "beyond_tolerance" in findings:
         grade = REJECTED
-    elif off_distribution and grade in TRAINABLE:
+    elif "not_policy_samples" in findings and grade in TRAINABLE:
         grade = "approximate"
     return TraceAudit(
         trace_id=trace.trace_id,
         built_grade=built_grade,
         grade=grade,
-        differences={version: np.concatenate(parts) for version, parts in differences.items()},
-        skipped=skipped,
+        differences={version: np.concatenate(parts) for version, parts in comparison.differences.items()},
+        skipped=comparison.skipped,
         findings=findings,
-        worst=tuple(worst[:_WORST_PER_TRACE]),
+        worst=tuple(comparison.worst[:_WORST_PER_TRACE]),
     )
+
+
+class TraceComparison:
+    """The comparison of one trace, run by run."""
+
+    def __init__(
+        self, trace: Trace, whole: TokenIds, fresh: npt.NDArray[np.float64], reference: AuditReference
+    ) -> None:
+        self.differences: dict[str | None, list[Logprobs]] = {}
+        self.skipped: Counter[str] = Counter()
+        self.worst: list[LogprobDifference] = []
+        self._trace, self._whole, self._fresh, self._reference = trace, whole, fresh, reference
+        self._offset = len(whole) - len(trace.token_ids)
+        self._by_temperature: dict[tuple[LogprobMode, float], LogprobPairs] = {}
+        self._off_distribution = False
+
+    def add(self, run: SampledRun) -> None:
+        recorded = self._trace.logprobs[run.start : run.end].astype(np.float64)
+        fresh = self._fresh[self._offset + run.start : self._offset + run.end]
+        mode: LogprobMode = "raw" if self._trace.rescored else run.call.logprob_mode
+        own_distribution = self._trace.rescored or not is_off_distribution(replace(run.call, logprob_mode="raw"))
+        self._off_distribution |= mode == "raw" and not own_distribution
+        if (reason := _incomparable(run, self._reference)) is not None:
+            self.skipped[reason] += len(recorded)
+            return
+        known = np.isfinite(fresh) & np.isfinite(recorded)
+        for missing in np.flatnonzero(~known):
+            beyond = self._offset + run.start + int(missing) >= self._reference.info.context_length - 1
+            self.skipped["beyond_context" if beyond else "no_fresh_logprob"] += 1
+        temperature = run.call.sampling.get("temperature")
+        if not own_distribution and temperature:
+            pairs = self._by_temperature.setdefault((mode, float(temperature)), LogprobPairs())
+            pairs.add(recorded[known], fresh[known])
+        if mode == "processed" and not own_distribution:
+            self.skipped["processed_sampling"] += int(np.count_nonzero(known))
+            return
+        sizes = np.abs(recorded - fresh)[known].astype(np.float32)
+        self.differences.setdefault(run.version, []).append(sizes)
+        largest = np.flatnonzero(known)[np.argsort(-sizes, kind="stable")[:_WORST_PER_TRACE]]
+        self.worst += [self._difference(run, int(index), recorded[index], fresh[index]) for index in largest]
+        self.worst.sort(key=lambda difference: -difference.size)
+
+    def _difference(self, run: SampledRun, index: int, recorded: float, fresh: float) -> LogprobDifference:
+        """Describe the token at `index` of a run."""
+        position = self._offset + run.start + index
+        return LogprobDifference(
+            trace_id=self._trace.trace_id,
+            call_id=run.call.call_id,
+            choice=run.choice,
+            position=run.first + index,
+            token_id=int(self._whole[position]),
+            recorded=float(recorded),
+            fresh=float(fresh),
+            policy_version=run.version,
+            before=tuple(self._whole[max(0, position - CONTEXT_TOKENS) : position].tolist()),
+        )
+
+    def findings(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        tolerance = self._reference.tolerance
+        for (mode, temperature), pairs in self._by_temperature.items():
+            actual = wrong_mode(*pairs.arrays(), mode, temperature, tolerance)
+            if actual is not None:
+                found["wrong_mode"] = f"recorded as {mode}, but at temperature {temperature:g} the numbers are {actual}"
+        if self.worst and self.worst[0].size > tolerance:
+            found["beyond_tolerance"] = f"largest difference {self.worst[0].size:.3g}, tolerance {tolerance:g}"
+        if self._off_distribution:
+            found["not_policy_samples"] = "raw log-probabilities under a temperature or a cut distribution"
+        return found
 
 
 def _incomparable(run: SampledRun, reference: AuditReference) -> str | None:
@@ -426,6 +447,8 @@ def _incomparable(run: SampledRun, reference: AuditReference) -> str | None:
 
 @dataclass(slots=True)
 class LogprobPairs:
+    """Recorded and fresh log-probabilities of the same tokens."""
+
     recorded: list[npt.NDArray[np.float64]] = field(default_factory=list)
     fresh: list[npt.NDArray[np.float64]] = field(default_factory=list)
 

@@ -30,7 +30,7 @@ ON_DRIFT = ("split", "canonical", "rescore")
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """What a builder made of a session's calls."""
+    """The traces of a session's calls, and the calls that are in none."""
 
     builder: str
     traces: tuple[Trace, ...]
@@ -287,7 +287,7 @@ class TraceBuilder:
 
     @property
     def has_drift(self) -> bool:
-        """Whether some answer in it follows other tokens than the model was given."""
+        """True if an answer in it follows other tokens than the model was given."""
         return CANONICAL in self.reasons
 
     def shared_depth(self, prompt: TokenIds) -> int:

@@ -1,4 +1,4 @@
-"""The certificate of a trace: what the trace is made of, in a form that a machine checks with the exported row alone.
+"""The certificate of a trace: the origin of its tokens, in a form that a machine checks with the exported row alone.
 
 `Certificate` is the model; its JSON Schema is `Certificate.model_json_schema()`. The hash chain makes each span's hash
 stand for everything before it:
@@ -104,7 +104,7 @@ CertificateSpan = Annotated[ContextSpan | SampledSpan, Field(discriminator="kind
 
 
 class Certificate(CertificateModel):
-    """What a trace is made of."""
+    """The origin of each token of a trace, and the reasons for its grade."""
 
     model_config = ConfigDict(title="Certificate of a Polar trace")
 

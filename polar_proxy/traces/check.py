@@ -187,7 +187,7 @@ def _reason_problems(certificate: Certificate) -> Iterator[str]:
 
 
 class CrossRowChecks:
-    """What only several rows together show. `add` takes rows that are right by themselves."""
+    """Checks that need several rows. `add` takes rows that are right by themselves."""
 
     def __init__(self) -> None:
         self._answers: dict[tuple[str, str, str, int], int] = {}

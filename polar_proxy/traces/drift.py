@@ -39,7 +39,7 @@ _TokenId = Annotated[int, Field(strict=True)]
 
 
 class DriftEvent(BaseModel):
-    """Where the prompt of a drifted call differs from its base's tokens."""
+    """The first difference between the prompt of a drifted call and its base's tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,4 +1,4 @@
-"""Why a prompt does not begin with the tokens that were sampled: the cause, found from the two texts. Pure.
+"""Causes of drift: why a prompt does not begin with the sampled tokens, found from the two texts. Pure.
 
 The expected text is that of the base's prompt and answer; the actual text is that of the prompt which the engine
 rendered for the next turn. Both are brought into forms that ignore one kind of difference each (white space, how JSON

@@ -1,4 +1,4 @@
-"""Which recorded calls cannot be trained on, each with one machine-readable reason."""
+"""Exclusions: calls that cannot be trained on, each with one machine-readable reason."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def in_start_order(calls: Sequence[CallRecord]) -> list[CallRecord]:
 
 
 def _superseded_attempts(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> list[str]:
-    """Return the answered attempts at a request that the agent did not go on from.
+    """Return the answered attempts at a request that the agent did not continue.
 
-    Of all attempts at one request the agent used one: the attempt that later calls refer to, or else the last.
+    The agent used one of all attempts at a request: the attempt that later calls refer to, or else the last.
     """
     first: dict[str, str] = {}
     attempts: dict[str, list[str]] = {}

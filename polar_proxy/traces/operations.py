@@ -114,10 +114,10 @@ async def exclude_session(store: Store, session_id: str, rollout_id: str) -> Non
 
 @dataclass(slots=True)
 class RebuildReport:
-    """What `rebuild` made."""
+    """The sessions that `rebuild` built and skipped."""
 
     sessions: list[Json] = field(default_factory=list)
-    """Of each session: ids, traces, tokens, calls, traces by grade, drift by outcome."""
+    """One entry for each session: ids, traces, tokens, calls, traces by grade, drift by outcome."""
     skipped: dict[str, str] = field(default_factory=dict)
     """rollout id -> status, of rollouts that still run: their traces are built when they end."""
 

@@ -45,7 +45,7 @@ class UnusableAnswerError(Exception):
 
 @dataclass(slots=True)
 class RescoreReport:
-    """What a rescoring made. `skipped`: calls by reason."""
+    """Counts of a rescoring. `skipped`: calls by reason."""
 
     sessions: int = 0
     calls: int = 0

@@ -20,7 +20,7 @@ from polar_proxy.types import Logprobs, TokenIds, Trace
 
 @dataclass(slots=True)
 class ScoredTokens:
-    """How many tokens the engine scored."""
+    """A count of the tokens that the engine scored."""
 
     tokens: int = 0
 

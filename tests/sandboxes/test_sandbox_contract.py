@@ -330,7 +330,7 @@ async def test_rejects_impossible_mounts_before_the_start(opener: Opener, tmp_pa
 
 
 async def test_mounted_python_environment_of_the_host_runs(opener: Opener, tmp_path: Path) -> None:
-    """As for harnesses: the environment is made on the host and appears inside, read-only, at the same path."""
+    """The environment is made on the host and appears inside, read-only, at the same path, as for harnesses."""
     home = tmp_path / "venv"
     await asyncio.to_thread(venv.create, home, symlinks=True)
     base = Path(sys.base_prefix)

@@ -1,5 +1,4 @@
-"""Rows of `tokens-jsonl` as the records of other trainers: one module for each trainer, pure functions from row to
-record.
+"""Trainer formats: rows of `tokens-jsonl` as the records of other trainers, one module for each trainer. Pure.
 
 A format adds nothing and leaves nothing out: ids, mask and log-probabilities are those recorded, and a row that a
 record cannot hold is refused with RowError, never changed to fit.

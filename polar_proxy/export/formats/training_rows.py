@@ -172,7 +172,7 @@ def groups_of(rows: Iterable[Json]) -> list[list[Json]]:
 
 
 class IdNumbers:
-    """Whole numbers for ids, from 0 on in the order in which they first appear: some records hold no text."""
+    """Numbers for ids, from 0 on in the order in which they first appear: some records have no text fields."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}

@@ -21,7 +21,7 @@ def module(name: str) -> Any:
     return pytest.importorskip(name, reason=WHY, exc_type=ImportError)
 
 
-def test_flattened_and_masked_by_nemo_rl_it_is_the_recorded_row() -> None:
+def test_nemo_rl_flattens_and_masks_to_the_recorded_row() -> None:
     messages = module("nemo_rl.data.llm_message_utils")
     masks = module("nemo_rl.algorithms.grpo").add_grpo_token_loss_masks_and_generation_logprobs
     records = RecordConverter("nemo-rl")

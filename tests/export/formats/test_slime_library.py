@@ -27,7 +27,7 @@ def kind(request: pytest.FixtureRequest) -> Any:
     return importlib.import_module(name).Sample
 
 
-def test_a_debug_rollout_is_loaded_as_by_their_manager(tmp_path: Path, kind: Any) -> None:
+def test_their_manager_loads_a_debug_rollout(tmp_path: Path, kind: Any) -> None:
     """`--load-debug-rollout-data`: torch.load, then `Sample.from_dict` of each."""
     records, rows = RecordConverter("slime"), [row(0, 0), row(0, 1), row(0, 1, 1), row(0, 2, masked=True)]
     made = [*records(rows[:1]), *records(rows[1:3]), *records(rows[3:])]
@@ -48,8 +48,9 @@ def test_a_debug_rollout_is_loaded_as_by_their_manager(tmp_path: Path, kind: Any
     assert [sample.remove_sample for sample in samples] == [False, False, False, True]
 
 
-def test_rewards_are_polars_advantages(kind: Any) -> None:
-    """Through their samples: what `--custom-reward-post-process-path` gives is GRPO with each rollout counted once."""
+def test_reward_post_process_gives_polars_advantages(kind: Any) -> None:
+    """`--custom-reward-post-process-path` gives GRPO advantages with each rollout counted once, on their own
+    samples."""
     rows = [*group(), row(0, 1, 1)]
     records = RecordConverter("slime")
     samples = [

@@ -1,4 +1,4 @@
-"""Tinker's own types hold the records. Marked `full`: `pip install tinker==0.38.0`; no account is needed."""
+"""Tinker's own types accept the records. Marked `full`: `pip install tinker==0.38.0`; no account is needed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_records_are_datums() -> None:
         assert set(inputs["advantages"][trained]) == {np.float32(row["advantage"])}
 
 
-def test_a_datum_goes_over_the_wire_and_back() -> None:
-    """As Tinker's client sends it."""
+def test_datum_survives_serialisation() -> None:
+    """In the form in which Tinker's client sends it."""
     from tinker.types._pydantic_types.datum import Datum
 
     (record,) = RecordConverter("tinker")(with_advantages(group())[:1])

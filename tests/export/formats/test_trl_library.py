@@ -99,7 +99,7 @@ def polars_gradients(rows: list[Json], advantages: list[float]) -> dict[str, tor
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_one_step_of_trl_is_polars_step(tmp_path: Path, groups: list[list[Json]], turns: int) -> None:
+def test_one_step_of_trl_equals_polars_step(tmp_path: Path, groups: list[list[Json]], turns: int) -> None:
     """The gradients that TRL's optimiser gets from a recorded group are those of Polar's own step on it.
 
     With two turns: a token between the sampled ones is context.
@@ -123,7 +123,7 @@ def test_one_step_of_trl_is_polars_step(tmp_path: Path, groups: list[list[Json]]
     assert logged["rewards/recorded_reward/mean"] == pytest.approx(float(rewards.mean()))
 
 
-def test_the_recorded_logprobs_are_the_ratios_denominator(tmp_path: Path, groups: list[list[Json]]) -> None:
+def test_ratios_are_to_the_recorded_logprobs(tmp_path: Path, groups: list[list[Json]]) -> None:
     """Recorded log-probabilities that say the policy of then liked its tokens e times less: each ratio is e, clipped
     for the good rollouts."""
     shifted = [

@@ -60,7 +60,7 @@ def dataset_of(path: Path) -> Any:
 
 
 async def answers(rows: Path, one: Json, session: int) -> list[Any]:
-    """As verl's worker calls it: the class named in the configuration, the dataset's columns and the session."""
+    """Call the agent loop like verl's worker: by the configured class, with the dataset's columns and the session."""
     from polar_proxy.export.formats.verl_loop import RecordedAgentLoop
 
     loop = RecordedAgentLoop.__new__(RecordedAgentLoop)  # its base wants a cluster's configuration
@@ -79,7 +79,7 @@ async def test_dataset_and_agent_loop_give_each_session_its_rollout(files: tuple
     assert names == [["trace_0_0_0"], ["trace_0_1_0"], ["trace_0_2_0", "trace_0_2_1"], ["trace_0_3_0"]]
 
 
-async def test_verls_padding_keeps_every_number(files: tuple[Path, Path]) -> None:
+async def test_verls_padding_keeps_every_value(files: tuple[Path, Path]) -> None:
     """`_agent_loop_postprocess` and `_postprocess` of its worker, on the outputs of one group."""
     from transformers import AutoTokenizer
 
@@ -116,7 +116,7 @@ async def test_verls_padding_keeps_every_number(files: tuple[Path, Path]) -> Non
         assert batch["rm_scores"][number].sum() == number % 2
 
 
-def test_verls_advantages_are_polars_and_count_a_rollout_once() -> None:
+def test_verls_advantages_equal_polars() -> None:
     """verl's GRPO over the sessions of one prompt, of which one has two outputs."""
     from verl import DataProto
 
