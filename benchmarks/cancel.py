@@ -53,7 +53,7 @@ AGENT = Path(__file__).parent / "_stacks" / "logging_agent.py"
 
 @dataclass
 class CancelCase:
-    """What is cancelled in which stage and kind of sandbox, through the server (http) or the database (store)."""
+    """A cancellation in a stage and kind of sandbox, through the server (http) or the database (store)."""
 
     kind: SandboxKind
     what: str

@@ -1,1 +1,1 @@
-"""What `benchmarks/proxy.py` measures and measures with."""
+"""Parts of the benchmarks: proxies, engines, agents, load generator, processes to kill."""

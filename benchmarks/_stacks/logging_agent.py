@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 RETRY_SECONDS = 120.0
-"""How long one call is repeated."""
+"""Time limit for the attempts of one call."""
 
 
 class IncompleteAnswerError(Exception):

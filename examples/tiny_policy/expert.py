@@ -29,7 +29,7 @@ class LostError(Exception):
 
 @dataclass(frozen=True)
 class Action:
-    """What the expert does next: a thought and one shell command."""
+    """The next action of the expert: a thought and one shell command."""
 
     thought: str
     command: str
@@ -43,7 +43,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Report:
-    """What the bug report says: the function and the formula, as (x or y, operator, x or y, operator, value)."""
+    """The content of a bug report: the function and the formula, as (x or y, operator, x or y, operator, value)."""
 
     function: str
     formula: tuple[str, str, str, str, str]

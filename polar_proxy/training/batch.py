@@ -1,4 +1,4 @@
-"""From finished groups to the training sequences of one step. Pure functions on values.
+"""Training batches: turns finished groups into the training sequences of one step. Pure functions on values.
 
 Promises:
 
@@ -92,7 +92,7 @@ class TrainingSequence:
 
 @dataclass(slots=True)
 class SkippedCounts:
-    """What was not trained, for one reason."""
+    """Counts of what was not trained, for one reason."""
 
     rollouts: int = 0
     traces: int = 0
@@ -111,10 +111,10 @@ class TrainingBatch:
     rollouts: int
     """All rollouts, trained or not."""
     sampled_tokens: int
-    """In all traces, trained or not."""
+    """Sampled tokens in all traces, trained or not."""
     staleness: tuple[int, ...] = ()
     skipped: Mapping[str, SkippedCounts] = field(default_factory=dict)
-    """By reason."""
+    """Counts by reason."""
 
     @property
     def trained_tokens(self) -> int:

@@ -31,7 +31,7 @@ MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What a resumed run needs besides weights and optimiser."""
+    """State of a run besides weights and optimiser."""
 
     step: int
     """Steps done."""

@@ -96,7 +96,7 @@ class GrpoConfig(BaseModel):
     weights: str | None = None
     """Folder of the initial weights. None: those that the local engine serves."""
     builder: BuilderName = "merged"
-    """How calls become traces."""
+    """Builder that makes training sequences from calls."""
     train_timed_out: bool = False
     """Train rollouts that timed out. Otherwise they are masked, and count only in the baseline."""
     keep_zero_variance_groups: bool = False
@@ -108,19 +108,19 @@ class GrpoConfig(BaseModel):
 
     # Advantage and loss
     advantage: str = "grpo"
-    """By name (docs/reference/algorithms.md)."""
+    """Name of the advantage function (docs/reference/algorithms.md)."""
     group_weight: Literal["none", "focal", "variance"] = "none"
     """Factor for the advantages of a group (docs/reference/algorithms.md)."""
     loss: str = "dapo"
-    """By name (docs/reference/algorithms.md)."""
+    """Name of the policy loss (docs/reference/algorithms.md)."""
     loss_settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the loss, such as {clip_low = 0.2, clip_high = 0.28}."""
     loss_aggregation: LossAggregation = "token"
-    """What weighs the same in the loss: every token, every sequence or every rollout."""
+    """Unit of equal weight in the loss: token, sequence, rollout, or rollout with a constant length."""
     max_rollout_tokens: int | None = Field(None, ge=1)
     """The constant of loss_aggregation = "constant": tokens that one rollout may sample."""
     temperature: float = Field(1.0, gt=0)
-    """Of the rollouts, and of the trainer's log-probabilities."""
+    """Temperature of the rollouts and of the trainer's log-probabilities."""
     kl_coef: float = Field(0.0, ge=0)
     """Coefficient of the KL to the reference model. 0: no reference is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -131,7 +131,7 @@ class GrpoConfig(BaseModel):
 
     # Optimiser
     ppo_epochs: int = Field(1, ge=1)
-    """How often a step goes through its groups."""
+    """Passes over the groups of a step."""
     num_minibatches: int = Field(1, ge=1)
     """Parts of whole groups with an optimiser update each: a step makes ppo_epochs * num_minibatches updates."""
     max_tokens_per_microbatch: int = Field(32_768, ge=2)
@@ -147,7 +147,7 @@ class GrpoConfig(BaseModel):
     lora: LoraSettings | None = None
     """Train an adapter instead of the weights. A checkpoint contains the merged weights."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the forward passes. Weights and optimiser are always float32."""
+    """Precision of the forward passes. Weights and optimiser are always float32."""
     device: str = "cpu"
     processes: int = Field(1, ge=1)
     """Processes over which weights, gradients and optimiser are sharded (FSDP2, training/fsdp.py): with
@@ -159,7 +159,7 @@ class GrpoConfig(BaseModel):
     sync_every: int = Field(1, ge=1)
     """Send new weights to the engine every n steps."""
     weight_transfer: Literal["disk", "nccl"] = "disk"
-    """How new weights reach vLLM: by files that both can read, or from GPU to GPU."""
+    """Way of new weights to vLLM: files that both can read, or GPU to GPU."""
     weight_transfer_host: str = "127.0.0.1"
     """With nccl: the address at which vLLM's workers reach the trainer."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """What a process needs to take part."""
+    """Configuration of one process."""
 
     rank: int
     config: GrpoConfig

@@ -57,7 +57,7 @@ MAX_EMPTY_ROUNDS = 3
 
 
 class RolloutSource(Protocol):
-    """Whoever runs rollouts for the trainer. Finished groups arrive through the feed."""
+    """Runs rollouts for the trainer. Finished groups arrive through the feed."""
 
     async def start_round(self, number: int) -> None:
         """Start the rollouts of a round. Idempotent, also across processes."""

@@ -1,4 +1,4 @@
-"""What is combined with a policy loss: the weight of each token, the KL to a reference model, the observation loss.
+"""Token weights, and terms added to a policy loss: the KL to a reference model and the observation loss.
 
 The weights are made once for a whole update, before the first forward pass. So the losses of microbatches simply add up
 to the loss of the update: no microbatch has a denominator of its own.

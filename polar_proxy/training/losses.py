@@ -43,7 +43,7 @@ class LossInputs:
     proximal_logprobs: Tensor | None = None
     """log pi_prox. Only the losses that correct for mismatch need it."""
     weights: Tensor | None = None
-    """From `loss_terms.token_weights`. None: the mean over the trained tokens."""
+    """Weights of `loss_terms.token_weights`. None: the mean over the trained tokens."""
     entropy: Tensor | None = None
     """Entropy of the distribution at each token, nats. Only reported."""
 
@@ -80,7 +80,7 @@ class LossStats:
     """Share of tokens that a mismatch mask removed."""
     ratio_mean: float
     ratio_max: float
-    """Of the ratio that the loss uses (token, sequence or prefix)."""
+    """Maximum of the ratio that the loss uses (token, sequence or prefix); `ratio_mean` is its mean."""
     approx_kl: float
     """KL(mu || pi_theta) by the k3 estimator: mean(r - 1 - log r)."""
     entropy: float | None = None

@@ -1,4 +1,4 @@
-"""From the sequences of an update to microbatches: which sequences are computed together, and what each token weighs.
+"""Packing: groups the sequences of an update into microbatches, and gives each token its weight.
 
 `pack_trees` groups sequences under a budget of tokens, so that what they share is computed once.
 `make_microbatches` turns the packs into tensors. The weights of all tokens are decided over the whole update, so the

@@ -38,7 +38,7 @@ REMEDIES = {
     "version": "This vLLM cannot stamp tokens with a policy version: 0.32 can",
     "transfer": 'Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "nccl"}\'',
 }
-"""What to do about a server that does not know a route, by a word of the route."""
+"""Remedies for a server that does not know a route, by a word of the route."""
 VLLM_MISSING = (
     "NCCL needs vLLM in the trainer's environment too, and it is not installed. Polar agrees with vLLM's pins: "
     "pip install 'polar-proxy[local]' vllm==VERSION, with the version that serves; or leave weight_transfer at disk"
@@ -62,7 +62,7 @@ class VllmControl:
 
     url: str
     mode: str = "keep"
-    """What happens to calls in flight: `keep` freezes them and continues with the new weights, `wait` lets them finish
+    """Treatment of calls in flight: `keep` freezes them and continues with the new weights, `wait` lets them finish
     first, `abort` aborts them."""
     engine: VllmEngine | None = None
     """The only client that samples from the server, if it is in this process. Without it the pause is held until every

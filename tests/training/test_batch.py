@@ -1,4 +1,4 @@
-"""From groups to training sequences: baselines, which rollouts are trained, and counts of what is skipped."""
+"""Training batches: baselines, which rollouts are trained, and counts of what is skipped."""
 
 from __future__ import annotations
 
