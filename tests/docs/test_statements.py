@@ -5,6 +5,7 @@ tests/docs/test_commands.py runs the commands; here they are only parsed, which 
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -74,6 +75,27 @@ def test_json_examples_parse(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#\s]+)[^)]*\)", page.read_text()):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def defined_names(path: Path) -> set[str]:
+    """Return the functions, classes and methods that a module defines, methods as Class.method."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{method.name}" for method in node.body if hasattr(method, "name")}
+    return names
+
+
+def test_stations_of_the_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    stations = re.findall(r"`([\w/]+\.py):([\w.]+)`", text)
+    assert len(stations) > 20
+    for path, name in stations:
+        assert name in defined_names(ROOT / "polar_proxy" / path), f"{path}:{name}"
+    for path in re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text):
+        assert (ROOT / "polar_proxy" / path).exists() or (ROOT / path).exists(), path
 
 
 def test_pages_stay_short() -> None:

@@ -42,9 +42,9 @@ class ResponsesEncoder(Encoder):
         self._streams = True
         self._items: list[Json] = []
         """Closed items in order. An open item gets the next position."""
-        self._open: _OpenText | _OpenCall | None = None
-        self._calls: dict[int, _OpenCall] = {}
-        self._waiting_calls: list[_OpenCall] = []
+        self._open: _OpenText | _StreamedToolCall | None = None
+        self._calls: dict[int, _StreamedToolCall] = {}
+        self._waiting_calls: list[_StreamedToolCall] = []
         self._waiting_texts: list[tuple[str, str]] = []
         """(kind, text) that arrived while a call was open."""
         self._received = AnswerChoice()
@@ -105,11 +105,11 @@ class ResponsesEncoder(Encoder):
         now = self._open
         if isinstance(now, _OpenText) and now.kind == kind:
             return self._text_delta(text, logprobs)
-        if isinstance(now, _OpenCall):
+        if isinstance(now, _StreamedToolCall):
             return self._text_after_call(now, kind, text)
         return self._close("completed") + self._open_text(kind) + self._text_delta(text, logprobs)
 
-    def _text_after_call(self, call: _OpenCall, kind: str, text: str) -> bytes:
+    def _text_after_call(self, call: _StreamedToolCall, kind: str, text: str) -> bytes:
         """Hold text back until the open call is complete, and no other call waits."""
         if self._waiting_texts and self._waiting_texts[-1][0] == kind:
             self._waiting_texts[-1] = (kind, self._waiting_texts[-1][1] + text)
@@ -166,7 +166,7 @@ class ResponsesEncoder(Encoder):
     def _call(self, delta: ToolDelta) -> bytes:
         call = self._calls.get(delta.index)
         if call is None:
-            call = self._calls[delta.index] = _OpenCall()
+            call = self._calls[delta.index] = _StreamedToolCall()
             self._waiting_calls.append(call)
         call.id = call.id or delta.id or ""
         call.name = call.name or delta.name or ""
@@ -181,9 +181,9 @@ class ResponsesEncoder(Encoder):
     def _next_call_may_open(self) -> bool:
         if not self._waiting_calls or not self._waiting_calls[0].name:
             return False
-        return not isinstance(self._open, _OpenCall) or self._open.complete
+        return not isinstance(self._open, _StreamedToolCall) or self._open.complete
 
-    def _open_call(self, call: _OpenCall) -> bytes:
+    def _open_call(self, call: _StreamedToolCall) -> bytes:
         self._open = call
         tool = self._tools.tools.get(call.name)
         call.kind = tool.kind if tool else "function"
@@ -194,7 +194,7 @@ class ResponsesEncoder(Encoder):
             return self._added({**item, "arguments": ""}) + self._call_delta(call, call.arguments)
         return self._call_delta(call, call.arguments)
 
-    def _call_delta(self, call: _OpenCall, piece: str) -> bytes:
+    def _call_delta(self, call: _StreamedToolCall, piece: str) -> bytes:
         if call.kind == "function":
             if not piece:
                 return b""
@@ -206,18 +206,18 @@ class ResponsesEncoder(Encoder):
             out = self._open_custom(call, item_id("ctc", self._call_id, self._position))
         return out + self._custom_delta(call, text)
 
-    def _custom_delta(self, call: _OpenCall, text: str) -> bytes:
+    def _custom_delta(self, call: _StreamedToolCall, text: str) -> bytes:
         if not text:
             return b""
         return self._event("response.custom_tool_call_input.delta", **self._location(call.item_id), delta=text)
 
-    def _open_custom(self, call: _OpenCall, identity: str) -> bytes:
+    def _open_custom(self, call: _StreamedToolCall, identity: str) -> bytes:
         call.added, call.item_id = True, identity
         empty = call.with_arguments('{"input":""}')
         item = call_item(self._tools, empty, self._call_id, self._position, "in_progress")
         return self._added({**item, "id": identity})
 
-    def _close_call(self, call: _OpenCall, status: str) -> bytes:
+    def _close_call(self, call: _StreamedToolCall, status: str) -> bytes:
         item = call_item(self._tools, call.with_arguments(call.arguments), self._call_id, self._position, status)
         if call.kind == "custom":
             return self._close_custom(call, item)
@@ -236,7 +236,7 @@ class ResponsesEncoder(Encoder):
             return out + self._done(item)
         return self._added({**item, "status": "in_progress"}) + self._done(item)
 
-    def _close_custom(self, call: _OpenCall, item: Json) -> bytes:
+    def _close_custom(self, call: _StreamedToolCall, item: Json) -> bytes:
         out = b""
         if not call.added:
             out = self._open_custom(call, item["id"]) + self._custom_delta(call, item["input"])
@@ -309,7 +309,7 @@ class _OpenText:
         self.pieces: list[str] = []
 
 
-class _OpenCall:
+class _StreamedToolCall:
     """A tool call as far as it has arrived. `added`: its item was announced to the client."""
 
     def __init__(self) -> None:

@@ -1,0 +1,122 @@
+"""The rules of docs/architecture.md that a program can check: layers, unique class names, private names, settings."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("polar_proxy", "harness_adapters", "sandboxes")
+SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+
+LAYERS = [
+    {"types", "errors"},
+    {"rollout_spec", "sequences"},
+    {"config", "api_models"},
+    {"webhooks"},
+    {"dialects", "engines", "store", "rewards", "client"},
+    {"sessions", "traces", "tasks"},
+    {"gateway"},
+    {"rollouts", "conformance"},
+    {"training"},
+    {"export"},
+    {"api"},
+    {"cli"},
+]
+"""Parts of `polar_proxy`, lowest layer first. A part imports only from lower layers."""
+
+LAYER_OF = {part: level for level, parts in enumerate(LAYERS) for part in parts}
+USERS_OF_AGENTS_AND_SANDBOXES = ("rollouts", "conformance", "training", "cli")
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module
+
+
+def imported_names(path: Path) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT / "polar_proxy").parts[0].removesuffix(".py")
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {part_of(path) for path in SOURCES if path.is_relative_to(ROOT / "polar_proxy")}
+    assert parts - {"__init__", "assets"} == set(LAYER_OF)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_imports_run_downwards(path: Path) -> None:
+    if not path.is_relative_to(ROOT / "polar_proxy"):
+        assert not [name for name in imported_modules(path) if name.split(".")[0] == "polar_proxy"]
+        return
+    here = part_of(path)
+    for name in imported_modules(path):
+        package, _, rest = name.partition(".")
+        part = rest.split(".")[0]
+        if package in ("harness_adapters", "sandboxes"):
+            assert here in USERS_OF_AGENTS_AND_SANDBOXES, f"{relative(path)} imports {name}"
+        if package == "polar_proxy" and part in LAYER_OF and here in LAYER_OF and part != here:
+            assert LAYER_OF[part] < LAYER_OF[here], f"{relative(path)} imports {name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_private_names_stay_in_their_module(path: Path) -> None:
+    """A name with a leading underscore is used only in its module, and a module with one only in its package."""
+    here = module_name(path)
+    for module, name in imported_names(path):
+        if module.split(".")[0] not in PACKAGES:
+            continue
+        private = [part for part in (*module.split("."), name) if part.startswith("_") and not part.startswith("__")]
+        owner = module.split("._")[0] if "._" in module else None
+        assert not private or (owner is not None and here.startswith(owner)), f"{here} imports {module}.{name}"
+
+
+def test_class_names_are_unique() -> None:
+    places = defaultdict(list)
+    for path in SOURCES:
+        for node in ast.walk(parse(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{relative(path)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_only_config_reads_the_environment(path: Path) -> None:
+    if path == ROOT / "polar_proxy" / "config.py" or not path.is_relative_to(ROOT / "polar_proxy"):
+        return
+    text = path.read_text()
+    assert "os.environ" not in text
+    assert "os.getenv" not in text
+
+
+def test_files_have_at_most_500_lines() -> None:
+    """Migrations list a whole schema and are exempt."""
+    lines = {relative(path): len(path.read_text().splitlines()) for path in SOURCES if "versions" not in path.parts}
+    long = {name: number for name, number in lines.items() if number > 500}
+    assert long == {}
