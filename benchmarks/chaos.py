@@ -34,7 +34,7 @@ from benchmarks._stacks.stacks import StackError  # noqa: E402
 from polar_proxy.errors import StoreError  # noqa: E402
 from polar_proxy.rollouts import JobSpec, rollout_ids, submit  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
-from polar_proxy.store.jobs import JobRow  # noqa: E402
+from polar_proxy.store.service.jobs import JobRow  # noqa: E402
 from polar_proxy.tasks import get_source  # noqa: E402
 
 T = TypeVar("T")

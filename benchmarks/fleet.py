@@ -39,8 +39,8 @@ from polar_proxy.rollouts.admission import EngineMonitor  # noqa: E402
 from polar_proxy.rollouts.pool import SandboxPool  # noqa: E402
 from polar_proxy.rollouts.worker import Worker, WorkerLimits  # noqa: E402
 from polar_proxy.store import open_store  # noqa: E402
-from polar_proxy.store.groups import KEEP_OVERFLOW  # noqa: E402
-from polar_proxy.store.jobs import NewGroup, NewRollout  # noqa: E402
+from polar_proxy.store.service.groups import KEEP_OVERFLOW  # noqa: E402
+from polar_proxy.store.service.jobs import NewGroup, NewRollout  # noqa: E402
 from polar_proxy.types import Json  # noqa: E402
 
 GROUP = 8

@@ -10,7 +10,7 @@ import numpy as np
 
 from polar_proxy.sequences import assemble
 from polar_proxy.store import Store
-from polar_proxy.store.jobs import NewGroup, NewRollout
+from polar_proxy.store.service.jobs import NewGroup, NewRollout
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Message, Span, Trace, new_id
 
 END = 7

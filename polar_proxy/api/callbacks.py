@@ -19,7 +19,7 @@ from polar_proxy.api_models import CallbackPayload
 from polar_proxy.config import ApiSettings, Settings
 from polar_proxy.errors import ApiError
 from polar_proxy.store import Store
-from polar_proxy.store.job_events import CallbackRow
+from polar_proxy.store.service.job_events import CallbackRow
 from polar_proxy.types import Json
 
 SECRET_FILE = "callback-secret"

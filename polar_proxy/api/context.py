@@ -21,7 +21,7 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.errors import ApiError, PolarError, UsageError
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.store import Store
-from polar_proxy.store.feed import LeaseExpiredError
+from polar_proxy.store.service.feed import LeaseExpiredError
 from polar_proxy.store.training import MissingLinesError
 
 Authenticate = Callable[[Request], Awaitable[Role]]

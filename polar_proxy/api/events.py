@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 
 from polar_proxy.api.context import ApiContext, Routers, not_found
 from polar_proxy.store import json_codec
-from polar_proxy.store.job_events import EventCursor
+from polar_proxy.store.service.job_events import EventCursor
 from polar_proxy.types import Json
 
 HEARTBEAT_SECONDS = 15.0

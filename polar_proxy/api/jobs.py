@@ -16,7 +16,7 @@ from polar_proxy.api.context import ApiContext, Routers, not_found, wait_until
 from polar_proxy.errors import ApiError, UsageError
 from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts import cancel, check_job, submit
-from polar_proxy.store.jobs import JobRow, JobStatus
+from polar_proxy.store.service.jobs import JobRow, JobStatus
 from polar_proxy.tasks import Task, load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 

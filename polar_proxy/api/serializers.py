@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from polar_proxy import api_models as m
 from polar_proxy.api.context import not_found
 from polar_proxy.store import RewardRow, RolloutRow, Store
-from polar_proxy.store.feed import GroupLease
-from polar_proxy.store.groups import GroupRow
-from polar_proxy.store.jobs import JobRow
+from polar_proxy.store.service.feed import GroupLease
+from polar_proxy.store.service.groups import GroupRow
+from polar_proxy.store.service.jobs import JobRow
 from polar_proxy.store.training import TrainingRunRow
 from polar_proxy.training import curves
 from polar_proxy.types import Json

@@ -13,7 +13,7 @@ from polar_proxy.api.context import ApiContext, Routers, wait_until
 from polar_proxy.errors import ApiError, EngineError
 from polar_proxy.rollouts import RolloutService
 from polar_proxy.store import Store
-from polar_proxy.store.queue import FleetRow
+from polar_proxy.store.service.queue import FleetRow
 from polar_proxy.types import Json
 
 _WORKING = FleetRow(None, None)

@@ -25,7 +25,7 @@ from polar_proxy.cli.output import out, print_json, progress_bars
 from polar_proxy.errors import UsageError
 
 if TYPE_CHECKING:
-    from polar_proxy.store.archive import ArchiveCounts
+    from polar_proxy.store.maintenance.archive import ArchiveCounts
 
 app = typer.Typer(help="Inspect, check, prune and archive the database.", no_args_is_help=True)
 

@@ -29,8 +29,8 @@ from polar_proxy.rollouts.pool import SandboxOpener, SandboxPool
 from polar_proxy.rollouts.stopping import get_group_policy
 from polar_proxy.rollouts.worker import Worker, WorkerLimits
 from polar_proxy.store import Store
-from polar_proxy.store.groups import KEEP_OVERFLOW
-from polar_proxy.store.jobs import JobRow, NewGroup, NewRollout
+from polar_proxy.store.service.groups import KEEP_OVERFLOW
+from polar_proxy.store.service.jobs import JobRow, NewGroup, NewRollout
 from polar_proxy.tasks import Task, task_to_json
 from polar_proxy.types import EngineInfo, Json
 from sandboxes import open_sandbox

@@ -27,8 +27,8 @@ from polar_proxy.rollouts.orphaned_calls import exclude_orphaned_calls
 from polar_proxy.rollouts.stage_limits import AdmissionCheck, AdmissionRequest, StageLimiter, StageLimits
 from polar_proxy.rollouts.stopping import GroupPolicy, get_group_policy, wait_for_all
 from polar_proxy.store import Store
-from polar_proxy.store.groups import KEEP_OVERFLOW, GroupRow
 from polar_proxy.store.rollouts import Claim, ClaimLostError
+from polar_proxy.store.service.groups import KEEP_OVERFLOW, GroupRow
 from polar_proxy.types import Json, new_id
 from sandboxes.base import uncancellable
 

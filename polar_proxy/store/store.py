@@ -10,16 +10,16 @@ from polar_proxy.store import migrate
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
 from polar_proxy.store.calls import CallRepository
 from polar_proxy.store.database import Database, Durability, create_file, display_url, normalise_url
-from polar_proxy.store.feed import FeedRepository
 from polar_proxy.store.group_commit import CallAnnouncer, GroupCommit
-from polar_proxy.store.groups import GroupRepository
-from polar_proxy.store.job_events import CallbackRepository, JobEventRepository
-from polar_proxy.store.jobs import JobRepository
-from polar_proxy.store.maintenance import MaintenanceRepository
+from polar_proxy.store.maintenance.repository import MaintenanceRepository
 from polar_proxy.store.open_calls import OpenCallRepository
-from polar_proxy.store.queue import FleetRepository, QueueRepository
 from polar_proxy.store.rescores import RescoreRepository
 from polar_proxy.store.rollouts import RolloutRepository, TaskRepository
+from polar_proxy.store.service.feed import FeedRepository
+from polar_proxy.store.service.groups import GroupRepository
+from polar_proxy.store.service.job_events import CallbackRepository, JobEventRepository
+from polar_proxy.store.service.jobs import JobRepository
+from polar_proxy.store.service.queue import FleetRepository, QueueRepository
 from polar_proxy.store.sessions import ApiKeyRepository, SessionRepository
 from polar_proxy.store.traces import TraceRepository
 from polar_proxy.store.training import TrainingRepository

@@ -14,7 +14,7 @@ import orjson
 from polar_proxy.client import ApiError, UnreachableError
 from polar_proxy.errors import StoreError
 from polar_proxy.store import RolloutRow, Store
-from polar_proxy.store.feed import GroupLease, LeaseBatch
+from polar_proxy.store.service.feed import GroupLease, LeaseBatch
 from polar_proxy.traces import build
 from polar_proxy.training.batch import GroupRollout, TrainingGroup
 from polar_proxy.training.checkpoint import write_file

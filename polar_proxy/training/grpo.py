@@ -31,7 +31,7 @@ import orjson
 
 from polar_proxy.engines.base import Engine
 from polar_proxy.errors import TrainingError, UsageError
-from polar_proxy.store.feed import GroupLease
+from polar_proxy.store.service.feed import GroupLease
 from polar_proxy.training import checkpoint
 from polar_proxy.training.batch import TrainingBatch, TrainingGroup, has_signal, make_batch
 from polar_proxy.training.checkpoint import TrainerState

@@ -22,7 +22,7 @@ from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.factory import make_engine
 from polar_proxy.errors import UsageError
-from polar_proxy.store.feed import GroupLease, LeaseBatch
+from polar_proxy.store.service.feed import GroupLease, LeaseBatch
 from polar_proxy.tasks import get_source
 from polar_proxy.traces.rows import read_row
 from polar_proxy.training.batch import GroupRollout, TrainingGroup

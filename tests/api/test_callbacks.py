@@ -12,7 +12,7 @@ import pytest
 
 from polar_proxy.api.callbacks import SECRET_FILE
 from polar_proxy.errors import UsageError
-from polar_proxy.store.job_events import CallbackRow
+from polar_proxy.store.service.job_events import CallbackRow
 from polar_proxy.webhooks import BadCallbackError, verify_callback
 from tests.api.conftest import RunningServer, ServeApi, job_request
 from tests.api.receiver import callback_receiver

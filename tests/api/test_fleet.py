@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from polar_proxy.store.queue import FleetRow
+from polar_proxy.store.service.queue import FleetRow
 from tests.api.conftest import ServeApi, job_request
 from tests.api.test_jobs import until_calls, until_ended
 

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from polar_proxy.store import RolloutStatus, Store
-from polar_proxy.store.jobs import NewGroup, NewRollout
+from polar_proxy.store.service.jobs import NewGroup, NewRollout
 from polar_proxy.traces import BUILDERS, certify
 from polar_proxy.types import CallRecord, Json, new_id
 from tests.factories import call

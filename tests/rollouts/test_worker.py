@@ -12,9 +12,9 @@ from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.rollouts.stage_limits import AdmissionRequest, StageLimits
 from polar_proxy.rollouts.worker import Worker, WorkerLimits
 from polar_proxy.store import Store
-from polar_proxy.store.groups import KEEP_OVERFLOW
-from polar_proxy.store.jobs import NewGroup, NewRollout
 from polar_proxy.store.rollouts import Claim
+from polar_proxy.store.service.groups import KEEP_OVERFLOW
+from polar_proxy.store.service.jobs import NewGroup, NewRollout
 
 QUICK = WorkerLimits(in_flight=16, preparing=2, running=3, scoring=2, lease_seconds=30.0, poll_seconds=0.05)
 Body = Callable[[Claim], Awaitable[float | None]]

@@ -13,7 +13,7 @@ from sqlalchemy import select, update
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import Store, open_store, schema
-from polar_proxy.store.archive import CLEARED_COLUMNS, NOT_EXPORTED
+from polar_proxy.store.maintenance.archive import CLEARED_COLUMNS, NOT_EXPORTED
 from polar_proxy.store.schema import VERSION_TABLE
 from tests.factories import assert_same, call_record, joined_trace, new_rollout, new_session
 

@@ -8,7 +8,7 @@ import pytest
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store, open_store
-from polar_proxy.store.job_events import EventCursor, JobEventRow
+from polar_proxy.store.service.job_events import EventCursor, JobEventRow
 from tests.store.test_jobs import submit
 
 

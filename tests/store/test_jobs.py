@@ -8,7 +8,7 @@ import pytest
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store, open_store
-from polar_proxy.store.jobs import NewGroup, NewRollout
+from polar_proxy.store.service.jobs import NewGroup, NewRollout
 
 ROLLOUT = NewRollout("mini-swe-agent 2", "process", "local", "polar-tiny", 1, {})
 

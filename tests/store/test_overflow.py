@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from polar_proxy.store import Store
-from polar_proxy.store.groups import KEEP_OVERFLOW
-from polar_proxy.store.jobs import NewGroup, NewRollout
 from polar_proxy.store.rollouts import Claim
+from polar_proxy.store.service.groups import KEEP_OVERFLOW
+from polar_proxy.store.service.jobs import NewGroup, NewRollout
 from polar_proxy.types import Json
 
 CONFIG: Json = {"group_policy": "first_n", **KEEP_OVERFLOW}

@@ -9,7 +9,7 @@ import pytest
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
-from polar_proxy.store.queue import FleetRow
+from polar_proxy.store.service.queue import FleetRow
 from tests.store.test_jobs import submit
 
 

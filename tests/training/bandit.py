@@ -21,8 +21,8 @@ import numpy as np
 
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.store import Store, open_store
-from polar_proxy.store.jobs import NewGroup, NewRollout
 from polar_proxy.store.rollouts import Claim
+from polar_proxy.store.service.jobs import NewGroup, NewRollout
 from polar_proxy.traces.operations import build_traces
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.feed import StoreGroupReader

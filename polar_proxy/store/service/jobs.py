@@ -21,9 +21,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import UsageError
 from polar_proxy.store import json_codec, schema
 from polar_proxy.store.base import Repository
-from polar_proxy.store.job_events import insert_job_event, queue_callback
-from polar_proxy.store.queue import cancel_rollouts
 from polar_proxy.store.rollouts import insert_status_event
+from polar_proxy.store.service.job_events import insert_job_event, queue_callback
+from polar_proxy.store.service.queue import cancel_rollouts
 from polar_proxy.types import Json, new_id
 
 JobStatus = Literal["open", "paused", "done", "cancelled"]

@@ -1,0 +1,1 @@
+"""Maintenance of a database: statistics, the integrity check, pruning, vacuum and archives."""
