@@ -16,7 +16,7 @@ from polar_proxy.conformance.scripted_model import SCENARIOS
 from polar_proxy.types import EngineInfo, Json
 
 DESCRIPTIONS = {
-    "tool_round_trip": ("tool call", "the next request contains what a command printed, which only running it tells"),
+    "tool_round_trip": ("tool call", "the next request contains the output of a command that was really run"),
     "parallel_calls": (
         "parallel calls",
         "two tool calls of one answer are both run, and both outputs are in the next request",
@@ -26,7 +26,7 @@ DESCRIPTIONS = {
         "second turn",
         "the program is started again to continue; its first request is joined to the first turn",
     ),
-    "exit_ok": ("exit, good run", "a run that succeeds is read as such"),
+    "exit_ok": ("exit, good run", "a run that succeeds counts as such"),
     "long_run": ("26 turns", "26 model calls in a row: one `root`, all others `continues`, none of them ambiguous"),
     "subagent": ("sub-agent", "the calls of a sub-agent have the edge `subagent` and a parent"),
     "compaction": (
@@ -43,7 +43,7 @@ DESCRIPTIONS = {
     ),
     "exit_failed": (
         "exit, bad run",
-        "a run whose every request is refused is read as failed, whatever its exit status is",
+        "a run whose every request is refused counts as failed, whatever its exit status is",
     ),
     "evidence": (
         "ids and log-probabilities",

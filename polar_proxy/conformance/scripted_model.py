@@ -33,7 +33,7 @@ _LARGEST_CUT_REQUEST = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class RunCommands:
-    """The model runs commands, all in one answer. Each is preceded by one whose output only running it can tell."""
+    """The model runs commands, all in one answer. Each follows a command whose output proves that it was run."""
 
     commands: tuple[str, ...] = ("true",)
 

@@ -76,7 +76,7 @@ class HttpResponse:
         if not self.complete:
             self._connection.drop()
 
-    # What the connection tells
+    # Called by the connection
 
     def add(self, data: bytes) -> bool:
         """A piece of the body; whether more than enough waits to be read."""

@@ -215,7 +215,7 @@ class ParserProof:
         return [answer for answer in await asyncio.gather(*requests) if answer is not None]
 
     async def _read_back(self, answers: list[ForcedAnswer], opened: list[int]) -> tuple[list[ForcedAnswer], bool]:
-        """Return the answers with their texts, and whether completions show the tags without being asked to.
+        """Return the answers with their texts, and whether completions show the tags by default.
 
         (Some models have the tags as special tokens.) All texts are decoded in one request, separated by end-of-turn
         tokens. Completions must show the same text for such ids: one completion is compared with its decoding.
