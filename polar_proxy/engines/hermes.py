@@ -110,7 +110,7 @@ class HermesParser:
     # Each state consumes what it can of the buffer and returns whether another look may find more.
 
     def _start(self, final: bool) -> bool:
-        """At the beginning: only here `<think>` is a tag, after white space at most."""
+        """State at the beginning of the answer: only here, after white space at most, `<think>` is a tag."""
         body = self._buffer.lstrip()
         if body.startswith(THINK):
             self._buffer = body[len(THINK) :]
@@ -122,7 +122,7 @@ class HermesParser:
         return True
 
     def _think(self, final: bool) -> bool:
-        """Inside the reasoning."""
+        """State inside the reasoning."""
         ends = (END_THINK, CALL) if self._call_ends_thought else (END_THINK,)
         found = min((place for tag in ends if (place := self._buffer.find(tag)) >= 0), default=None)
         if found is None:
@@ -134,7 +134,7 @@ class HermesParser:
         return True
 
     def _text(self, final: bool) -> bool:
-        """Inside the visible text."""
+        """State inside the visible text."""
         if not self._tools:
             self._add_text(self._buffer)
             self._buffer = ""
@@ -150,7 +150,7 @@ class HermesParser:
         return False
 
     def _call(self, final: bool) -> bool:
-        """After `<tool_call>`: hold everything up to the end tag that is not inside a JSON string."""
+        """State after `<tool_call>`: hold everything up to the end tag that is not inside a JSON string."""
         end = self._scan.find_end(self._buffer)
         if end is not None:
             return self._finish_call(self._buffer[:end], self._buffer[end + len(END_CALL) :], END_CALL)

@@ -79,7 +79,7 @@ class HttpResponse:
     # Called by the connection
 
     def add(self, data: bytes) -> bool:
-        """A piece of the body; whether more than enough waits to be read."""
+        """Store a piece of the body, and return whether too much of it waits to be read."""
         self._chunks.append(data)
         self._size += len(data)
         self._wake()
@@ -224,7 +224,7 @@ class HttpClient:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             fields.setdefault("authorization", "Basic " + b64encode(pair.encode()).decode())
         if any(ord(sign) < 32 for value in fields.values() for sign in value):
-            raise ValueError("a header holds a control character")
+            raise ValueError("a header contains a control character")
         self._fields = "".join(f"{name}: {value}\r\n" for name, value in fields.items()).encode("latin-1")
         self._connect_seconds = connect_seconds
         self._keep_seconds = keep_seconds

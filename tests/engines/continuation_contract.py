@@ -126,8 +126,8 @@ class ContinuationContract:
         request = chat(sampling=Sampling(temperature=0.0, max_tokens=24))
         prompt = await engine.render(request)
         free = (await run(engine, request, prompt=prompt)).choices[0]
-        said = free.text + free.reasoning
-        visible = [char for char in said[2:] if char.isalnum() and char.isascii()]
+        visible_text = free.text + free.reasoning
+        visible = [char for char in visible_text[2:] if char.isalnum() and char.isascii()]
         if not visible:
             pytest.skip("this model's greedy answer has no character to stop at")
         stopped = replace(request, sampling=replace(request.sampling, stop=(visible[0],)))
@@ -136,7 +136,7 @@ class ContinuationContract:
             return
         cut = (await run(engine, stopped, prompt=prompt)).choices[0]
         assert (cut.finish_reason, cut.stop_sequence) == ("stop", visible[0])
-        assert cut.text + cut.reasoning == said[: said.index(visible[0])]
+        assert cut.text + cut.reasoning == visible_text[: visible_text.index(visible[0])]
         assert cut.token_ids == free.token_ids[: len(cut.token_ids)]
 
     async def test_answer_without_max_tokens_may_fill_the_context(

@@ -1,7 +1,7 @@
 """Tests of the promises of `Engine`. An engine's test file subclasses `EngineContract` and defines two fixtures:
 
 * `engine`: an entered engine that serves the model in `model_dir`.
-* `model_dir`: the model folder (its tokenizer tells which tokens are special).
+* `model_dir`: the model folder (its tokenizer knows which tokens are special).
 
 Set `tail_may_be_lost` for servers that never send text that ends in unfinished UTF-8.
 """
@@ -68,7 +68,7 @@ def gather(events: Sequence[SampleEvent]) -> Result:
         assert event.tokens == () or len(event.tokens) == len(event.token_ids)
         assert event.top == () or len(event.top) == len(event.token_ids)
         answer = choices.setdefault(event.index, Answer())
-        assert answer.finish_reason is None, "nothing comes behind a choice's finish_reason"
+        assert answer.finish_reason is None, "nothing follows a choice's finish_reason"
         answer.token_ids += event.token_ids
         answer.logprobs += event.logprobs
         answer.text += event.text

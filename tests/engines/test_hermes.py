@@ -154,9 +154,9 @@ def test_no_character_is_lost(text: str, reasoning: Reasoning, tools: bool) -> N
     parsed = parse([text], tools=tools, reasoning=reasoning)
     if reasoning == "off" and not parsed.tool_calls:
         assert parsed.text == text
-    told = parsed.text + parsed.reasoning + "".join(f"{name}{arguments}" for name, arguments in calls(parsed))
+    output = parsed.text + parsed.reasoning + "".join(f"{name}{arguments}" for name, arguments in calls(parsed))
     for word in ("word", "ü🙂", "Paris"):
-        assert told.count(word) == text.count(word)
+        assert output.count(word) == text.count(word)
 
 
 JSON = st.recursive(

@@ -393,9 +393,9 @@ async def test_max_tokens_is_cut_to_the_context(random_engine: LocalEngine) -> N
     room = 6
     ids = tuple(range(100, 900)) * 6
     prompt = ids[: random_engine.info.context_length - room]
-    for asked in (None, 100_000):
+    for max_tokens in (None, 100_000):
         answer = (
-            await run(random_engine, TextRequest("", prompt, replace(endless(random_engine), max_tokens=asked)))
+            await run(random_engine, TextRequest("", prompt, replace(endless(random_engine), max_tokens=max_tokens)))
         ).choices[0]
         assert (len(answer.token_ids), answer.finish_reason) == (room, "length")
 
@@ -427,8 +427,8 @@ async def script(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch, text: str
 
 
 async def test_parses_tool_calls_and_reasoning(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city":"Paris"}}\n</tool_call>'
-    result = await script(random_engine, monkeypatch, said, prompt=chat(tools=(WEATHER,), sampling=Sampling()))
+    text = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "get_weather", "arguments": {"city":"Paris"}}\n</tool_call>'
+    result = await script(random_engine, monkeypatch, text, prompt=chat(tools=(WEATHER,), sampling=Sampling()))
     answer = result.choices[0]
     assert (answer.text, answer.reasoning, answer.finish_reason) == ("", "\nhm\n", "tool_calls")
     assert (answer.names, answer.arguments) == ({0: "get_weather"}, {0: '{"city":"Paris"}'})
@@ -438,10 +438,10 @@ async def test_parses_tool_calls_and_reasoning(random_engine: LocalEngine, monke
 
 
 async def test_tool_calls_are_text_without_tools(random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = 'a <tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
+    text = 'a <tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'
     request = chat(tools=(WEATHER,), tool_choice="none", sampling=Sampling())
-    answer = (await script(random_engine, monkeypatch, said, prompt=request)).choices[0]
-    assert (answer.text, answer.names, answer.finish_reason) == (said, {}, "stop")
+    answer = (await script(random_engine, monkeypatch, text, prompt=request)).choices[0]
+    assert (answer.text, answer.names, answer.finish_reason) == (text, {}, "stop")
 
 
 # Weights
@@ -487,7 +487,7 @@ async def test_loads_weights_during_an_answer(random_engine: LocalEngine, random
     fresh = (await random_engine.score([*result.prompt_ids, *answer.token_ids]))[29:]
     exact = [abs(one - two) < 1e-3 for one, two in zip(answer.logprobs, fresh, strict=True)]
     switch = exact.index(True) if True in exact else len(exact)
-    assert all(exact[-20:]), "what is sampled behind the switch is exact for the new weights, past included"
+    assert all(exact[-20:]), "tokens sampled after the switch are exact for the new weights, including their past"
     assert 0 < switch < 400
 
 

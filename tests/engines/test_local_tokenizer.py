@@ -43,14 +43,14 @@ def test_character_of_several_tokens_comes_whole(tokenizer: Any) -> None:
 
 
 def test_decodes_a_tokenizer_that_is_not_byte_level() -> None:
-    words = ["▁Hello", "▁wor", "ld", "▁", "<0xF0>", "<0x9F>", "<0xA6>", "<0x8A>", "!"]
-    backend = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, [], byte_fallback=True))
+    tokens = ["▁Hello", "▁wor", "ld", "▁", "<0xF0>", "<0x9F>", "<0xA6>", "<0x8A>", "!"]
+    backend = Tokenizer(models.BPE({word: place for place, word in enumerate(tokens)}, [], byte_fallback=True))
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     vocabulary = Vocabulary(PreTrainedTokenizerFast(tokenizer_object=backend))
     decoder = vocabulary.decoder()
-    pieces = [decoder.feed(token) for token in range(len(words))]
+    pieces = [decoder.feed(token) for token in range(len(tokens))]
     assert pieces[:3] == ["Hello", " wor", "ld"]
     assert "".join(pieces) + decoder.close() == "Hello world 🦊!"
     unfinished = vocabulary.decoder()
@@ -70,20 +70,20 @@ class Letters:
 
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
 def test_stop_string_cuts_at_its_first_occurrence(text: str, stop: list[str]) -> None:
-    stream, told, used = TextStream(Letters(), stop), "", 0
+    stream, output, used = TextStream(Letters(), stop), "", 0
     for char in text:
-        told += stream.feed(ord(char))
+        output += stream.feed(ord(char))
         used += 1
         if stream.stopped_at is not None:
             break
-    told += stream.close()
+    output += stream.close()
     ends = [place + len(mark) for mark in stop if (place := text.find(mark)) >= 0]
     assert (stream.stopped_at is not None) == bool(ends)
     if not ends:
-        assert told == text
+        assert output == text
         return
     assert used == min(ends), "it stops with the token that completes the first stop string"
-    assert told == text[: min(text[:used].find(mark) for mark in stop if mark in text[:used])]
+    assert output == text[: min(text[:used].find(mark) for mark in stop if mark in text[:used])]
 
 
 def test_holds_only_possible_beginnings_of_stop_strings() -> None:

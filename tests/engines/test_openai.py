@@ -43,9 +43,9 @@ async def test_returns_text_reasoning_and_calls_without_ids(stream: bool) -> Non
         api.script(CALLING)
         answer = await gathered(engine, chat(sampling=Sampling(), tools=(WEATHER,)), stream=stream)
         state = answer.choices[0]
-        said = state.message.to_openai()
-        assert (said["content"], said["reasoning_content"]) == ("Let me look.", "Hm.")
-        assert said["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city":  "Zürich"}'}
+        message = state.message.to_openai()
+        assert (message["content"], message["reasoning_content"]) == ("Let me look.", "Hm.")
+        assert message["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city":  "Zürich"}'}
         assert state.finish_reason == "tool_calls"
         assert (answer.prompt_ids, state.token_ids, state.logprobs) == (None, [], [])
         assert answer.prompt_tokens > 100  # the API's own count
@@ -156,19 +156,19 @@ async def test_calls_are_recorded_as_text_and_never_trained(serve: Serve, store:
     ("path", "root"), [("", "/v1"), ("/v1", "/v1"), ("/api/v1/", "/api/v1"), ("/v1beta/openai/", "/v1beta/openai")]
 )
 async def test_url_root(path: str, root: str) -> None:
-    asked: list[str] = []
+    paths: list[str] = []
     async with StrictApi() as api:
         plain = api.plain
 
-        def heard(path: str, body: Json) -> tuple[int, Json]:
-            asked.append(path)
+        def recording(path: str, body: Json) -> tuple[int, Json]:
+            paths.append(path)
             return plain(path, body)
 
-        api.plain = heard  # type: ignore[method-assign]
+        api.plain = recording  # type: ignore[method-assign]
         async with OpenAIEngine(api.url + path) as engine:
             assert engine.info.model == "fake"
             assert await engine.health() is None
-    assert asked == [f"{root}/models"] * 2
+    assert paths == [f"{root}/models"] * 2
 
 
 async def test_info_from_the_models_route() -> None:

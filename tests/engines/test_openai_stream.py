@@ -124,7 +124,7 @@ def test_decodes_whole_answers(name: str, n: int, text: str, calls: list[str]) -
         assert event.token_ids == tuple(choice["token_ids"])
         assert len(event.logprobs) == len(event.token_ids)
         assert event.finish_reason == choice["finish_reason"]
-    if name == "chat_tools_hermes_malformed":  # it was asked without log-probabilities
+    if name == "chat_tools_hermes_malformed":  # requested without log-probabilities
         assert all(map(math.isnan, events[0].logprobs))
 
 

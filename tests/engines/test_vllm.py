@@ -76,7 +76,7 @@ async def test_score_needs_the_capability() -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "words"),
+    ("limit", "message"),
     [
         ("no_ids", "does not return token ids.*update it"),
         ("no_stream_ids", "loses them in streamed ones"),
@@ -84,9 +84,9 @@ async def test_score_needs_the_capability() -> None:
         ("logits", "returns logits.*raw_logprobs"),
     ],
 )
-async def test_rejects_a_server_without_ids_or_logprobs(limit: str, words: str) -> None:
+async def test_rejects_a_server_without_ids_or_logprobs(limit: str, message: str) -> None:
     async with FakeVllm(limits=frozenset({limit})) as fake:
-        with pytest.raises(EngineError, match=words + r".*Recording for training is refused\."):
+        with pytest.raises(EngineError, match=message + r".*Recording for training is refused\."):
             await entered(fake)
 
 
@@ -186,7 +186,7 @@ async def test_server_errors_become_typed_errors(
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("answer", "message"),
     [
         (Answer(drop_after=3), "broke off"),
         (Answer(garbage_after=3), "malformed JSON"),
@@ -194,7 +194,7 @@ async def test_server_errors_become_typed_errors(
     ],
     ids=["dropped", "malformed", "error chunk"],
 )
-async def test_broken_stream_yields_its_events_before_the_error(answer: Answer, words: str) -> None:
+async def test_broken_stream_yields_its_events_before_the_error(answer: Answer, message: str) -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
         answer.delay = 0.02
         fake.script(answer)
@@ -204,7 +204,7 @@ async def test_broken_stream_yields_its_events_before_the_error(answer: Answer, 
             async for event in engine.sample(chat()):
                 events.append(event)
 
-        with pytest.raises(EngineError, match=words):
+        with pytest.raises(EngineError, match=message):
             await listen()
         assert [token for event in events for token in event.token_ids] == ids("He")
         assert events[0].prompt_ids is not None
@@ -304,12 +304,12 @@ async def test_reuses_connections(monkeypatch: pytest.MonkeyPatch) -> None:
             await run(engine, chat())
             _ = [event async for event in engine.sample(chat(), stream=stream)]
         assert engine.client.connections == opened
-        assert 1 <= opened <= 8  # what the probe asked at once
+        assert 1 <= opened <= 8  # concurrent requests of the probe
 
 
 async def test_health_reports_the_reason() -> None:
     async with FakeVllm() as fake, VllmEngine(fake.url) as engine:
-        await fake._runner.cleanup()
+        await fake.stop()
         assert "cannot be reached" in str(await engine.health()) or "broke off" in str(await engine.health())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar_proxy.dialects import Answer as Heard
+from polar_proxy.dialects import Answer as EncodedAnswer
 from polar_proxy.engines.base import ExactPrompt
 from polar_proxy.engines.openai_stream import version_runs
 from polar_proxy.engines.vllm import VllmEngine
@@ -108,16 +108,16 @@ async def test_exact_answers_stream_text() -> None:
 
 async def test_derenderer_is_called_at_growing_distances() -> None:
     """Each of its calls parses the answer from the beginning, so calls become rarer as the answer grows."""
-    asked: list[int] = []
+    calls: list[int] = []
     fake = FakeVllm(limits=frozenset({"other_form"}), derenders=True)
     derender = fake.derender
-    fake.derender = lambda body: (asked.append(len(body["stream_state"] or ())), derender(body))[1]  # type: ignore[method-assign]
+    fake.derender = lambda body: (calls.append(len(body["stream_state"] or ())), derender(body))[1]  # type: ignore[method-assign]
     async with fake, VllmEngine(fake.url) as engine:
-        asked.clear()
+        calls.clear()
         fake.script(Answer("x" * 600))
         answer = (await run(engine, chat(sampling=Sampling(max_tokens=700)), prompt=PROMPT)).choices[0]
         assert answer.text == "x" * 600
-        assert len(asked) < 60
+        assert len(calls) < 60
 
 
 async def test_drops_parallel_calls_that_are_off() -> None:
@@ -136,7 +136,7 @@ async def test_parses_reasoning_only_if_the_server_does(thinks: bool, reasoning:
 
 
 @pytest.mark.parametrize(
-    ("fake", "words"),
+    ("fake", "message"),
     [
         (FakeVllm(limits=frozenset({"no_tokenize"})), "`/tokenize` does not render"),
         (FakeVllm(limits=frozenset({"no_choice"})), "could not be made to answer.*--enable-scale-out"),
@@ -144,10 +144,10 @@ async def test_parses_reasoning_only_if_the_server_does(thinks: bool, reasoning:
     ],
     ids=["no tokenize", "no structured outputs", "another form"],
 )
-async def test_does_not_claim_continue_without_proof(fake: FakeVllm, words: str) -> None:
+async def test_does_not_claim_continue_without_proof(fake: FakeVllm, message: str) -> None:
     async with fake, VllmEngine(fake.url) as engine:
         assert "continue" not in engine.info.capabilities
-        with pytest.raises(RequestError, match=words) as caught:
+        with pytest.raises(RequestError, match=message) as caught:
             await run(engine, chat(), prompt=PROMPT)
         assert caught.value.code == "cannot_continue"
         assert str(caught.value) == engine.continue_problem
@@ -256,10 +256,10 @@ async def test_reports_weight_versions_that_change_during_an_answer(prompt: list
         exact = None if prompt is None else await accepted(engine, request)
         events = await _all(engine.sample(request, stream=stream, prompt=exact))
         assert events[-1].versions == ((0, "7"), (3, "8"))
-        heard = Heard()
+        answer = EncodedAnswer()
         for event in events:
-            heard.add(event)
-        assert heard.choices[0].versions == [(0, "7"), (3, "8")]
+            answer.add(event)
+        assert answer.choices[0].versions == [(0, "7"), (3, "8")]
 
 
 async def test_does_not_request_weight_versions_from_a_server_without_them() -> None:
@@ -310,8 +310,8 @@ async def test_end_of_turn_must_stop_the_server() -> None:
     plain = fake.sampled
 
     def sampled(body: dict[str, Any], answer: Answer, prompt: list[int]) -> Any:
-        goes_on = str(END) in (body.get("logit_bias") or {})
-        return ([END, CALL], [-0.5, -0.5], "length") if goes_on else plain(body, answer, prompt)
+        continues = str(END) in (body.get("logit_bias") or {})
+        return ([END, CALL], [-0.5, -0.5], "length") if continues else plain(body, answer, prompt)
 
     fake.sampled = sampled  # type: ignore[method-assign]
     async with fake, VllmEngine(fake.url) as engine:
@@ -327,31 +327,31 @@ IMPLIED = [
 ]
 
 
-def seen(*rows: tuple[str, ParsedAnswer]) -> list[ForcedAnswer]:
-    return [ForcedAnswer("it", text, (), said, text) for text, said in rows]
+def forced(*rows: tuple[str, ParsedAnswer]) -> list[ForcedAnswer]:
+    return [ForcedAnswer("it", text, (), parsed, text) for text, parsed in rows]
 
 
 def test_matching_reasoning_mode() -> None:
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
     ends = ("Z" + call, ParsedAnswer("", "Z", (("look", "{}"),), "tool_calls"))
-    goes_on = ("Z" + call, ParsedAnswer("", "Z" + call, (), "stop"))
-    assert matching_reasoning_mode(seen(*IMPLIED), tools=True) == ("implied", None)
-    assert matching_reasoning_mode(seen(*IMPLIED, ends), tools=True) == ("implied_call", None)
-    assert matching_reasoning_mode(seen(*IMPLIED, goes_on), tools=True) == ("implied", None)
+    continues = ("Z" + call, ParsedAnswer("", "Z" + call, (), "stop"))
+    assert matching_reasoning_mode(forced(*IMPLIED), tools=True) == ("implied", None)
+    assert matching_reasoning_mode(forced(*IMPLIED, ends), tools=True) == ("implied_call", None)
+    assert matching_reasoning_mode(forced(*IMPLIED, continues), tools=True) == ("implied", None)
     assert (
         matching_reasoning_mode(
-            seen(("<think>Z</think>a", ParsedAnswer("<think>Z</think>a", "", (), "stop"))), tools=True
+            forced(("<think>Z</think>a", ParsedAnswer("<think>Z</think>a", "", (), "stop"))), tools=True
         )[0]
         == "off"
     )
     assert (
         matching_reasoning_mode(
-            seen(("<think>Z</think>a", ParsedAnswer("a", "Z", (), "stop")), ("b", ParsedAnswer("b", "", (), "stop"))),
+            forced(("<think>Z</think>a", ParsedAnswer("a", "Z", (), "stop")), ("b", ParsedAnswer("b", "", (), "stop"))),
             tools=True,
         )[0]
         == "tags"
     )
-    assert matching_reasoning_mode(seen(*IMPLIED, ("c", ParsedAnswer("else", "", (), "stop"))), tools=True)[0] is None
+    assert matching_reasoning_mode(forced(*IMPLIED, ("c", ParsedAnswer("else", "", (), "stop"))), tools=True)[0] is None
 
 
 async def test_sends_reasoning_by_both_names() -> None:

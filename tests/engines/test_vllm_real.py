@@ -76,7 +76,7 @@ def url(served_dir: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def model_dir(url: str, served_dir: Path) -> Path:
-    """The folder of the model that is served; a server tells it as the model's root."""
+    """The folder of the served model; a server reports it as the model's root."""
     with urllib.request.urlopen(url.removesuffix("/v1") + "/v1/models") as answer:
         root = Path(json.load(answer)["data"][0].get("root") or "")
     return root if (root / "config.json").is_file() else served_dir
@@ -138,7 +138,7 @@ async def test_required_tool_call(engine: VllmEngine) -> None:
         if answer.finish_reason != "length":
             assert answer.names == {0: "get_weather"}
             text = await engine.decode(answer.token_ids)
-            if text.count("</tool_call>") == 1:  # a weak model says it within a string, which cuts the call short
+            if text.count("</tool_call>") == 1:  # a weak model may write it within a string, which cuts the call short
                 json.loads(answer.arguments[0])
 
 

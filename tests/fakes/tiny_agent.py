@@ -121,8 +121,8 @@ def main() -> int:
             output = done.stdout + done.stderr
             if output.startswith("COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"):
                 return misbehave(env["MANNER"])
-            said = json.dumps({"returncode": done.returncode, "output": output})
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": said})
+            observation = json.dumps({"returncode": done.returncode, "output": output})
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": observation})
         if env["MANNER"] == "sleepy":
             subprocess.Popen(["sleep", "1234.5"])
             Path(env["HOME"], "asleep").touch()

@@ -156,6 +156,9 @@ class FakeVllm:
         return self
 
     async def __aexit__(self, *error: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
         await self._runner.cleanup()
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
@@ -236,10 +239,10 @@ class FakeVllm:
                 content = "\n".join(part.get("text", "") for part in content)
             for call in message.get("tool_calls") or ():
                 name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-                said = json.dumps({"name": name, "arguments": arguments})
+                shown_text = json.dumps({"name": name, "arguments": arguments})
                 if "other_form" in self.limits:
-                    said = f"{name}({json.dumps(arguments)})"
-                content += f"<tool_call>\n{said}\n</tool_call>"
+                    shown_text = f"{name}({json.dumps(arguments)})"
+                content += f"<tool_call>\n{shown_text}\n</tool_call>"
             out += [START, *ids(f"{message['role']}\n"), *tokenized(content), END, *ids("\n")]
         if body.get("continue_final_message"):
             return out[:-2]
@@ -341,7 +344,7 @@ class FakeVllm:
         for index in range(body.get("n", 1)):
             choice: Json = {"index": index, "finish_reason": finish, "stop_reason": None}
             choice["logprobs"] = self.logprobs(path, body, prompt, tokens, values)
-            choice["token_ids"] = tokens if self._says_ids(body) else None
+            choice["token_ids"] = tokens if self._sends_ids(body) else None
             choice |= self._versions(body, answer, tokens)
             if chat:
                 message = choice["message"] = {"role": "assistant", "content": answer.text}
@@ -352,7 +355,7 @@ class FakeVllm:
                 message["reasoning"] = answer.reasoning or None
             else:
                 choice["text"] = self.shown(path, body, tokens)
-                choice["prompt_token_ids"] = prompt if self._says_ids(body) else None
+                choice["prompt_token_ids"] = prompt if self._sends_ids(body) else None
                 if body.get("prompt_logprobs") is not None and "no_score" not in self.limits:
                     choice["prompt_logprobs"] = [None] + [
                         {str(b): {"logprob": logprob(a, b)}} for a, b in pairwise(prompt)
@@ -360,7 +363,7 @@ class FakeVllm:
             choices.append(choice)
         out: Json = {"id": "cmpl-1", "model": self.model, "choices": choices, "usage": usage(prompt, tokens)}
         if chat:
-            out["prompt_token_ids"] = prompt if self._says_ids(body) else None
+            out["prompt_token_ids"] = prompt if self._sends_ids(body) else None
         return out
 
     def chunks(self, path: str, body: Json, answer: Answer) -> Iterator[Json]:
@@ -369,14 +372,14 @@ class FakeVllm:
         answer = self.held(body, answer)
         tokens, values, finish = self.sampled(body, answer, prompt)
         chat = path == "/v1/chat/completions"
-        says = self._says_ids(body) and "no_stream_ids" not in self.limits
+        sends_ids = self._sends_ids(body) and "no_stream_ids" not in self.limits
         count = range(body.get("n", 1))
         if chat:
             for index in count:
                 choice: Json = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-                yield {"choices": [choice]} | ({"prompt_token_ids": prompt} if says else {})
+                yield {"choices": [choice]} | ({"prompt_token_ids": prompt} if sends_ids else {})
         step = answer.per_chunk
-        said = ""
+        shown_text = ""
         for start in range(0, len(tokens), step):
             part = tokens[start : start + step]
             last = start + step >= len(tokens)
@@ -384,15 +387,15 @@ class FakeVllm:
             if chat and last and finish != "length":
                 now = answer.text
             if not answer.text.startswith(now) and not (finish == "length" or not chat):
-                now = said  # calls follow the text and are held back
+                now = shown_text  # calls follow the text and are held back
             for index in count:
                 choice = {"index": index, "finish_reason": finish if last else None}
                 before = [*prompt, *tokens[:start]]
                 choice["logprobs"] = self.logprobs(path, body, before, part, values[start : start + step])
-                choice |= {"token_ids": part} if says else {}
+                choice |= {"token_ids": part} if sends_ids else {}
                 choice |= self._versions(body, answer, tokens) if last else {}
                 if chat:
-                    delta = choice["delta"] = {"content": now[len(said) :]} if now != said else {}
+                    delta = choice["delta"] = {"content": now[len(shown_text) :]} if now != shown_text else {}
                     if not start and answer.reasoning:
                         delta["reasoning"] = answer.reasoning
                     if last and finish != "length" and answer.tool_calls:
@@ -400,10 +403,10 @@ class FakeVllm:
                             {"index": i} | tool_call(i, *call) for i, call in enumerate(answer.tool_calls)
                         ]
                 else:
-                    choice["text"] = now[len(said) :]
-                    choice["prompt_token_ids"] = prompt if says and not start else None
+                    choice["text"] = now[len(shown_text) :]
+                    choice["prompt_token_ids"] = prompt if sends_ids and not start else None
                 yield {"choices": [choice]}
-            said = now
+            shown_text = now
         if (body.get("stream_options") or {}).get("include_usage"):
             yield {"choices": [], "usage": usage(prompt, tokens)}
 
@@ -415,7 +418,7 @@ class FakeVllm:
         spans = [{"version": version, "start": start, "end": end} for (start, version), (end, _) in pairwise(runs)]
         return {"weight_versions": spans}
 
-    def _says_ids(self, body: Json) -> bool:
+    def _sends_ids(self, body: Json) -> bool:
         return bool(body.get("return_token_ids")) and "no_ids" not in self.limits
 
     def logprobs(
