@@ -57,7 +57,7 @@ class CallSummary:
     message_count: int
     choices: int
     finish_reason: str | None
-    """Of the first choice."""
+    """The finish reason of the first choice."""
     prompt_tokens: int | None
     completion_tokens: int
     cached_tokens: int | None

@@ -29,7 +29,7 @@ from polar_proxy.store import json_codec
 T = TypeVar("T")
 
 Durability = Literal["process", "power"]
-"""What a commit survives: the end of every process (`process`), or also a power failure of the machine (`power`).
+"""Failures that a commit survives: the end of every process (`process`), or also a power failure (`power`).
 
 `power` waits for the disk with each group commit. It applies to SQLite. On PostgreSQL the server's own
 `synchronous_commit` decides, because there `process` would also lose calls when the server dies.

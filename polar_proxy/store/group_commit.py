@@ -94,10 +94,6 @@ class GroupCommit:
         self._wake.set()
         await future
 
-    def forget_stored_rows(self) -> None:
-        """Insert all shared rows again with the next calls, because another process may have deleted some."""
-        self._serializer.forget()
-
     async def _run(self) -> None:
         while not (self._stopping and not self._waiting):
             await self._wake.wait()

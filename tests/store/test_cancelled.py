@@ -1,4 +1,4 @@
-"""What a writer that was cancelled leaves behind: nothing."""
+"""A cancelled writer keeps no lock and no transaction."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from tests.until import until
 
 
 async def test_a_cancelled_writer_holds_no_lock(store: Store) -> None:
-    known: list[Any] = []  # as a traceback knows them
+    references: list[Any] = []  # references statements, as a traceback does
     sqlite = store.database.dialect == "sqlite"
-    asked, runs, ends = asyncio.Event(), threading.Event(), threading.Event()
+    started, running, ends = asyncio.Event(), threading.Event(), threading.Event()
 
     def held() -> int:
-        runs.set()
+        running.set()
         return int(ends.wait(120))
 
     async def write() -> None:
         async with store.database.writing() as connection:
             driver: Any = (await connection.get_raw_connection()).driver_connection
-            known.append(await driver.execute("UPDATE settings SET value = value"))
+            references.append(await driver.execute("UPDATE settings SET value = value"))
             if sqlite:
                 await driver.create_function("held", 0, held)
-            asked.set()
+            started.set()
             await connection.execute(text("SELECT held()" if sqlite else "SELECT pg_sleep(300)"))
 
     task = asyncio.create_task(write())
-    await asked.wait()
+    await started.wait()
     if sqlite:
-        await until(runs.is_set)
+        await until(running.is_set)
     task.cancel()
     await asyncio.sleep(0)
     ends.set()

@@ -122,14 +122,14 @@ async def test_sigkill_loses_no_confirmed_call(url: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", _WRITER, url], stdout=subprocess.PIPE, text=True, cwd=root)
     assert process.stdout is not None
     session_id = process.stdout.readline().strip()
-    told = [process.stdout.readline().strip() for _ in range(100)]
+    confirmed = [process.stdout.readline().strip() for _ in range(100)]
     process.send_signal(signal.SIGKILL)
-    told += [line.strip() for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+    confirmed += [line.strip() for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
     assert process.wait() == -signal.SIGKILL
     process.stdout.close()
     async with open_store(url) as store:
         rows = await store.calls.summaries(session_id)
-        assert set(told) <= {row.call_id for row in rows}
+        assert set(confirmed) <= {row.call_id for row in rows}
         assert len(await store.calls.of_session(session_id)) == len(rows)
         (summary,) = await store.sessions.recent()
         assert summary.calls == len(rows)

@@ -80,7 +80,7 @@ def chain_ids(heads: Select[Any] | CompoundSelect[Any]) -> CTE:
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """Settings and engines by hash. Records share the values, so nobody may change them."""
+    """Settings and engines by hash. Records share the values: do not change them."""
 
     settings: Mapping[bytes, Json] = field(default_factory=dict)
     engines: Mapping[bytes, Json] = field(default_factory=dict)

@@ -30,7 +30,7 @@ _CACHED_KEYS = 200_000
 
 @dataclass(slots=True)
 class SessionCounters:
-    """What a batch adds to the counters of one session."""
+    """The amounts that a batch adds to the counters of one session."""
 
     calls: int = 0
     failed: int = 0

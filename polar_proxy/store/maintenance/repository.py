@@ -48,7 +48,7 @@ _TO_CALLS = (schema.trace_spans.c.call_id, schema.exclusions.c.call_id)
 
 @dataclass(slots=True)
 class PruneResult:
-    """What was deleted, or would be (dry run)."""
+    """Deleted rows and files; of a dry run, those that would be deleted."""
 
     rollouts: list[str] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What happens to jobs: a stream of events that clients follow, and the requests to callback URLs.
+"""Job events: a stream that clients follow, and the requests to callback URLs.
 
 Promises, for any number of processes on one database:
 

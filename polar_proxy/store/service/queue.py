@@ -167,7 +167,7 @@ class FleetRow:
 
 
 class FleetRepository(Repository):
-    """Whether the rollout services of all servers are paused."""
+    """The pause of all servers' rollout services."""
 
     async def get(self) -> FleetRow:
         async with self._database.reading() as connection:
