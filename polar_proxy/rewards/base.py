@@ -11,10 +11,11 @@ sandbox and can print what a test runner prints. It reaches nothing outside that
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import posixpath
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,6 +30,10 @@ _APPLY = ("git", "-c", "core.autocrlf=false", "-c", "safe.directory=*", "apply",
 
 class EvaluatorError(PolarError):
     """An evaluator could not do its work; the rollout gets no reward."""
+
+
+class PatchDoesNotApplyError(PolarError):
+    """The agent's patch does not apply; the text is git's error. It scores 0, because it is the agent's fault."""
 
 
 class CommandResult(Protocol):
@@ -120,7 +125,7 @@ class Evaluator(ABC):
 
     @abstractmethod
     async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
-        """Judge the work. Raises EvaluatorError."""
+        """Judge the work. Raises EvaluatorError and PatchDoesNotApplyError."""
 
     @abstractmethod
     def check(self, task: EvaluatedTask) -> None:
@@ -150,9 +155,13 @@ async def apply_patch(patch: bytes, workspace: Workspace) -> str | None:
     return result.stderr.decode(errors="replace").strip()[-2000:] or "git apply was too slow"
 
 
-def patch_does_not_apply(error: str) -> Score:
-    """Return the score of a patch that does not apply: 0, because it is the agent's fault."""
-    return Score(0.0, {"patch_applied": False, "solved": False}, error.encode())
+@contextlib.asynccontextmanager
+async def patched_workspace(sandboxes: SandboxFactory, patch: bytes) -> AsyncIterator[Workspace]:
+    """Open a sandbox with the task's own files and apply the agent's patch. Raises PatchDoesNotApplyError."""
+    async with sandboxes() as workspace:
+        if (error := await apply_patch(patch, workspace)) is not None:
+            raise PatchDoesNotApplyError(error)
+        yield workspace
 
 
 def check_relative_path(field_name: str, path: str) -> None:

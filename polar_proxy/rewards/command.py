@@ -14,9 +14,8 @@ from polar_proxy.rewards.base import (
     Evaluator,
     SandboxFactory,
     Score,
-    apply_patch,
     check_relative_path,
-    patch_does_not_apply,
+    patched_workspace,
 )
 from polar_proxy.types import Json
 
@@ -44,9 +43,7 @@ class CommandEvaluator(Evaluator):
         return self.files
 
     async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
-        async with sandboxes() as workspace:
-            if (error := await apply_patch(work.patch, workspace)) is not None:
-                return patch_does_not_apply(error)
+        async with patched_workspace(sandboxes, work.patch) as workspace:
             await workspace.write_tree({name: text.encode() for name, text in self.files.items()})
             result = await workspace.exec(self.argv, timeout=work.task.timeout_seconds)
         log = result.stdout + result.stderr

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from polar_proxy.rewards.base import EvaluatedTask, EvaluationInput, Evaluator, SandboxFactory, Score
+from polar_proxy.rewards.base import (
+    EvaluatedTask,
+    EvaluationInput,
+    Evaluator,
+    PatchDoesNotApplyError,
+    SandboxFactory,
+    Score,
+)
 from polar_proxy.rewards.reward_hacking import reward_hacking_signs
 
 
@@ -14,10 +21,17 @@ async def evaluate(work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
 
     `detail["signs"]` names the signs of reward hacking in the patch, if there are any."""
     evaluators = work.task.evaluators
-    scores = [await evaluator.score(work, sandboxes) for evaluator in evaluators]
+    scores = [await _score(evaluator, work, sandboxes) for evaluator in evaluators]
     score = scores[0] if len(scores) == 1 else combine_scores(evaluators, scores)
     signs = reward_hacking_signs(work.patch, work.task)
     return replace(score, detail={**score.detail, "signs": signs}) if signs else score
+
+
+async def _score(evaluator: Evaluator, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
+    try:
+        return await evaluator.score(work, sandboxes)
+    except PatchDoesNotApplyError as error:
+        return Score(0.0, {"patch_applied": False, "solved": False}, str(error).encode())
 
 
 def combine_scores(evaluators: Sequence[Evaluator], scores: Sequence[Score]) -> Score:

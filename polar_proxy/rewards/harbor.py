@@ -26,8 +26,7 @@ from polar_proxy.rewards.base import (
     SandboxFactory,
     Score,
     Workspace,
-    apply_patch,
-    patch_does_not_apply,
+    patched_workspace,
 )
 from polar_proxy.types import Json
 
@@ -61,9 +60,7 @@ class HarborEvaluator(Evaluator):
         if folder_digest(folder) != self.digest:
             raise EvaluatorError(f"{folder} has changed since its task was read; run the task again")
         files = folder_files(folder)
-        async with sandboxes() as workspace:
-            if (error := await apply_patch(work.patch, workspace)) is not None:
-                return patch_does_not_apply(error)
+        async with patched_workspace(sandboxes, work.patch) as workspace:
             await workspace.write_tree({name: data for name, (data, _) in files.items()}, root=TESTS)
             programs = [f"{TESTS}/{name}" for name, (_, executable) in files.items() if executable]
             await workspace.exec(("chmod", "+x", f"{TESTS}/test.sh", *programs), timeout=60)

@@ -16,8 +16,7 @@ from polar_proxy.rewards.base import (
     SandboxFactory,
     Score,
     Workspace,
-    apply_patch,
-    patch_does_not_apply,
+    patched_workspace,
 )
 from polar_proxy.rewards.log_parsers import Verdict, get_parser
 
@@ -51,9 +50,7 @@ class HiddenTestsEvaluator(Evaluator):
         task = work.task
         if self.before and (score := await self._score_unpatched(task, sandboxes)) is not None:
             return score
-        async with sandboxes() as workspace:
-            if (error := await apply_patch(work.patch, workspace)) is not None:
-                return patch_does_not_apply(error)
+        async with patched_workspace(sandboxes, work.patch) as workspace:
             verdicts, log, timed_out = await self._run(task, workspace)
         missed = [name for name in task.fail_to_pass if verdicts.get(name) not in _GOOD]
         broken = [name for name in task.pass_to_pass if verdicts.get(name) not in _GOOD]

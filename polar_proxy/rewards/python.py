@@ -23,9 +23,8 @@ from polar_proxy.rewards.base import (
     EvaluatorError,
     SandboxFactory,
     Score,
-    apply_patch,
     load_function,
-    patch_does_not_apply,
+    patched_workspace,
 )
 
 
@@ -45,9 +44,7 @@ class PythonEvaluator(Evaluator):
         """Call the function and check what it returns. Raises EvaluatorError if it fails or returns nothing usable."""
         function = load_function(self.function)
         if inspect.iscoroutinefunction(function):
-            async with sandboxes() as workspace:
-                if (error := await apply_patch(work.patch, workspace)) is not None:
-                    return patch_does_not_apply(error)
+            async with patched_workspace(sandboxes, work.patch) as workspace:
                 async with asyncio.timeout(work.task.timeout_seconds):
                     returned = await self._call(function, work, workspace)
         else:

@@ -27,7 +27,7 @@ from polar_proxy.rewards.base import (
     Score,
     Workspace,
     apply_patch,
-    patch_does_not_apply,
+    patched_workspace,
 )
 from polar_proxy.rewards.log_parsers import Verdict, get_parser
 from polar_proxy.types import Json
@@ -78,9 +78,7 @@ class SwebenchEvaluator(Evaluator):
 
     async def score(self, work: EvaluationInput, sandboxes: SandboxFactory) -> Score:
         task = work.task
-        async with sandboxes() as workspace:
-            if (error := await apply_patch(work.patch, workspace)) is not None:
-                return patch_does_not_apply(error)
+        async with patched_workspace(sandboxes, work.patch) as workspace:
             if self.eval_script is None and (error := await self._install_tests(task, workspace)) is not None:
                 return await self._score_without_tests(task, sandboxes, error)
             exit_code, log, timed_out = await self._run(task, workspace)
