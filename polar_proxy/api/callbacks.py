@@ -36,7 +36,7 @@ def callback_secret(settings: Settings) -> str:
         secret = settings.api.callback_secret
     else:
         secret = _load_or_create_secret(settings.home / SECRET_FILE)
-    webhooks.sign("check", 0, b"", secret)
+    webhooks.sign("check", 0, "", secret)
     return secret
 
 
@@ -76,7 +76,7 @@ class CallbackSender:
         except ApiError as error:  # the group or job was pruned meanwhile
             await self._store.callbacks.mark_failed(row.callback_id, str(error), None)
             return
-        problem, retry = await self._post(row, body.encode())
+        problem, retry = await self._post(row, body)
         if problem is None:
             await self._store.callbacks.mark_delivered(row.callback_id)
         elif retry and row.attempts < self._settings.callback_attempts:
@@ -86,7 +86,7 @@ class CallbackSender:
             log.warning("callback %s of %s is given up: %s", row.callback_id, row.job_id, problem)
             await self._store.callbacks.mark_failed(row.callback_id, problem, None)
 
-    async def _post(self, row: CallbackRow, body: bytes) -> tuple[str | None, bool]:
+    async def _post(self, row: CallbackRow, body: str) -> tuple[str | None, bool]:
         """Return the problem, or None if the receiver accepted the callback, and whether to try again."""
         stamp = int(time.time())
         headers = {
