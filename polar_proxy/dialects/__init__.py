@@ -7,7 +7,7 @@ from polar_proxy.dialects.google import GoogleGenerateContent, GoogleTokenCount
 from polar_proxy.dialects.openai_chat import OpenAIChat
 from polar_proxy.dialects.openai_completions import OpenAICompletions
 from polar_proxy.dialects.openai_responses import OpenAIResponses, ResponsesTokenCount
-from polar_proxy.dialects.registry import get_dialect, recorded_request
+from polar_proxy.dialects.registry import get_dialect, parse_recorded, recorded_request
 
 __all__ = [
     "Answer",
@@ -26,5 +26,6 @@ __all__ = [
     "ResponsesTokenCount",
     "TokenCount",
     "get_dialect",
+    "parse_recorded",
     "recorded_request",
 ]

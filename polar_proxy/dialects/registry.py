@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from polar_proxy.dialects.anthropic import AnthropicMessages
-from polar_proxy.dialects.base import Dialect
+from polar_proxy.dialects.base import Dialect, ParsedRequest
 from polar_proxy.dialects.google import GoogleGenerateContent
 from polar_proxy.dialects.openai_chat import OpenAIChat
 from polar_proxy.dialects.openai_completions import OpenAICompletions
@@ -29,13 +29,24 @@ def recorded_request(call: CallRecord) -> EngineRequest:
 
     Raises RequestError for a damaged record.
     """
+    (request,) = parse_recorded(call).requests
+    return request
+
+
+def parse_recorded(call: CallRecord, previous: ParsedRequest | None = None) -> ParsedRequest:
+    """Return the parsed body of a recorded call, which has one engine request.
+
+    `previous` is that of another call of the same session and dialect: messages that both have are not parsed again.
+    Raises RequestError for a damaged record.
+    """
     try:
         dialect = get_dialect(call.dialect, call.model)
     except KeyError:
         raise RequestError(f"There is no dialect {call.dialect!r} in this version of Polar.") from None
     # Stored fields that are not JSON, or belong to another dialect, raise TypeError and the like.
     try:
-        (request,) = dialect.parse(dialect.rebuild_body(call.messages, call.tools, call.params)).requests
+        parsed = dialect.parse(dialect.rebuild_body(call.messages, call.tools, call.params), previous)
+        (_,) = parsed.requests
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise RequestError(f"The stored request is damaged: {type(error).__name__}: {error}") from error
-    return request
+    return parsed

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from polar_proxy.dialects import recorded_request
+from polar_proxy.dialects import ParsedRequest, parse_recorded
 from polar_proxy.errors import RequestError
 from polar_proxy.traces import Certificate
 from polar_proxy.traces.rows import SCHEMA, trace_identity, write_row
@@ -38,6 +38,7 @@ class SessionExport:
 
 
 def jsonl(session: SessionExport) -> Iterator[Json]:
+    reader = ConversationReader()
     yield {
         "schema": SCHEMA,
         **session.rollout,
@@ -51,7 +52,7 @@ def jsonl(session: SessionExport) -> Iterator[Json]:
                 "dialect": call.dialect,
                 "started_at": call.started_at,
                 "seconds": call.ended_at - call.started_at,
-                **conversation(call),
+                **reader.read(call),
                 "sampling": call.sampling,
                 "choices": [
                     {"message": choice.message.to_openai(), "finish_reason": choice.finish_reason}
@@ -70,11 +71,12 @@ def jsonl(session: SessionExport) -> Iterator[Json]:
 def chat_jsonl(session: SessionExport) -> Iterator[Json]:
     """The last call of a trace has its whole conversation, and the choice that ends the trace is its answer."""
     calls = {call.call_id: call for call in session.calls}
+    reader = ConversationReader()
     for trace in session.traces:
         last = trace.spans[-1]
         call = calls[last.call_id]
         choice = next(choice for choice in call.choices if choice.index == last.choice)
-        row = conversation(call)
+        row = reader.read(call)
         row["messages"].append(choice.message.to_openai())
         if row["tools"] is None:
             del row["tools"]
@@ -98,14 +100,29 @@ def conversation(call: CallRecord) -> Json:
 
     A raw prompt (Completions) has no roles: its message has the role `prompt`. With "unparsed" the messages are raw.
     """
-    try:
-        request = recorded_request(call)
-    except RequestError as error:
-        tools = None if call.tools is None else _raw_json(call.tools)
-        return {"messages": [_raw_json(message) for message in call.messages], "tools": tools, "unparsed": str(error)}
-    if isinstance(request, TextRequest):
-        return {"messages": [{"role": "prompt", "content": request.prompt}], "tools": None}
-    return {"messages": [message.to_openai() for message in request.messages], "tools": list(request.tools) or None}
+    return ConversationReader().read(call)
+
+
+class ConversationReader:
+    """Reads the conversations of a session's calls, and parses a message that several calls have only once."""
+
+    def __init__(self) -> None:
+        self._last_parsed: dict[str, ParsedRequest] = {}
+        """dialect -> the last request of that dialect"""
+
+    def read(self, call: CallRecord) -> Json:
+        """Return what `conversation` returns."""
+        try:
+            parsed = parse_recorded(call, self._last_parsed.get(call.dialect))
+        except RequestError as error:
+            tools = None if call.tools is None else _raw_json(call.tools)
+            messages = [_raw_json(message) for message in call.messages]
+            return {"messages": messages, "tools": tools, "unparsed": str(error)}
+        self._last_parsed[call.dialect] = parsed
+        (request,) = parsed.requests
+        if isinstance(request, TextRequest):
+            return {"messages": [{"role": "prompt", "content": request.prompt}], "tools": None}
+        return {"messages": [message.to_openai() for message in request.messages], "tools": list(request.tools) or None}
 
 
 def _raw_json(stored: bytes) -> Any:

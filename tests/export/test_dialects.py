@@ -7,6 +7,7 @@ import pytest
 
 from polar_proxy.dialects import OpenAIChat, recorded_request
 from polar_proxy.export import DATASET_FORMATS, SessionExport, conversation
+from polar_proxy.export.datasets import ConversationReader
 from polar_proxy.traces import BUILDERS
 from polar_proxy.types import CallRecord, ChatRequest, Json
 from tests.export.dialect_requests import BODIES, recorded
@@ -64,3 +65,13 @@ def test_unreadable_request_is_written_raw_with_the_reason() -> None:
     assert "messages[0].role" in row("chat-jsonl", recorded("openai_chat", messages=call.messages[:1]))["unparsed"]
     assert "unparsed" in row("jsonl", call)["calls"][0]
     assert "telegraph" in row("chat-jsonl", recorded("openai_chat", dialect="telegraph"))["unparsed"]
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_reader_of_a_session_equals_the_reading_of_each_call(name: str) -> None:
+    """Later calls repeat messages of earlier ones, which are then not parsed again."""
+    call = recorded(name)
+    shorter = recorded(name, messages=call.messages[:2])
+    reader = ConversationReader()
+    for one in (shorter, call, recorded("openai_completions", {"model": "m", "prompt": "Once"}), call, shorter):
+        assert reader.read(one) == conversation(one)
