@@ -144,10 +144,11 @@ def trainer(
     engine: LocalEngine,
     config: GrpoConfig = CONFIG,
     *,
+    learner: Learner | None = None,
     on_point: Callable[[str], None] = lambda point: None,
     **parts: Any,
 ) -> GrpoTrainer:
-    """Return a trainer of the run `folder/run`, with its model loaded again as in a new process."""
+    """Return a trainer of the run `folder/run`. Without a learner, the model is loaded again as in a new process."""
     run = folder / "run"
     defaults: dict[str, Any] = {
         "weight_sync": LocalSync(engine),
@@ -155,7 +156,7 @@ def trainer(
         "reader": StoreGroupReader(store),
         "rollouts": Bandit(store, engine, str(run), config.groups, config.samples),
     }
-    learner = Learner(load_model(model), config)
+    learner = learner or Learner(load_model(model), config)
     return GrpoTrainer(run, config, learner, model=model, engine=engine, on_point=on_point, **{**defaults, **parts})
 
 
