@@ -271,7 +271,7 @@ class RequestHandler:
         return await _offload(len(raw) + sum(map(len, referred.messages)), prepend_and_parse, body)
 
     async def _previous_call(self, dialect: Dialect, call_id: str, session: SessionState) -> PreviousCall:
-        """Return the call that a body continues. Raises RequestError if the session has no complete answer with it."""
+        """Return the call that a body continues. Raises RequestError if it has no complete answer in this session."""
         call = await self._store.calls.get(call_id)
         if call is None or call.session_id != session.session_id or call.dialect != dialect.name or not call.choices:
             raise RequestError(
