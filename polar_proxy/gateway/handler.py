@@ -28,7 +28,7 @@ from polar_proxy.gateway import asgi
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
 from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext
-from polar_proxy.gateway.reply import Reply, StreamedReply, WholeReply, send_error
+from polar_proxy.gateway.reply import Reply, send_error
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
 from polar_proxy.gateway.sampling import apply_policy
 from polar_proxy.sessions import (
@@ -164,9 +164,7 @@ class RequestHandler:
             (b"x-polar-session-id", request.session.session_id.encode()),
         ]
         encoder = dialect.encoder(request.parsed, call_id, int(request.started_at))
-        if request.parsed.stream:
-            return StreamedReply(send, dialect, encoder, headers, self._settings)
-        return WholeReply(send, dialect, encoder, headers)
+        return Reply(send, dialect, encoder, headers, self._settings, stream=request.parsed.stream)
 
     async def _sample(
         self,

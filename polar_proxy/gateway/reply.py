@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 
 from polar_proxy.config import GatewaySettings
 from polar_proxy.dialects import Answer, Dialect, Encoder, TokenCount
@@ -25,95 +24,73 @@ async def send_error(
     await asgi.send_json(send, error.status, shape.error_body(error), [*headers, *retry])
 
 
-class Reply(ABC):
-    """The response to one request, written while its calls are sampled."""
+class Reply:
+    """The response to one request: one JSON body at the end, or a stream while its calls are sampled.
 
-    @abstractmethod
-    async def write(self, request_index: int, event: SampleEvent) -> None:
-        """Pass on an event of the engine request number `request_index`."""
-
-    @abstractmethod
-    async def finish(self, answers: list[Answer]) -> None:
-        """Send what is left of the answer, up to its last byte."""
-
-    @abstractmethod
-    async def fail(self, error: RequestError | EngineError) -> None:
-        """Send an error, as the whole response or at the end of a stream that has begun."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Stop timers. Safe to call more than once."""
-
-
-class WholeReply(Reply):
-    """One JSON response, sent when everything is sampled and committed."""
-
-    def __init__(self, send: asgi.Send, dialect: Dialect, encoder: Encoder, headers: asgi.Headers) -> None:
-        self._send = send
-        self._dialect = dialect
-        self._encoder = encoder
-        self._headers = headers
-
-    async def write(self, request_index: int, event: SampleEvent) -> None:
-        pass
-
-    async def finish(self, answers: list[Answer]) -> None:
-        await asgi.send_json(self._send, 200, self._encoder.respond(answers), self._headers)
-
-    async def fail(self, error: RequestError | EngineError) -> None:
-        await send_error(self._send, error, self._dialect, self._headers)
-
-    def close(self) -> None:
-        pass
-
-
-class StreamedReply(Reply):
-    """A stream: headers with the first bytes or after a short wait, then chunks, and heartbeats while it is silent.
-
-    The wait lets an error that comes early keep its own HTTP status.
+    A stream sends its headers with the first bytes, or after a short wait, so that an early error keeps its own HTTP
+    status. While it is silent it sends heartbeats.
     """
 
     def __init__(
-        self, send: asgi.Send, dialect: Dialect, encoder: Encoder, headers: asgi.Headers, settings: GatewaySettings
+        self,
+        send: asgi.Send,
+        dialect: Dialect,
+        encoder: Encoder,
+        headers: asgi.Headers,
+        settings: GatewaySettings,
+        *,
+        stream: bool,
     ) -> None:
         self._send = send
         self._dialect = dialect
         self._encoder = encoder
         self._headers = headers
-        self._heartbeat_seconds = settings.heartbeat_seconds
-        self._lock = asyncio.Lock()
-        self._last_sent = time.monotonic()
+        self._stream = stream
         self._started = False
         self._closed = False
+        self._lock = asyncio.Lock()
+        self._last_sent = time.monotonic()
+        self._heartbeat_seconds = settings.heartbeat_seconds
         self._heartbeats: asyncio.Task[None] | None = None
-        self._timer = asyncio.get_running_loop().call_later(settings.headers_after_seconds, self._start_heartbeats)
+        if stream:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(settings.headers_after_seconds, self._start_heartbeats)
 
     async def write(self, request_index: int, event: SampleEvent) -> None:
-        data = self._encoder.feed(request_index, event)
-        if not data:
+        """Stream an event of the engine request number `request_index`."""
+        if not self._stream:
             return
-        async with self._lock:
-            if not self._started:
-                await self._send_headers()
-            await self._send_body(data)
+        data = self._encoder.feed(request_index, event)
+        if data:
+            async with self._lock:
+                if not self._started:
+                    await self._send_headers()
+                await self._send_body(data)
 
     async def finish(self, answers: list[Answer]) -> None:
-        await self._finish(self._encoder.end(answers))
+        """Send what is left of the answer, up to its last byte."""
+        if self._stream:
+            await self._finish_stream(self._encoder.end(answers))
+        else:
+            await asgi.send_json(self._send, 200, self._encoder.respond(answers), self._headers)
 
     async def fail(self, error: RequestError | EngineError) -> None:
+        """Send an error, as the whole response or at the end of a stream that has begun."""
         self.close()
         if self._started:
-            await self._finish(self._encoder.fail(str(error), error.status))
+            await self._finish_stream(self._encoder.fail(str(error), error.status))
         else:
             await send_error(self._send, error, self._dialect, self._headers)
 
     def close(self) -> None:
-        self._timer.cancel()
+        """Stop the heartbeats. Safe to call more than once."""
         self._closed = True
+        if self._stream:
+            self._timer.cancel()
         if self._heartbeats is not None:
             self._heartbeats.cancel()
 
-    async def _finish(self, data: bytes) -> None:
+    async def _finish_stream(self, data: bytes) -> None:
         async with self._lock:
             if not self._started:
                 await self._send_headers()
