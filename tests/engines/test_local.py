@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.engines.local import LocalEngine
 from polar_proxy.engines.local.model import ModelRunner, PrefixCache, common_prefix
+from polar_proxy.engines.local.scheduler import BatchScheduler
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, Message, Sampling, TextRequest, TokenIds
 from tests.engines.conftest import make_random_model
@@ -113,6 +114,19 @@ def hold(happened: Callable[[], object]) -> None:
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def signalled(scheduler: BatchScheduler, name: str) -> threading.Event:
+    """Return an event that is set when a method of the scheduler is called from now on."""
+    called = threading.Event()
+    method = getattr(scheduler, name)
+
+    def signalling(*given: Any) -> Any:
+        called.set()
+        return method(*given)
+
+    setattr(scheduler, name, signalling)
+    return called
 
 
 # Exactness
@@ -297,12 +311,13 @@ async def test_drops_calls_cancelled_while_waiting(random_engine: LocalEngine) -
 async def test_leaving_the_engine_fails_running_calls(random_model_dir: Path) -> None:
     async with LocalEngine(random_model_dir) as engine:
         worker = engine.loaded.scheduler
-        steps = Steps(engine, lambda number: hold(lambda: worker.closing) if number == 10 else None)
+        closing = signalled(worker, "close")
+        steps = Steps(engine, lambda number: hold(closing.is_set) if number == 10 else None)
         task = asyncio.create_task(run(engine, chat(sampling=endless(engine))))
         await until(lambda: steps.count == 10)
         scoring = asyncio.create_task(engine.score(list(range(900)) * 4))
         await asyncio.sleep(0)
-    assert not worker.alive
+    assert "polar-local-engine" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(EngineError, match="shut down"):
         await task
     outcome = (await asyncio.gather(scoring, return_exceptions=True))[0]
@@ -476,7 +491,8 @@ async def test_loads_weights_during_an_answer(random_engine: LocalEngine, random
     weights = other_weights(random_model_dir)
     ignore_eos(random_engine)
     worker = random_engine.loaded.scheduler
-    steps = Steps(random_engine, lambda number: hold(lambda: worker.pending_tasks) if number == 100 else None)
+    queued = signalled(worker, "run_task")
+    steps = Steps(random_engine, lambda number: hold(queued.is_set) if number == 100 else None)
     request = TextRequest("", tuple(range(100, 130)), replace(PLAIN, max_tokens=400))
     task = asyncio.create_task(run(random_engine, request))
     await until(lambda: steps.count == 100)

@@ -25,7 +25,7 @@ from polar_proxy.engines.hermes import HermesParser, ParsedText
 from polar_proxy.engines.local import grammar
 from polar_proxy.engines.local.grammar import GrammarCompiler
 from polar_proxy.engines.local.model import ModelRunner
-from polar_proxy.engines.local.sampling import SamplingDefaults, SequenceSampler, resolve
+from polar_proxy.engines.local.sampling import SequenceSampler, resolve
 from polar_proxy.engines.local.scheduler import BatchScheduler, Generation, PrefillStarted, Result, SampledToken
 from polar_proxy.engines.local.tokenizer import ChatTemplate, Vocabulary
 from polar_proxy.errors import EngineError, RequestError
@@ -53,7 +53,7 @@ class LoadedModel:
     vocabulary: Vocabulary
     template: ChatTemplate
     grammars: GrammarCompiler
-    defaults: SamplingDefaults
+    generation_config: Mapping[str, Any]
     scheduler: BatchScheduler
 
 
@@ -127,8 +127,8 @@ class LocalEngine(Engine):
             threads=self._threads or (1 if runner.parameter_count < SMALL_MODEL else None),
         )
         grammars = GrammarCompiler(tokenizer, runner.vocab_size, end_ids)
-        defaults = SamplingDefaults.of(runner.model)
-        return LoadedModel(info, runner, vocabulary, template, grammars, defaults, scheduler)
+        generation_config = runner.model.generation_config.to_diff_dict()
+        return LoadedModel(info, runner, vocabulary, template, grammars, generation_config, scheduler)
 
     @property
     def loaded(self) -> LoadedModel:
@@ -195,7 +195,9 @@ class LocalEngine(Engine):
             new_mask = model.grammars.for_request(request, reasoning)
         self._check_prompt(request, ids)
         vocab_size = model.runner.vocab_size
-        params, max_tokens = resolve(sampling, model.defaults, vocab_size, model.info.context_length - len(ids))
+        params, max_tokens = resolve(
+            sampling, model.generation_config, vocab_size, model.info.context_length - len(ids)
+        )
         samplers = [
             SequenceSampler(params, seed + index, vocab_size, new_mask() if new_mask else None)
             for index in range(sampling.n)

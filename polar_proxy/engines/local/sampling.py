@@ -27,29 +27,6 @@ _UNIFORM_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """The model's own generation config, used for what a request leaves out (as vLLM does)."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int | None = None
-    """None: as many as the context has room for."""
-
-    @classmethod
-    def of(cls, model: Any) -> SamplingDefaults:
-        given = model.generation_config.to_diff_dict()
-        return cls(
-            temperature=_or(given.get("temperature"), 1.0),
-            top_p=_or(given.get("top_p"), 1.0),
-            top_k=_or(given.get("top_k"), 0),
-            min_p=_or(given.get("min_p"), 0.0),
-            max_tokens=given.get("max_new_tokens"),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling settings of one request with every default resolved. `logit_bias`: int64 [k] ids and float32 [k]."""
 
@@ -71,12 +48,15 @@ class SamplingParams:
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
-def resolve(sampling: Sampling, defaults: SamplingDefaults, vocab_size: int, room: int) -> tuple[SamplingParams, int]:
-    """Return the settings, and max_tokens cut to the `room` left in the context. Raises RequestError."""
-    temperature = _or(sampling.temperature, defaults.temperature)
-    top_p = _or(sampling.top_p, defaults.top_p)
-    top_k = _or(sampling.top_k, defaults.top_k)
-    min_p = _or(sampling.min_p, defaults.min_p)
+def resolve(sampling: Sampling, defaults: Mapping[str, Any], vocab_size: int, room: int) -> tuple[SamplingParams, int]:
+    """Return the settings, and max_tokens cut to the `room` left in the context. Raises RequestError.
+
+    `defaults` is the model's own generation config, used for what a request leaves out (as vLLM does).
+    """
+    temperature = _first(sampling.temperature, defaults.get("temperature"), 1.0)
+    top_p = _first(sampling.top_p, defaults.get("top_p"), 1.0)
+    top_k = _first(sampling.top_k, defaults.get("top_k"), 0)
+    min_p = _first(sampling.min_p, defaults.get("min_p"), 0.0)
     _check(sampling.n >= 1, "n", "must be at least 1")
     _check(0.0 <= temperature < 1e4, "temperature", "must be 0 or more")
     _check(0.0 < top_p <= 1.0, "top_p", "must be above 0 and at most 1")
@@ -94,7 +74,7 @@ def resolve(sampling: Sampling, defaults: SamplingDefaults, vocab_size: int, roo
         logit_bias=_bias(sampling.logit_bias, vocab_size) if sampling.logit_bias else None,
         top_logprobs=sampling.top_logprobs,
     )
-    return params, min(_or(_or(sampling.max_tokens, defaults.max_tokens), room), room)
+    return params, min(_first(sampling.max_tokens, defaults.get("max_new_tokens"), room), room)
 
 
 def _bias(bias: Mapping[str, float], vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,8 +91,9 @@ def _check(valid: bool, name: str, rule: str) -> None:
         raise RequestError(f"{name} {rule}.", param=name)
 
 
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
+def _first(*values: Any) -> Any:
+    """Return the first value that is not None."""
+    return next(value for value in values if value is not None)
 
 
 class SequenceSampler:

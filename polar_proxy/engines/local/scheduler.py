@@ -190,19 +190,6 @@ class BatchScheduler:
         """Number of choices that wait or run."""
         return len(self._submitted) + len(self._waiting) + len(self._prefilling) + len(self._running)
 
-    @property
-    def pending_tasks(self) -> int:
-        return len(self._tasks)
-
-    @property
-    def closing(self) -> bool:
-        return self._closing
-
-    @property
-    def alive(self) -> bool:
-        """Whether the worker thread runs."""
-        return self._thread.is_alive()
-
     def _check_alive(self) -> None:
         if self.failure is not None or self._closing:
             raise EngineError(self.failure or "The local engine is shut down.", status=503)
