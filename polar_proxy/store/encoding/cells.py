@@ -204,8 +204,10 @@ def low_bytes(ids: TokenIds, width: int) -> bytes:
 
 def ids_from_bytes(body: bytes | bytearray, width: int) -> TokenIds:
     """Return int32 [n] of little-endian numbers with `width` bytes each."""
-    numbers = np.zeros((len(body) // width, 4), np.uint8)
-    numbers[:, :width] = np.frombuffer(body, np.uint8).reshape(-1, width)
+    if width != 3:
+        return np.frombuffer(body, {1: "<u1", 2: "<u2", 4: "<i4"}[width]).astype(np.int32)
+    numbers = np.zeros((len(body) // 3, 4), np.uint8)
+    numbers[:, :3] = np.frombuffer(body, np.uint8).reshape(-1, 3)
     ids: TokenIds = numbers.view("<i4").reshape(-1).astype(np.int32, copy=False)
     return ids
 

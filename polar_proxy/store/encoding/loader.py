@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError
 from polar_proxy.store import json_codec
 from polar_proxy.store.encoding.buffers import TokenPrefix
-from polar_proxy.store.encoding.cells import CellCodec, bytes_before
+from polar_proxy.store.encoding.cells import CONTEXT, CellCodec, bytes_before
 from polar_proxy.store.encoding.chains import NodeKind
 from polar_proxy.store.schema import calls, completions, engines, nodes, settings
 from polar_proxy.types import CallRecord, Choice, EngineInfo, Json, Message, TokenIds
@@ -108,6 +108,8 @@ class CallLoader:
         self._nodes = {bytes(row.node_id): row for row in node_rows}
         self._contents: dict[bytes, bytes] = {}
         self._conversations: dict[bytes | None, tuple[bytes, ...]] = {None: ()}
+        self._last_context: tuple[bytes | None, bytes] = (None, b"")
+        """The node and the context of the last conversation; the next one usually continues it."""
         self._prompts: dict[bytes | None, TokenPrefix] = {None: TokenPrefix.empty()}
         self._engines: dict[bytes, EngineInfo] = {}
         self._tails: dict[bytes, tuple[bytes, int]] = {}
@@ -137,7 +139,7 @@ class CallLoader:
             tools = None if row.tools_node is None else self._content(row.tools_node, b"")
             fingerprint = row.fingerprint
         answers = self._answer_rows[row.call_id]
-        before_answer = bytes_before(messages) if answers else b""
+        before_answer = self._context(row.messages_node) if self._text else b""
         return CallRecord(
             **dict(zip(_COPIED, row, strict=False)),
             engine=None if row.engine_hash is None else self._engine(row.engine_hash),
@@ -195,11 +197,20 @@ class CallLoader:
 
     def _conversation(self, head: bytes | None) -> tuple[bytes, ...]:
         new = self.chain(head, self._conversations)
-        found = list(self._conversations[self.node(new[0]).parent_id if new else head])
+        known = self.node(new[0]).parent_id if new else head
+        found, context = list(self._conversations[known]), self._context(known)
         for node in new:
-            found.append(self._content(node, bytes_before(found)))
+            found.append(self._content(node, context))
+            context = (context + found[-1])[-CONTEXT:]
         messages = self._conversations[head] = tuple(found)
+        self._last_context = (head, context)
         return messages
+
+    def _context(self, head: bytes | None) -> bytes:
+        """Return the last `CONTEXT` bytes of a conversation that was read before."""
+        if self._last_context[0] != head:
+            self._last_context = (head, bytes_before(self._conversations[head]))
+        return self._last_context[1]
 
     def _content(self, node: bytes, before: bytes) -> bytes:
         if node not in self._contents:
