@@ -1,13 +1,13 @@
-# make demo: set up and run the main job.  make test: set up and test.  See README.md.
+# make demo: set up and run the main job.  make test: set up and test.  See README.md and CONTRIBUTING.md.
 SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-# Of tests without services, so many files at a time, each with one thread: make test PROCESSES=8
+# Test files run in this many processes, each with one thread: make test PROCESSES=8
 PROCESSES ?= 2
 
-.PHONY: setup demo test test-full test-harnesses coverage lint types format image clean
+.PHONY: setup demo test-fast test test-full test-harnesses coverage lint types format image clean
 
 setup: $(STAMP)
 
@@ -32,19 +32,23 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# What needs no service: everything but the tests marked `full`.
+# Lint, types, and the tests that start no process, load no model and wait for nothing.
+test-fast: lint types
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n $(PROCESSES) --dist loadfile -m 'not slow and not full and not by_command'
+
+# Everything that needs no service.
 test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(PROCESSES) --dist loadfile --durations=12 -m 'not full and not by_command'
 
-# The same, and which lines no test reached; a fifth slower.
+# The same, and the lines that no test reached.
 coverage: setup
 	$(BIN)/pytest -m 'not full and not by_command' --cov --cov-report=term:skip-covered
 
-# With a real vLLM, harness CLIs, Docker and PostgreSQL; scripts/with_services.sh installs, starts and stops them.
+# With real vLLM, harness programs, Docker and PostgreSQL; scripts/with_services.sh installs, starts and stops them.
 test-full: setup
 	scripts/with_services.sh $(BIN)/pytest --durations=25 -m full
 
-# OpenHands, aider, terminus-2 and Mistral Vibe: 4 to 10 minutes of installing, and Python 3.12 for three of them.
+# OpenHands, aider, terminus-2 and Mistral Vibe: installing takes 4 to 10 minutes, and three of them need Python 3.12.
 test-harnesses: setup
 	$(BIN)/pytest -m by_command
 
