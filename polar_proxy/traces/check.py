@@ -27,6 +27,15 @@ _PROBLEMS_SHOWN = 3
 """How many problems of a row its line shows."""
 
 
+@dataclass(frozen=True, slots=True)
+class RowCheck:
+    """The result of checking one row: its problems, and what could be read of it."""
+
+    problems: list[str]
+    trace: Trace | None = None
+    certificate: Certificate | None = None
+
+
 @dataclass(slots=True)
 class FileCheck:
     """The result of a check. `bad`: (line number from 1, trace id if known, problems) of each bad row."""
@@ -53,9 +62,10 @@ def check_lines(lines: Iterable[bytes]) -> FileCheck:
         except orjson.JSONDecodeError as error:
             found[number] = (None, [f"this is not JSON: {error}"])
             continue
-        trace, certificate, problems = _check(row)
-        if trace is not None and certificate is not None and not problems:
-            problems = together.add(number, trace, certificate)
+        checked = check_row(row)
+        problems = checked.problems
+        if not problems and checked.trace is not None and checked.certificate is not None:
+            problems = together.add(number, checked.trace, checked.certificate)
         trace_id = row.get("trace_id") if isinstance(row, dict) else None
         found[number] = (trace_id if isinstance(trace_id, str) else None, problems)
     for number, problem in together.check_branches():
@@ -63,28 +73,24 @@ def check_lines(lines: Iterable[bytes]) -> FileCheck:
     return FileCheck(rows, [(number, *entry) for number, entry in sorted(found.items()) if entry[1]])
 
 
-def check_row(row: Any) -> list[str]:
-    """Return what is wrong with one row by itself."""
-    return _check(row)[2]
-
-
-def _check(row: Any) -> tuple[Trace | None, Certificate | None, list[str]]:
+def check_row(row: Any) -> RowCheck:
+    """Check one row by itself."""
     if not isinstance(row, dict):
-        return None, None, ["this is not a row: a row is a JSON object"]
+        return RowCheck(["this is not a row: a row is a JSON object"])
     fields = row.get("certificate")
     if not isinstance(fields, dict):
-        return None, None, ["there is no certificate"]
+        return RowCheck(["there is no certificate"])
     schema = fields.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
-        return None, None, [f"the certificate has schema {schema}, and this Polar knows {SCHEMA}: update Polar"]
+        return RowCheck([f"the certificate has schema {schema}, and this Polar knows {SCHEMA}: update Polar"])
     try:
         certificate = Certificate.model_validate(fields)
     except ValidationError as error:
-        return None, None, [f"certificate.{line}" for line in describe_errors(error)]
+        return RowCheck([f"certificate.{line}" for line in describe_errors(error)])
     try:
         trace = read_row(row).trace
     except RowError as error:
-        return None, certificate, [str(error)]
+        return RowCheck([str(error)])
     problems = list(_identity_problems(trace, certificate))
     if not problems:
         problems = [
@@ -92,7 +98,7 @@ def _check(row: Any) -> tuple[Trace | None, Certificate | None, list[str]]:
             *_span_problems(certificate),
             *_reason_problems(certificate),
         ]
-    return trace, certificate, problems
+    return RowCheck(problems, trace, certificate)
 
 
 def _identity_problems(trace: Trace, certificate: Certificate) -> Iterator[str]:

@@ -70,7 +70,7 @@ def test_build_joins_drifted_turns_if_asked(drifted_session: str, tmp_path: Path
     assert "1 canonical" in polar_ok("build", drifted_session, "--on-drift", "canonical")
     (row,) = export(tmp_path / "train.jsonl", "--all-grades")
     assert row["certificate"]["on_drift"] == "canonical"
-    assert list(check_row(row)) == []
+    assert list(check_row(row).problems) == []
 
 
 def test_build_reports_invalid_options(drifted_session: str) -> None:
@@ -204,7 +204,7 @@ def test_rescore_builds_off_policy_traces_from_text(polar_home: Path, tmp_path: 
     assert [one["engine"] for one in certificate["engines"]] == ["openai"]
     mask = np.array(row["loss_mask"])
     assert decode(np.array(row["response_ids"])[mask == 1].tolist()) == "First.Second."
-    assert list(check_row(row)) == []
+    assert list(check_row(row).problems) == []
 
     audited = audit("--builder", "rescored")
     assert (audited["traces"], audited["grades"]) == (1, {"approximate": 1})

@@ -50,7 +50,7 @@ def test_accepts_rows_of_random_sessions(builder: str, session: tuple[list[CallR
 async def test_accepts_rescored_rows() -> None:
     built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), PositionScorer())
     (row,) = rows([FIRST, DRIFTED], built)
-    assert check_row(row) == []
+    assert check_row(row).problems == []
     assert row["grade"] == "approximate"
 
 
@@ -114,14 +114,14 @@ def test_detects_contradictions_with_correct_hashes(change: Callable[[Json], obj
     row = _forged(ROW, change)
     row["grade"] = row["certificate"]["grade"]
     row["spans"] = [{name: span[name] for name in row["spans"][0]} for span in row["certificate"]["spans"]]
-    assert any(expected in problem for problem in check_row(row)), check_row(row)
+    assert any(expected in problem for problem in check_row(row).problems), check_row(row).problems
 
 
 def test_audit_may_lower_the_grade_but_not_raise_it() -> None:
-    assert check_row(_audited(ROW, "rejected")) == []
+    assert check_row(_audited(ROW, "rejected")).problems == []
     (approximate,) = rows_of([FIRST, DRIFTED], on_drift="canonical")
-    assert check_row(_audited(approximate, "rejected")) == []
-    assert any("grade" in problem for problem in check_row(_audited(approximate, "exact")))
+    assert check_row(_audited(approximate, "rejected")).problems == []
+    assert any("grade" in problem for problem in check_row(_audited(approximate, "exact")).problems)
 
 
 def _audited(row: Json, grade: str) -> Json:
@@ -132,7 +132,7 @@ def _audited(row: Json, grade: str) -> Json:
 
 def test_reward_and_task_are_not_covered() -> None:
     """docs/guide/data.md says so: the certificate does not cover what the row says of its rollout."""
-    assert check_row({**ROW, "reward": 1.0, "task_id": "another"}) == []
+    assert check_row({**ROW, "reward": 1.0, "task_id": "another"}).problems == []
 
 
 @pytest.mark.parametrize(
