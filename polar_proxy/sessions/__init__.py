@@ -5,26 +5,17 @@ The way of a call: `SessionRegistry.find` -> `SessionState.place` (lineage) -> `
 
 from polar_proxy.sessions.client_metadata import NO_METADATA, ClientMetadata, read_client_metadata
 from polar_proxy.sessions.continuation import PromptBuilder, PromptPlan, prompt_config
-from polar_proxy.sessions.hashing import HashedConversation
 from polar_proxy.sessions.keys import hash_key, key_of_request, new_key
-from polar_proxy.sessions.lineage import Base, Lineage
-from polar_proxy.sessions.normalisers import NORMALISERS, Normaliser
+from polar_proxy.sessions.lineage import Lineage
 from polar_proxy.sessions.registry import SessionClosedError, SessionRegistry
-from polar_proxy.sessions.rules import RULES, Rule
 from polar_proxy.sessions.state import SessionState
 
 __all__ = [
-    "NORMALISERS",
     "NO_METADATA",
-    "RULES",
-    "Base",
     "ClientMetadata",
-    "HashedConversation",
     "Lineage",
-    "Normaliser",
     "PromptBuilder",
     "PromptPlan",
-    "Rule",
     "SessionClosedError",
     "SessionRegistry",
     "SessionState",

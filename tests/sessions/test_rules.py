@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from polar_proxy.sessions import NORMALISERS, RULES, ClientMetadata, Lineage, Rule
+from polar_proxy.sessions import ClientMetadata, Lineage
+from polar_proxy.sessions.normalisers import NORMALISERS
+from polar_proxy.sessions.rules import RULES, Rule
 from polar_proxy.types import Json
 from tests.sessions.conversations import SessionDriver, calls, result, says, system, tools, user
 
