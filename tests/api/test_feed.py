@@ -77,12 +77,12 @@ async def test_too_stale_is_dropped_and_told(serve_api: ServeApi, store: Store) 
         assert ([one["group_id"] for one in offer["leases"]], offer["dropped"]) == ([young], [old])
         assert await running.get("/feed") == {
             "depth": {"leased": 1, "dropped": 1},
-            "dropped_reasons": {"staler than 2 policy versions": 1},
+            "dropped_reasons": {"more than 2 policy versions old": 1},
         }
         refused = await running.post(
             "/feed/lease", {"consumer": "t", "policy_version": "a", "max_staleness": 1}, status=400
         )
-        assert "numbers" in refused["error"]["message"]
+        assert "a number" in refused["error"]["message"]
         await running.post("/feed/lease", {"consumer": ""}, status=422)
         await running.post("/feed/lease", {"consumer": "t", "seconds": -1}, status=422)
 
