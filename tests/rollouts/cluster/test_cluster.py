@@ -235,7 +235,7 @@ async def test_a_stopped_node_leaves_nothing_behind(machines: Machines, url: str
         assert left_behind(machines) == []
         await until(store, ids, lambda rows: all((row.status, row.attempt) == ("queued", 2) for row in rows), 120)
         assert len(await recorded(store, ids)) == 2
-        wait_for(lambda: "no node of the cluster takes work" in served.log.read_text(), 120, served.log.read_text)
+        wait_for(lambda: "the cluster has no node that takes work" in served.log.read_text(), 120, served.log.read_text)
         assert served.stop() == 130
 
 
@@ -244,7 +244,7 @@ async def test_reports_a_node_that_cannot_start(machines: Machines, url: str) ->
     machines.add(1, POLAR_ENGINE__KIND="nowhere:Engine")
     async with open_store(url):
         served = machines.serve(url)
-        words = "cannot work: Cannot load engine 'nowhere:Engine'"
+        words = "cannot start: Cannot load engine 'nowhere:Engine'"
         wait_for(lambda: served.log.read_text().count(words) >= 2, 240, served.log.read_text)
         assert "Traceback" not in served.log.read_text()
         assert served.stop() == 130
