@@ -1,4 +1,4 @@
-"""A real server of the API: gateway, store, rollout service and housekeeping, on a port of its own."""
+"""A real API server on a free port: gateway, store, rollout service and background loops."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LIMITS = ServiceLimits(
     WorkerLimits(in_flight=4, running=4, retry_seconds=0.01, poll_seconds=0.05),
     pool_size=1,
     refill=False,
-    admission=AdmissionSettings(memory_mb=0),  # whatever else this machine does
+    admission=AdmissionSettings(memory_mb=0),  # independent of the load of this machine
 )
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server, and clients of each role: `admin` and `trainer`."""
+    """A server and one client for each role."""
 
     gateway: Gateway
     service: RolloutService | None
@@ -43,7 +43,7 @@ class RunningServer:
     store: Store
 
     async def post(self, path: str, body: Any = None, *, status: int = 200, **headers: str) -> Any:
-        """As admin; the answer must have this status."""
+        """Post as admin; the response must have this status."""
         return _checked(await self.admin.post(path, json=body, headers=headers), status)
 
     async def get(self, path: str, *, status: int = 200, **params: Any) -> Any:
@@ -65,7 +65,7 @@ ServeApi = Callable[..., AbstractAsyncContextManager[RunningServer]]
 
 
 @pytest.fixture(autouse=True)
-def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -111,7 +111,7 @@ def serve_api(store: Store, tmp_path: Path) -> ServeApi:
 
 
 def job_request(agent: str = "TinyAgent", samples: int = 1, **given: Any) -> dict[str, Any]:
-    """A request for rollouts that run anywhere."""
+    """Return a job request whose rollouts run on any machine."""
     return {
         "task": "swe-task",
         "seed": 3,

@@ -1,4 +1,4 @@
-"""A receiver of callbacks on a port of its own, which answers as it is told."""
+"""A receiver of callbacks on a free port, which answers with prescribed statuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 class CallbackReceiver:
     url: str = ""
     statuses: list[int] = field(default_factory=list)
-    """Of the next answers, in order; then 204."""
+    """Statuses of the next answers, in order; then 204."""
     got: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
 
     async def until(self, count: int, seconds: float = 120) -> None:
@@ -36,7 +36,7 @@ class CallbackReceiver:
 async def callback_receiver(*statuses: int) -> AsyncIterator[CallbackReceiver]:
     receiver = CallbackReceiver(statuses=list(statuses))
     server = await asyncio.start_server(receiver._serve, "127.0.0.1", 0)
-    receiver.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/told"
+    receiver.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/callbacks"
     try:
         yield receiver
     finally:

@@ -1,4 +1,4 @@
-"""Who may do what: every route of the API under every kind of key, and none of it inside a sandbox."""
+"""Which keys may use which routes, and that no route is reachable from inside a sandbox."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ TRAINERS = {
 
 
 def routes(app: FastAPI) -> set[tuple[str, str]]:
-    """Of the documentation, so of what is told to be there."""
+    """Return the routes of the OpenAPI document."""
     return {
         (method.upper(), path)
         for path, methods in app.openapi()["paths"].items()
@@ -62,8 +62,8 @@ def routes(app: FastAPI) -> set[tuple[str, str]]:
     }
 
 
-async def test_every_route_under_every_key(store: Store) -> None:
-    """The key is looked at before anything else: what is asked for need not be there, nor readable."""
+async def test_every_route_checks_the_key_and_its_role(store: Store) -> None:
+    """The key is checked first: the requests are unreadable and name nothing that exists."""
     app = create_api(store, settings=Settings())
     assert routes(app) == ADMIN_ONLY | TRAINERS
     session_key = new_key()
@@ -103,7 +103,7 @@ async def test_every_route_under_every_key(store: Store) -> None:
 
 
 async def test_there_is_no_anonymous_access_on_loopback(serve_api: ServeApi) -> None:
-    """An agent in a process sandbox reaches the gateway as its user does."""
+    """An agent in a process sandbox can reach the gateway, so that loopback is not trusted."""
     async with (
         serve_api() as running,
         httpx.AsyncClient(base_url=running.gateway.url, trust_env=False, timeout=60) as http,
@@ -114,21 +114,21 @@ async def test_there_is_no_anonymous_access_on_loopback(serve_api: ServeApi) -> 
         assert (
             await http.post("/api/v1/jobs", json=job_request(), headers={"x-api-key": "any-key"})
         ).status_code == 401
-        told = (await http.get("/openapi.json")).json()
-        assert "/api/v1/jobs" in told["paths"]
-        assert told["paths"]["/api/v1/jobs"]["post"]["security"] == [{"HTTPBearer": []}]
+        document = (await http.get("/openapi.json")).json()
+        assert "/api/v1/jobs" in document["paths"]
+        assert document["paths"]["/api/v1/jobs"]["post"]["security"] == [{"HTTPBearer": []}]
         assert (await http.get("/docs")).status_code == 200
         assert (await running.get("/nothing", status=404))["error"]["code"] == "not_found"
     assert await running.store.jobs.find() == []
 
 
-async def test_a_socket_inside_a_sandbox_serves_agents_alone(serve_api: ServeApi) -> None:
+async def test_a_socket_inside_a_sandbox_serves_model_routes_only(serve_api: ServeApi) -> None:
     async with serve_api(engine=ScriptedEngine()) as running:
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         inside = f"http://127.0.0.1:{listener.getsockname()[1]}"
         await running.gateway.serve_on(listener)
-        headers = running.admin.headers  # even with an admin's key, which no agent has
+        headers = running.admin.headers  # even with an admin key
         async with httpx.AsyncClient(base_url=inside, headers=headers, trust_env=False, timeout=60) as http:
             for path in (
                 *("/api/v1/jobs", "/api/v1/service", "/s/x/api/v1/jobs", "/metrics", "/docs", "/openapi.json"),
@@ -147,7 +147,7 @@ async def test_a_socket_inside_a_sandbox_serves_agents_alone(serve_api: ServeApi
         assert (await running.admin.get("/jobs")).status_code == 200
 
 
-async def test_the_key_of_this_machine(store: Store, tmp_path: Any) -> None:
+async def test_local_admin_key_is_private_and_replaced_when_revoked(store: Store, tmp_path: Any) -> None:
     path = await local_admin_key(store, tmp_path / "home")
     key = path.read_text().strip()
     assert path.stat().st_mode & 0o777 == 0o600
@@ -163,7 +163,7 @@ async def test_the_key_of_this_machine(store: Store, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["jobs", "rollouts"])
-async def test_pages_have_bounds(serve_api: ServeApi, path: str) -> None:
+async def test_page_size_has_limits(serve_api: ServeApi, path: str) -> None:
     async with serve_api() as running:
         answer = await running.get(f"/{path}", limit=0, status=422)
         assert answer["error"]["code"] == "invalid"

@@ -1,4 +1,4 @@
-"""Server-sent events: a job from its start to its end, over lost connections and different servers."""
+"""Server-sent events: a job from start to end, across lost connections and several servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = tuple[str, str, dict[str, Any]]
 
 
 async def listen(http: httpx.AsyncClient, params: dict[str, str], **headers: str) -> AsyncIterator[Event]:
-    """(id, name, data) of each event, as the specification has them."""
+    """Yield (id, name, data) of each event."""
     async with http.stream("GET", "/events", params=params, headers=headers) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
@@ -32,29 +32,29 @@ async def listen(http: httpx.AsyncClient, params: dict[str, str], **headers: str
                 fields = {}
 
 
-def words(events: list[Event]) -> list[str]:
+def summaries(events: list[Event]) -> list[str]:
     return [f"{name} {data.get('to') or data.get('status', '')}".strip() for _, name, data in events]
 
 
-async def test_a_job_from_its_start_to_its_end(serve_api: ServeApi) -> None:
+async def test_streams_a_job_from_start_to_end(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
         job = await running.post("/jobs", job_request(for_training=True), status=201)
         async with asyncio.timeout(150):
             events = [event async for event in listen(running.trainer, {"job": job["job_id"]})]
-        assert words(events) == [
+        assert summaries(events) == [
             *("job open", "stage queued", "stage preparing", "stage ready", "stage running", "stage scoring"),
             *("stage done", "group finished", "job done", "end"),
         ]
         assert {data["job_id"] for _, _, data in events} == {job["job_id"]}
         assert all(data["at"] > 0 for _, _, data in events[:-1])
-        # A job that is over is told again, whole; and from any point on.
+        # The events of an ended job can be read again, from the start or from any event on.
         assert [event async for event in listen(running.trainer, {"job": job["job_id"]})] == events
         for place, (cursor, _, _) in enumerate(events[:-1]):
             again = [e async for e in listen(running.trainer, {"job": job["job_id"]}, **{"last-event-id": cursor})]
             assert again == events[place + 1 :]
 
 
-async def test_over_lost_connections_and_two_servers(serve_api: ServeApi) -> None:
+async def test_continues_on_another_server(serve_api: ServeApi) -> None:
     """Each connection is dropped after one event; the next is made to the other server of the database."""
 
     async def followed(servers: list[RunningServer], job_id: str) -> list[Event]:
@@ -72,10 +72,10 @@ async def test_over_lost_connections_and_two_servers(serve_api: ServeApi) -> Non
         async with asyncio.timeout(200):
             events = await followed([one, other], job["job_id"])
         assert events == [event async for event in listen(other.admin, {"job": job["job_id"]})]
-        assert words(events).count("stage done") == 2
+        assert summaries(events).count("stage done") == 2
 
 
-async def test_of_all_jobs_from_now_on(serve_api: ServeApi) -> None:
+async def test_streams_all_jobs_from_now_on(serve_api: ServeApi) -> None:
     async with serve_api() as running:
         await running.post("/jobs", job_request(), status=201)
         seen: list[Event] = []
@@ -98,7 +98,7 @@ async def test_of_all_jobs_from_now_on(serve_api: ServeApi) -> None:
         assert {data["job_id"] for _, _, data in seen} == {job["job_id"]}
 
 
-async def test_a_server_that_stops_ends_its_streams(serve_api: ServeApi) -> None:
+async def test_a_stopping_server_ends_its_streams(serve_api: ServeApi) -> None:
     seen: list[Event] = []
     async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
         async with serve_api(grace=600) as running:
@@ -115,14 +115,14 @@ async def test_a_server_that_stops_ends_its_streams(serve_api: ServeApi) -> None
                     await asyncio.sleep(0.02)
             await asyncio.sleep(0.2)
             assert not task.done()
-        # Not the end of the job: the client asks again, elsewhere. And no ten minutes of grace go by.
+        # The stream ends without `end`, so that the client reconnects elsewhere, and without a grace period.
         await asyncio.wait_for(task, 60)
-        assert words(seen) == ["job open", "stage queued"]
+        assert summaries(seen) == ["job open", "stage queued"]
 
 
 @pytest.mark.parametrize(
     ("params", "status"), [({"job": "job_none"}, 404), ({"after": "yesterday"}, 400), ({"after": "1-2-3"}, 400)]
 )
-async def test_what_cannot_be_followed(serve_api: ServeApi, params: dict[str, str], status: int) -> None:
+async def test_rejects_unknown_jobs_and_positions(serve_api: ServeApi, params: dict[str, str], status: int) -> None:
     async with serve_api() as running:
         await running.get("/events", status=status, **params)

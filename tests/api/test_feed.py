@@ -1,4 +1,4 @@
-"""The trainer feed and rewards over HTTP: no group to two consumers, leases that come back, what is dropped and why."""
+"""The trainer feed, rewards and sessions over HTTP."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ async def lease(running: RunningServer, **given: Any) -> Any:
     return answer.json()
 
 
-async def test_two_consumers_never_get_one_group(serve_api: ServeApi, store: Store) -> None:
-    """Several at once, on two servers of one database."""
+async def test_a_group_is_leased_to_one_consumer(serve_api: ServeApi, store: Store) -> None:
+    """Several consumers lease at once, on two servers of one database."""
     groups = await finished(store, 16)
     async with serve_api() as one, serve_api() as other:
 
@@ -41,7 +41,7 @@ async def test_two_consumers_never_get_one_group(serve_api: ServeApi, store: Sto
         assert (await one.get("/feed"))["depth"] == {"delivered": 16}
 
 
-async def test_a_lease_from_one_end_to_the_other(serve_api: ServeApi, store: Store) -> None:
+async def test_leases_are_returned_extended_and_acknowledged(serve_api: ServeApi, store: Store) -> None:
     first, second = await finished(store, 2, version="4")
     async with serve_api() as running:
         before = time.time()
@@ -52,7 +52,7 @@ async def test_a_lease_from_one_end_to_the_other(serve_api: ServeApi, store: Sto
         extended = await running.post(f"{path}/extend", {"seconds": 1000})
         assert extended["expires_at"] > one["expires_at"] + 800
         assert (await running.post(f"{path}/return"))["outcome"] == "returned"
-        assert (await running.post(f"{path}/return"))["outcome"] == "returned"  # said twice
+        assert (await running.post(f"{path}/return"))["outcome"] == "returned"  # idempotent
         for end, body in (("ack", None), ("extend", {"seconds": 1.0})):
             lost = await running.post(f"{path}/{end}", body, status=409)
             assert lost["error"]["code"] == "lease_lost"
@@ -60,7 +60,7 @@ async def test_a_lease_from_one_end_to_the_other(serve_api: ServeApi, store: Sto
 
         (short,) = (await lease(running, seconds=0.2))["leases"]
         assert short["group_id"] == first
-        offer = await lease(running, limit=2, wait=120)  # what nobody acknowledges comes back
+        offer = await lease(running, limit=2, wait=120)  # an expired lease can be leased again
         if len(offer["leases"]) == 1:
             offer["leases"] += (await lease(running, limit=2, wait=120))["leases"]
         assert {one["group_id"] for one in offer["leases"]} == {first, second}
@@ -69,7 +69,7 @@ async def test_a_lease_from_one_end_to_the_other(serve_api: ServeApi, store: Sto
         ] == "lease_lost"
 
 
-async def test_too_stale_is_dropped_and_told(serve_api: ServeApi, store: Store) -> None:
+async def test_stale_groups_are_dropped_with_a_reason(serve_api: ServeApi, store: Store) -> None:
     (old,) = await finished(store, 1, version="1")
     (young,) = await finished(store, 1, version="5")
     async with serve_api() as running:
@@ -87,7 +87,7 @@ async def test_too_stale_is_dropped_and_told(serve_api: ServeApi, store: Store) 
         await running.post("/feed/lease", {"consumer": "t", "seconds": -1}, status=422)
 
 
-async def test_waiting_for_a_group(serve_api: ServeApi) -> None:
+async def test_lease_waits_for_a_group(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
         began = time.monotonic()
         assert (await lease(running, wait=0.5))["leases"] == []
@@ -99,7 +99,7 @@ async def test_waiting_for_a_group(serve_api: ServeApi) -> None:
         assert [one["group_id"] for one in offer["leases"]] == [group["group_id"]]
 
 
-async def test_whoever_hangs_up_while_it_waits_gets_nothing(
+async def test_a_client_that_disconnects_while_waiting_leases_nothing(
     serve_api: ServeApi, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits, given_up = asyncio.Event(), asyncio.Event()
@@ -122,7 +122,7 @@ async def test_whoever_hangs_up_while_it_waits_gets_nothing(
         assert (await running.get("/feed"))["depth"] == {"waiting": 1}
 
 
-async def test_rewards_from_outside(serve_api: ServeApi) -> None:
+async def test_rewards_are_added_to_rollouts_calls_and_traces(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
         job = await running.post("/jobs", job_request(), status=201)
         await until_ended(running, job["job_id"])
@@ -146,7 +146,7 @@ async def test_rewards_from_outside(serve_api: ServeApi) -> None:
         later = await give(value=None)
         assert later["created_at"] > for_call["created_at"]
         detail = await running.get(f"/rollouts/{row['rollout_id']}")
-        assert detail["reward"] is None  # who could not say said so last; no reward is not 0
+        assert detail["reward"] is None  # the newest reward is null, which is not 0
         assert [(one["source"], one["value"]) for one in detail["rewards"]] == [
             *(("tests", 1.0), ("human:anna", 0.25), ("human:anna", 0.5), ("human:anna", None)),
         ]
@@ -158,7 +158,7 @@ async def test_rewards_from_outside(serve_api: ServeApi) -> None:
 
 
 @pytest.mark.parametrize("policy", [{}, {"temperature": 0.5, "max_tokens": 64, "prompt_mode": "render"}])
-async def test_a_session_for_an_agent(serve_api: ServeApi, policy: dict[str, Any]) -> None:
+async def test_session_settings_override_the_agent(serve_api: ServeApi, policy: dict[str, Any]) -> None:
     async with serve_api() as running:
         made = await running.post("/sessions", {"label": "laptop", **policy}, status=201)
         assert made["key"].startswith("sk-polar-")

@@ -1,4 +1,4 @@
-"""Pause, resume and drain of all servers on a database, over HTTP: two servers with a service each."""
+"""Pausing, resuming and draining all servers of a database: two servers, each with rollout workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.api.conftest import ServeApi, job_request
 from tests.api.test_jobs import until_calls, until_ended
 
 
-async def test_one_pauses_for_both(serve_api: ServeApi) -> None:
+async def test_one_server_pauses_both(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as one, serve_api(work=True) as other:
         paused = await one.post("/service/pause", {"scope": "all", "seconds": 600})
         assert (paused["state"], paused["paused_until"]) == ("paused", None)
@@ -19,15 +19,15 @@ async def test_one_pauses_for_both(serve_api: ServeApi) -> None:
         job = await other.post("/jobs", job_request(), status=201)
         await asyncio.sleep(0.5)
         assert (await one.get(f"/jobs/{job['job_id']}"))["rollouts"] == {"queued": 1}
-        # Not by a server for itself alone.
+        # A server cannot end this pause for itself alone.
         assert (await other.post("/service/resume"))["state"] == "paused"
         resumed = await other.post("/service/resume", {"scope": "all"})
         assert (resumed["state"], resumed["fleet"]["state"]) == ("working", "working")
         await until_ended(one, job["job_id"])
 
 
-async def test_one_that_times_out_leaves_nothing_paused(serve_api: ServeApi) -> None:
-    """What is in hand is the other's; the one that is asked works on nothing."""
+async def test_a_timeout_leaves_nothing_paused(serve_api: ServeApi) -> None:
+    """The rollout runs on the other server, not on the one that receives the request."""
     async with serve_api() as head, serve_api(work=True) as node:
         job = await node.post("/jobs", job_request("SleepyAgent"), status=201)
         await until_calls(node, 1)
@@ -44,7 +44,7 @@ async def test_one_that_times_out_leaves_nothing_paused(serve_api: ServeApi) -> 
         assert drained["fleet"] == {"state": "paused", "paused_until": None, "in_flight": 0}
 
 
-async def test_a_pause_that_was_there_stays_and_somebody_elses_is_not_undone(serve_api: ServeApi) -> None:
+async def test_an_earlier_or_foreign_pause_is_not_undone(serve_api: ServeApi) -> None:
     async with serve_api() as head, serve_api(work=True) as node:
         job = await node.post("/jobs", job_request("SleepyAgent"), status=201)
         await until_calls(node, 1)
@@ -55,7 +55,7 @@ async def test_a_pause_that_was_there_stays_and_somebody_elses_is_not_undone(ser
         waiting = asyncio.create_task(head.post("/service/drain", {"scope": "all", "timeout": 1}, status=409))
         await asyncio.sleep(0.3)
         held = await head.store.fleet.get()
-        assert held.paused_until is not None  # killed now, the server would leave a pause that ends
+        assert held.paused_until is not None  # the pause would end even if the server were killed now
         await node.post("/service/resume", {"scope": "all"})
         await waiting
         assert await head.store.fleet.get() == FleetRow(None, None)

@@ -1,4 +1,4 @@
-"""Jobs over HTTP: submitted once, worked on, looked at, cancelled at any stage."""
+"""Jobs over HTTP: submission, results, idempotency keys, cancellation."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ async def until_calls(running: RunningServer, count: int) -> None:
 
 async def test_a_job_from_submission_to_its_rows(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
-        asked = job_request(samples=2, for_training=True, label="try", priority=2)
-        job = await running.post("/jobs", asked, status=201, **{"idempotency-key": "k"})
+        request_body = job_request(samples=2, for_training=True, label="try", priority=2)
+        job = await running.post("/jobs", request_body, status=201, **{"idempotency-key": "k"})
         assert (job["status"], job["groups"], job["new"], job["refused"]) == ("open", 1, True, [])
         ended = await until_ended(running, job["job_id"])
         assert (ended["status"], ended["rollouts"], ended["label"]) == ("done", {"done": 2}, "try")
@@ -63,16 +63,16 @@ async def test_a_job_from_submission_to_its_rows(serve_api: ServeApi) -> None:
             row for row in rows if row["rollout_id"] == rollouts[1]["rollout_id"]
         ]
 
-        again = await running.post("/jobs", asked, status=200, **{"idempotency-key": "k"})
+        again = await running.post("/jobs", request_body, status=200, **{"idempotency-key": "k"})
         assert (again["job_id"], again["new"], again["status"]) == (job["job_id"], False, "done")
-        other = await running.post("/jobs", {**asked, "samples": 3}, status=400, **{"idempotency-key": "k"})
+        other = await running.post("/jobs", {**request_body, "samples": 3}, status=400, **{"idempotency-key": "k"})
         assert "was used for another job" in other["error"]["message"]
         listed = await running.get("/jobs", state="done,cancelled")
         assert [row["job_id"] for row in listed["jobs"]] == [job["job_id"]]
         assert listed["feed"] == {"waiting": 1}
 
 
-async def test_one_key_said_at_once_is_one_job(serve_api: ServeApi) -> None:
+async def test_concurrent_submissions_under_one_key_make_one_job(serve_api: ServeApi) -> None:
     async with serve_api() as running:
         answers = await asyncio.gather(
             *(running.admin.post("/jobs", json=job_request(), headers={"idempotency-key": "same"}) for _ in range(8))
@@ -87,21 +87,21 @@ async def test_bad_tasks_are_refused_by_name_and_the_good_ones_run(serve_api: Se
     bad = {"task_id": "bad", "instruction": "do it", "evaluator": {"kind": "command"}}
     file = tmp_path / "tasks.jsonl"
     file.write_bytes(b"\n".join(orjson.dumps(row) for row in (bad, good)))
-    asked = {**job_request(), "task": None, "seed": None}
+    request_body = {**job_request(), "task": None, "seed": None}
     async with serve_api() as running:
         for request, where in (({"task_specs": [bad, good]}, "task_specs[0]"), ({"task": str(file)}, "tasks.jsonl:1")):
-            job = await running.post("/jobs", {**asked, **request}, status=201)
+            job = await running.post("/jobs", {**request_body, **request}, status=201)
             assert job["groups"] == 1
             (refusal,) = job["refused"]
             assert (refusal["where"], refusal["name"]) == (where, "bad")
             assert "argv" in refusal["reason"]
-        refused = await running.post("/jobs", {**asked, "task_specs": [bad]}, status=400)
+        refused = await running.post("/jobs", {**request_body, "task_specs": [bad]}, status=400)
         assert refused["error"]["detail"][0]["where"] == "task_specs[0]"
         assert len((await running.get("/jobs"))["jobs"]) == 2
 
 
 @pytest.mark.parametrize(
-    ("change", "status", "words"),
+    ("change", "status", "message"),
     [
         ({"task": "no-such-family"}, 400, "no task family 'no-such-family'"),
         ({"task": None}, 422, "give either task or task_specs"),
@@ -115,15 +115,15 @@ async def test_bad_tasks_are_refused_by_name_and_the_good_ones_run(serve_api: Se
         ({"callback_url": "https://me:secret@host/x"}, 400, "password"),
     ],
 )
-async def test_what_cannot_be(serve_api: ServeApi, change: dict[str, Any], status: int, words: str) -> None:
+async def test_rejects_invalid_requests(serve_api: ServeApi, change: dict[str, Any], status: int, message: str) -> None:
     async with serve_api() as running:
         error = (await running.post("/jobs", {**job_request(), **change}, status=status))["error"]
-        assert words in error["message"]
+        assert message in error["message"]
         assert "secret" not in str(error)
         assert (await running.get("/jobs"))["jobs"] == []
 
 
-async def test_ids_that_are_none(serve_api: ServeApi) -> None:
+async def test_unknown_ids_are_not_found(serve_api: ServeApi) -> None:
     async with serve_api() as running:
         for path in (
             *("/jobs/job_none", "/jobs/job_none/rollouts", "/groups/group_none", "/groups/group_none/trajectories"),
@@ -138,8 +138,8 @@ async def test_ids_that_are_none(serve_api: ServeApi) -> None:
 
 
 @pytest.mark.parametrize("what", ["job", "group", "rollout"])
-async def test_cancelled_while_the_agent_runs(serve_api: ServeApi, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt, "_IDLE_SECONDS", 600.0)  # which is not waited for
+async def test_cancels_while_the_agent_runs(serve_api: ServeApi, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_IDLE_SECONDS", 600.0)  # cancellation must not wait for this
     async with serve_api(work=True) as running:
         job = await running.post("/jobs", job_request("SleepyAgent"), status=201)
         await until_calls(running, 1)
@@ -150,15 +150,15 @@ async def test_cancelled_while_the_agent_runs(serve_api: ServeApi, what: str, mo
             "group": f"/groups/{detail['group_list'][0]['group_id']}",
             "rollout": f"/rollouts/{row['rollout_id']}",
         }[what]
-        told = await asyncio.wait_for(running.post(f"{target}/cancel"), 120)
-        assert told["in_flight"] == [row["rollout_id"]]
+        cancelled = await asyncio.wait_for(running.post(f"{target}/cancel"), 120)
+        assert cancelled["in_flight"] == [row["rollout_id"]]
         ended = await until_ended(running, job["job_id"])
         assert ended["rollouts"] == {"cancelled": 1}
         assert (await running.post(f"{target}/cancel"))["in_flight"] in ([], [row["rollout_id"]])
         assert (await running.get(f"/rollouts/{row['rollout_id']}"))["stages"][-1]["outcome"] == "cancelled"
 
 
-async def test_cancelled_before_it_began(serve_api: ServeApi) -> None:
+async def test_cancels_queued_rollouts(serve_api: ServeApi) -> None:
     async with serve_api() as running:
         given = {"samples": 3, "group_size": 2, "group_policy": "first_n", "overflow": "keep", "max_staleness": 4}
         job = await running.post("/jobs", job_request(for_training=True, **given), status=201)

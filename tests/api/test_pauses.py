@@ -1,4 +1,4 @@
-"""Pause, resume and drain over HTTP: one that times out leaves nothing paused."""
+"""Pausing, resuming and draining jobs and one server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.api.conftest import ServeApi, job_request
 from tests.api.test_jobs import until_calls, until_ended
 
 
-async def test_a_job_is_paused_and_goes_on(serve_api: ServeApi) -> None:
+async def test_a_job_is_paused_and_resumed(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
         await running.post("/service/pause")
         job = await running.post("/jobs", job_request(), status=201)
@@ -24,7 +24,7 @@ async def test_a_job_is_paused_and_goes_on(serve_api: ServeApi) -> None:
         assert refused["error"]["code"] == "conflict"
 
 
-async def test_a_pause_ends_by_itself(serve_api: ServeApi) -> None:
+async def test_a_pause_ends_automatically(serve_api: ServeApi) -> None:
     async with serve_api() as running:
         job = await running.post("/jobs", job_request(), status=201)
         before = time.time()
@@ -59,7 +59,7 @@ async def test_a_pause_that_times_out_leaves_nothing_paused(serve_api: ServeApi)
         await running.post(f"/jobs/{job['job_id']}/cancel")
 
 
-async def test_what_was_paused_before_stays_so(serve_api: ServeApi) -> None:
+async def test_an_earlier_pause_stays_after_a_timeout(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
         job = await running.post("/jobs", job_request("SleepyAgent"), status=201)
         await until_calls(running, 1)
@@ -73,7 +73,7 @@ async def test_what_was_paused_before_stays_so(serve_api: ServeApi) -> None:
         await running.post(f"/jobs/{job['job_id']}/cancel")
 
 
-async def test_drained_and_taken_up_again(serve_api: ServeApi) -> None:
+async def test_a_drained_server_is_resumed(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
         job = await running.post("/jobs", job_request(), status=201)
         await until_calls(running, 1)
@@ -87,7 +87,7 @@ async def test_drained_and_taken_up_again(serve_api: ServeApi) -> None:
         await until_ended(running, later["job_id"])
 
 
-async def test_how_the_server_stands(serve_api: ServeApi) -> None:
+async def test_service_state_and_metrics(serve_api: ServeApi) -> None:
     async with serve_api(work=True) as running:
         job = await running.post("/jobs", job_request(for_training=True), status=201)
         await until_ended(running, job["job_id"])

@@ -1,4 +1,4 @@
-"""Training runs over HTTP: a trainer tells of them, and their curves are read."""
+"""Training runs over HTTP: lines are stored, curves are read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def line(kind: str, step: int, **values: Any) -> dict[str, Any]:
     return {"kind": kind, "step": step, "at": 5.0 + step, **values}
 
 
-async def test_a_run_from_its_begin_to_its_curves(serve_api: ServeApi, store: Store) -> None:
+async def test_lines_become_curves(serve_api: ServeApi, store: Store) -> None:
     lines = [line("start", 0), line("eval", 0, reward=0.5), line("step", 1, reward=0.25, entropy=None)]
     async with serve_api() as running:
         put = {"name": "first", "config": {"loss": "dapo"}, "lines": lines[:1]}
@@ -23,22 +23,22 @@ async def test_a_run_from_its_begin_to_its_curves(serve_api: ServeApi, store: St
             assert (await running.post("/training/run_1/lines", {"first": 1, "lines": lines[1:]}))["lines"] == 3
         (listed,) = (await running.get("/training"))["runs"]
         assert (listed["run_id"], listed["name"], listed["step"], listed["updated_at"]) == ("run_1", "first", 1, 6.0)
-        told = await running.get("/training/run_1")
-        assert told["config"] == {"loss": "dapo"}
-        assert told["series"]["eval"]["reward"] == [0.5]
-        assert told["series"]["step"]["reward"] == [0.25]
-        assert told["series"]["step"]["loss"] == told["series"]["step"]["entropy"] == [None]
+        detail = await running.get("/training/run_1")
+        assert detail["config"] == {"loss": "dapo"}
+        assert detail["series"]["eval"]["reward"] == [0.5]
+        assert detail["series"]["step"]["reward"] == [0.25]
+        assert detail["series"]["step"]["loss"] == detail["series"]["step"]["entropy"] == [None]
         assert await store.training.lines("run_1") == lines
 
 
-async def test_what_is_wrong_is_said(serve_api: ServeApi, store: Store) -> None:
+async def test_rejects_unknown_runs_gaps_and_invalid_lines(serve_api: ServeApi, store: Store) -> None:
     async with serve_api() as running:
         assert (await running.get("/training"))["runs"] == []
         assert (await running.get("/training/run_1", status=404))["error"]["code"] == "not_found"
         await running.post("/training/run_1/lines", {"first": 0, "lines": []}, status=404)
         await running.trainer.put("/training/run_1", json={"name": "first", "config": {}})
-        behind = {"first": 2, "lines": [line("step", 3)]}
-        refused = (await running.post("/training/run_1/lines", behind, status=409))["error"]
+        gap = {"first": 2, "lines": [line("step", 3)]}
+        refused = (await running.post("/training/run_1/lines", gap, status=409))["error"]
         assert (refused["code"], refused["detail"]) == ("conflict", {"lines": 0})
         for wrong in (
             {"kind": "stop", "step": 1, "at": 1.0},

@@ -19,14 +19,14 @@ ENGINE = "tests.fakes.player:PlayerEngine"
 class PolarServer:
     url: str
     key: str
-    """Of an admin."""
+    """An admin key."""
     home: Path
     process: subprocess.Popen[str]
 
 
 @contextlib.contextmanager
 def polar_serve(home: Path, *arguments: str) -> Iterator[PolarServer]:
-    """`home`: the test's own, to which POLAR_HOME and POLAR_DB point already."""
+    """`home`: the folder that POLAR_HOME and POLAR_DB name already."""
     env = environment() | {"POLAR_RUN__HARNESS": "tests.fakes.tiny_agent:TinyAgent", "POLAR_RUN__SANDBOX": "process"}
     command = [POLAR, "serve", "--rollout-workers", "2", "--engine", ENGINE, "--port", "0", "--json", *arguments]
     home.mkdir(parents=True, exist_ok=True)
@@ -37,12 +37,12 @@ def polar_serve(home: Path, *arguments: str) -> Iterator[PolarServer]:
     ):
         try:
             assert process.stdout is not None
-            said = ""
-            while not said.rstrip().endswith("}"):
+            printed = ""
+            while not printed.rstrip().endswith("}"):
                 line = process.stdout.readline()
                 assert line, f"polar serve ended before it was ready: {log.read_text()}"
-                said += line
-            yield PolarServer(orjson.loads(said)["url"], (home / "api-key").read_text().strip(), home, process)
+                printed += line
+            yield PolarServer(orjson.loads(printed)["url"], (home / "api-key").read_text().strip(), home, process)
         finally:
             process.terminate()
             try:

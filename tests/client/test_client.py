@@ -1,4 +1,4 @@
-"""What the clients do with errors, lost answers and broken streams; the server's side is scripted."""
+"""The clients against a scripted server: typed errors, retries, broken streams."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FEED = {"depth": {"waiting": 2}, "dropped_reasons": {}}
 
 
 class Script:
-    """Gives these replies in turn and keeps the requests."""
+    """A transport that gives these replies in turn and records the requests."""
 
     def __init__(self, *replies: Reply) -> None:
         self.replies, self.requests = list(replies), list[httpx.Request]()
@@ -39,7 +39,7 @@ class Script:
 
 
 class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """Pieces of an answer; an error among them breaks the connection."""
+    """A body in pieces; an exception among them breaks the connection."""
 
     def __init__(self, *pieces: bytes | Exception) -> None:
         self.pieces = pieces
@@ -57,7 +57,7 @@ class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Nobody sleeps; how long they would have."""
+    """Replace sleeping; return the seconds that the clients would have slept."""
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
 
@@ -95,14 +95,14 @@ def test_refusals_are_typed(status: int, code: str, kind: type[c.ApiError], also
     assert len(script.requests) == 1
 
 
-def test_a_refusal_by_somebody_else_is_told_as_it_came() -> None:
+def test_errors_of_a_proxy_are_reported_as_received() -> None:
     for body in (b"<html>bad gateway</html>", b'{"detail": "no"}', b"[1]"):
         with pytest.raises(c.ApiError, match="answers 502: ") as caught:
             Script(httpx.Response(502, content=body)).client().feed()
         assert caught.value.code == "http_502"
 
 
-def test_key_and_address(pauses: list[float]) -> None:
+def test_sends_the_key_and_accepts_a_url_with_the_api_path(pauses: list[float]) -> None:
     script = Script(httpx.Response(200, json=FEED), httpx.Response(200, json=FEED))
     assert script.client().feed().depth == {"waiting": 2}
     c.Client("http://polar.test/api/v1/", transport=httpx.MockTransport(script)).feed()
@@ -110,15 +110,15 @@ def test_key_and_address(pauses: list[float]) -> None:
     assert [request.headers.get("authorization") for request in script.requests] == ["Bearer polar-admin-1", None]
 
 
-def test_an_id_is_one_part_of_the_path() -> None:
+def test_ids_are_quoted_as_one_path_segment() -> None:
     script = Script(refusal(404, "not_found"))
     with pytest.raises(c.NotFoundError):
         script.client().job("../feed?x=1")
     assert script.requests[0].url.raw_path == b"/api/v1/jobs/..%2Ffeed%3Fx%3D1"
 
 
-def test_a_submission_is_tried_again_under_one_key(pauses: list[float]) -> None:
-    """Answers lost in the middle, a server that is starting: the server gets the same key each time."""
+def test_retries_of_a_submission_have_the_same_key(pauses: list[float]) -> None:
+    """A lost response, a busy server and a refused connection: each try has the same key and body."""
     job = {"job_id": "job_1", "status": "open", "label": None, "priority": 0, "groups": 1, "rollouts": {"queued": 1}}
     job |= {"created_at": 1.0, "ended_at": None, "new": False, "of_a_newer_server": 1}
     busy = httpx.Response(503, headers={"retry-after": "3"}, json={"error": {"code": "unavailable", "message": "!"}})
@@ -134,7 +134,7 @@ def test_a_submission_is_tried_again_under_one_key(pauses: list[float]) -> None:
     assert script.requests[0].headers["idempotency-key"] == "mine"
 
 
-def test_what_may_not_be_said_twice_is_said_again_only_if_it_was_not_heard(pauses: list[float]) -> None:
+def test_requests_that_are_not_idempotent_are_retried_only_without_a_connection(pauses: list[float]) -> None:
     for call in (
         lambda polar: polar.reward(RewardRequest(rollout_id="roll_1", value=1.0, source="me")),
         lambda polar: polar.lease(LeaseRequest(consumer="me")),
@@ -146,14 +146,14 @@ def test_what_may_not_be_said_twice_is_said_again_only_if_it_was_not_heard(pause
     assert script.client().lease(LeaseRequest(consumer="me")).dropped == ["group_1"]
 
 
-def test_a_server_that_is_not_there(pauses: list[float]) -> None:
+def test_gives_up_after_the_last_try(pauses: list[float]) -> None:
     script = Script(*[httpx.ConnectError("refused")] * 9)
     with pytest.raises(c.UnreachableError, match="Is `polar serve` running"):
         script.client().feed()
     assert len(script.requests) == 5
 
 
-def test_a_long_poll_may_take_as_long_as_was_asked_for() -> None:
+def test_a_long_poll_has_a_longer_timeout() -> None:
     script = Script(httpx.Response(200, json={"leases": [], "dropped": []}))
     script.client().lease(LeaseRequest(consumer="me", wait=200))
     assert script.requests[0].extensions["timeout"]["read"] > 200
@@ -167,7 +167,7 @@ EVENTS = [
 
 
 def scripted_events() -> Script:
-    """Broken in the middle of the second event, refused, ended in order without an end, then whole."""
+    """Break in the second event, refuse a connection, end a response early, then complete the stream."""
     return Script(
         httpx.Response(200, stream=Body(EVENTS[0], EVENTS[1][:20], httpx.ReadError("reset"))),
         httpx.ConnectError("refused"),
@@ -182,24 +182,24 @@ def check_events(found: list[Event], script: Script) -> None:
     assert {request.url.query for request in script.requests} == {b"job=job_1"}
 
 
-def test_events_go_on_over_lost_connections(pauses: list[float]) -> None:
+def test_events_continue_after_lost_connections(pauses: list[float]) -> None:
     script = scripted_events()
     check_events(list(script.client().events("job_1", after="0")), script)
     assert all(pause > 0 for pause in pauses[1:])
 
 
-async def test_events_go_on_over_lost_connections_asynchronously(pauses: list[float]) -> None:
+async def test_events_continue_after_lost_connections_asynchronously(pauses: list[float]) -> None:
     script = scripted_events()
     async with c.AsyncClient("http://polar.test", "k", transport=httpx.MockTransport(script)) as polar:
         check_events([event async for event in polar.events("job_1", after="0")], script)
 
 
-def test_a_stream_that_may_not_be_had() -> None:
+def test_a_refused_stream_raises_a_typed_error() -> None:
     with pytest.raises(c.ForbiddenError, match="Because"):
         next(Script(refusal(403, "forbidden")).client().events())
 
 
-def test_rows_that_break_off_are_an_error_and_never_come_twice(pauses: list[float]) -> None:
+def test_a_broken_stream_of_rows_is_not_retried(pauses: list[float]) -> None:
     script = Script(
         httpx.ConnectError("refused"),
         httpx.Response(200, stream=Body(b'{"n": 1}\n{"n"', b': 2}\n{"n": 3', httpx.RemoteProtocolError("too short"))),
@@ -213,8 +213,8 @@ def test_rows_that_break_off_are_an_error_and_never_come_twice(pauses: list[floa
     assert script.requests[1].url.query == b"builder=merged&all_grades=true"
 
 
-async def test_an_application_in_this_process_answers_in_pieces() -> None:
-    asked, more = asyncio.Event(), asyncio.Event()
+async def test_in_process_responses_arrive_in_pieces() -> None:
+    started, more = asyncio.Event(), asyncio.Event()
 
     async def application(scope: AsgiMessage, receive: Callable[[], Any], send: Callable[[AsgiMessage], Any]) -> None:
         if scope["path"].endswith("/feed"):
@@ -222,14 +222,14 @@ async def test_an_application_in_this_process_answers_in_pieces() -> None:
         assert (await receive())["body"] == b""
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
         await send({"type": "http.response.body", "body": EVENTS[0], "more_body": True})
-        asked.set()
+        started.set()
         await more.wait()
         await send({"type": "http.response.body", "body": EVENTS[2] + b"data: {}\n\n"})
 
     async with c.AsyncClient("http://in-process", transport=InProcessTransport(application)) as polar:
         events = polar.events("job_1")
         assert (await anext(events)).id == "1"
-        assert asked.is_set()
+        assert started.is_set()
         more.set()
         assert [event.event async for event in events] == ["end"]
         with pytest.raises(RuntimeError, match="a bug"):

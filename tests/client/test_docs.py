@@ -1,4 +1,4 @@
-"""The examples of docs/reference/api_examples.md, run as they stand against a real server."""
+"""The examples of docs/reference/api_examples.md are run against a real server."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ def server(polar_home: Path) -> Iterator[PolarServer]:
 
 
 def run(command: list[str], script: str, server: PolarServer, folder: Path) -> str:
-    told = script.replace(THERE, server.url).replace("~/.polar", str(server.home))
+    program = script.replace(THERE, server.url).replace("~/.polar", str(server.home))
     env = environment() | {
         "POLAR_API_KEY": server.key,
         "PATH": f"{Path(sys.executable).parent}:{environment()['PATH']}",
     }
     done = subprocess.run(
-        command, input=told, env=env, cwd=folder, capture_output=True, text=True, timeout=240, check=False
+        command, input=program, env=env, cwd=folder, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{(server.home / 'serve.log').read_text()}"
     return done.stdout
 
 
 @pytest.mark.skipif(not (shutil.which("curl") and shutil.which("jq")), reason="install curl and jq")
-def test_the_examples_for_the_shell(server: PolarServer, tmp_path: Path) -> None:
+def test_shell_examples_run(server: PolarServer, tmp_path: Path) -> None:
     first, *rest = blocks("sh")
-    assert "polar serve --rollout-workers 2 &" in first  # the server of this test stands for it
-    said = run(["bash", "-seuo", "pipefail"], "\n".join(rest), server, tmp_path)
-    assert re.search(r"^event: end$", said, re.M)
-    assert "acknowledged" in said.split("returned")[1]
-    assert said.count("working") == 3  # of the job, the server, and all servers
+    assert "polar serve --rollout-workers 2 &" in first  # the fixture starts the server instead
+    printed = run(["bash", "-seuo", "pipefail"], "\n".join(rest), server, tmp_path)
+    assert re.search(r"^event: end$", printed, re.M)
+    assert "acknowledged" in printed.split("returned")[1]
+    assert printed.count("working") == 3  # the job, the server, and all servers
     rows = [orjson.loads(line) for line in (tmp_path / "rows.jsonl").read_bytes().splitlines()]
     assert len({row["rollout_id"] for row in rows}) == 2
 
 
-def test_the_examples_in_python(server: PolarServer, tmp_path: Path) -> None:
+def test_python_examples_run(server: PolarServer, tmp_path: Path) -> None:
     check = """
 assert job.status == "done" and job.rollouts == {"done": 2}, job
 assert [rollout.status for rollout in rollouts] == ["done"] * 2
@@ -71,8 +71,8 @@ assert session.key.startswith("sk-polar-")
 assert polar.training_run("run_mine").series["eval"]["reward"] == [0.75]
 """
     (guide,) = blocks("python", GUIDE)
-    said = run([sys.executable, "-"], "\n".join([*blocks("python"), check, guide]), server, tmp_path)
-    assert " end " in said
+    printed = run([sys.executable, "-"], "\n".join([*blocks("python"), check, guide]), server, tmp_path)
+    assert " end " in printed
 
 
 def test_every_route_has_an_example() -> None:

@@ -1,4 +1,4 @@
-"""A server that is killed in the middle of a job and started again: who follows the job notices nothing."""
+"""A client that follows a job does not notice that the server is killed and started again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polar_proxy.client import Client
 from tests.client.server import polar_serve
 
 
-def test_events_go_on_behind_a_kill(polar_home: Path) -> None:
+def test_events_continue_after_the_server_is_killed(polar_home: Path) -> None:
     found: list[Event] = []
     running = threading.Event()
 
@@ -41,9 +41,9 @@ def test_events_go_on_behind_a_kill(polar_home: Path) -> None:
         with Client(again.url, again.key) as polar:
             assert polar.job(slow.job_id).status == "done"
             (rollout,) = polar.job_rollouts(slow.job_id).rollouts
-    said = [(event.data.get("to"), event.data.get("cause")) for event in found if event.event == "stage"]
-    assert [to for to, _ in said].count("running") == 2  # the attempt that the kill ended, and the one after it
-    assert ("queued", "worker_lost") in said
-    assert said[-1][0] == rollout.status == "done"
+    stages = [(event.data.get("to"), event.data.get("cause")) for event in found if event.event == "stage"]
+    assert [to for to, _ in stages].count("running") == 2  # the attempt that the kill ended, and the one after it
+    assert ("queued", "worker_lost") in stages
+    assert stages[-1][0] == rollout.status == "done"
     assert found[-1].event == "end"
     assert len({event.id for event in found}) == len(found) - 1

@@ -25,8 +25,8 @@ BODIES: dict[str, Any] = {
 }
 
 
-class Told(ApiMethods):
-    """What would be asked."""
+class RecordedMethods(ApiMethods):
+    """Return the requests instead of sending them."""
 
     def send(self, call: ApiCall[Any]) -> Any:
         return call
@@ -35,14 +35,14 @@ class Told(ApiMethods):
         return stream
 
 
-def asked() -> set[tuple[str, str]]:
+def client_routes() -> set[tuple[str, str]]:
     found = set()
     for name in dir(ApiMethods):
         if not isinstance(getattr(ApiMethods, name), api_method | api_stream):
             continue
-        # Ids by the names that the server's paths give them; `cancel` takes three kinds.
+        # Ids are named as in the server's paths; `cancel` takes three kinds of id.
         kinds = ("job_id", "group_id", "rollout_id") if name == "cancel" else (None,)
-        method = getattr(Told(), name)
+        method = getattr(RecordedMethods(), name)
         for kind in kinds:
             given: list[Any] = []
             for parameter in inspect.signature(method).parameters.values():
@@ -60,9 +60,9 @@ async def test_client_and_server_have_the_same_routes(tmp_path: Path) -> None:
     async with open_store(f"sqlite:///{tmp_path}/polar.db") as store:
         document = create_api(store, settings=Settings(home=tmp_path)).openapi()
     served = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    assert asked() == served
+    assert client_routes() == served
     assert len(served) > 25
-    # Each path stands in an example for the shell, its ids as variables of any name.
+    # Each path is in a shell example, with any variables as ids.
     words = [
         part for _, path in served for part in path.removeprefix(m.API_PREFIX).split("/") if part and part[0] != "{"
     ]

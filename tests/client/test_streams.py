@@ -1,4 +1,4 @@
-"""Streams, however the network cuts them."""
+"""Decoding of streams, cut into pieces at any places."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from polar_proxy.api_models import Event
 from polar_proxy.client.streams import EventDecoder, RowDecoder
 
-# Line ends to `str.splitlines`, which JSON may hold as they are.
+# `str.splitlines` splits at these characters, which JSON strings may contain.
 ODD = "a\u2028b\u0085c\x0b"
 WIRE = (
     b": here we are\n\n"
@@ -34,27 +34,27 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=30))
-def test_events_do_not_depend_on_how_they_are_cut(places: list[int]) -> None:
+def test_events_do_not_depend_on_the_pieces(places: list[int]) -> None:
     decoder = EventDecoder()
     assert [event for piece in cut(WIRE, places) for event in decoder.feed(piece)] == SAID
     assert decoder.ended
 
 
 @given(st.integers(0, len(WIRE)))
-def test_a_connection_that_breaks_anywhere_is_taken_up_where_the_last_whole_event_ended(place: int) -> None:
+def test_continues_after_the_last_complete_event(place: int) -> None:
     decoder = EventDecoder()
     found = list(decoder.feed(WIRE[:place]))
     if not decoder.ended:
         decoder.response_ended()
-        # What the server sends behind the event that the client names; before the first one, everything.
+        # The server continues after the event that the client names, or from the start.
         named = decoder.headers().get("last-event-id")
-        behind = {None: 0, "1": WIRE.index(b"event: weather"), "2": WIRE.index(b": still")}[named]
-        found += decoder.feed(WIRE[behind:])
+        start = {None: 0, "1": WIRE.index(b"event: weather"), "2": WIRE.index(b": still")}[named]
+        found += decoder.feed(WIRE[start:])
     assert found == SAID
 
 
 @given(st.lists(st.integers(0, 10_000), max_size=10))
-def test_rows_do_not_depend_on_how_they_are_cut(places: list[int]) -> None:
+def test_rows_do_not_depend_on_the_pieces(places: list[int]) -> None:
     rows = [{"text": ODD, "n": n} for n in range(3)]
     wire = b"".join(orjson.dumps(row) + b"\n" for row in rows)
     decoder = RowDecoder()

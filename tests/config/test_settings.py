@@ -1,4 +1,4 @@
-"""Defaults < polar.toml in the home < polar.toml here < environment < flags, setting by setting."""
+"""The order of the sources of settings, and what is reported about invalid ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from polar_proxy.errors import UsageError
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory; the home is `home` beside it."""
+    """Return the working directory; the Polar home is the folder `home` beside it."""
     for name in ("home", "here"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("POLAR_HOME", str(tmp_path / "home"))
@@ -38,7 +38,7 @@ def test_defaults(here: Path) -> None:
     assert settings.engine.kind == "local"
 
 
-def test_each_source_wins_over_the_one_before(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_sources_win_setting_by_setting(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _home(here).write_text('db = "home.db"\n[gateway]\nhost = "h1"\nport = 1\nmax_body_mb = 1\nheartbeat_seconds = 1\n')
     (here / "polar.toml").write_text("[gateway]\nport = 2\nmax_body_mb = 2\nheartbeat_seconds = 2\n")
     monkeypatch.setenv("POLAR_GATEWAY__MAX_BODY_MB", "3")
@@ -51,7 +51,7 @@ def test_each_source_wins_over_the_one_before(here: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("toml", "told"),
+    ("toml", "message"),
     [
         ("[gatway]\nport = 1\n", "gatway"),
         ("[gateway]\nprot = 1\n", r"gateway\.prot"),
@@ -59,19 +59,19 @@ def test_each_source_wins_over_the_one_before(here: Path, monkeypatch: pytest.Mo
         ("[gateway\n", r"polar\.toml"),
     ],
 )
-def test_mistakes_are_named(here: Path, toml: str, told: str) -> None:
+def test_names_invalid_settings(here: Path, toml: str, message: str) -> None:
     (here / "polar.toml").write_text(toml)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         load_settings()
 
 
-def test_a_section_in_the_environment_that_is_no_json(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_a_section_in_the_environment_that_is_not_json(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLAR_GATEWAY", "x")
     with pytest.raises(UsageError, match="gateway"):
         load_settings()
 
 
-def test_the_engines_key_is_not_shown(here: Path) -> None:
+def test_secrets_are_not_printed(here: Path) -> None:
     (here / "polar.toml").write_text('[engine]\napi_key = "sk-secret"\n')
     assert "sk-secret" not in repr(Settings())
     (here / "polar.toml").write_text('[engine]\napi_key = ["sk-secret"]\n')
