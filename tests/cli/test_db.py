@@ -65,7 +65,7 @@ def test_verify_names_a_wrong_counter(database: Path) -> None:
     faults = db("verify", exit_code=1)["faults"]
     assert len(faults) == 2
     assert faults[0]["what"].startswith("sessions sess_")
-    assert "calls says 7" in faults[0]["problem"]
+    assert "calls is 7" in faults[0]["problem"]
 
 
 def test_parses_ages() -> None:
