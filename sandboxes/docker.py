@@ -220,8 +220,10 @@ class DockerSandbox(ManagedSandbox):
         return ExecResult(exit_code, run.out.value(), run.err.value(), timed_out, seconds, truncated)
 
     def _end_in_background(self, ident: str, task: asyncio.Task[int]) -> None:
-        """End a cancelled command without waiting: usually the sandbox is closed next, with one call of the engine
-        where this takes three."""
+        """End a cancelled command without waiting.
+
+        Usually the sandbox is closed next, which takes one call of the engine; ending the command takes three.
+        """
 
         def ended(ending: asyncio.Task[None]) -> None:
             if ending.cancelled() or ending.exception() is None:

@@ -111,7 +111,7 @@ HELPER_SECONDS = 30.0
 async def listen_by_helper(
     engine: aiodocker.Docker, sandbox: str, port: int, labels: dict[str, str], why: CannotEnterNamespace
 ) -> socket.socket:
-    """Do the same as `listen` without root, with a helper container of the default image, which has a Python."""
+    """Return a socket like `listen`, but without root, from a helper container of the default image (it has Python)."""
     image = await find_image(engine, None)
     name = f"{sandbox}-net"
     loop = asyncio.get_running_loop()

@@ -101,8 +101,7 @@ def start_time(pid: int) -> str | None:
 
 @dataclass
 class SandboxRecord:
-    """Everything of one sandbox outside this process. `processes`: (pid, start time) of those that the owner
-    started."""
+    """The processes, folders, control groups and container of one sandbox. `processes`: (pid, start time)."""
 
     id: str
     kind: str

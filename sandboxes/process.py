@@ -53,7 +53,7 @@ INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
 
 
 class SupervisedSandbox(ManagedSandbox):
-    """Life cycle, commands and files. A subclass says what to start and what the inside looks like."""
+    """Life cycle, commands and files of a supervised sandbox. A subclass prepares its folders and namespaces."""
 
     base_env: dict[str, str]
 

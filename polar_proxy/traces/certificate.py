@@ -64,31 +64,30 @@ class ScorerIdentity(CertificateModel):
     weight_version: str | None
 
 
-class ContextSpan(CertificateModel):
-    """Tokens `[start, end)` of a call's prompt."""
+class CallSpan(CertificateModel):
+    """A run of tokens of one call: `[start, end)` of its prompt or of one of its answers."""
 
-    kind: Literal["context"]
     call_id: str
     choice: Count
     start: Count
     end: Count
     n: Annotated[int, Field(strict=True, ge=1)]
+    """Number of tokens."""
     prompt_mode: PromptMode
     prompt_reason: str | None
     hash: Hash
 
 
-class SampledSpan(CertificateModel):
+class ContextSpan(CallSpan):
+    """Tokens of a call's prompt."""
+
+    kind: Literal["context"]
+
+
+class SampledSpan(CallSpan):
     """A whole sampled answer of a call."""
 
     kind: Literal["sampled"]
-    call_id: str
-    choice: Count
-    start: Count
-    end: Count
-    n: Annotated[int, Field(strict=True, ge=1)]
-    prompt_mode: PromptMode
-    prompt_reason: str | None
     engine: Count
     """Index into `engines`."""
     versions: Annotated[list[tuple[Count, str | None]], Field(min_length=1)]
@@ -97,7 +96,6 @@ class SampledSpan(CertificateModel):
     """The setting under which the prompt was continued; None if it played no part."""
     sampling: Json | None
     """The settings that changed the distribution, where raw log-probabilities were recorded."""
-    hash: Hash
 
 
 CertificateSpan = Annotated[ContextSpan | SampledSpan, Field(discriminator="kind")]
@@ -131,7 +129,7 @@ class Certificate(CertificateModel):
     head: Hash
 
     def header(self) -> Json:
-        """Return what the seed covers: all but the spans, which have hashes, and the fields an audit may change."""
+        """Return the fields that the seed covers: all except the spans and those that an audit may change."""
         return self.model_dump(by_alias=True, exclude=_NOT_IN_SEED)
 
     def to_json(self) -> Json:

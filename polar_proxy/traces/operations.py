@@ -1,6 +1,6 @@
-"""Everything that reads calls from a store and writes traces to it: build, rebuild, audit, rescore.
+"""Operations on a store that read calls and write traces: build, rebuild, audit, rescore.
 
-Each goes through the store one session at a time, so memory stays that of one rollout.
+Each reads one session at a time, so memory stays that of one rollout.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ async def build_traces(
 
 
 async def exclude_session(store: Store, session_id: str, rollout_id: str) -> None:
-    """Exclude all calls of an attempt that another attempt followed, in place of its traces."""
+    """Exclude all calls of an attempt that was tried again, and remove its traces."""
     reasons = dict.fromkeys([call.call_id for call in await store.calls.summaries(session_id)], SUPERSEDED)
     for builder in STORED_BUILDERS:
         await store.traces.put((), reasons, builder, session_id, rollout_id)
