@@ -23,9 +23,11 @@ from polar_proxy.cli.common import (
     run_async,
     with_client,
 )
+from polar_proxy.cli.options import model_options
 from polar_proxy.cli.output import format_counts, format_number, format_time, make_table, out, print_json, print_note
 from polar_proxy.config import Settings
 from polar_proxy.errors import UsageError
+from polar_proxy.rollout_spec import RolloutSpec
 from polar_proxy.types import Json
 
 if TYPE_CHECKING:
@@ -34,10 +36,14 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Train a policy on rollouts.")
 
 _SHOWN_STEPS = 20
+_SET_BY_GRPO = frozenset({"temperature", "train_timed_out"})
+"""Rollout options that the settings of [grpo] replace."""
 
 
 @app.command("grpo")
+@model_options(RolloutSpec, parameter="rollout_options", exclude=_SET_BY_GRPO)
 def grpo(
+    *,
     config: Annotated[
         Path | None, typer.Option(help="TOML file with [grpo], and with [engine], [run], [gateway] as in polar.toml.")
     ] = None,
@@ -51,10 +57,8 @@ def grpo(
     weights: Annotated[
         str | None, typer.Option(help="Folder of the weights to start from. Required for vllm; local has its own.")
     ] = None,
-    harness: Annotated[str | None, typer.Option(help="The agent: NAME[@VERSION] or module:Class.")] = None,
-    sandbox: Annotated[str | None, typer.Option(help="auto, docker, bubblewrap or process.")] = None,
+    rollout_options: Json,
     concurrency: Annotated[int | None, typer.Option(min=1, help="Rollouts at a time.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds that the agent may run.")] = None,
     feed: Annotated[
         str | None,
         typer.Option(help="URL of a server: train on the groups of its feed; rollouts run there, steps here."),
@@ -95,7 +99,7 @@ def grpo(
         )
     sections: dict[str, dict[str, Any]] = {
         "engine": {"kind": engine, "url": engine_url, "model": model},
-        "run": {"harness": harness, "sandbox": sandbox, "concurrency": concurrency, "timeout": timeout},
+        "run": {"concurrency": concurrency, **rollout_options},
         "gateway": {},
     }
     settings = load_settings(
