@@ -32,7 +32,7 @@ app = typer.Typer(
     help="A flight recorder for coding agents: point an agent at Polar, get token-faithful trajectories.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
 )
 app.command("run")(run.run)
 app.command("serve")(serve.serve)

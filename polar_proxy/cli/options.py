@@ -12,7 +12,6 @@ import typer
 from annotated_types import Ge
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from rich.markup import escape
 
 
 def model_options(
@@ -45,7 +44,7 @@ def model_options(
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     minimum: Any = next((limit.ge for limit in field.metadata if isinstance(limit, Ge)), None)
-    option = typer.Option(help=escape(field.description or ""), min=minimum, show_default=False)
+    option = typer.Option(help=field.description, min=minimum, show_default=False)
     annotation: Any = Annotated[_without_none(field.annotation) | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
