@@ -75,7 +75,7 @@ class CallRepository(Repository):
         self._writer = writer
 
     async def commit(self, record: CallRecord) -> None:
-        """Return after the commit that holds the call. Raises StoreError if the call cannot be stored.
+        """Store a call; returns after its commit. Raises StoreError if the call cannot be stored.
 
         `prompt_ids` and `token_ids` are int32, `logprobs` float32, one value per token.
         """

@@ -19,7 +19,7 @@ _MIN_CAPACITY = 1024
 
 
 class _TokenBuffer:
-    """`size` tokens as bytes, because pieces come and serve as context as bytes; the array is filled on demand."""
+    """`size` tokens. They are kept as bytes, which is how they are read and compared; the array is filled on demand."""
 
     __slots__ = ("_array", "_bytes", "_filled", "size", "width")
 
