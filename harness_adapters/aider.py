@@ -10,7 +10,7 @@ import re
 from harness_adapters.base import ExitOutcome, HarnessInfo, Installation, LaunchContext, LaunchPlan, WireApi
 from harness_adapters.toolkit.python_venv import LITELLM_ENV, VenvHarness
 
-# Its output after a request failed for good, and before it retries one.
+# What aider prints after a request has failed for good, and before it retries one.
 _FAILED = re.compile(r"^litellm\.\w+: .*|^Model .* has hit a token limit!$", re.MULTILINE)
 _RETRIED = re.compile(r"^Retrying in [\d.]+ seconds\.\.\.$", re.MULTILINE)
 # Once a day it reads a list of prices and limits, from this file or from the internet.

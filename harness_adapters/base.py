@@ -24,7 +24,7 @@ ExitOutcome = Literal["ok", "failed", "timed_out"]
 
 
 class HarnessError(Exception):
-    """A harness cannot do what was asked. The text says why, and what to do."""
+    """A harness lacks a requested feature. The text says why, and what to do."""
 
 
 class UnknownHarnessError(HarnessError, LookupError):
@@ -158,7 +158,8 @@ class HarnessAdapter(Protocol):
         ...
 
     def launch(self, installed: Installation, context: LaunchContext) -> LaunchPlan:
-        """Return how to start it. Raises `HarnessError` for what it cannot do (resume, MCP, a wire API)."""
+        """Return how to start the harness. Raises `HarnessError` for an option that it lacks (resume, MCP, a wire
+        API)."""
         ...
 
     def interpret(self, exit_code: int | None, stdout_tail: str) -> tuple[ExitOutcome, str]:
@@ -233,7 +234,7 @@ def get_adapter(name: str) -> HarnessAdapter:
     Raises `UnknownHarnessError` for an unknown name, `TypeError` if the class is not an adapter.
     """
     if name.startswith(_SHELL_PREFIX):
-        from harness_adapters.shell import ShellCommand  # it imports this module
+        from harness_adapters.shell import ShellCommand  # imported here, because it imports this module
 
         return ShellCommand(name.removeprefix(_SHELL_PREFIX))
     target = _BUILT_IN.get(name, name)

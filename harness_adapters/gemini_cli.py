@@ -55,7 +55,7 @@ class GeminiCli(NpmHarness):
 
 
 def _compression(context_length: int | None) -> dict[str, float]:
-    """Return the share of the context at which it summarises.
+    """Return the share of the context at which Gemini CLI summarises.
 
     It assumes 1,048,576 tokens for every unknown model, and by default summarises at half of that.
     """

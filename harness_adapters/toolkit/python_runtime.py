@@ -78,7 +78,8 @@ def ensure_python(minors: Sequence[str], cache_root: Path) -> PythonInterpreter:
 
 
 def _candidates(minor: str, cache_root: Path) -> Iterator[Path]:
-    """Yield files that may be this Python. The first one on PATH is not enough: a pyenv shim may refuse to start."""
+    """Yield files that may be a Python of version `minor`. The first one on PATH may be a pyenv shim that does not
+    start."""
     name = f"python{minor}"
     home = Path.home()
     folders = [Path(entry) for entry in os.get_exec_path()]
@@ -100,7 +101,8 @@ def _candidates(minor: str, cache_root: Path) -> Iterator[Path]:
 
 
 def _probe(program: Path) -> PythonInterpreter | None:
-    """Start `program`. None if that fails, or if a module for making a venv is missing (Debian packages it apart)."""
+    """Start `program` and describe it. None if it does not start, or lacks a module for making a venv (a separate
+    Debian package)."""
     try:
         done = subprocess.run(
             [str(program), "-I", "-c", _PROBE],

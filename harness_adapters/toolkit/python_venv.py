@@ -37,10 +37,10 @@ class VenvRecipe:
     """Minor versions that it runs on, best first, such as ``("3.12", "3.13")``; empty: any that runs Polar."""
 
     def folder(self, cache_root: Path) -> Path:
-        # The interpreter belongs to the recipe: a venv does not survive a change of its base.
+        # The interpreter is part of the recipe, because a venv breaks when its base interpreter changes.
         recipe: list[object] = [self.requirements, sys.base_prefix, sys.version_info[:3]]
         if self.pythons and python_runtime.own_python().minor not in self.pythons:
-            # pyvenv.cfg records the interpreter; searching for it here would be too slow for a look into the cache.
+            # pyvenv.cfg names the interpreter. Searching for one would make looking into the cache slow.
             recipe = [self.requirements, self.pythons]
         return cache.folder_of(cache_root.absolute(), self.name, self.version, recipe)
 
@@ -102,7 +102,7 @@ class VenvHarness(CachedHarness):
     imports: str
     """Modules whose import proves the installation, separated by commas."""
     extra_requirements: ClassVar[tuple[str, ...]] = ()
-    """pip requirements beside its own package."""
+    """pip requirements besides its own package."""
     pythons: ClassVar[tuple[str, ...]] = ()
     """As `VenvRecipe.pythons`."""
 

@@ -1,4 +1,4 @@
-"""What an API server does besides answering requests: send callbacks, end pauses, count groups for the metrics."""
+"""Background work of an API server: send callbacks, end pauses, count groups for the metrics."""
 
 from __future__ import annotations
 

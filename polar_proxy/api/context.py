@@ -1,4 +1,4 @@
-"""What all routes share: the server's parts, routers by role, and one form for all errors."""
+"""Parts that all routes share: the server's context, routers by role, and one form for all errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from polar_proxy.store.service.feed import LeaseExpiredError
 from polar_proxy.store.training import MissingLinesError
 
 Authenticate = Callable[[Request], Awaitable[Role]]
-"""Return the role of whoever sent the request. Raises ApiError (401, 403)."""
+"""Return the role of the request's sender. Raises ApiError (401, 403)."""
 
 _ERROR_TEXTS = {
     400: "Invalid request.",

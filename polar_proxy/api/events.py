@@ -30,7 +30,9 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     async def events(
         job: Annotated[str | None, Query(description="Only events of this job, until it has ended.")] = None,
         after: Annotated[str | None, Query(description="Continue after the event with this id.")] = None,
-        last_event_id: Annotated[str | None, Header(description="The same as `after`, as browsers send it.")] = None,
+        last_event_id: Annotated[
+            str | None, Header(description="Like `after`; browsers send it when they reconnect.")
+        ] = None,
     ) -> StreamingResponse:
         """Stream events of the kinds `stage`, `group`, `job` and `feed`.
 

@@ -21,7 +21,7 @@ from polar_proxy.tasks import Task, load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
 _GRACE_SECONDS = 60.0
-"""A provisional pause outlives the wait that it belongs to by so many seconds."""
+"""Seconds that a provisional pause lasts beyond the wait that it belongs to."""
 
 JobId = Annotated[str, Path(description="The id of a job.")]
 
@@ -55,7 +55,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
         state: Annotated[
             str | None, Query(description="Only jobs that are open, paused, done or cancelled; several with commas.")
         ] = None,
-        limit: Annotated[int, Query(ge=1, le=1000, description="At most so many.")] = 20,
+        limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of jobs to return.")] = 20,
         before: Annotated[str | None, Query(description="Only jobs submitted before this one, by its id.")] = None,
     ) -> m.JobList:
         """List jobs, newest first."""

@@ -55,7 +55,7 @@ def add_routes(routers: Routers, context: ApiContext) -> None:
     @trainer.get("/rollouts", tags=["rollouts"])
     async def list_rollouts(
         where: Annotated[str | None, Query(description="Conditions such as `reward>=1, harness=codex`.")] = None,
-        limit: Annotated[int, Query(ge=1, le=1000, description="At most so many.")] = 100,
+        limit: Annotated[int, Query(ge=1, le=1000, description="Maximum number of rollouts to return.")] = 100,
         before: Annotated[str | None, Query(description="Only rollouts submitted before this one, by its id.")] = None,
     ) -> m.RolloutList:
         """Return the newest rollouts that match the conditions, oldest first."""

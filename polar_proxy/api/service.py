@@ -18,9 +18,9 @@ from polar_proxy.types import Json
 
 _WORKING = FleetRow(None, None)
 _GRACE_SECONDS = 60.0
-"""Whoever waits for idle servers pauses them with an end. The pause outlives a killed waiter by so many seconds."""
+"""A process that waits for idle servers pauses them for this long at a time, so that the pause ends if it is killed."""
 _RENEW_SECONDS = 30.0
-"""Seconds after which a waiter renews such a pause."""
+"""Seconds after which the waiting process renews this pause."""
 
 
 def add_routes(routers: Routers, context: ApiContext) -> None:

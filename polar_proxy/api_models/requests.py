@@ -49,9 +49,9 @@ class PauseRequest(ApiRequestModel):
     """How long to pause, and whether to wait until nothing runs."""
 
     seconds: PositiveSeconds | None = None
-    """Resume automatically after so many seconds. Omit it to pause until resumed."""
+    """Resume automatically after this many seconds. Omit it to pause until resumed."""
     wait_idle: WaitSeconds | None = None
-    """Respond only when nothing runs any more. If that takes longer than so many seconds, nothing stays paused and
+    """Respond only when nothing runs any more. If that takes longer than this many seconds, nothing stays paused and
     the response is 409."""
 
 
@@ -155,15 +155,15 @@ class LeaseRequest(ApiRequestModel):
     consumer: str = Field(min_length=1)
     """A name of the trainer that leases the groups."""
     limit: int = Field(1, ge=1, le=1024)
-    """Lease at most so many groups."""
+    """Lease at most this many groups."""
     seconds: PositiveSeconds = 600.0
     """Seconds until the leases expire, unless they are extended."""
     policy_version: str | None = None
     """The trainer's current policy version, from which staleness is counted."""
     max_staleness: int | None = Field(None, ge=0)
-    """Drop groups that are more than so many policy versions old."""
+    """Drop groups that are more than this many policy versions old."""
     wait: float = Field(0.0, ge=0, le=300, allow_inf_nan=False)
-    """Wait up to so many seconds for a first group."""
+    """Wait up to this many seconds for a first group."""
 
 
 class ExtendRequest(ApiRequestModel):

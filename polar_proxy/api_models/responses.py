@@ -76,7 +76,7 @@ class Job(ApiResponseModel):
     paused_until: float | None = None
     """When the job resumes automatically."""
     error: str | None = None
-    """Why the job could not be worked on."""
+    """Why no worker could run the job."""
 
 
 class SubmittedJob(Job):
@@ -283,7 +283,8 @@ class Lease(ApiResponseModel):
     expires_at: float
     """When the lease expires."""
     staleness: int | None
-    """Number of policy versions between the group's oldest rollout and the trainer; null if versions are no numbers."""
+    """Number of policy versions between the group's oldest rollout and the trainer; null if versions are not
+    numbers."""
     policy_version: str | None = None
     """The policy version under which the group's oldest rollout was started."""
 

@@ -1,4 +1,4 @@
-"""What commands share: options, settings, the event loop, and the connection to a store or an API."""
+"""Parts that all commands share: options, settings, the event loop, and the connection to a store or an API."""
 
 from __future__ import annotations
 

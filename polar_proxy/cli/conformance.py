@@ -33,7 +33,7 @@ class ConformanceOptions:
     """The options of both measurements."""
 
     adapters: list[tuple[HarnessAdapter, str | None]]
-    """Each with the version that was asked for."""
+    """Each adapter with the requested version, if any."""
     sandbox: str
     patience: float
     out_dir: Path | None

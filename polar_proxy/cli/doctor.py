@@ -1,4 +1,4 @@
-"""`polar doctor`: what is installed and what is missing. `polar doctor drift`: why prompts leave the sampled tokens."""
+"""`polar doctor` checks the installation; `polar doctor drift` explains prompts that differ from the sampled tokens."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def drift(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that the agent may run.")] = 300.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a harness for some turns in render mode, and show where and why its prompts leave the sampled tokens.
+    """Run a harness for some turns in render mode, and show where and why its prompts differ from the sampled tokens.
 
     Nothing is written to your database. The exit code is 0 with or without drift, and 1 if the harness called no model.
     """

@@ -194,7 +194,7 @@ def require_sandbox_kind(kind: str) -> None:
 
 
 def _get_adapter(name: str, version: str | None = None) -> tuple[HarnessAdapter, str | None]:
-    """Return the adapter and the version that was asked for."""
+    """Return the adapter and the requested version."""
     from harness_adapters.base import HarnessError, get_adapter, split_version
 
     bare, inline = split_version(name)

@@ -1,4 +1,4 @@
-"""What commands print: JSON documents, tables, progress bars and live views. No other module formats output twice."""
+"""Output of the commands: JSON documents, tables, progress bars and live views."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def format_number(value: float | None, form: str = "g") -> str:
 
 
 def format_counts(counts: Mapping[str, int]) -> str:
-    """Return such as `2 done, 1 failed`, or `-` for no counts."""
+    """Return text such as `2 done, 1 failed`, or `-` for no counts."""
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "-"
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from polar_proxy.gateway import Gateway
 
 _RAY_EXIT_SECONDS = 2.0
-"""After so long Ray's workers have noticed that their node is gone, and their sandboxes count as orphans."""
+"""Seconds after which Ray's workers have noticed that their node is gone, so that their sandboxes count as orphans."""
 
 
 class NodeEndedError(PolarError):

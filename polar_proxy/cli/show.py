@@ -1,4 +1,4 @@
-"""`polar sessions` and `polar show`: what was recorded."""
+"""`polar sessions` and `polar show`: print recorded sessions, rollouts and calls."""
 
 from __future__ import annotations
 

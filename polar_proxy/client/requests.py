@@ -1,4 +1,4 @@
-"""What both clients share, without network: API calls as values, the retry budget, and reading of streams.
+"""Network-free parts of both clients: API calls as values, the retry budget, and reading of streams.
 
 Each API method is one function from arguments to an `ApiCall`. The descriptors `api_method` and `api_stream` turn it
 into a method that returns the response on `Client` and a coroutine on `AsyncClient`, so every route is written once.
@@ -86,7 +86,7 @@ class RetryBudget:
     def pause(self, reply: httpx.Response | httpx.TransportError) -> float | None:
         """Return the seconds until the next try, or None if this reply is the response.
 
-        The body of an error response must have been read. Raises the typed error that the reply stands for.
+        The body of an error response must have been read. Raises the typed error of a refusal.
         """
         self._tried += 1
         if isinstance(reply, httpx.TransportError):

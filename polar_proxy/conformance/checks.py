@@ -1,9 +1,9 @@
-"""The checks: what is concluded from the runs of a harness, one result for each check.
+"""The checks: one result for each, computed from the runs of a harness.
 
-A result is `ok`, `failed`, `n/a` (the harness cannot have it; the detail says why), `gives up` (measured: the harness
-itself ends its run there, and Polar recorded that correctly) or `not run` (it could not be measured; the detail says
-why). Checks use the store, the exchanges of the recording proxy and the requests that reached the engine, and never
-guess.
+A result is `ok`, `failed`, `n/a` (it does not apply to the harness; the detail says why), `gives up` (measured: the
+harness itself ends its run there, and Polar recorded that correctly) or `not run` (it could not be measured; the detail
+says why). Checks use the store, the exchanges of the recording proxy and the requests that reached the engine, and
+never guess.
 
 Two counts run over all scenarios:
 

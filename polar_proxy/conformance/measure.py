@@ -36,7 +36,7 @@ Progress = Callable[[str], None]
 
 @dataclass(slots=True)
 class HarnessRow:
-    """What was measured of one harness."""
+    """The measurements of one harness."""
 
     name: str
     version: str
@@ -114,7 +114,7 @@ async def measure(
 
 
 def _not_applicable(name: str, profile: HarnessProfile, info: HarnessInfo) -> CheckResult | None:
-    """Return the result of a check that this harness cannot have; None if it can."""
+    """Return the result `n/a` if the check does not apply to this harness, else None."""
     if name in profile.not_applicable:
         return CheckResult("n/a", profile.not_applicable[name])
     if name == "second_turn" and "resume" not in info.features:
@@ -156,7 +156,7 @@ async def _play(
 
 
 def _adapted(scenario: Scenario, profile: HarnessProfile, info: HarnessInfo) -> Scenario:
-    """Drop a second turn that the harness cannot have; take as many commands as fill its context."""
+    """Drop a second turn that the harness does not support; use as many commands as it takes to fill its context."""
     if scenario.fills_context:
         commands = (RunCommands((profile.filling_command,)) for _ in range(profile.compaction_steps))
         steps: tuple[Step, ...] = (*commands, Finish())

@@ -1,4 +1,4 @@
-"""The tools and habits of each harness, as data: what a model has to answer so that the program does something.
+"""The tools and habits of each harness, as data: the answers that make the program do something.
 
 Everything here was found by running the real programs; a profile is for the versions that its adapter names.
 """
@@ -33,10 +33,10 @@ class HarnessProfile:
     """It asks the model once for each message of the user."""
     max_steps: int = 40
     refusal_status: int = 401
-    """The status at which it gives up instead of retrying for ever."""
+    """The status at which it gives up instead of retrying forever."""
     model: str = "scripted-model"
     not_applicable: Mapping[str, str] = field(default_factory=dict)
-    """Checks that it cannot have, with the reason."""
+    """Checks that do not apply to it, with the reason."""
     rebuilds_history: str = ""
     """Why the second turn does not extend the first one's messages, so that it is a `root`."""
     context_error: bool = False
@@ -48,9 +48,9 @@ class HarnessProfile:
     compaction_steps: int = 4
     """Number of commands after which it has summarised."""
     filling_command: str = "true"
-    """The command of those steps: a harness that keeps the newest tokens needs more output to have anything to do."""
+    """The command of those steps. A harness that keeps the newest tokens only summarises if the output is longer."""
     compacts_after_turn: bool = False
-    """It summarises at the end of a turn, so the effect appears in the next one."""
+    """It summarises at the end of a turn, so the summary appears in the next turn."""
 
 
 _DESCRIBED = {"command": "{command}", "description": "Runs a command"}

@@ -99,7 +99,7 @@ class RecordingProxy:
         try:
             await _ProxiedConnection(self, reader, writer).serve(self._upstream)
         except (OSError, asyncio.CancelledError):
-            pass  # one side left: what passed until then counts
+            pass  # one side disconnected: the exchange ends with the data that passed until then
         finally:
             self._connections.discard(task)
             writer.close()

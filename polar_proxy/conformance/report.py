@@ -57,7 +57,7 @@ DESCRIPTIONS = {
     "lost": ("lost", "see above"),
     "doubled": ("doubled", "see above"),
 }
-"""Name of a check -> its title and what it means."""
+"""Name of a check -> its title and its meaning."""
 
 
 def document(rows: Iterable[HarnessRow], *, engine: EngineInfo, sandbox: str, slow: float) -> Json:

@@ -67,7 +67,8 @@ class ScenarioRun:
 
 
 class ScenarioRunner:
-    """`async with ScenarioRunner(engine, store, sandbox) as runner:` starts a gateway and a recording proxy before it.
+    """`async with ScenarioRunner(engine, store, sandbox) as runner:` starts a gateway and a recording proxy in front of
+    it.
 
     `play` runs one scenario at a time. `patience` multiplies all time limits.
     """
@@ -106,7 +107,7 @@ class ScenarioRunner:
         await self._stack.aclose()
 
     async def play(self, model: ScriptedModel, adapter: HarnessAdapter, installed: Installation) -> ScenarioRun:
-        """Run the model's scenario: one or two starts of the program, in one sandbox and one session of their own."""
+        """Run the model's scenario: start the program once or twice, in a new sandbox and a new session."""
         scenario = model.scenario
         run = ScenarioRun(model)
         self._proxy.exchanges = run.exchanges

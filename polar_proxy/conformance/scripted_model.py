@@ -1,4 +1,4 @@
-"""What the scripted model does in a run: scenarios as data, and the answer to each request of one run.
+"""The scripted model: scenarios as data, and the answer to each request of a run.
 
 An answer depends on the request alone, so that a retry gets the same answer. Every answer carries a tag such as
 `step-3-<nonce>`; the progress of a conversation is the highest tag in it. That holds after retries, compaction, and

@@ -25,7 +25,7 @@ def to_json(value: Any, param: str) -> bytes:
 
 
 def storable_params(body: Json, *separate: str) -> Json:
-    """Return the fields of a body except `separate`, which are stored apart. Raises RequestError as `to_json`."""
+    """Return the fields of a body except `separate`, which are stored apart. Raises RequestError as `to_json` does."""
     params = {key: value for key, value in body.items() if key not in separate}
     to_json(params, "body")
     return params

@@ -138,7 +138,7 @@ def enforced_format(request: ChatRequest) -> Json | None:
 
 
 def is_constrained(request: EngineRequest) -> bool | None:
-    """Return whether a grammar constrains the answer, so that it is no free sample of the policy.
+    """Return whether a grammar constrains the answer, so that it is not a free sample of the policy.
 
     None if the request asks for no such constraint.
     """

@@ -10,8 +10,8 @@ Invariants, each tested:
 * `arguments` is the exact text of the JSON value that was sampled, not parsed and printed again.
 
 A call is what vLLM's hermes parser takes for one: strict JSON with a string `name` and `arguments`, followed by an end
-tag or the end of the answer. Unlike there, `</tool_call>` inside a JSON string does not end the call, and text after a
-call is kept.
+tag or the end of the answer. Unlike in vLLM's parser, `</tool_call>` inside a JSON string does not end the call, and
+text after a call is kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Reasoning = Literal["off", "tags", "open", "implied", "implied_call"]
 """Where an answer's reasoning is.
 
 off: answers of this model have none; tags: an answer may begin with `<think>`; open: the prompt ended inside the
-reasoning; implied: every answer begins in reasoning, with or without a `<think>` of its own; implied_call: the same,
+reasoning; implied: every answer begins in reasoning, with or without a `<think>` tag; implied_call: the same,
 and a tool call ends the reasoning as `</think>` does. (vLLM's reasoning parsers are of the last two kinds.)"""
 
 _JSON = JSONDecoder()

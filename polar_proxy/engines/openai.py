@@ -107,7 +107,8 @@ class OpenAIEngine(Engine):
     ) -> AsyncGenerator[SampleEvent, None]:
         """Generate an answer; its events carry no ids.
 
-        Log-probabilities are not requested even if the client wants them: without ids they belong to nothing.
+        Log-probabilities are not requested even if the client wants them: without ids they cannot be assigned to
+        tokens.
         """
         decoder = ChunkDecoder(request.sampling, self._client.name, expect_ids=False)
         response = await self._start(request, stream)

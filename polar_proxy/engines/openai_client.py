@@ -1,6 +1,6 @@
 """Connections to a server that speaks the OpenAI API: requests, typed errors, server-sent events.
 
-A model call may take as long as it takes: only opening a connection has a timeout.
+Only opening a connection has a timeout, because a model call may take any time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OpenAIClient:
             raise RequestError(f"The engine's URL must begin with http:// or https://, got {url!r}.")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.name = f"The engine at {self.url}"
-        """How error messages call the server."""
+        """Name of the server in error messages."""
         headers = {"content-type": "application/json", "accept": "*/*", "user-agent": "polar-proxy"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
@@ -155,10 +155,10 @@ def parse_json(raw: bytes, url: str) -> Any:
 
 
 def api_error(body: Any, status: int, name: str) -> PolarError:
-    """Return the typed error for an OpenAI error body; `name` is how its text calls the server.
+    """Return the typed error for an OpenAI error body; `name` is the server's name in its text.
 
     A 400, 404, 413 or 422 is the request's own fault and keeps status, `param` and `code`. A refused key or an unknown
-    route is a fault of the set-up, which the agent cannot mend: 502. Overload (429, 503) is passed to the agent as it
+    route is a fault of the set-up, which the agent cannot fix: 502. Overload (429, 503) is passed to the agent as it
     is, so that it waits and tries again.
     """
     error = body.get("error", body) if isinstance(body, Mapping) else {}
@@ -187,7 +187,7 @@ class SseDecoder:
     """Decode the bytes of an event stream into JSON, as many events at a time as one read of the socket holds.
 
     One `bytes.split` and one call of the JSON parser per read: with one event per token, decoding each event by itself
-    would cost more than everything else that is done with the token.
+    would cost more than all other work on the token.
     """
 
     def __init__(self, url: str) -> None:

@@ -64,7 +64,7 @@ class ChunkDecoder:
     """
 
     def __init__(self, sampling: Sampling, name: str, *, expect_ids: bool = True) -> None:
-        """`name` is how error messages call the server. `expect_ids=False` is for servers that send no token ids."""
+        """`name` is the server's name in error messages. `expect_ids=False` is for servers that send no token ids."""
         self._name = name
         self._expect_ids = expect_ids
         self._texts = sampling.logprobs or bool(sampling.top_logprobs)
@@ -292,7 +292,8 @@ def _text(entry: Json) -> str:
 
 
 def _top(row: Iterable[tuple[str, float]]) -> tuple[TopLogprob, ...]:
-    """Return the alternatives of one token; the engine looks up their texts."""
+    """Return the alternatives of one token. An alternative named only by its id gets its text later, from the
+    engine."""
     return tuple(
         TopLogprob(int(name[9:]) if name.startswith("token_id:") else UNKNOWN_ID, name, logprob)
         for name, logprob in row

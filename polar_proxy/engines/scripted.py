@@ -44,13 +44,14 @@ class ScriptedReply:
     pace: float = 0.0
     """Seconds before each event."""
     prompt_tokens: int = 0
-    """Least length of the prompt, reached by padding in front: a client then believes that its context is full."""
+    """Minimum length of the prompt, reached by padding at its start: a client then believes that its context is
+    full."""
     error: Exception | None = None
     """Raised instead of an answer, after `wait`."""
 
     @classmethod
     def of(cls, answer: ScriptedAnswer) -> ScriptedReply:
-        """Return the reply that a script's shorter forms stand for."""
+        """Convert the shorter forms that a script may return to a reply."""
         if isinstance(answer, ScriptedReply):
             return answer
         if isinstance(answer, str):
@@ -97,7 +98,7 @@ class ScriptedEngine(Engine):
     """Answer with `script(request)`, called once per choice; without a script every answer is "hello".
 
     `pace` is the number of seconds before each event of a reply that sets none. `fail_after` makes the engine fail
-    after so many tokens of an answer.
+    after this many tokens of an answer.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class ScriptedEngine(Engine):
         self.finished = 0
         """Calls that were sampled to their end."""
         self.aborted = 0
-        """Calls that failed or whose reader left."""
+        """Calls that failed or whose reader stopped reading."""
         self.sampled = 0
-        """Tokens sampled in all."""
+        """Tokens sampled in total."""
 
     @property
     def info(self) -> EngineInfo:
@@ -206,7 +207,7 @@ class ScriptedEngine(Engine):
 
 
 def _pieces(reply: ScriptedReply, size: int) -> Iterator[tuple[SampleEvent, list[int]]]:
-    """Yield events of an answer with the ids that they are sampled as."""
+    """Yield an answer as events, each with its token ids."""
     if reply.reasoning:
         yield SampleEvent(), encode("<think>")
         for text, ids in _split(reply.reasoning, size):

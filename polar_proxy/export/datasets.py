@@ -5,7 +5,7 @@ chat-jsonl    one line for each trace: the conversation in OpenAI form with its 
 tokens-jsonl  one line for each trace: ids, mask, log-probabilities and certificate (`traces/rows.py`)
 
 Messages and tools are in OpenAI's form whatever dialect the agent spoke, as the engine was given them. A call that
-cannot be read so is written raw, with the reason in `unparsed`.
+cannot be converted is written raw, with the reason in `unparsed`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ DATASET_FORMATS: dict[str, Callable[[SessionExport], Iterator[Json]]] = {
 
 
 def conversation(call: CallRecord) -> Json:
-    """Return {"messages", "tools"} of a call's request; `tools` is null where it offered none.
+    """Return {"messages", "tools"} of a call's request; `tools` is null if the call offered none.
 
     A raw prompt (Completions) has no roles: its message has the role `prompt`. With "unparsed" the messages are raw.
     """

@@ -1,4 +1,4 @@
-"""Exports: choose rollouts and sessions from a store, write their rows, count what was left out.
+"""Exports: choose rollouts and sessions from a store, write their rows, and count the calls and traces left out.
 
 Goes through the store one rollout at a time, and reads each session's calls once.
 """
@@ -44,7 +44,7 @@ class ExportReport:
     sessions: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     """Calls by reason (`not_built_yet`: of a rollout that still runs; `certificate_broken`: of a session with a trace
-    that is not what its certificate says); traces by grade, and branches of traces that were left out
+    that does not match its certificate); traces by grade, and branches of traces that were left out
     (`parent_left_out`)."""
 
     def to_json(self) -> Json:
@@ -64,8 +64,8 @@ async def export(
 ) -> ExportReport:
     """Write rows of the format `form` through `write`, one line at a time.
 
-    With `where`, the rollouts that fulfil it; with `session_ids`, these sessions; with neither, every rollout and every
-    session that belongs to none. `convert` makes other rows from those of each rollout. Raise UsageError for an unknown
+    With `where`, the rollouts that match it; with `session_ids`, these sessions; with neither, every rollout and every
+    session without a rollout. `convert` turns the rows of each rollout into other rows. Raise UsageError for an unknown
     format, builder, condition or session.
     """
     _require_known(form, builder)
@@ -150,7 +150,8 @@ async def _read_session(
     """Read the stored traces of a session with their certificates.
 
     Traces of a builder whose traces are not stored are built here. So are those of a `polar serve` session, which never
-    ends, if it has calls that the stored traces do not know. A rollout that still runs has no traces yet.
+    ends, if it has calls that were recorded after its stored traces were built. A rollout that still runs has no traces
+    yet.
     """
     stored = await store.traces.of_session(session_id, builder=builder, text=form != "tokens-jsonl")
     traces, excluded, calls = stored.traces, dict(stored.excluded), stored.calls

@@ -1,7 +1,7 @@
 """Fidelity: real agents and a real vLLM with forced answers. Are the trained tokens those that were sampled?
 
-`answers` writes awkward answers, `forced_vllm` makes vLLM sample them, `measure` counts what became of every sampled
-token and explains where a prompt left them, `play` runs the jobs, `report` makes the file and the page.
+`answers` writes awkward answers, `forced_vllm` makes vLLM sample them, `measure` counts every sampled token as trained
+or excluded and explains where a prompt differs from them, `play` runs the jobs, `report` makes the file and the page.
 """
 
 from polar_proxy.conformance.fidelity.forced_vllm import CUT_EVERY, LOGITS_PROCESSOR, PLUGIN, ForcedVllmEngine

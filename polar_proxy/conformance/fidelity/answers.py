@@ -1,11 +1,11 @@
 """The answers of a fidelity run: one for each thing that makes a re-rendered prompt differ from the sampled tokens.
 
 The scripted model of the conformance checks decides *what* is done (tool names and arguments are the harness's own).
-Here it is written as no serialiser and no tokenizer would write it, as a policy at temperature 1 does: JSON in five
-styles, characters beyond ASCII, optional arguments of every scalar type, empty and nested arguments, two calls at once,
-text before a call, white space around everything, long answers, long outputs, and texts sampled as other tokens than
-the tokenizer would cut them into. All of it comes back changed from a harness and a template, and that is where
-re-rendered prompts leave the tokens that were sampled.
+This module decides how it is written: unlike any serialiser or tokenizer, as a policy at temperature 1 does. JSON in
+five styles, characters beyond ASCII, optional arguments of every scalar type, empty and nested arguments, two calls at
+once, text before a call, white space around everything, long answers, long outputs, and texts sampled as other tokens
+than the tokenizer would cut them into. A harness or a chat template changes each of these, so that a re-rendered prompt
+differs from the sampled tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _UNKNOWN_ARGUMENTS: Json = {
 _OPTION_VALUES: Mapping[Any, Any] = {"boolean": False, "integer": 20000, "number": 20000}
 _TAG = re.compile(r"(</?(?:think|tool_call)>)")
 _MAX_REQUESTS_PER_STEP = 3
-"""A step that is requested more often ends the run: some harnesses drop an answer that they cannot use."""
+"""A step that is requested more often ends the run, because some harnesses drop an unusable answer and ask again
+forever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,13 @@ class JsonStyle:
     comma: str = ", "
     colon: str = ": "
     inside: str = ""
-    """After an opening and before a closing bracket."""
+    """Text after an opening and before a closing bracket."""
     ascii: bool = False
-    """Characters beyond ASCII as `\\u` escapes, and `/` as `\\/`."""
+    """Write characters beyond ASCII as `\\u` escapes, and `/` as `\\/`."""
     reverse: bool = False
-    """Keys in the opposite order."""
+    """Write keys in the opposite order."""
     exponents: bool = False
-    """Whole numbers as 1.0 or 2e4."""
+    """Write whole numbers as 1.0 or 2e4."""
 
 
 STYLES: Mapping[str, JsonStyle] = {
@@ -85,11 +86,11 @@ class AnswerStyle:
     thought: str = "Hm."
     """Appended to the reasoning."""
     silent: bool = False
-    """No reasoning."""
+    """Leave out the reasoning."""
     options: bool = False
-    """Optional arguments of the tool, of every scalar type, are given too."""
+    """Also pass optional arguments of the tool, of every scalar type."""
     odd_calls: bool = False
-    """Besides the call: one of the same tool without arguments, and one of a tool that does not exist."""
+    """Add a call of the same tool without arguments, and one of a tool that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)

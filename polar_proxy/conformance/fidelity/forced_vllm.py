@@ -26,7 +26,7 @@ PLUGIN = Path(__file__).resolve().parent.parent / "vllm_plugin"
 """Folder for the server's PYTHONPATH, used with `--logits-processors` and `LOGITS_PROCESSOR`."""
 LOGITS_PROCESSOR = "polar_forced_tokens:ForcedTokens"
 CUT_EVERY = 40
-"""Average number of characters between two places where an answer's tokens are not the tokenizer's own."""
+"""Average distance, in characters, between two places where an answer is split unlike the tokenizer would split it."""
 
 
 class _ForcingClient(VllmClient):
@@ -97,7 +97,7 @@ class ForcedVllmEngine(VllmEngine):
                 yield event
 
     async def tokens(self, text: str) -> tuple[int, ...]:
-        """Return the ids that an answer is sampled as, with its end of turn.
+        """Return the token ids of an answer, with its end-of-turn token.
 
         Raises EngineError if they do not decode to the text.
         """

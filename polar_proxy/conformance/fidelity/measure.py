@@ -1,7 +1,7 @@
-"""Run one harness in one prompt mode, and count what became of every sampled token.
+"""Run one harness in one prompt mode, and count every sampled token as trained or excluded.
 
-For a call whose prompt leaves the sampled tokens, the row has the place of the first difference, the tokens on both
-sides, and the causes.
+For a call whose prompt differs from the sampled tokens, the row has the place of the first difference, the tokens on
+both sides, and the causes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ExplainedDrift:
 
 @dataclass(slots=True)
 class FidelityRow:
-    """What was counted of one harness in one mode."""
+    """Counts for one harness in one prompt mode."""
 
     harness: str
     version: str
@@ -71,10 +71,10 @@ class FidelityRow:
     """Why the scenario could not be run."""
     calls: int = 0
     bases: int = 0
-    """Calls that extend a recorded answer by meaning."""
+    """Calls whose messages extend a recorded answer, whatever their tokens."""
     continued: int = 0
     drifted: int = 0
-    """Calls whose prompt leaves the sampled tokens unintentionally: each splits a merged trace."""
+    """Calls whose prompt differs from the sampled tokens unintentionally: each splits a merged trace."""
     causes: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, int] = field(default_factory=dict)
     """Why calls were not continued."""

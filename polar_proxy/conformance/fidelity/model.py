@@ -21,7 +21,7 @@ _TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"
 _WORD = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How the tokenizers of the Qwen family cut text into words."""
+"""Pattern by which the tokenizers of the Qwen family split text into words."""
 _READ_BYTES = 3_000_000
 
 
@@ -56,7 +56,7 @@ def make_model(folder: Path) -> Path:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=32,  # the least that vLLM's CPU attention takes
+        head_dim=32,  # the smallest size that vLLM's CPU attention supports
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         initializer_range=0.3,

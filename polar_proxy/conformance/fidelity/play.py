@@ -57,7 +57,7 @@ async def play(
 ) -> AsyncIterator[PlayedJob]:
     """Run every job once, and yield each when it ends.
 
-    Each job has an engine and a gateway of its own; the server and the store are shared. `make_engine(template)`
+    Each job has its own engine and gateway; the server and the store are shared. `make_engine(template)`
     returns a scripted engine that renders with that template.
     """
     slots = asyncio.Semaphore(concurrency)

@@ -1,6 +1,6 @@
 """A plugin for a vLLM server that samples given tokens: `vllm_xargs: {"forced_ids": [...]}` in a request's body.
 
-The server runs in an environment of its own, so this file imports nothing of Polar. Start the server with this folder
+The server runs in its own Python environment, so this file imports nothing of Polar. Start the server with this folder
 on PYTHONPATH and `--logits-processors polar_forced_tokens:ForcedTokens`.
 
 The n-th token of an answer is `forced_ids[n]`, whatever the model prefers; after the last one the model is free. vLLM

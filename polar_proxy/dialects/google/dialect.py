@@ -56,7 +56,7 @@ class GoogleGenerateContent(Dialect):
         tools = _field(body, "tools")
         tools_json = to_json(tools, "tools") if tools else None
         params = storable_params(body, *(key for key in body if camel_case(key) in _SEPARATE))
-        # After the JSON was written, which limits how deep a tool's schema can be.
+        # Only after `to_json`, which refuses tool schemas that are nested too deeply to be validated.
         fields = GenerateContentRequest.read(body)
         request = to_chat_request(self.model, fields)
         return ParsedRequest(
@@ -108,7 +108,7 @@ class GoogleTokenCount(TokenCount):
 
 
 def google_route(path: str, query: str) -> Dialect | TokenCount | None:
-    """Return what serves this path (percent-decoded) and query string; None for a path that is not Google's."""
+    """Return the dialect or token count of this path (percent-decoded) and query string; None if it is not Google's."""
     found = _ROUTE.fullmatch(path)
     if found is None:
         return None
@@ -144,7 +144,7 @@ def _field(body: Json, name: str) -> Any:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """Return the items of a repeated field; a value of the wrong type has none, and is refused later."""
+    """Return the items of a repeated field; no items for a value of the wrong type, which is refused later."""
     if isinstance(value, dict):
         return [value]
     return value if isinstance(value, list) else []

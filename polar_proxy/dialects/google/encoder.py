@@ -86,7 +86,7 @@ class _CandidateStream:
 
     parts: _PartWriter
     received: AnswerChoice = field(default_factory=AnswerChoice)
-    """Its tool calls only."""
+    """The candidate's tool calls; text and reasoning are not kept here."""
     calls_sent: int = 0
     pending: AnswerChoice = field(default_factory=AnswerChoice)
     """The tokens whose log-probabilities were not sent yet."""

@@ -84,8 +84,9 @@ def parse_tool_choice(
 ) -> tuple[tuple[Json, ...], str | Json | None]:
     """Return (tools to offer, OpenAI's tool_choice).
 
-    `allowedFunctionNames` (of the modes ANY and VALIDATED) narrows the offered tools, because engines cannot restrict
-    a choice to some of them. VALIDATED is otherwise AUTO: engines always follow the schema, or never.
+    `allowedFunctionNames` (of the modes ANY and VALIDATED) narrows the offered tools, because engines cannot restrict a
+    choice to some of them. Apart from that VALIDATED is treated as AUTO, because no engine can be told per request to
+    follow the schema.
     """
     path = "toolConfig.functionCallingConfig"
     mode = (config.mode or "AUTO").upper()

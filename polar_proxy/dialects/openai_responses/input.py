@@ -4,9 +4,10 @@ An answer comes back as several items (reasoning, message, one for each call); t
 as it was recorded. Items belong together if their ids say so, or else if no item of another kind lies between them and
 they are in the order in which an answer is written.
 
-No item is dropped that holds something for the model to read. Ignored are: web search calls (no engine here made them),
-lists of MCP tools, reasoning that another provider encrypted, items of unknown type without content, and references to
-items that the input contains. Every other item that cannot be shown to the model is refused by its path `input[i]`.
+Every item that holds something for the model to read is kept. These are ignored: web search calls (no engine here made
+them), lists of MCP tools, reasoning that another provider encrypted, items of unknown type without content, and
+references to items that the input contains. Every other item that cannot be shown to the model is refused by its path
+`input[i]`.
 
 System and developer messages at the beginning become one system message that starts with `instructions`, because chat
 templates of open models have no developer role and no second system message there. Later ones are system messages.
@@ -120,7 +121,8 @@ class _ItemReader:
             self._other(item, kind, path)
 
     def _draft_of(self, item: Json, fits: bool) -> _AnswerDraft:
-        """Return the draft that an item of an answer belongs to. `fits`: by its place it may be the current one."""
+        """Return the draft that an item of an answer belongs to. `fits`: the item's position allows it to continue the
+        current draft."""
         answer_id, draft = answer_of_item(item.get("id")), self._draft
         if draft is not None and answer_id is not None and draft.answer_id is not None:
             joins = answer_id == draft.answer_id

@@ -1,8 +1,8 @@
 """Output items: their ids, and an answer written as items.
 
-Every id leads back to its call: `resp_<t>` and `msg_<t>_<n>`, `rs_<t>_<n>`, `fc_<t>_<n>`, ... belong to `call_<t>`,
-where n is the item's position in the answer. So a response can be found by its id alone, and items that a client sends
-back are recognised as parts of one answer.
+Every id contains the id of its call: `resp_<t>` and `msg_<t>_<n>`, `rs_<t>_<n>`, `fc_<t>_<n>`, ... belong to
+`call_<t>`, where n is the item's position in the answer. So a response can be found by its id alone, and items that a
+client sends back are recognised as parts of one answer.
 
 If the arguments of a custom tool's call are not of the form `{"input": text}`, the item holds the argument string
 itself. If they do not even begin that way, the item's id begins with `ctcraw`, so that the string is read back

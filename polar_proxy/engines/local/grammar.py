@@ -2,7 +2,7 @@
 
 A `response_format` is enforced only while the model may not call tools, see `base.enforced_format`. A required tool
 call is sampled in the model's own Hermes form, so that it parses and renders back like any other. Log-probabilities are
-those of the distribution without the forbidden tokens: such tokens are no free samples of the policy.
+those of the distribution without the forbidden tokens: such tokens are not free samples of the policy.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class GrammarCompiler:
         return lambda: GrammarMask(LLMatcher(tokenizer, grammar, log_level=0))
 
     def _body(self, request: ChatRequest) -> str | None:
-        """Return the rule `body` in llguidance's Lark."""
+        """Return the grammar rule `body` (the demanded calls, or the schema) in llguidance's Lark; None for a free
+        answer."""
         if (tools := demanded_tools(request)) is not None:
             names = " | ".join(f"tool_{place}" for place in range(len(tools)))
             more = "" if request.parallel_tool_calls is False or len(tools) < len(request.tools) else ' ("\\n" call)*'
@@ -99,7 +100,7 @@ class GrammarCompiler:
         return None if schema is None else f"body: %json {_schema(schema)}"
 
     def _prefix(self, reasoning: Reasoning) -> str:
-        """Return the rule `start`, which leaves the reasoning free."""
+        """Return the grammar rule `start`: free reasoning, if the model reasons, followed by the rule `body`."""
         if reasoning == "off":
             return "start: body\n"
         # A tag that is one token has no text inside a regular expression; a tag of several tokens must end it.
@@ -112,7 +113,7 @@ class GrammarCompiler:
         return f"start: ({self._tag(THINK)} thought gap)? body\n{thought}"
 
     def _tag(self, text: str) -> str:
-        """Return a tag as the grammar names it: a single token bare, other text quoted."""
+        """Return a tag in the grammar's notation: unquoted if it is a single token, else quoted as text."""
         return text if text in self._tokens else json.dumps(text)
 
 

@@ -3,8 +3,8 @@
 Works for decoder-only models of Transformers in which every layer attends to the whole past through a `Cache`. Loading
 compares the cached passes with the model's own forward pass, and refuses the model if they differ.
 
-Cache invariant: the first `length` positions of a row hold the keys and values of exactly the tokens beside it, made by
-the weights now loaded. Everything after them is finite (never NaN), so a mask is enough to hide it.
+Cache invariant: the first `length` positions of a row hold the keys and values of exactly the tokens stored with it,
+made by the weights now loaded. Everything after them is finite (never NaN), so a mask is enough to hide it.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class ModelRunner:
         return logits
 
     def score(self, token_ids: Sequence[int]) -> Iterator[list[float]]:
-        """Yield raw log-probabilities of token_ids[1:], chunk by chunk, from a fresh pass with a cache of its own."""
+        """Yield raw log-probabilities of token_ids[1:], chunk by chunk, from a fresh pass with its own cache."""
         ids = list(token_ids)
         row, start = self.shape.zeros(1, max(len(ids), 1)), 0
         while start < len(ids) - 1:

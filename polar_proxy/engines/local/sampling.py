@@ -1,4 +1,4 @@
-"""From logits to tokens: the whole batch at once, in fp32, with the log-probabilities of what was sampled from.
+"""From logits to tokens: the whole batch at once, in fp32, with log-probabilities of the distribution sampled from.
 
 The distribution of a row is the softmax of: logits + logit_bias - penalties, grammar mask, / temperature, min_p,
 top_k, top_p (the order of vLLM). The log-probability reported is that distribution's ("processed"). At temperature 0
@@ -187,7 +187,7 @@ def _top(logprobs: torch.Tensor, rows: Sequence[SequenceSampler]) -> list[list[t
     out: list[list[tuple[int, float]]] = []
     for row, row_ids, row_values in zip(rows, ids.tolist(), values.tolist(), strict=True):
         pairs = zip(row_ids[: row.params.top_logprobs], row_values, strict=False)
-        # A token that truncation or a grammar forbids is no alternative, and -inf is not JSON.
+        # A token that truncation or a grammar forbids is not an alternative, and -inf is not JSON.
         out.append([(token, value) for token, value in pairs if value != float("-inf")])
     return out
 

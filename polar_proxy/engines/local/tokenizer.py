@@ -63,7 +63,7 @@ class ChatTemplate:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return the token ids of a raw prompt, with what the tokenizer puts around it (such as a BOS token)."""
+        """Return the token ids of a raw prompt, with the special tokens that the tokenizer adds (such as BOS)."""
         return list(self._backend.encode(text, add_special_tokens=True).ids)
 
     def reasoning(self, prompt: str) -> Reasoning:
@@ -115,7 +115,7 @@ class TokenDecoder(Protocol):
         """Return the text that this token completes; may be empty."""
 
     def close(self) -> str:
-        """Return the text still held, with U+FFFD for bytes that never became a character."""
+        """Return the rest of the text, with U+FFFD for bytes that never became a character."""
 
 
 class Vocabulary:
@@ -235,7 +235,7 @@ class TextStream:
         self.stopped_at: str | None = None
 
     def feed(self, token_id: int) -> str:
-        """Return the text that is certain now: nothing of a stop string or of what may become one."""
+        """Return the new text, except for its end if that may be the beginning of a stop string."""
         text = self._decoder.feed(token_id)
         return self._release(text) if self._stop else text
 

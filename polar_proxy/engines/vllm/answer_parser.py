@@ -26,7 +26,7 @@ from polar_proxy.errors import EngineError
 from polar_proxy.types import ChatRequest, Json, Message, SampleEvent, Sampling, TokenIds, ToolDelta
 
 _DERENDER_INTERVAL = 8
-"""The server's parser is called once so many tokens, and an eighth of the answer, are new."""
+"""The server's parser is called when at least this many tokens, and at least an eighth of the answer, are new."""
 
 PromptTail = Literal["open", "closed", "none"]
 """Whether a prompt's last tokens open reasoning, close it, or do neither."""
@@ -38,14 +38,14 @@ class ParserConfig:
 
     kind: Literal["hermes", "derender"]
     reasoning: Reasoning
-    """For the Hermes parser."""
+    """Used by the Hermes parser only."""
     tools: bool
     """The server parses tool calls."""
     special_without_tools: bool
     special_with_tools: bool
     """Whether special tokens are visible in the server's chats."""
     tail: PromptTail
-    """How the prompts ended with which this was proved."""
+    """The tail of the prompts with which this configuration was verified."""
 
     def shows_special(self, request: ChatRequest) -> bool:
         return self.special_with_tools if uses_tools(request) else self.special_without_tools

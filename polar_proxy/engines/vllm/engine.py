@@ -33,7 +33,7 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.types import ChatRequest, EngineInfo, EngineRequest, Json, SampleEvent, TokenIds
 
 WEIGHT_VERSION_SECONDS = 1.0
-"""For so long a policy version is used without asking the server again."""
+"""Seconds for which a policy version is used without asking the server again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +200,10 @@ class VllmEngine(Engine):
         return await self.client.load()
 
     async def weight_version(self) -> str | None:
-        """Return what `/weight_info` said within the last second; None if the server has no such route.
+        """Return the policy version from `/weight_info`, at most a second old; None if the server has no such route.
 
-        (vLLM has it in development mode.) Every recorded call asks, and a request for each would cost as much as the
-        rest of the recording. Updating weights pauses the engine for longer than this second, or calls
+        (vLLM has it in development mode.) Every recorded call needs it, and a request for each would cost as much as
+        the rest of the recording. Updating weights pauses the engine for longer than this second, or calls
         `weights_changed` during the pause.
         """
         if self._weight_version is None:

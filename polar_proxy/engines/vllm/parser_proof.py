@@ -1,8 +1,8 @@
 """Prove that Polar parses an answer as the server's own chat route does, by making the server give answers.
 
-The server is made to sample given texts (plain text, a call, two calls, awkward JSON, reasoning, ...). What its chat
-route makes of each is compared with what a parser makes of the same ids. Only a parser that agreed on all of them is
-used to continue conversations from exact ids; white space around text and reasoning does not count.
+The server is made to sample given texts (plain text, a call, two calls, awkward JSON, reasoning, ...). The chat route's
+result for each is compared with a parser's result for the same ids. Only a parser that agreed on all of them is used to
+continue conversations from exact ids; white space around text and reasoning does not count.
 
 How a text is forced:
 
@@ -11,7 +11,7 @@ How a text is forced:
 * Reasoning itself by descending biases for `<think>`, a letter and `</think>`, under a repetition penalty that excludes
   each token once it was sampled.
 
-What was really sampled is read from the ids: a text that was not sampled proves nothing.
+The ids show whether a text was really sampled; one that was not proves nothing.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class ParserProof:
         # A parser needs to see the tags; apart from that, completions hide what a chat hides.
         without_tools, with_tools = shown[0] or not tags_show, shown[-1] or not tags_show
         tail = self.tail(opened)
-        # A `<think>` in the prompt keeps the model from sampling another one: such answers have no tag of their own.
+        # A `<think>` in the prompt keeps the model from sampling another one: such answers do not begin with the tag.
         optional = {IN_REASONING, *([TAGGED] if reasons and tail != "none" else [])}
         problem = unforced(answers, optional) or call_problem
         mode: Reasoning | None = None
@@ -238,7 +238,8 @@ class ParserProof:
         return read, texts[1] == "".join(event.text for event in plain)
 
     async def _call_form_problem(self, bare: list[int], frame: Json) -> str | None:
-        """Return what differs between Hermes' form of calls and the template's, which is the model's; None if nothing.
+        """Return how Hermes' form of a call differs from the chat template's, which the model writes; None if they
+        agree.
 
         `bare` is the rendering up to the turn that calls.
         """
@@ -254,7 +255,7 @@ class ParserProof:
         return "The template writes tool calls in another form than Hermes'."
 
     async def _derender_problem(self, answers: list[ForcedAnswer], frame: Json, opened: list[int]) -> str | None:
-        """Return what is wrong with the server's derendering of the same answers; None if nothing is."""
+        """Return how the server's derendering of the same answers differs; None if it agrees."""
         request = ChatRequest(
             "", (), tools=tuple(frame.get("tools", ())), template_kwargs=frame.get("chat_template_kwargs", {})
         )
@@ -312,7 +313,7 @@ class ProvenParsers:
 
 
 def unforced(answers: Sequence[ForcedAnswer], optional: set[str]) -> str | None:
-    """Return which text was not sampled though it was forced; None if all were."""
+    """Return a message about the first text that was forced and not sampled; None if all were sampled."""
     missing = [answer.name for answer in answers if answer.wanted not in answer.text and answer.name not in optional]
     if not missing:
         return None

@@ -1,6 +1,6 @@
 """Find out what a vLLM server can really do, by asking it, before anything is recorded from it.
 
-Servers silently accept fields that they do not know, so nothing is believed that was not seen in an answer. A probe is
+Servers silently accept unknown fields, so only what was seen in an answer counts as supported. A probe is
 two dozen requests of one to four tokens, and those of `parser_proof.py`.
 """
 

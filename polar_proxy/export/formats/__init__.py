@@ -1,7 +1,7 @@
 """Trainer formats: rows of `tokens-jsonl` as the records of other trainers, one module for each trainer. Pure.
 
-A format adds nothing and leaves nothing out: ids, mask and log-probabilities are those recorded, and a row that a
-record cannot hold is refused with RowError, never changed to fit.
+Ids, mask and log-probabilities of a record are exactly those recorded. A row that does not fit a format is refused with
+RowError, never changed to fit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class RecordConverter:
         self.left_out: Counter[str] = Counter()
 
     def __call__(self, rows: Sequence[Json]) -> list[Json]:
-        """Convert all rows of a rollout or none: half of its sequences would weigh as much as a whole rollout."""
+        """Convert all rows of a rollout, or none if one is refused: a part of its sequences would weigh as much as the
+        whole."""
         try:
             return self._convert([read_training_row(row) for row in rows]) if rows else []
         except RowError as error:

@@ -1,4 +1,4 @@
-"""Groups straight from a server's trainer feed, for trainers that pull: TRL's `rollout_func`, or your own loop."""
+"""Groups from a server's trainer feed, for trainers that request them: TRL's `rollout_func`, or your own loop."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from polar_proxy.types import Json
 class FeedGroups:
     """Leases one group after the other and yields its rows. Meanwhile no other consumer gets the group.
 
-    Call `acknowledge` after the checkpoint that contains what the groups taught: a group that is not acknowledged comes
-    again when its lease ends. `when_saved` does this for trainers of Transformers.
+    Call `acknowledge` after a checkpoint of the weights that were trained on the groups: a group that is not
+    acknowledged is offered again when its lease ends. `when_saved` does this for trainers of Transformers.
     """
 
     def __init__(self, polar: Client, *, consumer: str, seconds: float = 600.0, patience: float = 3600.0) -> None:
-        """`seconds`: how long a lease lasts, more than a step and its checkpoint. `patience`: how long to wait for a
-        group before giving up, in seconds."""
+        """`seconds`: how long a lease lasts; it must be longer than a step and its checkpoint take. `patience`: how
+        long to wait for a group before giving up, in seconds."""
         self._polar, self._consumer = polar, consumer
         self._seconds, self._patience = seconds, patience
         self._open: list[str] = []
 
     def __iter__(self) -> Iterator[list[Json]]:
-        """Raise UsageError where no group came for `patience` seconds."""
+        """Raise UsageError if no group arrives for `patience` seconds."""
         while True:
             waited = 0.0
             wait = min(60.0, self._patience)
@@ -41,7 +41,7 @@ class FeedGroups:
     def acknowledge(self) -> int:
         """Report all groups handed out so far as used, and return how many.
 
-        Raise LeaseLostError where one took longer than its lease: it will come again.
+        Raise LeaseLostError if a lease expired before; its group is offered again.
         """
         done = 0
         while self._open:

@@ -1,8 +1,9 @@
-"""NeMo-RL: one rollout as a `DatumSpec`, whose message log has token ids, as NeMo-RL's own rollouts leave it.
+"""NeMo-RL: one rollout as a `DatumSpec`, whose message log has token ids, as NeMo-RL's own rollouts produce it.
 
 NeMo-RL trains the messages of role `assistant` that carry `generation_logprobs`. The response is therefore cut where
-the mask changes, not where messages begin: each sampled run is an assistant message, each run between is the
-environment's. Records: NeMo-RL `data/interfaces.py` (`DatumSpec`), `data/llm_message_utils.py`, `algorithms/grpo.py`.
+the mask changes, not where messages begin: each run of sampled tokens is an assistant message, and each run between two
+of them is an environment message. Records: NeMo-RL `data/interfaces.py` (`DatumSpec`), `data/llm_message_utils.py`,
+`algorithms/grpo.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from polar_proxy.types import Json
 
 
 def datum_spec(rows: list[TrainingRow], idx: int = 0) -> Json:
-    """Return one rollout as JSON; `load` makes tensors of it. `total_reward` is an addition to DatumSpec's fields.
+    """Return one rollout as JSON, which `load` converts to tensors. `total_reward` is an addition to DatumSpec's
+    fields.
 
-    A masked rollout has `loss_multiplier` 0. Texts are empty: the ids say everything. Raise RowError for a rollout
-    without a reward, or with several sequences, which NeMo-RL's baseline would count several times.
+    A masked rollout has `loss_multiplier` 0. Texts are empty, because NeMo-RL trains on the ids. Raise RowError for a
+    rollout without a reward, or with several sequences, which NeMo-RL's baseline would count several times.
     """
     if len(rows) > 1:
         raise RowError(

@@ -2,7 +2,7 @@
 
 Promises:
 
-* A position with mask 1 has a finite recorded log-probability; a row without is refused, never repaired.
+* A position with mask 1 has a finite recorded log-probability; a row without one is refused, never repaired.
 * A token whose mask is 0 is context: formats that need a log-probability there get 0.0, which no loss reads.
 * A rollout counts once in its group's baseline, however many traces it has.
 """
@@ -58,17 +58,17 @@ class TrainingRow:
     advantage: float | None
     """The advantage of its rollout, once `with_advantages` has set it."""
     masked: bool
-    """Its rollout counts in the baseline and is not trained."""
+    """True if its rollout counts in the baseline and is not trained."""
     status: str | None
     versions: tuple[str, ...]
-    """The policy versions that sampled it, in order, each once; empty where the engine reported none."""
+    """The policy versions that sampled it, in order, each once; empty if the engine reported none."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         return self.prompt_ids + self.response_ids
 
     def trained_mask(self) -> list[int]:
-        """Return [m]: `loss_mask`, or zeros where the rollout is masked."""
+        """Return [m]: `loss_mask`, or zeros if the rollout is masked."""
         return [0] * len(self.loss_mask) if self.masked else list(self.loss_mask)
 
     def runs(self) -> list[tuple[bool, int, int]]:
@@ -83,7 +83,7 @@ class TrainingRow:
 
 
 def read_training_row(row: Json) -> TrainingRow:
-    """Read a row of tokens-jsonl. Raise RowError for one that no trainer's record can hold."""
+    """Read a row of tokens-jsonl. Raise RowError for a row that fits no trainer's format."""
     trace = read_row(row).trace
     name = f"the row {trace.trace_id}"
     if trace.parent_trace_id is not None:
@@ -126,7 +126,7 @@ def _policy_versions(certificate: Json | None) -> tuple[str, ...]:
 def group_advantages(rewards: Mapping[str, float | None], name: str = "grpo") -> dict[str, float | None]:
     """Return the advantages of one group's rollouts by id, computed by the advantage function of that name.
 
-    None where a rollout has no reward, or is the pivot.
+    None for a rollout without a reward, and for the pivot (mc_grpo).
     """
     values = ADVANTAGES[name](list(rewards.values()))
     return {key: None if math.isnan(value) else value for key, value in zip(rewards, values.tolist(), strict=True)}
@@ -152,7 +152,8 @@ def with_advantages(
 
 
 def group_by_rollout(rows: Sequence[TrainingRow]) -> dict[str, list[TrainingRow]]:
-    """Return the rows of one group by rollout, in their order. Raise RowError for a row of no or another group."""
+    """Return the rows of one group by rollout, in their order. Raise RowError for a row without a group or of another
+    group."""
     found: dict[str, list[TrainingRow]] = {}
     for row in rows:
         group_id, rollout_id = require_group(row)
@@ -163,7 +164,8 @@ def group_by_rollout(rows: Sequence[TrainingRow]) -> dict[str, list[TrainingRow]
 
 
 def groups_of(rows: Iterable[Json]) -> list[list[Json]]:
-    """Return the rows group by group, in the order in which the groups first appear. Rows of no group are left out."""
+    """Return the rows group by group, in the order in which the groups first appear. Rows without a group are left
+    out."""
     found: dict[str, list[Json]] = {}
     for row in rows:
         if row.get("group_id") is not None:
@@ -172,7 +174,7 @@ def groups_of(rows: Iterable[Json]) -> list[list[Json]]:
 
 
 class IdNumbers:
-    """Numbers for ids, from 0 on in the order in which they first appear: some records have no text fields."""
+    """Numbers for ids, from 0 on in order of first appearance, for records without text fields."""
 
     def __init__(self) -> None:
         self._known: dict[str, int] = {}

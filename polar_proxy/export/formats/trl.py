@@ -32,7 +32,7 @@ Rewards = Mapping[str, Mapping[str, float | None]]
 
 
 SequencePolicy = Literal["refuse", "longest"]
-"""What to do with a rollout of several sequences where the record holds one.
+"""Treatment of a rollout with several sequences if the record holds only one.
 
 refuse: use nothing of its group. longest: train the sequence with the most sampled tokens (the first of several such),
 and count the others as left out."""
@@ -42,8 +42,8 @@ def completions(rows: Sequence[Json], generations: int, several: SequencePolicy 
     """Return one group as `rollout_func` returns it: lists of `generations` entries, one for each rollout.
 
     `prompt_ids`, `completion_ids`, `logprobs` (as recorded), `env_mask` (1 = sampled and trained), `reward` (None:
-    unscored, which TRL leaves out of the baseline), `trace_id`. Raise RowError where a rollout has several sequences
-    and they are refused, or the group does not have `generations` rollouts.
+    unscored, which TRL leaves out of the baseline), `trace_id`. Raise RowError if a rollout has several sequences and
+    they are refused, or if the group does not have `generations` rollouts.
     """
     members = group_by_rollout([read_training_row(row) for row in rows])
     if len(members) != generations:
@@ -71,8 +71,8 @@ class RecordedRollouts:
     """A `rollout_func`: each run of `num_generations` equal prompts gets the next recorded group, whatever the prompt.
 
     `groups` yields the rows of one group at a time, from a file or a feed. A group that GRPOTrainer cannot hold raises
-    RowError; with `on_refused = "skip"` it is counted in `left_out` and the next group is taken. Raise UsageError when
-    the groups run out, or where several processes share a generation batch.
+    RowError; with `on_refused = "skip"` it is counted in `left_out` and the next group is taken. Raise UsageError if
+    the groups run out, or if several processes share a generation batch.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ def recorded_reward(completions: Sequence[Any], reward: Sequence[float | None], 
 
 
 def recorded_ratios(trainer: type[Any]) -> type[Any]:
-    """Return a subclass of GRPOTrainer whose importance ratios are to the *recorded* log-probabilities.
+    """Return a subclass of GRPOTrainer that computes importance ratios with the *recorded* log-probabilities.
 
     TRL uses the log-probabilities that it computes before the step (its vLLM mode corrects the gap with a weight),
     which treats samples of older weights as if the trainer's current weights had made them.
@@ -210,7 +210,8 @@ class RecordedWorker:
         self._version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended the thread, or UsageError where the groups have run out. It never goes stale."""
+        """Raise the error that ended the thread, or UsageError if the groups have run out. `stale_after_s` is
+        ignored."""
         if self._error is not None:
             raise self._error
         if not self._thread.is_alive() and self.rollout_buffer.empty():

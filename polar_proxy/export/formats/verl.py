@@ -53,7 +53,7 @@ def dataset(rows: Iterable[Json]) -> list[Json]:
     """Return one row for each group, in the columns of `RLHFDataset`, for a `.jsonl` file or parquet.
 
     `rollout.n` must be the number of its rollouts. The prompt is only a name: the recorded tokens contain their own.
-    Raise RowError where groups differ in size.
+    Raise RowError if groups differ in size.
     """
     members: dict[str, set[str]] = {}
     tasks: dict[str, str] = {}
@@ -80,7 +80,7 @@ def dataset(rows: Iterable[Json]) -> list[Json]:
 
 
 class RecordedGroups:
-    """Recorded rows by group: what answers session i of a dataset row."""
+    """Recorded rows by group, from which session i of a dataset row is answered."""
 
     def __init__(self, rows: Iterable[Json]) -> None:
         found: dict[str, list[TrainingRow]] = {}
