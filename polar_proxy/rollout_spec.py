@@ -1,6 +1,6 @@
 """The options of a rollout and of a job, each defined once.
 
-`RolloutSpec` says how one rollout is made, `JobSpec` adds how many there are and what becomes of their groups. Every
+`RolloutSpec` says how one rollout is made, `JobSpec` adds the number of rollouts and the options of their groups. Every
 other place that names an option is derived from these two models:
 
 * command line: `polar_proxy.cli.options` makes one option for each field;
@@ -36,7 +36,7 @@ class RolloutSpec(BaseModel):
     timeout: float = Field(600.0, gt=0)
     """Seconds that the agent may run; preparing, waiting and scoring have their own limits."""
     max_tokens: int = Field(2048, ge=1)
-    """Most tokens of one answer."""
+    """Maximum number of tokens in one answer."""
     train_timed_out: bool = False
     """Also train on rollouts that ran out of time."""
 
@@ -62,10 +62,10 @@ class RolloutSpec(BaseModel):
 
 
 class JobSpec(RolloutSpec):
-    """Rollouts of some tasks: `samples` of each, which form a group."""
+    """A job: `samples` rollouts of each of its tasks, which form a group."""
 
     samples: int = Field(1, ge=1, le=4096)
-    """Rollouts that are started of each task (a group)."""
+    """Rollouts to start for each task (a group)."""
     group_size: int | None = Field(None, ge=1)
     """How many of the samples complete a group, with group_policy. Default: all."""
     group_policy: str = "wait_for_all"

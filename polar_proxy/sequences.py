@@ -1,6 +1,6 @@
 """The token sequence of a trace: put together from its calls, joined with its parents, compared and checked.
 
-`find_problem` is the one implementation of "this trace is what its calls say": builders and the store call it. Its
+`find_problem` is the one check that a trace matches its calls: builders and the store call it. Its
 first half, `find_layout_problem`, needs no calls: readers of exported rows use it.
 """
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from polar_proxy.types import CallRecord, Logprobs, Span, TokenIds, Trace
 
 MISSING_LOGPROB = -9000.0
-"""Engines write -9999 where they have no log-probability: a value at or below this is not one."""
+"""Engines write -9999 for a missing log-probability, so values at or below this count as missing."""
 
 LossMask = npt.NDArray[np.uint8]
 _COMPARE_AT_ONCE = 256
@@ -31,7 +31,7 @@ class SpanError(ValueError):
 
 
 def assemble(spans: Sequence[Span], calls: Mapping[str, CallRecord]) -> tuple[TokenIds, LossMask, Logprobs]:
-    """Put the tokens that the spans name in a row.
+    """Concatenate the tokens of the spans.
 
     Return token_ids int32 [n], loss_mask uint8 [n], logprobs float32 [n] (NaN where the mask is 0). Raise SpanError
     for a span without a call, without an answer, or outside of its call.
@@ -78,8 +78,8 @@ class TracePath:
 def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> TracePath:
     """Return all tokens from the root to the end of a trace.
 
-    `traces` are those of its build, its ancestors among them. Raise ValueError if an ancestor is missing, or has no
-    token where the branch is.
+    `traces` are all traces of its build, including its ancestors. Raise ValueError if an ancestor is missing, or is
+    shorter than the position of the branch.
     """
     by_id = traces if isinstance(traces, Mapping) else {one.trace_id: one for one in traces}
     pieces = [(trace, len(trace.token_ids))]
@@ -106,10 +106,10 @@ def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> T
 
 
 def find_layout_problem(trace: Trace) -> str | None:
-    """Say in what the parts of a trace contradict each other, or return None.
+    """Return how the parts of a trace contradict each other, or None.
 
     The spans tile its tokens; the mask is 1, and a finite log-probability is there, exactly on the sampled spans; the
-    prompt is what comes before the first of them.
+    prompt is everything before the first of them.
     """
     size = sum(span.end - span.start for span in trace.spans)
     if not size == len(trace.token_ids) == len(trace.loss_mask) == len(trace.logprobs):
@@ -131,7 +131,7 @@ def find_layout_problem(trace: Trace) -> str | None:
 
 
 def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
-    """Say in what a trace differs from its calls, or return None.
+    """Return how a trace differs from its calls, or None.
 
     Tokens and log-probabilities are those of the calls, position by position, and each sampled span is a whole answer.
     A rescored trace may have other log-probabilities.
@@ -159,18 +159,18 @@ def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
     return None
 
 
-# ---------------------------------------------------------------- comparing token sequences
-# All are int32 [n]. The store reads the prompts of a session into one buffer, because they begin alike: where two
-# arrays begin at the same address nothing is compared, so that a turn costs what is new in it.
+# ---------------------------------------------------------------- comparing token sequences All are int32 [n]. The
+# store reads the prompts of a session into one buffer, because they begin alike. Two arrays that begin at the same
+# address are not compared, so that the cost of a turn is that of its new tokens.
 
 
 def common_prefix_length(one: TokenIds, other: TokenIds) -> int:
-    """Return how many first tokens both have in common."""
+    """Return the length of the common prefix."""
     size = min(len(one), len(other))
     if size == 0 or _same_short(one[:size], other[:size]) or share_buffer(one, other):
         return size
     start, step = 0, _COMPARE_AT_ONCE
-    while start < size:  # in growing steps, because most sequences that differ do so early
+    while start < size:  # in growing steps, because most sequences that differ have an early difference
         end = min(start + step, size)
         differs = one[start:end] != other[start:end]
         position = int(differs.argmax())
@@ -190,7 +190,7 @@ def begins_with(whole: TokenIds, start: TokenIds) -> bool:
         return _same_short(whole[:size], start)
     if share_buffer(whole, start):
         return True
-    # The end is compared first: histories that only look alike differ there.
+    # The end is compared first, because similar histories usually differ there.
     near = max(0, size - _COMPARE_AT_ONCE)
     return bool((whole[near:size] == start[near:]).all()) and common_prefix_length(whole[:near], start[:near]) == near
 

@@ -24,7 +24,8 @@ Edge = Literal["root", "continues", "retries", "rewinds", "compacts", "subagent"
 CallStatus = Literal["ok", "client_gone", "upstream_error", "no_tokens"]
 LogprobMode = Literal["raw", "processed"]
 PromptMode = Literal["render", "continue"]
-"""render: the engine rendered the messages. continue: the prompt is the earlier call's exact tokens and what is new."""
+"""render: the engine rendered the messages. continue: the prompt is the earlier call's exact tokens and those of the
+new messages."""
 
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _id_lock = threading.Lock()
@@ -115,9 +116,9 @@ class Sampling:
     frequency_penalty: float | None = None
     logit_bias: Mapping[str, float] | None = None
     logprobs: bool = False
-    """The client asks for log-probabilities, so events carry `tokens`. They are recorded in any case."""
+    """The client requests log-probabilities, so events carry `tokens`. They are recorded in any case."""
     top_logprobs: int = 0
-    """How many alternatives per token the client asks for (`SampleEvent.top`)."""
+    """Number of alternatives per token that the client requests (`SampleEvent.top`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +263,7 @@ class CallRecord:
     ambiguous: bool = False
     """Another edge or parent was possible as well; `rule` says why."""
     thread: str | None = None
-    """The line of conversation: the harness's own id for it, else the call that began it."""
+    """The thread of the conversation: the harness's own id for it, else the call that began it."""
     fingerprint: Json | None = None
     """The keys by which the call is found again after a restart (`sessions/call_index.py`)."""
     prompt_mode: PromptMode = "render"

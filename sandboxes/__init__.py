@@ -1,7 +1,7 @@
-"""Sandboxes: where an agent's programs run.
+"""Sandboxes, in which an agent's programs run.
 
-`base` has the contract, `choice` opens a sandbox of a kind that this machine has, `orphans` removes what a dead owner
-left. The kinds are `docker`, `bubblewrap` and `process`.
+`base` has the contract, `choice` opens a sandbox of a kind that this machine has, `orphans` removes the sandboxes of
+dead owners. The kinds are `docker`, `bubblewrap` and `process`.
 """
 
 from sandboxes.base import (

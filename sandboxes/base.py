@@ -1,4 +1,4 @@
-"""The contract of a sandbox: an empty environment in which a program runs, is watched and is ended.
+"""The contract of a sandbox: an empty environment in which a program is run, observed and ended.
 
 Promises that every kind keeps; `tests/sandboxes/test_sandbox_contract.py` checks them for each:
 
@@ -11,7 +11,7 @@ Promises that every kind keeps; `tests/sandboxes/test_sandbox_contract.py` check
   the sandbox runs no other command before that. Processes that a command leaves running after a normal end stay until
   `kill_all` or `close`, as with `docker exec`.
 * Output is bounded: the tail is kept, and `truncated` is set.
-* Nothing is left after `close`, nor after `kill -9` of the owner once `orphans.sweep` has run.
+* `close` removes everything. After `kill -9` of the owner, `orphans.sweep` does.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Mount:
 
 @dataclass(frozen=True)
 class ResourceLimits:
-    """Upper bounds of one sandbox; None is no bound. `Sandbox.unenforced` lists those that a kind cannot enforce.
+    """Upper bounds of one sandbox; None means no bound. `Sandbox.unenforced` lists those that a kind cannot enforce.
 
-    `file_mb` bounds the size of each file. Memory includes files in /tmp where that is in memory (bubblewrap).
+    `file_mb` bounds the size of each file. Memory includes files in /tmp if /tmp is in memory (bubblewrap).
     """
 
     memory_mb: int | None = 4096
@@ -179,7 +179,7 @@ class Sandbox(ABC):
 
     kind: ClassVar[SandboxKind]
     isolation: str
-    """One sentence: what is isolated and what is not."""
+    """One sentence that states what is isolated and what is not."""
     unenforced: tuple[str, ...]
     """The requested limits that this sandbox cannot enforce, each with the reason."""
     id: str
@@ -250,7 +250,7 @@ class Sandbox(ABC):
         """
 
     def path(self, path: str) -> str:
-        """Return the absolute form of a path inside."""
+        """Return the absolute form of a path inside the sandbox."""
         return posixpath.join(self.workdir, path)
 
 
@@ -266,7 +266,7 @@ class ManagedSandbox(Sandbox):
 
     @classmethod
     async def open(cls, spec: SandboxSpec, registry: SandboxRegistry) -> Self:
-        """Open a sandbox. If that fails or is cancelled, remove what there is of it."""
+        """Open a sandbox. If that fails or is cancelled, remove the parts that were made."""
         spec.check()
         sandbox = cls(spec, registry)
         try:

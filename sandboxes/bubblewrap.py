@@ -56,7 +56,7 @@ class BubblewrapSandbox(SupervisedSandbox):
         return [*bwrap_command(), *binds, "--remount-ro", "/"]
 
     def _limit(self) -> None:
-        """Limit the sandbox by control groups if this user may make them, else by limits of each process."""
+        """Limit the sandbox by control groups if this user may make them, else limit each process."""
         limits = self.spec.limits
         folders = cgroups.group_folders(self.id, limits)
         if folders:
@@ -142,7 +142,7 @@ def why_not() -> str | None:
         return "bwrap does not answer"
     if done.returncode != 0:
         return f"bwrap fails: {done.stderr.strip() or done.returncode}"
-    # A system may let bwrap make namespaces and yet not let this process enter them: only a trial shows that.
+    # A system may allow bwrap to make namespaces and not allow this process to enter them: only a trial shows that.
     with tempfile.TemporaryDirectory(prefix="polar-trial-") as folder, ThreadPoolExecutor(1) as pool:
         try:
             pool.submit(asyncio.run, _trial(Path(folder))).result()

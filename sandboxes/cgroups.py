@@ -72,7 +72,8 @@ def settings(limits: ResourceLimits, version: int) -> dict[str, list[tuple[str, 
 
 
 def parents(controllers: set[str], root: Path = ROOT, own: str | None = None) -> dict[str, Path] | None:
-    """Return the folder in which a group for each controller can be made, or None if one of them has none."""
+    """Return the folder in which a group for each controller can be made, or None if some controller has no such
+    folder."""
     unified = root / "cgroup.subtree_control"
     if unified.exists():
         return dict.fromkeys(controllers, root) if controllers <= set(unified.read_text().split()) else None
@@ -96,7 +97,8 @@ def group_folders(ident: str, limits: ResourceLimits, root: Path = ROOT, own: st
 
 
 def create(folders: list[Path], limits: ResourceLimits) -> ControlGroup | None:
-    """Make the group and set its limits. Return None if this user may not (a read-only or foreign hierarchy)."""
+    """Make the group and set its limits. Return None if this user has no permission (a read-only or foreign
+    hierarchy)."""
     group = ControlGroup([])
     try:
         for folder in folders:

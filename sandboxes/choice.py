@@ -23,7 +23,7 @@ HOW_TO_GET: dict[SandboxKind, str] = {
 
 @dataclass(frozen=True)
 class Availability:
-    """The availability of one kind; if it is missing, why, and how to get it."""
+    """The availability of one kind; if it is missing, the reason and the way to get it."""
 
     kind: SandboxKind
     ok: bool
@@ -33,7 +33,7 @@ class Availability:
 
 @dataclass(frozen=True)
 class SandboxChoice:
-    """The chosen kind. `reason` is one line for people: which kinds were passed over, and why."""
+    """The chosen kind. `reason` is one readable line: the stronger kinds that were not chosen, and why."""
 
     kind: SandboxKind
     reason: str

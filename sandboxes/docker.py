@@ -78,7 +78,7 @@ class DockerSandbox(ManagedSandbox):
     async def _start(self) -> None:
         engine = self._engine = await self._stack.enter_async_context(docker_client())
         image = await find_image(engine, self.spec.image)
-        self._record.container = self.id  # its name, known before the container exists
+        self._record.container = self.id  # the container's name, known before it exists
         await uncancellable(asyncio.to_thread(self._registry.write, self._record))
         try:
             # Not cancelled half-way: the engine could create the container after the clean-up looked for it.
@@ -207,7 +207,7 @@ class DockerSandbox(ManagedSandbox):
             raise
         except BaseException as error:
             if task is not None and self._closing is None:
-                # Also if only the reader failed (an error of the callback): the program may still run.
+                # Also if only the callback for output failed: the program may still run.
                 try:
                     await uncancellable(self._kill(ident, task))
                 except SandboxError as failed:
@@ -238,7 +238,7 @@ class DockerSandbox(ManagedSandbox):
         """End a command's process tree and wait for its end. Close the sandbox if a process resists."""
         deadline = time.monotonic() + END_SECONDS
         while True:
-            # Not through `exec`, which waits for this.
+            # Not through `exec`, which waits until this has ended.
             with translate_errors():
                 killing = ["sh", "-c", KILL, "sh", self._main, f"{COMMAND_ID_VARIABLE}={ident}"]
                 execution = await self._require_open().exec(killing, workdir="/")
@@ -252,7 +252,7 @@ class DockerSandbox(ManagedSandbox):
                 await self.close()
                 raise SandboxEnded("a command could not be killed, so the sandbox was closed")
         if not task.cancelled():
-            task.exception()  # retrieved: the error that matters was raised already
+            task.exception()  # retrieved, so that it is not logged; the relevant error was raised already
 
     async def _container_ended(self) -> bool:
         """Return whether the container ended, and not only the command.

@@ -85,8 +85,8 @@ def translate_errors() -> Iterator[None]:
 async def _stream_of(execution: Any) -> AsyncIterator[Any]:
     """Start a command, and abort its connection at the end.
 
-    A connection with input that the program no longer reads would stay open for ever, and closing the client would
-    wait for it.
+    A connection with input that the program no longer reads would stay open forever, and closing the client would wait
+    for it.
     """
     transport: Any = None
     try:
@@ -110,8 +110,8 @@ class CommandStream:
     async def follow(self, execution: Any) -> int:
         """Start the command, collect its output, and return its exit status.
 
-        The stream ends only when the last holder of the output does, which may be a background process. So the engine
-        is also asked, at growing intervals, whether the command itself has ended.
+        The stream ends only when the last process that holds the output ends, which may be a background process. So the
+        engine is also asked, at growing intervals, whether the command itself has ended.
         """
         async with _stream_of(execution) as stream:
             reader = asyncio.ensure_future(self._read(stream))
@@ -135,7 +135,7 @@ class CommandStream:
     async def _wait_until_silent(self, reader: asyncio.Future[None]) -> None:
         """Wait until the stream ends, or is silent for two intervals.
 
-        Two, because output may have arrived while this process was suspended and is read in the first.
+        It waits for two intervals, because output that arrived while this process was suspended is read in the first.
         """
         silent = 0
         while silent < 2 and not reader.done():
@@ -195,7 +195,7 @@ async def sweep_containers(
 ) -> set[str]:
     """Remove the containers of dead owners, found by record and by label.
 
-    Return the names that must wait because no engine answers.
+    Return the names of those that remain because no engine answers.
     """
     named = {record.container for record in records if record.container}
     try:

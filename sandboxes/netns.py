@@ -1,4 +1,4 @@
-"""A listening socket inside another network namespace, served by this process.
+"""A listening socket inside another network namespace, on which this process accepts connections.
 
 The namespace of a sandbox has only a loopback interface. A socket stays in the namespace in which it was made, so a
 thread enters the namespace only for `bind`; afterwards the owner accepts on the socket like on any other. No process

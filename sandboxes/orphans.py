@@ -1,4 +1,4 @@
-"""Orphaned sandboxes: find and remove what dead owners left, and never touch what belongs to a living owner.
+"""Orphaned sandboxes: find and remove the sandboxes of dead owners, and never touch those of a living owner.
 
 Every sandbox is registered in a folder of small JSON files before anything of it starts, and unregistered after all of
 it is removed. A record identifies its owner by machine, boot, process namespace, pid and start time, so that a reused
@@ -56,7 +56,7 @@ class OwnerProcess:
         return cls(machine, boot, namespace, os.getpid(), start_time(os.getpid()) or "")
 
     def dead(self) -> bool:
-        """Return True only if the owner is certainly dead; False also if that is unknown from here."""
+        """Return True only if the owner is certainly dead; False also if this process cannot know."""
         machine, boot, namespace = _this_machine()
         if self.machine != machine:
             return False
@@ -181,7 +181,7 @@ async def sweep(state_dir: Path | None = None) -> list[RemovedItem]:
     removed: list[RemovedItem] = []
     problems: list[str] = []
     await asyncio.to_thread(_sweep_local, records, removed, problems)
-    from sandboxes import docker_engine  # it imports this module
+    from sandboxes import docker_engine  # imported here, because it imports this module
 
     waiting = await docker_engine.sweep_containers(records, removed, problems)
     for record in records:

@@ -1,4 +1,4 @@
-"""`process`: ordinary processes with a home of their own. Works everywhere, isolates nothing.
+"""`process`: ordinary processes with their own home. Works everywhere, isolates nothing.
 
 `SupervisedSandbox` is also the base of `bubblewrap`. A supervisor (`sandboxes/supervisor`) starts, watches and ends the
 programs; their output comes through pipes straight to this process.
@@ -39,17 +39,18 @@ from sandboxes.control_link import ControlLink, OutputPipe, Reply
 
 DRAIN_SECONDS = 0.1
 """How long to wait for the end of the output after the program ended. Its own output is in the pipe by then: this is
-for helpers that still flush (`> >(tee log)`). Only a background process that keeps the pipe open makes a command wait
-so long."""
+for helpers that still flush (`> >(tee log)`). A command waits this long only if a background process keeps the pipe
+open."""
 END_SECONDS = 30.0
-"""Far more than any end takes, also on a busy machine. A process that lasts longer cannot be killed, and the sandbox is
-closed."""
+"""Far more than ending a process takes, also on a busy machine. A process that lasts longer cannot be killed, and the
+sandbox is closed."""
 
 # Loads the supervisor package by itself, without `sandboxes/__init__` and its imports: it starts in half the time.
 START = "import sys; sys.path.append(sys.argv[1]); from supervisor.server import main; sys.exit(main(sys.argv[2]))"
 
 INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
-"""What a program needs to run at all. The owner's keys, tokens, proxies and configuration stay out."""
+"""Variables that a program needs to run at all. The owner's keys, tokens, proxies and configuration are not passed
+on."""
 
 
 class SupervisedSandbox(ManagedSandbox):
@@ -128,7 +129,7 @@ class SupervisedSandbox(ManagedSandbox):
         await asyncio.to_thread(self._remove)
 
     def _remove(self) -> None:
-        # The sandbox id finds what outlived the supervisor, or was left by one that had to be killed.
+        # Processes that outlived the supervisor, for example because it had to be killed, are found by the sandbox id.
         orphans.kill_marked({self.id})
         if self._cgroup is not None:
             self._cgroup.remove()
@@ -168,7 +169,7 @@ class SupervisedSandbox(ManagedSandbox):
         self._pipes |= {out, err}
         start = time.monotonic()
         try:
-            # Sent even if cancelled meanwhile, so that it is known whether there is something to kill.
+            # Sent even if cancelled meanwhile, so that the id of a started command is known and it can be killed.
             await uncancellable(link.send({"id": ident, **message}, [source, out.writer, err.writer]))
             for pipe in (out, err):
                 pipe.close_writer()
@@ -307,7 +308,8 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
 
 
 async def _stdin_file(data: bytes) -> int:
-    """Return the program's stdin as an unlinked file: its end comes by itself, and nothing has to be pumped."""
+    """Return the program's stdin as an unlinked file: the program reads it to its end without help from this
+    process."""
     if not data:
         return os.open(os.devnull, os.O_RDONLY)
     with tempfile.TemporaryFile() as file:

@@ -356,7 +356,7 @@ def _key_text(column: Any) -> str:
 
 
 def _schema_comments(source: str) -> dict[tuple[str, str], str]:
-    """Return the comment behind each column, and behind the name of each table as the column ''."""
+    """Return the comment after each column, and the comment after each table's name under the column name ''."""
     by_line = {
         token.start[0]: token.string.lstrip("# ").rstrip(".")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)

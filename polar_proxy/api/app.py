@@ -1,4 +1,4 @@
-"""The API as one router below `/api/v1`, for the gateway to include, or as an application of its own."""
+"""The API as one router below `/api/v1`, for the gateway to include, or as a separate application."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def create_api(
     engine: Engine | None = None,
     auth: Authenticate | None = None,
 ) -> FastAPI:
-    """Return an ASGI application with the API only. Run `BackgroundLoops` beside it if callbacks must be sent."""
+    """Return an ASGI application with the API only. Run `BackgroundLoops` as well if callbacks must be sent."""
     app = FastAPI(title="Polar", version=__version__, docs_url="/docs", redoc_url=None)
     app.include_router(create_router(ApiContext(store, settings, service, engine), auth))
     return app

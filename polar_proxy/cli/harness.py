@@ -249,6 +249,6 @@ def _describe(adapter: HarnessAdapter, cache: Path) -> Json:
 
 
 def _megabytes(root: Path) -> int:
-    if root == Path("/"):  # a harness without files of its own
+    if root == Path("/"):  # a harness without files
         return 0
     return round(sum(path.lstat().st_size for path in root.rglob("*") if not path.is_dir()) / 1e6)

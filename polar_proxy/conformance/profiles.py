@@ -28,7 +28,7 @@ class HarnessProfile:
     answer_format: Literal["tools", "terminus", "aider"] = "tools"
     """How the model acts: by tool calls, or by a text in the form of one harness."""
     command_suffix: str = ""
-    """Appended to each command, for a harness that now and then loses the output of a command that ends at once."""
+    """Appended to each command, for a harness that sometimes loses the output of a command that ends at once."""
     one_request_per_turn: bool = False
     """It asks the model once for each message of the user."""
     max_steps: int = 40

@@ -187,7 +187,7 @@ needs that.
   the database. Both halves are seen from outside Polar's pipeline.
 * **doubled**: an answered call with the same request as an earlier one of its session (the same messages and tools, as
   canonical JSON without cache marks, or the same stored fingerprint) that is not marked as a retry. A retry that was
-  joined to the first call has no call of its own.
+  joined to the first call is not recorded as a separate call.
 
 Results: `ok`; `failed`; `n/a`, the program cannot have it; `gives up`, the program itself ends its run there and Polar
 recorded that correctly; `not run`, it could not be measured. The section of each program has the details."""

@@ -43,7 +43,7 @@ def parse_recorded(call: CallRecord, previous: ParsedRequest | None = None) -> P
         dialect = get_dialect(call.dialect, call.model)
     except KeyError:
         raise RequestError(f"There is no dialect {call.dialect!r} in this version of Polar.") from None
-    # Stored fields that are not JSON, or belong to another dialect, raise TypeError and the like.
+    # Stored fields that are not JSON, or belong to another dialect, raise TypeError and similar errors.
     try:
         parsed = dialect.parse(dialect.rebuild_body(call.messages, call.tools, call.params), previous)
         (_,) = parsed.requests

@@ -1,7 +1,7 @@
 """The gateway's ASGI application: model routes, /v1/models, /healthz, /metrics, and routers included later.
 
 Each model route is served with and without its version, because some clients add it to the base URL and some do not.
-Every route is also served below `/s/{key}`, for programs that cannot send a key of their own.
+Every route is also served below `/s/{key}`, for programs that cannot send an API key.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MODEL_ROUTES: dict[str, Dialect | TokenCount] = {
     "/responses/input_tokens": ResponsesTokenCount(),
 }
 _ROUTES_OF_AGENTS = re.compile(r"(/v1|/v1alpha|/v1beta)?/models(/.*)?|/healthz|/api/hello")
-"""What is served inside a sandbox besides the model routes."""
+"""Routes that are served inside a sandbox besides the model routes."""
 
 
 class GatewayApp:
@@ -95,7 +95,7 @@ def split_path(path: str) -> tuple[str | None, str]:
 
 
 def find_route(path: str, query: bytes) -> Dialect | TokenCount | None:
-    """Return what serves POST to `path` (without `/s/{key}`); None if it is no model route.
+    """Return the dialect or token count that serves POST to `path` (without `/s/{key}`); None if it is no model route.
 
     `query` is the URL's query string as in ASGI: Google's clients say there how the answer is to be streamed.
     """

@@ -132,7 +132,7 @@ class RequestHandler:
             elif outcome.reply is not None:
                 await reply.fail(outcome.reply)
             return outcome.status == "ok"
-        except SessionClosedError as error:  # through another gateway, before a call began
+        except SessionClosedError as error:  # another gateway closed it before a call began
             self._metrics.refused.labels(error.status).inc()
             await reply.fail(error)
         except asyncio.CancelledError:
@@ -196,7 +196,7 @@ class RequestHandler:
         """Let the other gateways of the database know. Raises SessionClosedError if one of them closed the session."""
         if self._in_flight is None:
             return
-        # To its end: the row must not come after the commit that removes it.
+        # Awaited to its end, so that the row is not written after the commit that removes it.
         if not await _run_to_end(self._in_flight.announce(session.session_id, [call.call_id for call in calls])):
             raise SessionClosedError
 
@@ -287,7 +287,7 @@ class RequestHandler:
 
 
 async def _offload(size: int, work: Callable[[T], R], value: T) -> R:
-    """Return `work(value)`, computed in a thread if `size` bytes are many."""
+    """Return `work(value)`, computed in a thread if `size`, in bytes, is large."""
     return await asyncio.to_thread(work, value) if size > _LARGE_BODY else work(value)
 
 

@@ -2,7 +2,7 @@
 
 A gateway that shares its database announces each call there before it asks the engine, and renews the lease of long
 calls. The end of a session can then wait for calls in flight on any gateway, and reports those that were lost with one.
-A gateway that is alone announces nothing.
+A gateway that does not share its database announces nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 RENEW_SECONDS = 5.0
 LEASE_SECONDS = 15.0
-"""A gateway that has not renewed a call for so long is dead, or cannot write to the database."""
+"""A gateway that has not renewed a call for this many seconds is dead, or cannot write to the database."""
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.05, 0.5
 
 

@@ -163,7 +163,7 @@ def make_record(
         model=call.request.model,
         engine=engine,
         weight_version=weight_version,
-        # Temperature 0 has no distribution to take a log-probability from: engines report the raw one.
+        # At temperature 0 there is no distribution to sample from, so engines report the raw log-probability.
         logprob_mode="raw" if call.request.sampling.temperature == 0 else engine.logprob_mode,
         status=status,
         http_status=outcome.http_status,

@@ -68,7 +68,7 @@ class Reply:
                 await self._send_body(data)
 
     async def finish(self, answers: list[Answer]) -> None:
-        """Send what is left of the answer, up to its last byte."""
+        """Send the rest of the answer, up to its last byte."""
         if self._stream:
             await self._finish_stream(self._encoder.end(answers))
         else:

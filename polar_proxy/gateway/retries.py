@@ -26,12 +26,12 @@ _VOLATILE_FIELDS = frozenset({"client_metadata", "metadata", "user", "safety_ide
 """Fields that the model does not see and that may differ between two attempts (Codex: turn ids, order of keys)."""
 
 _FINISHED_BYTES = 64 << 20
-"""Bound of the requests and responses that are kept after their end."""
+"""Maximum size of the requests and responses that are kept after their end."""
 
 RetryKey = tuple[str, str, bool, tuple[bytes, ...]]
 """Session, dialect, whether it is streamed, and the last message of each conversation: equal for equal requests.
 
-Each request of a run ends in another message, so few others share its key.
+Every request of a run ends with a new message, so few requests share a key.
 """
 
 
@@ -42,7 +42,7 @@ class ResponseBuffer:
         """`grace`: seconds that the generation continues without a client, so that a retry can take it over."""
         self.request = request
         self.disconnected = False
-        """Its own client went away before the last byte."""
+        """The client that sent the request disconnected before the last byte."""
         self.failed = False
         self.given_up = False
         """No retry came within the grace period."""
@@ -82,7 +82,8 @@ class ResponseBuffer:
         self._notify()
 
     async def has_listener(self) -> bool:
-        """Return whether a client gets this response: its own, or a retry that comes within the grace period."""
+        """Return whether a client gets this response: the one that sent the request, or one that retries it within the
+        grace period."""
         while self.disconnected and not self._listeners:
             try:
                 async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
@@ -98,7 +99,8 @@ class ResponseBuffer:
         self._notify()
 
     async def follow(self, receive: asgi.Receive, send: asgi.Send) -> bool:
-        """Send the response to one more client until it ends. Return False if it ended before it began."""
+        """Send the response to one more client until it ends. Return False if the response ended without sending
+        anything."""
         self._listeners += 1
         self._notify()
         position = 0

@@ -9,7 +9,7 @@ from polar_proxy.types import EngineRequest, Json, Sampling
 
 _DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
 """OpenAI's own defaults. An engine's defaults (a model's generation_config) may cut the distribution; raw
-log-probabilities would then not be those of the samples, and nothing in the record would say so."""
+log-probabilities would then not be those of the samples, and the record would not show it."""
 
 _REPLACED = ("temperature", "top_p", "top_k", "min_p", "seed")
 _FIELDS = tuple(field.name for field in fields(Sampling))

@@ -1,12 +1,12 @@
-"""The interface of an evaluator: what it is given, what it returns.
+"""The interface of an evaluator: its input and its result.
 
-* An evaluator works in a workspace that no agent has touched. The agent's patch is all that reaches it from the run.
+* An evaluator works in a workspace that no agent has touched. It gets nothing from the run except the agent's patch.
 * Hidden tests, scripts and reward files are written after the patch, so no patch can replace them.
-* A reward of ``None`` means that the task could not be judged. It never stands for bad work, which is 0, and is never
+* A reward of ``None`` means that the task could not be judged. Bad work has the reward 0 instead, and None is never
   counted as 0.
 
 One attack remains possible: tests import the agent's code, which then runs inside the test process of the evaluation
-sandbox and can print what a test runner prints. It reaches nothing outside that sandbox.
+sandbox and can print what a test runner prints. The code cannot reach anything outside that sandbox.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class EvaluatedTask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EvaluationInput:
-    """What is judged: a task and the agent's work on it."""
+    """The input of an evaluator: a task and the agent's work on it."""
 
     task: EvaluatedTask
     patch: bytes
@@ -133,12 +133,12 @@ class Evaluator(ABC):
 
     @property
     def runs(self) -> int:
-        """How many commands it runs, each with the task's time limit."""
+        """Number of commands that it runs, each with the task's time limit."""
         return 1
 
     @property
     def protected_files(self) -> Iterable[str]:
-        """Paths in the workspace that decide the reward, beside the task's hidden files."""
+        """Paths in the workspace that decide the reward, besides the task's hidden files."""
         return ()
 
 

@@ -43,7 +43,7 @@ class HarborEvaluator(Evaluator):
     tests: str
     """Folder on this machine; it appears as /tests."""
     digest: str
-    """`folder_digest` of it when the task was read: tests that changed since then are not run."""
+    """`folder_digest` of `tests` when the task was read: tests that changed since then are not run."""
     kind: Literal["harbor"] = "harbor"
     weight: float = 1.0
     env: Mapping[str, str] = field(default_factory=dict)
@@ -121,7 +121,7 @@ def _select_reward(rewards: Json, key: str) -> tuple[float | None, str | None]:
 
 
 def folder_files(folder: Path) -> dict[str, tuple[bytes, bool]]:
-    """Return the content of every file below, and whether it is executable, by relative path.
+    """Return the content of every file below `folder`, and whether it is executable, by relative path.
 
     Raises `BadTaskError` for links."""
     found: dict[str, tuple[bytes, bool]] = {}

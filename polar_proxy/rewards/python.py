@@ -1,4 +1,4 @@
-"""The `python` evaluator: a function of the user's, called in Polar's own process.
+"""The `python` evaluator: a function of the user, called in Polar's own process.
 
 A plain function is called as ``function(work, **options)`` in a thread. A coroutine function is called as
 ``function(work, workspace, **options)`` in the event loop, with a fresh sandbox in which the patch has been applied.
@@ -30,7 +30,7 @@ from polar_proxy.rewards.base import (
 
 @dataclass(frozen=True)
 class PythonEvaluator(Evaluator):
-    """Calls a function of this machine, ``module:function``. It is code that the user trusts: it runs unconfined."""
+    """Calls a Python function, ``module:function``. The user must trust it, because it runs outside of any sandbox."""
 
     function: str
     kind: Literal["python"] = "python"

@@ -7,7 +7,7 @@ expected to fail and does (XFAIL) passes. Rules from swebench 5.0.2, `swebench/h
 * an id that the data set cut off inside its brackets matches every test that begins with it, if these all agree;
 * with `fail_only` (runners that name only failures) a test has failed only if the log says so, and the log must show
   that the suite ran;
-* a command that exits with an error although its log shows no failure is not trusted.
+* the log of a command that exits with an error is not trusted if it shows no failure.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class SwebenchEvaluator(Evaluator):
             return None
         commit = task.base_commit or "HEAD"
         for path in patched_files(self.test_patch):
-            # The patch creates a file that the base does not have, so the agent's file of that name has to go.
+            # The patch creates a file that the base does not have, so the agent's file of that name is removed.
             script = 'git -c "safe.directory=*" checkout -q "$1" -- "$2" 2>/dev/null || rm -rf -- "$2"'
             await workspace.exec(("sh", "-c", script, "sh", commit, path), timeout=60)
         return await apply_patch(self.test_patch.encode(), workspace)
@@ -163,7 +163,7 @@ def grade(
 
 
 def grade_exactly(verdicts: Mapping[str, Verdict], expected: Mapping[str, str]) -> Json:
-    """Apply R2E-Gym's rule: the same tests with the same verdicts, no more and no fewer."""
+    """Apply R2E-Gym's rule: exactly the expected tests have exactly the expected verdicts."""
     words = {"passed": "PASSED", "failed": "FAILED", "error": "ERROR", "skipped": "SKIPPED", "xfailed": "XFAIL"}
     got = {test: words[verdict] for test, verdict in verdicts.items()}
     differing = sorted(test for test in {*got, *expected} if got.get(test) != expected.get(test))

@@ -1,4 +1,4 @@
-"""When no further rollout may join those at work: too little memory here, or an engine that is down or busy.
+"""Conditions under which no further rollout may start: too little memory here, or an engine that is down or busy.
 
 `MemoryAdmission.refusal`, `EngineMonitor.down` and `EngineMonitor.busy` are admission checks of `stage_limits`.
 """
@@ -24,7 +24,7 @@ ENGINE_CACHE_FULL = "the engine's cache is full"
 ENGINE_QUEUE_LONG = "the engine's queue is long"
 
 RESERVATION_SECONDS = 60.0
-"""After this time the memory that a sandbox uses shows in the machine's free memory."""
+"""After this time the memory that a sandbox uses is visible in the machine's free memory."""
 _UNLIMITED = 1 << 60
 """A control group without a limit reports a number of this order (version 1), or `max` (version 2)."""
 _CGROUP_FILES = (
@@ -109,7 +109,7 @@ class EngineMonitor:
     """Watches whether the engine responds and how busy it is, so that rollouts wait for it instead of failing.
 
     `async with EngineMonitor(engine, patience) as monitor:` asks the engine every few seconds. After `patience` seconds
-    without a response agents are admitted all the same: they fail, use up their attempts, and so every rollout ends. An
+    without a response agents are admitted anyway: they fail and use up their attempts, so that every rollout ends. An
     engine that does not report its load never counts as busy.
     """
 

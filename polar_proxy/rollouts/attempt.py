@@ -1,6 +1,6 @@
 """One attempt at a rollout, top to bottom: preparing -> ready -> running -> scoring -> done | failed | timed_out.
 
-`AttemptRunner.run` is the whole attempt; each of its lines is one station. Promises:
+`AttemptRunner.run` is the whole attempt; each of its lines is one stage. Promises:
 
 * every stage is recorded in the store before it starts, and waiting for a stage uses up no time limit;
 * however the attempt ends, its sandboxes are closed and its session key is revoked;
@@ -46,11 +46,11 @@ log = logging.getLogger(__name__)
 
 _PREPARE_SECONDS = 300.0
 _SCORE_SECONDS = 300.0
-"""For opening sandboxes and applying patches; each evaluator's command has the task's own limit on top."""
+"""Time limit of opening sandboxes and applying patches; each evaluator's command adds the task's own limit."""
 _IDLE_SECONDS = 30.0
 """How long to wait for calls that were in flight when the agent ended; they are recorded a moment later."""
 _RELEASE_IDLE_SECONDS = 5.0
-"""The same for calls on other gateways when the attempt is abandoned: its traces are not needed, so wait less."""
+"""The same for calls on other gateways of an abandoned attempt. It is shorter, because no traces are built."""
 # OpenHands prints its complete first prompt after the event that says why it failed.
 _LOG_TAIL_BYTES = 200_000
 
@@ -113,7 +113,7 @@ class PreparedAgent:
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
-    """How the agent ended, and its work."""
+    """The agent's outcome and its work."""
 
     status: RolloutStatus
     cause: str | None
@@ -185,7 +185,7 @@ class AttemptRunner:
         except (PolarError, HarnessError) as error:  # another attempt would fail in the same way
             await self._fail(attempt, error)
 
-    # The stations, in order
+    # The stages, in order
 
     async def _read_input(self, claim: Claim) -> AttemptInput:
         """Read the task and the options. Raises BadTaskError for a task that cannot be run."""
@@ -212,7 +212,7 @@ class AttemptRunner:
     async def _prepare(
         self, attempt: RunningAttempt, given: AttemptInput, key: str, sandbox_stack: contextlib.AsyncExitStack
     ) -> PreparedAgent:
-        """Open the sandbox and put workspace and agent into it. No error in here is the agent's fault."""
+        """Open the sandbox and put workspace and agent into it. Errors count as infrastructure errors."""
         with infrastructure_errors("harness"):
             harness = await self._harnesses.get(given.spec.harness)
         with infrastructure_errors("sandbox"):
@@ -279,7 +279,7 @@ class AttemptRunner:
         limits: StageLimits,
         request: AdmissionRequest,
     ) -> AsyncIterator[ScoreFunction]:
-        """Wait for a place to score in: here, or on another machine if scoring here would have to wait."""
+        """Wait until scoring may start: here, or on another machine if scoring here would have to wait."""
         task_sandboxes = agent.task_sandboxes
         remote = self._remote_scorer
         if remote is not None and limits.scoring.full:
@@ -355,7 +355,7 @@ class AttemptRunner:
         except StoreError:
             log.exception("rollout %s: its session cannot be closed", attempt.rollout_id)
 
-    # Parts of stations
+    # Parts of the stages
 
     async def _close_session(self, attempt: RunningAttempt, *, remote_seconds: float = _IDLE_SECONDS) -> str | None:
         """Revoke the key and wait for calls in flight, on other gateways for `remote_seconds`; return what was lost."""

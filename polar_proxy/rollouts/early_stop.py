@@ -1,11 +1,11 @@
-"""Stops an agent early when its task says that nothing can be won any more.
+"""Stops an agent early when a check of its task shows that it can no longer succeed.
 
-The task says so in its metadata:
+The check is in the task's metadata:
 
     "stop_when": {"command": ["sh", "-c", "test ! -d src"], "every": 30}
 
-The command runs in the agent's own sandbox every so many seconds while the agent works. When its exit status is 0, the
-agent is stopped, and its work is scored as usual. The check saves time and never makes a reward, so an agent gains
+The command runs in the agent's own sandbox every `every` seconds while the agent works. When its exit status is 0, the
+agent is stopped, and its work is scored as usual. The check saves time and never decides the reward, so an agent gains
 nothing by deceiving it. The command must not contain a secret, because the agent can see it run.
 """
 

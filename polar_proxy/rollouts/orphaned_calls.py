@@ -1,4 +1,4 @@
-"""The calls of attempts that were cut short or tried again: each ends in a trace or is excluded with a reason."""
+"""The calls of interrupted or repeated attempts: each is put into a trace, or excluded with a reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from polar_proxy.traces.operations import build_traces, exclude_session
 
 
 async def exclude_orphaned_calls(store: Store, rollout_id: str) -> None:
-    """Account for the calls of a rollout that was taken from its worker, so that the counts add up.
+    """Put the calls of a rollout that was taken from its worker into traces, or exclude them, so that the counts add
+    up.
 
     If it has ended, the calls of its last attempt become traces, without a reward, unless they are traces already.
     Those of earlier attempts, and all calls of a rollout that is tried again, are excluded as `superseded_attempt`. An
@@ -26,7 +27,7 @@ async def exclude_orphaned_calls(store: Store, rollout_id: str) -> None:
 async def take_calls_in_flight(store: Store, session_id: str, rollout_id: str) -> bool:
     """Return whether calls of a session that has ended are still in flight on a gateway, or were lost with one.
 
-    Their answers have no receiver any more: the rollout is incomplete, and a call recorded later is excluded when it
+    Nothing receives their answers any more: the rollout is incomplete, and a call recorded later is excluded when it
     is committed.
     """
     left = await store.open_calls.take(session_id)

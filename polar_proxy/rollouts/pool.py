@@ -2,11 +2,11 @@
 
 Promises:
 
-* a sandbox that is taken was empty and alive a moment ago, and is taken only once;
+* a sandbox is checked to be alive when it is taken, is empty, and is taken only once;
 * at most `size` sandboxes wait in the pool; those that are left at the end are closed;
-* of a specification that is taken often, as many sandboxes wait as are taken while one opens.
+* the number of waiting sandboxes of a specification is the number that is taken while one opens.
 
-After `kill -9` the waiting sandboxes are orphans like any others, and are removed as those are.
+After `kill -9` the waiting sandboxes are orphans like any others and are removed by the same sweep.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ log = logging.getLogger(__name__)
 
 _LIVENESS_SECONDS = 5.0
 _MAX_TRACKED_SPECS = 256
-"""How many specifications the pool remembers the demand of: each task may have its own image."""
+"""Number of specifications whose demand is remembered: each task may have its own image."""
 
 
 @dataclass(slots=True)
 class SpecDemand:
-    """How often sandboxes of one specification are taken."""
+    """The demand for sandboxes of one specification."""
 
     taken: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
     """Times at which one was taken, by the event loop's clock."""
@@ -50,7 +50,7 @@ class PoolCounts:
     dead: int = 0
     """Sandboxes in the pool that had died or failed to open; another one was taken instead."""
     waited: float = 0.0
-    """Seconds that all takers waited together."""
+    """Seconds that all callers of `take` waited in total."""
 
 
 class SandboxPool:
@@ -135,7 +135,8 @@ class SandboxPool:
             self._shelf.append((key, asyncio.create_task(self._open_timed(key, kind, spec))))
 
     def _target(self, key: Hashable, requested_at: float) -> int:
-        """Return how many sandboxes like this should wait: as many as are taken while one opens (Little's law).
+        """Return how many sandboxes of this specification should wait: as many as are taken while one opens (Little's
+        law).
 
         Counts up to the time of the request, because the requester's own wait says nothing about the demand."""
         demand = self._demand(key)

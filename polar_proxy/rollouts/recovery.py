@@ -19,7 +19,7 @@ from sandboxes import orphans
 
 
 async def recover(store: Store, *, attempts: int = 3) -> list[str]:
-    """Clean up after dead processes of this machine; return one line for people for each thing that was done.
+    """Clean up after dead processes of this machine; return one readable line for each action.
 
     Call it before this process creates or claims its first rollout.
     """
@@ -60,7 +60,7 @@ async def _remove_lost_calls(store: Store) -> list[str]:
 
 
 def describe_removed(removed: Sequence[orphans.RemovedItem]) -> list[str]:
-    """Return one line for people about the sandboxes of killed processes that were removed, or no line."""
+    """Return a readable line about the removed sandboxes of killed processes; no line if there were none."""
     if not removed:
         return []
     kinds = Counter(item.what for item in removed if item.what != "record")

@@ -1,4 +1,4 @@
-"""The rollout service: store, gateway, engine, agents, sandboxes and worker put together.
+"""The rollout service combines store, gateway, engine, agents, sandboxes and worker.
 
 `polar run` is one of these in its own process, limited to its own job; the service of a server is not limited. Both
 use the same queue in the store. They differ in what happens after their process is killed: the job of a server is
@@ -58,8 +58,8 @@ async def submit(
 ) -> tuple[JobRow, bool]:
     """Queue a job; return it, and whether it is new (see `store.jobs.submit`). The worker may start later.
 
-    What is known already of its worker may be given: `info` about the engine, `harness` as name and version of the
-    agent, the loaded `policy_version`. Raises UsageError."""
+    Facts that are already known about its worker may be passed: `info` about the engine, `harness` as name and version
+    of the agent, the loaded `policy_version`. Raises UsageError."""
     check_job(spec)
     keep = spec.overflow == "keep"
     if keep and owned:
@@ -98,7 +98,7 @@ async def submit(
 
 
 async def cancel(store: Store, job_group_or_rollout: str) -> list[str]:
-    """Cancel a job, a group or a rollout by its id. What is queued is cancelled at once.
+    """Cancel a job, a group or a rollout by its id. Queued rollouts are cancelled at once.
 
     Returns the rollouts that workers have in flight; these end when their worker reads the queue next. Raises
     UsageError for an unknown id."""
@@ -145,7 +145,7 @@ class ServiceLimits:
     pool_size: int = 4
     """Sandboxes that are opened before they are needed, at most."""
     refill: bool = True
-    """Open a sandbox for an unknown next rollout too, and not only those that are known to be needed."""
+    """Also open a sandbox for a next rollout that is not known yet."""
     engine_patience: float = 600.0
     """Seconds for which rollouts wait for an engine that does not respond."""
     admission: AdmissionSettings = field(default_factory=AdmissionSettings)
@@ -156,8 +156,8 @@ class ServiceLimits:
     def of(cls, settings: Settings, *, agents: int | None = None, backlog: int | None = None) -> Self:
         """Return limits for this many agents at a time (default: `run.concurrency`).
 
-        As many rollouts again may be preparing or scoring meanwhile. The pool has room for an evaluator's sandbox for
-        each agent and a sandbox for the agent after it."""
+        The same number of rollouts may be preparing or scoring at the same time. The pool has room for an evaluator's
+        sandbox for each agent and a sandbox for the agent after it."""
         agents = settings.run.concurrency if agents is None else agents
         worker = WorkerLimits(
             in_flight=2 * agents, preparing=min(agents, 4), running=agents, scoring=agents, backlog=backlog
@@ -184,7 +184,7 @@ class RolloutService:
         remote_scorer: RemoteScorer | None = None,
     ) -> None:
         """`harnesses` is the folder of installed agents. With `job_id` the service works only on that job.
-        `remote_scorer` scores what would have to wait here."""
+        `remote_scorer` does the scoring that would have to wait here."""
         limits = limits or ServiceLimits()
         self._store = store
         self._engine = engine
@@ -256,7 +256,7 @@ class RolloutService:
     async def cancel(self, job_group_or_rollout: str) -> list[str]:
         """Cancel a job, a group or a rollout by its id; return its rollouts that were in flight in any process.
 
-        When this returns, nothing of it is left in this process; other processes end theirs within their
+        When this returns, none of its rollouts runs in this process; other processes end theirs within their
         `poll_seconds`. Raises UsageError for an unknown id."""
         in_flight = await cancel(self._store, job_group_or_rollout)
         self._settled.set()
@@ -271,7 +271,7 @@ class RolloutService:
         return self.worker.accepting
 
     def pause_all(self, seconds: float | None = None) -> None:
-        """Start no rollouts of any job, for so many seconds or until `resume_all`; those in flight continue."""
+        """Start no rollouts of any job, for this many seconds or until `resume_all`; those in flight continue."""
         self.resume_all()
         self.worker.accept(False)
         if seconds is not None:

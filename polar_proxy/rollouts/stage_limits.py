@@ -5,10 +5,10 @@ Promises:
 * there are never more than `limit` rollouts inside; one that is cancelled while it waits, or fails inside, frees its
   place;
 * waiting rollouts enter by priority; then siblings of a group that is inside already come first, because they share the
-  engine's prefix cache; then the job with the fewest rollouts inside; then the one that came first;
+  engine's prefix cache; then the job with the fewest rollouts inside; then the one that has waited longest;
 * nothing enters while `may_enter` refuses (the engine does not respond);
-* nothing joins other rollouts while `may_join` refuses (too little memory, a long engine queue). `may_join` is not
-  asked while everything is idle: one rollout then enters in any case, so that work never stops for good.
+* nothing joins other rollouts while `may_join` refuses (too little memory, a long engine queue). While everything is
+  idle, `may_join` is not called and one rollout enters in any case, so that work never stops for good.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ QueueKey = tuple[int, str | None, str]
 
 @dataclass(slots=True)
 class StageCounts:
-    """What a limiter has counted so far, for the metrics."""
+    """Counts of a limiter, for the metrics."""
 
     entered: int = 0
     waited: float = 0.0
-    """Seconds that all rollouts that entered waited together."""
+    """Seconds that all rollouts that entered waited in total."""
     refusals: Counter[str] = field(default_factory=Counter)
 
 
@@ -160,7 +160,7 @@ class StageLimiter:
         return None if self._may_join is None or self._idle() else self._may_join(request)
 
     def _dequeue(self, waiting: WaitingRequest) -> bool:
-        """Remove it from its queue; return False if it is in none."""
+        """Remove the request from its queue; return False if it is in no queue."""
         key = _queue_key(waiting.request)
         queue = self._queues.get(key, {})
         if queue.pop(waiting.number, None) is None:
@@ -183,7 +183,7 @@ class StageLimiter:
         return following
 
     def _recheck_later(self) -> None:
-        """Ask again soon, because a check does not tell when its answer changes."""
+        """Check admission again soon, because nothing reports when a check's result changes."""
         if self._recheck is None:
 
             def recheck() -> None:

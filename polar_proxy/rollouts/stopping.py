@@ -1,8 +1,7 @@
-"""When a group needs no more rollouts: named policies, which are pure functions of the group's rollouts.
+"""Group policies: pure functions of a group's rollouts that decide when the group needs no more of them.
 
 A policy gets the group size and all rollouts of the group, each time that one of them has ended. It returns the reason
-why the group is complete, or None. What then happens to the rollouts that still run is not the policy's concern: see
-`JobSpec.overflow`.
+why the group is complete, or None. `JobSpec.overflow` decides what then happens to the rollouts that still run.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def no_spread_left(group_size: int, rollouts: Sequence[RolloutProgress]) -> str 
 
 
 def token_budget(tokens: int) -> GroupPolicy:
-    """Like `first_n`, and also complete the group once its rollouts have sampled this many tokens together, if at least
+    """Like `first_n`, and also complete the group once its rollouts have sampled this many tokens in total, if at least
     two have ended. Its name is `token_budget=N`."""
 
     def policy(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
@@ -93,7 +92,7 @@ def get_group_policy(name: str) -> GroupPolicy:
 
 
 def _usable(rollouts: Sequence[RolloutProgress]) -> list[RolloutProgress]:
-    """Return the rollouts that count: they ended by themselves, with a reward and with all calls recorded."""
+    """Return the rollouts that are done or timed out, with a reward and with all calls recorded."""
     return [
         rollout
         for rollout in rollouts

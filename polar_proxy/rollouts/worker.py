@@ -4,8 +4,8 @@ r"""The worker of one process: claims rollouts from the queue in the database an
                  \-> infrastructure failed: back into the queue, for a new attempt
 
 The database is the queue, and each row in it records how far a rollout is. So any number of workers may run side by
-side, and the rollouts of a killed worker are claimed by another when their leases expire. Only the
-database holds what must not be lost.
+side, and the rollouts of a killed worker are claimed by another when their leases expire. All state that must survive
+is in the database.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """How much one process does at a time."""
+    """Limits on the concurrent work of one process."""
 
     in_flight: int = 64
     """Rollouts claimed at a time, including those that wait to enter a stage."""
@@ -61,7 +61,7 @@ class AttemptFunction(Protocol):
     async def __call__(self, claim: Claim, limits: StageLimits, request: AdmissionRequest) -> None:
         """Run a rollout to a final status in the store. Raises InfrastructureError to ask for another attempt.
 
-        When cancelled it leaves nothing behind except its records and passes the cancellation on; the worker knows its
+        When cancelled it removes everything except its records and passes the cancellation on; the worker knows its
         reason and records the status."""
         ...
 
@@ -91,7 +91,7 @@ class Worker:
     ) -> None:
         """`policy_version` is read at every claim. `on_release` is called with each rollout whose attempt has ended,
         `on_settled` with each group that has ended. With `job_id` the worker claims only rollouts of that job, which
-        this process may own ("": of none yet); otherwise rollouts of all jobs that no process owns.
+        this process may own ("": no job yet); otherwise it claims rollouts of all jobs that no process owns.
 
         `may_prepare` and `may_run` limit how many rollouts join those at work; `engine_ready` holds back every agent.
         """
@@ -157,7 +157,7 @@ class Worker:
         }
 
     async def cancel(self, rollout_ids: Sequence[str]) -> None:
-        """End those of these rollouts that are in flight here, and wait until nothing of them is left."""
+        """End the given rollouts that are in flight here, and wait until they have ended."""
         await self._cancel_tasks([rollout_id for rollout_id in rollout_ids if rollout_id in self._tasks])
 
     @property
@@ -189,7 +189,7 @@ class Worker:
             self._claiming = True
             try:
                 claimed = await self._claim()
-            except EngineError as error:  # killed or restarting: start nothing that it could not serve
+            except EngineError as error:  # the engine was killed or restarts: start nothing that it could not serve
                 log.warning("nothing is claimed, because the engine does not report its policy version: %s", error)
                 claimed = 0
             except Exception:  # without this loop nothing would be claimed any more
@@ -316,7 +316,7 @@ class Worker:
         if not self._stopping:
             await self._settle(await self._store.rollouts.group_id(claim.rollout_id))
 
-    # Its group
+    # The group of a rollout
 
     async def _stop_group_if_complete(self, claim: Claim) -> None:
         """Settle the group, or stop its other rollouts if its policy says that it is complete."""

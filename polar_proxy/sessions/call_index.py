@@ -1,7 +1,7 @@
 """The index of a session's calls, and the fingerprint from which a stored call is indexed again after a restart.
 
-A conversation is known by its hash keys (see `hashing.HashChain`); texts are not kept. The exceptions are short quotes,
-by which a sub-agent's prompt or a summary is recognised.
+A conversation is identified by its hash keys (see `hashing.HashChain`); texts are not kept. The exceptions are short
+quotes, by which a sub-agent's prompt or a summary is recognised.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from polar_proxy.sessions.rules import AGENT_TOOLS
 from polar_proxy.types import CallStatus, Edge, Json, Message, StoredLineage
 
 _FINGERPRINT_FORM = 1
-"""Fingerprints of another form are ignored: their calls are not found again, and the next one is a root."""
+"""Fingerprints of another form are ignored: their calls are not found again, and the session's next call is a root."""
 
 _QUOTE = 160
 """Characters of a quote that are kept."""
 _MIN_AGENT_PROMPT, _MIN_ARGUMENT, _MIN_ANSWER, _MIN_LINE = 12, 80, 400, 40
-"""Characters below which a text is no evidence."""
+"""Shorter texts, in characters, do not identify a conversation."""
 _MIN_TURN = 200
 """Characters above which an assistant turn without tool calls identifies its conversation."""
 _QUOTABLE = 32
-"""Calls whose quotes are looked for."""
+"""Number of newest calls whose quotes are searched for."""
 
 CallState = Literal["running"] | CallStatus
 QuoteKind = Literal["agent_prompt", "argument", "summary", "answer"]
@@ -74,7 +74,7 @@ class CallNode:
     ids: bytes
     """Digest of the ids of the tool calls in its request."""
     at: float
-    """When it was asked or, once it has ended, when it ended."""
+    """Time of its start or, once it has ended, of its end."""
     state: CallState = "running"
     answers: tuple[AnswerNode, ...] = ()
     quotes: tuple[Quote, ...] = ()
@@ -143,7 +143,7 @@ class CallIndex:
 
 
 def fingerprint_of(node: CallNode) -> Json:
-    """Return what is stored to index the call again: keys as hex, and of its texts only quotes worth keeping."""
+    """Return the JSON from which the call is indexed again: keys as hex, and short quotes of its texts."""
     fingerprint: Json = {
         "form": _FINGERPRINT_FORM,
         "asked": node.asked.hex(),
@@ -203,7 +203,8 @@ def node_from_store(row: StoredLineage) -> CallNode | None:
 
 
 def quotes_of(answers: Iterable[Message], compaction: bool) -> tuple[Quote, ...]:
-    """Return what later conversations may quote of these answers. `compaction` means that they are summaries."""
+    """Return the texts of these answers that later conversations may quote. `compaction` means that they are
+    summaries."""
     quotes: list[Quote] = []
     for answer in answers:
         for call in answer.tool_calls:

@@ -1,4 +1,4 @@
-"""Client metadata: what a harness says about a call besides its conversation, such as its thread and its attempt.
+"""Client metadata: what a harness reports about a call besides its conversation, such as its thread and its attempt.
 
 It is read from a fixed list of headers and body fields, so no key and no authorisation header can get into the history
 or the store.
@@ -23,7 +23,7 @@ class ClientMetadata:
     retry: int = 0
     """How many times the client's SDK has sent this request before (`X-Stainless-Retry-Count`)."""
     thread: str | None = None
-    """The harness's own id for this line of conversation."""
+    """The harness's own id for this thread of the conversation."""
     parent_thread: str | None = None
     """The thread that started this one."""
     subagent: str | None = None

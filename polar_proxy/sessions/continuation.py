@@ -1,4 +1,5 @@
-"""Continuation: sample a call from exactly the tokens of the call that it extends, followed by what is new.
+"""Continuation: sample a call from exactly the tokens of the call that it extends, followed by those of the new
+messages.
 
     base's prompt + base's answer (+ end of turn, if the answer was cut) + suffix
 
@@ -73,11 +74,11 @@ PromptReason = Literal[
 ]
 """Why a prompt was not continued from its base's tokens.
 
-no_base                   the request begins a conversation, or extends none that was recorded
+no_base                   the request begins a conversation, or extends a conversation that was not recorded
 raw_prompt                Completions: the client gives the whole prompt
 tools_changed, template_options_changed
                           the tools or the template's options differ from the base's, so the prompt's beginning changes
-images                    a prompt with images is more than its token ids
+images                    the token ids of a prompt with images do not contain the images
 constrained               the answer must follow a grammar, which the engine enforces on another route
 base_without_tokens       the base was recorded without token ids (engine `openai`)
 stop_sequence, aborted    the base's answer ended neither with its own end of turn nor at the token limit
@@ -88,15 +89,15 @@ reasoning_by_template     `past_reasoning = strip`, and the template drops the r
 context_full              with everything that was sampled, the prompt leaves no room for an answer
 engine_cannot             the engine does not sample chats from token ids (`polar doctor --engine-url` says why)
 engine_failed             the engine did not answer when asked to render
-off                       `prompt_mode = render`; nothing else prevents continuation
+off                       `prompt_mode = render`; the prompt could be continued otherwise
 """
 
 PastReasoning = Literal["keep", "strip"]
 
 _SHAPES = 4096
-"""How many turn endings and proved suffix shapes are remembered."""
+"""Number of turn endings and proved suffix shapes that are remembered."""
 _REASONING_PREFIX = 80
-"""Characters of an answer's reasoning that are looked for in a rendering."""
+"""Characters of an answer's reasoning that are searched for in a rendering."""
 _PROBE_OPENING = Message("user", "Go on.")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning")
 
@@ -106,11 +107,11 @@ class PromptPlan:
     """The prompt of a call, or the reason why the engine renders it."""
 
     prompt: ExactPrompt | None = None
-    """What the engine samples from. None: it renders the request."""
+    """The prompt that the engine samples from. None: it renders the request."""
     reason: PromptReason | None = None
     """Why the prompt is not continued."""
     past_reasoning: PastReasoning | None = None
-    """The setting under which the prompt was made, if it played a part."""
+    """The setting with which the prompt was made, if it had an effect."""
     config: PromptConfig | None = None
     """None for a raw prompt."""
 
@@ -151,7 +152,7 @@ class PromptBuilder:
         self._settings = settings
         self._turn_endings: LRUCache[Hashable, TurnEnding] = LRUCache(_SHAPES)
         self._proved: LRUCache[Hashable, bool] = LRUCache(_SHAPES)
-        """Whether a suffix of this shape was how the rendering of a whole request ended."""
+        """Whether the rendering of a whole request ended with a suffix of this shape."""
 
     async def build(self, request: EngineRequest, base: Base | None, session: SessionState) -> PromptPlan:
         """Return the prompt of a call that extends `base`."""
@@ -217,7 +218,8 @@ class PromptBuilder:
         return PromptPlan(accepted, past_reasoning=past_reasoning)
 
     async def _load(self, session: SessionState, base: Base) -> AnsweredCall | None:
-        """Read a base that is not in memory from the store: another gateway answered it, or this one was restarted."""
+        """Read a base from the store if it is not in memory, because another gateway answered it or this one was
+        restarted."""
         call = await self._store.calls.get(base.call_id)
         choice = next((choice for choice in call.choices if choice.index == base.choice), None) if call else None
         if call is None or choice is None or call.prompt_ids is None or not choice.token_ids.size:
@@ -314,7 +316,7 @@ def probe_requests(request: ChatRequest, base_messages: int) -> tuple[ChatReques
 
 
 def suffix_shape(request: ChatRequest, base_messages: int) -> Hashable:
-    """Return what the form of a suffix depends on. The texts of the new messages are not part of it."""
+    """Return everything that determines the form of a suffix. The texts of the new messages are not part of it."""
     calls = sum(len(message.tool_calls) for message in _last_turn(request.messages[:base_messages]))
     new = tuple(
         (message.role, bool(message.reasoning), len(message.tool_calls), isinstance(message.content, str))
@@ -330,7 +332,7 @@ def find_turn_ending(head_ids: Sequence[int], end_of_turn: Collection[int]) -> T
 
 
 def find_suffix(probe_ids: Sequence[int], head: TurnEnding, end_of_turn: Collection[int]) -> Suffix | None:
-    """Return what follows the assistant turn in the rendering of a whole probe; None if it cannot be separated."""
+    """Return the ids after the assistant turn in the rendering of a whole probe; None if they cannot be separated."""
     turns_left = head.turns
     for position, token in enumerate(probe_ids):
         if token in end_of_turn:

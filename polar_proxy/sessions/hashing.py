@@ -2,7 +2,7 @@
 
 Two messages with the same meaning have the same digest, whatever their bytes; `normalisers.NORMALISERS` lists the
 differences that are ignored. Ids of tool calls are not part of the meaning, because some harnesses make their own. They
-are kept beside it, to choose between conversations that mean the same.
+are kept with the digest, to choose between conversations that mean the same.
 
 Neighbouring assistant messages count as one turn: dialects that send text and tool calls as separate items, and
 harnesses that split a turn, mean the same as one message with all of it.
@@ -22,10 +22,10 @@ from polar_proxy.types import Json, Message
 
 EMPTY = b"\0" * 16
 VERSION = b"1"
-"""Part of every key, so that keys stored under other rules are not found under these."""
+"""Part of every key, so that keys that were stored under older rules are not found."""
 
 _DIGESTS = 4096
-"""How many digests of messages are remembered: a message comes with every request of its session."""
+"""Number of message digests that are remembered, because every request of a session repeats its earlier messages."""
 _SAFE_INTEGER = 2**53
 _ROLES = {"developer": "system", "function": "tool"}
 _SORTED = orjson.OPT_SORT_KEYS
@@ -244,7 +244,7 @@ def _merge(run: Sequence[Message]) -> Message:
 
 
 def _canonical_numbers(value: Any) -> Any:
-    """Replace 1.0 by 1, and integers that JavaScript cannot hold by the numbers that it makes of them."""
+    """Replace 1.0 by 1, and integers that JavaScript cannot hold by the numbers that JavaScript rounds them to."""
     if isinstance(value, float):
         return int(value) if value.is_integer() and abs(value) < _SAFE_INTEGER else value
     if isinstance(value, int) and not isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Session keys: what an agent sends as its API key. Only their SHA-256 is stored."""
+"""Session keys, which agents send as their API key. Only their SHA-256 is stored."""
 
 from __future__ import annotations
 

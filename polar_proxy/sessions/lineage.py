@@ -2,14 +2,14 @@
 
 `decide` finds the edge and the parent. The first of these that holds decides:
 
-1. The same request again: `retries`, or a twin that is marked ambiguous.
-2. A rule says that it is a side call.
+1. It repeats an earlier request: `retries`, or a twin that is marked ambiguous.
+2. A rule recognises it as a side call.
 3. Its messages extend an earlier call's messages and answer (`continues`), or its messages without the answer
    (`rewinds`).
 4. Its assistant turns extend an earlier call's, but messages between them were changed.
 5. It extends nothing: a sub-agent, a compaction, or a `root`.
 
-A decision that had an alternative is `ambiguous`. The rule that decided is recorded: one of `rules.py`, or
+A decision with an alternative is `ambiguous`. The rule that decided is recorded: one of `rules.py`, or
 
 extends                    its messages begin with an earlier call's messages and its answer
 branches                   as `extends`, but another call has already continued the same answer
@@ -22,9 +22,9 @@ asked_again_in_one_run     a run repeats a request just after its answer, which 
                            connection broke unnoticed (ambiguous: it may want a second sample)
 same_request_again         the same request while the first is being answered or was just answered, without evidence
                            that it is a retry (ambiguous: it may be one, or a second run)
-partial_answer_kept        the history keeps what arrived of an answer that failed
+partial_answer_kept        the history keeps the part of a failed answer that arrived
 answer_cut                 the history keeps only the beginning of the last answer
-answer_replaced            another assistant turn is in the place of the last answer
+answer_replaced            another assistant turn replaces the last answer
 answer_removed             the conversation continues without the last answer
 harness_says_subagent      the harness names the call's own thread and the thread that started it
 prompt_from_tool_call      the first message is what an earlier answer passed to a tool that starts agents
@@ -35,8 +35,8 @@ outputs_changed            all assistant turns are there; tool outputs between t
 older_turns_dropped        the last assistant turn is an earlier call's answer, but turns before it are missing
 quotes_an_answer           the first messages quote a long earlier answer, which may be a summary (ambiguous)
 
-`find_base` finds the answer whose exact tokens the prompt may begin with. It can differ from the parent: a rewind to
-an earlier turn has a parent whose answer was taken back, and as its base the turn before, which still holds.
+`find_base` finds the answer whose exact tokens the prompt may begin with. It can differ from the parent: the parent of
+a rewind is the call whose answer was taken back, and its base is the turn before that answer.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Lineage:
     ambiguous: bool
     """Another edge or parent was possible as well."""
     thread: str
-    """The line of conversation: the harness's own id for it, else the call that began it."""
+    """The thread of the conversation: the harness's own id for it, else the call that began it."""
     base: Base | None
     """The answer whose exact tokens the prompt may begin with."""
     conversation: HashedConversation = field(repr=False, compare=False)
@@ -94,7 +94,7 @@ class PlacementQuery:
     now: float
 
     def same_thread(self, node: CallNode) -> bool:
-        """Return False if the harness itself says that the call belongs to another thread."""
+        """Return False if the harness's metadata assigns the call to another thread."""
         return node.client_thread is None or self.metadata.thread in (None, node.client_thread)
 
     def quotes(self, node: CallNode, *kinds: QuoteKind) -> bool:
@@ -115,13 +115,13 @@ class Decision:
     rule: str | None = None
     ambiguous: bool = False
     own_thread: bool = False
-    """It begins a line of conversation instead of continuing its parent's."""
+    """True if the call begins a new thread instead of continuing its parent's."""
     compaction: bool = False
-    """It asks for a summary."""
+    """True if the call asks for a summary."""
 
 
 def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
-    """Return the edge of a request. `window` is how many seconds an answer counts as just given."""
+    """Return the edge of a request. `window`: number of seconds for which an answer counts as just given."""
     repeated = _repeated(index, query, window)
     if repeated is not None:
         return repeated
@@ -133,7 +133,7 @@ def decide(index: CallIndex, query: PlacementQuery, window: float) -> Decision:
     if extended is None:
         return _new_conversation(index, query, compaction)
     if compaction is not None:
-        # With a system prompt of its own it is a conversation of its own, even if all turns are there.
+        # A request with another system prompt is a separate conversation, even if it contains all turns.
         own = extended.rule in ("opening_regenerated", "messages_reworded", "outputs_changed")
         edge: Edge = "subagent" if own else extended.edge
         return Decision(edge, extended.parent, compaction.name, extended.ambiguous and not own, own, True)
@@ -166,7 +166,7 @@ def choose_parent(
 ) -> tuple[CallNode, bool]:
     """Return which of several calls with the same meaning is extended, and whether that is certain.
 
-    `end` is how many of the request's messages they have in common with it.
+    `end`: how many of the request's messages these calls have in common with it.
     """
     left = list(found)
     turns = query.chain.turns
@@ -252,7 +252,7 @@ def _answered_in_this_run(
 def _extended(index: CallIndex, query: PlacementQuery) -> Decision | None:
     """Decide about a request that contains the messages, or the assistant turns, of an earlier call."""
     keys = query.chain.keys
-    end = asked = 0  # how many messages an earlier call was answered after, or asked
+    end = asked = 0  # how many messages an earlier call's conversation has, with its answer or without it
     for length in range(len(keys) - 1, 0, -1):
         if keys[length] in index.ends:
             end = length
@@ -327,7 +327,7 @@ def _inserted_summary(index: CallIndex, query: PlacementQuery) -> CallNode | Non
 
 
 def _forked(index: CallIndex, query: PlacementQuery, extended: Decision) -> Decision:
-    """Decide about a sub-agent that starts with its parent's conversation: it extends it in a thread of its own."""
+    """Decide about a sub-agent that starts with its parent's conversation: the call extends it in a separate thread."""
     parent = extended.parent
     if parent is not None and _is_new_subagent(index, query) and parent.client_thread != query.metadata.thread:
         return Decision("subagent", parent, "harness_says_subagent", own_thread=True)
@@ -406,5 +406,5 @@ def _thread_parent(index: CallIndex, query: PlacementQuery) -> CallNode | None:
 
 
 def _single_thread(index: CallIndex) -> bool:
-    """Return whether the session has one line of conversation, apart from side calls."""
+    """Return whether the session has one thread, apart from side calls."""
     return len({node.thread for node in index.by_id.values() if node.edge != "side_call"}) == 1

@@ -20,7 +20,7 @@ class Normaliser:
     name: str
     reason: str
     seen: str
-    """The harness and version it was seen with."""
+    """The harness and version in which it was observed."""
     roles: frozenset[str] = frozenset()
     guard: str = ""
     """A text without this string has nothing to replace. It is found faster than the pattern."""

@@ -1,8 +1,8 @@
-"""Which session a key belongs to, and the state of each session in memory.
+"""The registry of sessions: find the session of a key, and keep the state of each session in memory.
 
 A gateway may be one of several on a database (`shared`). A session that it has in memory may then have been closed, or
 have got calls, through another gateway: before each request the session's row is read, and calls that are new in it.
-A gateway that is alone reads nothing.
+A gateway that does not share its database reads nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SessionRegistry:
             )
         if row.closed_at is not None:
             raise SessionClosedError
-        session = self._by_id.get(row.session_id)  # known already under another name (its id in the path)
+        session = self._by_id.get(row.session_id)  # already in memory under another name (its id in the path)
         if session is None:
             # Calls from before a restart, or from before the session was evicted.
             lineages = [] if is_new else await self._store.calls.lineages(row.session_id)
@@ -104,7 +104,7 @@ class SessionRegistry:
             )
             session.rebuild(lineages)
             session.elsewhere = len(lineages)
-            session = self._by_id.setdefault(session.session_id, session)  # another name may have been faster
+            session = self._by_id.setdefault(session.session_id, session)  # another name may have added it
         self._by_hash[digest] = session
         self._evict()
         return session
@@ -112,8 +112,8 @@ class SessionRegistry:
     async def _catch_up(self, session: SessionState) -> None:
         """Read what other gateways have recorded of this session. Raises SessionClosedError.
 
-        The row counts committed calls. While none of our own is in flight, ours among them are known exactly, and an
-        equal sum proves that nothing is new.
+        The row counts committed calls. While no call is in flight here, this gateway knows exactly how many of them are
+        its own, so an equal sum proves that nothing is new.
         """
         quiet, ended = session.in_flight == 0, session.ended
         row = await self._store.sessions.summary(session.session_id)

@@ -1,7 +1,7 @@
-"""Rules that recognise what a call is for: a side call, a request for a summary, a conversation after one.
+"""Rules that recognise the purpose of a call: a side call, a request for a summary, a conversation after a summary.
 
-Rules are data: each has a name, a reason, and the harness and version it was seen with. `tests/sessions/test_rules.py`
-has an example of each. The name of the rule that decided is stored with the call.
+Rules are data: each has a name, a reason, and the harness and version in which it was observed.
+`tests/sessions/test_rules.py` has an example of each. The name of the rule that decided is stored with the call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Rule:
     system: str | None = None
     """Pattern in the system prompt."""
     first: str | None = None
-    """Pattern in one of the first three user messages (a summary may follow what the user said)."""
+    """Pattern in one of the first three user messages (a summary may follow the user's own messages)."""
     last: str | None = None
     """Pattern in the newest message; in CONTINUATIONS and MASKED, in a message that was changed."""
     tools: bool | None = None

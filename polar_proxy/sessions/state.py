@@ -1,12 +1,12 @@
-"""Everything that a gateway remembers about one session.
+"""The state of one session in a gateway.
 
 `place` is called before a call is sampled, `record_answer` when its answer is complete and before the client has its
 last byte. So the next call of the same run always finds it. The fingerprint that `record_answer` returns is stored with
 the call, and `rebuild` makes the same index from the stored fingerprints after a restart.
 
-The calls are known by digests, for as long as the session is in memory. The session's last request and the tokens of
-its answers are larger. They are held in a `ConversationCache`, which all sessions of a gateway share: what was used
-least recently goes first, and is parsed again, or read from the store, if it is needed again.
+Digests of all calls are kept as long as the session is in memory. The session's last request and the tokens of its
+answers are larger. They are held in a `ConversationCache`, which all sessions of a gateway share: the least recently
+used entries are dropped first, and are parsed again, or read from the store, when needed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RECENT_TEXTS = 32
 
 
 class PromptConfig(NamedTuple):
-    """Digests of what shapes a prompt besides its messages: the tools shown and the template's options."""
+    """Digests of the inputs of a prompt besides its messages: the tools shown and the template's options."""
 
     tools: bytes
     options: bytes
@@ -55,12 +55,12 @@ class LastRequest:
     parsed: ParsedRequest
     conversation: HashedConversation
     size: int
-    """Bytes of its messages. What was parsed from them takes about as much again."""
+    """Bytes of its messages. The parsed messages take about the same amount of memory again."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredCall:
-    """The tokens of an answered call, and what decides how they can be continued."""
+    """The tokens of an answered call, and the facts that decide whether they can be continued."""
 
     ids: TokenIds
     """Prompt and answer, int32 [n]."""
@@ -73,7 +73,7 @@ class AnsweredCall:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return int(self.ids.nbytes)
 
 
@@ -96,7 +96,8 @@ class ConversationCache:
 class SessionState:
     """A session while the gateway serves it.
 
-    `normalisers_off` names normalisers not to use; `window` is for how many seconds an answer counts as just given.
+    `normalisers_off` names normalisers not to use; `window`: number of seconds for which an answer counts as just
+    given.
     """
 
     def __init__(

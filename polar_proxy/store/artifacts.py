@@ -96,7 +96,7 @@ class RewardRepository(Repository):
 
 
 class ArtifactRepository(Repository):
-    """Files that rollouts left."""
+    """Files of rollouts, such as patches and logs."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         super().__init__(database)

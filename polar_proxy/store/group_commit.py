@@ -182,8 +182,8 @@ def _fail(future: asyncio.Future[None], record: CallRecord, error: Exception) ->
 def _settle_open_calls(connection: Connection, call_ids: Sequence[str], insert_exclusions: Insert) -> None:
     """Delete the announcements of committed calls, in the transaction of the commit.
 
-    A call whose announcement is already gone comes after the end of its session. If its rollout has ended, the call is
-    excluded and the rollout becomes incomplete.
+    A call whose announcement is already gone is committed after the end of its session. If its rollout has ended, the
+    call is excluded and the rollout becomes incomplete.
     """
     deleted = delete(schema.open_calls).where(_o.call_id.in_(call_ids)).returning(_o.call_id)
     late = set(call_ids) - set(connection.execute(deleted).scalars())
@@ -271,7 +271,8 @@ class CallAnnouncer:
 
 def _write_announcements(connection: Connection, batch: _AnnouncementBatch) -> None:
     ids = sorted({call.session_id for call in batch.calls})
-    # Locked in the same order as by commits. Closing a session waits for this transaction, or this one for the closing.
+    # Rows are locked in the same order as by commits. This transaction and the closing of a session wait for each
+    # other.
     query = select(_s.session_id).where(_s.session_id.in_(ids), _s.closed_at.is_(None)).order_by(_s.session_id)
     batch.open_sessions.update(connection.execute(query.with_for_update(read=True)).scalars())
     rows = [asdict(call) for call in batch.calls if call.session_id in batch.open_sessions]

@@ -1,6 +1,6 @@
 """Schema revisions: created by Alembic from `migrations/`, checked whenever a database is opened.
 
-Revisions are numbers of four digits, which distinguishes a newer revision from a damaged one.
+Revisions are numbers of four digits, so that a newer revision is distinguished from an invalid one.
 """
 
 from __future__ import annotations

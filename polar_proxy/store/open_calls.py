@@ -1,4 +1,4 @@
-"""Calls in progress, announced so that the gateways that share a database know of each other's calls.
+"""Calls in progress, announced to the other gateways that share the database.
 
 Promises:
 
@@ -8,7 +8,7 @@ Promises:
 * Ending a session takes the remaining rows. A call that is committed after its row was taken comes too late for the
   traces: the same transaction excludes it and marks its rollout incomplete, so that every call stays accounted for.
 
-A gateway that is alone announces nothing, and its commits check nothing.
+A gateway that does not share its database announces nothing, and its commits check nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class OpenCallRepository(Repository):
                 await connection.execute(update(schema.open_calls).where(mine).values(lease_expires_at=expires_at))
 
     async def of_session(self, session_id: str, *, but: str | None = None) -> list[OpenCall]:
-        """Return the session's calls in progress and lost calls, oldest first, without those of the gateway `but`."""
+        """Return the session's calls in progress and lost calls, oldest first, except those of the gateway `but`."""
         query = select(*_columns).where(_o.session_id == session_id).order_by(_o.started_at, _o.call_id)
         if but is not None:
             query = query.where(_o.gateway != but)

@@ -1,7 +1,8 @@
 """Rescores: answers that were recorded as text, encoded and scored later by an engine that did not sample them.
 
 Rescores are stored beside the calls and never change them: a call that was recorded without tokens keeps the status
-`no_tokens`. Only the traces of the builder `rescored` are made of them; `apply_rescores` puts such a trace together.
+`no_tokens`. Only the traces of the builder `rescored` use them; `apply_rescores` puts the rescored tokens into the
+calls.
 """
 
 from __future__ import annotations

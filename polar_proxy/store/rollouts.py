@@ -1,4 +1,4 @@
-"""Tasks and rollouts: how far each rollout is, its stages attempt by attempt, and its end.
+"""Tasks and rollouts: the status of each rollout, the stages of its attempts, and its events.
 
 Promise: a worker that lost its claim changes nothing. If another worker took the rollout over meanwhile, its next write
 raises ClaimLostError.

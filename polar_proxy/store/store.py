@@ -110,7 +110,7 @@ def open_store(
     """Return a store to enter with `async with`.
 
     Entering creates the database or upgrades an older one. If `create` or `upgrade` is false (readers), a missing,
-    empty or older database raises StoreError instead. A newer database always does.
+    empty or older database raises StoreError instead. A newer database always raises it.
 
     `artifacts`: the folder of the artifacts. Default: `artifacts` beside the SQLite file; for PostgreSQL, which has no
     such place, in the current folder.

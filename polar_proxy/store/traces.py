@@ -61,9 +61,9 @@ class TraceRepository(Repository):
         """Replace the traces and exclusions of this builder and session.
 
         `excluded` maps the ids of calls that are in no trace to the reason; `certificates` are by trace id. Raise
-        StoreError, and change nothing, if a trace is not what its calls say (its tokens would come back as others), or
-        branches from one that is not among `traces`. `validated`: a builder has just checked the traces against the
-        calls of the session, so they are not checked again.
+        StoreError, and change nothing, if a trace does not match its calls (other tokens would be read back), or
+        branches from a trace that is not among `traces`. `validated`: a builder has just checked the traces against the
+        session's calls, so this check is skipped.
         """
         ids = {trace.trace_id for trace in traces}
         for trace in traces:
@@ -268,7 +268,7 @@ def _require_valid(traces: Sequence[Trace], calls: Sequence[CallRecord]) -> None
     by_id = {call.call_id: call for call in calls}
     for trace in traces:
         if (problem := find_problem(trace, by_id)) is not None:
-            raise StoreError(f"The trace {trace.trace_id} is not what its calls say: {problem}")
+            raise StoreError(f"The trace {trace.trace_id} does not match its calls: {problem}")
 
 
 def _rescored(trace_id: str, loss_mask: Any, values: Logprobs) -> Logprobs:

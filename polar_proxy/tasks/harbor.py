@@ -4,8 +4,8 @@ Format: https://www.harborframework.com/docs/tasks. Features that change a task'
 (several steps, docker compose, a separate verifier image, Windows, GPUs, MCP servers, health checks) are refused by
 name; the rest of the file is kept as metadata.
 
-**Without docker.** A Dockerfile needs docker, but a task whose Dockerfile installs only what every sandbox has may
-declare::
+**Without docker.** A Dockerfile needs docker, but a task whose Dockerfile installs only programs that every sandbox has
+may declare::
 
     [metadata.polar]
     without_image = true
@@ -57,7 +57,8 @@ def is_task_folder(path: Path) -> bool:
 
 
 def read_folder(path: Path) -> TaskList:
-    """Read the task in this folder, or those in the folders directly below it. Raises `UsageError` if there is none."""
+    """Read the task in this folder, or the tasks in the folders directly below it. Raises `UsageError` if there are no
+    tasks."""
     if is_task_folder(path):
         return make_task_list(path.name, [_candidate(path)])
     folders = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))

@@ -1,4 +1,4 @@
-"""From what a user types to tasks: a family's name, a path, or something of the user's own in Python."""
+"""Finding tasks by the name that a user types: a built-in family, a path, or a Python class or function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def get_source(name: str) -> TaskSource:
     * the path of a Harbor task folder, or of a folder that holds such folders;
     * ``module:Class``, a `TaskSource` of your own, or ``module:function`` that returns tasks (or rows).
 
-    Raises `UnknownTaskFamilyError` if there is none, `TypeError` if it is not a source, `UsageError` if a file
+    Raises `UnknownTaskFamilyError` if nothing has this name, `TypeError` if it is not a source, `UsageError` if a file
     cannot be read. Single tasks that cannot be used are listed in the source's `refused`.
     """
     if name in _BUILT_IN:

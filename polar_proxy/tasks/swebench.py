@@ -1,4 +1,4 @@
-"""Rows in the form of SWE-bench's: SWE-bench, SWE-Gym, SWE-rebench (1 and 2), R2E-Gym, and rows with a repository.
+"""Tasks from rows in SWE-bench's form: SWE-bench, SWE-Gym, SWE-rebench (1 and 2), R2E-Gym, and rows with a repository.
 
 The data sets agree on `repo`, `base_commit`, `problem_statement`, `test_patch`, `FAIL_TO_PASS` and `PASS_TO_PASS`, and
 differ in the fields that name the image of the repository and how its tests are run:
@@ -34,7 +34,7 @@ _DATA_SUFFIXES = (".json", ".png", ".csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl
 # The images of SWE-bench and SWE-Gym have their Python in a conda environment of this name.
 _CONDA = "if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate testbed; fi\n"
 _PYTEST = "pytest -rA {test_files}"
-# How SWE-bench runs the tests of its twelve repositories; rows before version 5 do not say it. (command, log parser)
+# (command, log parser) for SWE-bench's twelve repositories, because rows before version 5 do not contain them.
 COMMANDS: dict[str, tuple[str, str]] = {
     "astropy/astropy": (_PYTEST, "pytest_v2"),
     "django/django": (
@@ -68,7 +68,7 @@ R2E_HIDDEN = (
         )
     ),
 )
-"""Where the images of R2E-Gym keep tests and answers; hidden from the agent."""
+"""Paths of tests and answers in the images of R2E-Gym, which are hidden from the agent."""
 
 
 def is_swebench_row(row: Row) -> bool:
@@ -204,7 +204,7 @@ def _tests(row: Row, name: str) -> tuple[str, ...]:
 
 
 def named_tests(value: object) -> tuple[str, ...]:
-    """Read FAIL_TO_PASS and its like: a list in some data sets, the JSON text of a list in others.
+    """Read FAIL_TO_PASS or PASS_TO_PASS: a list in some data sets, the JSON text of a list in others.
 
     Raises `BadTaskError`.
     """

@@ -1,7 +1,7 @@
-"""What a task is, and the checks that every task must pass.
+"""The definition of a task, and the checks that every task must pass.
 
-A task is data: it names no harness and no engine, and of the sandbox only what it needs. A task source promises that
-the same seed gives the same task, byte for byte, on every machine and Python version.
+A task is data. It names no harness and no engine, and only states its requirements for a sandbox. A task source
+promises that the same seed gives the same task, byte for byte, on every machine and Python version.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GitRepository:
 
 @dataclass(frozen=True)
 class Environment:
-    """What a task needs of its sandbox. The default is an empty sandbox of any kind."""
+    """The requirements of a task for its sandbox. The default is an empty sandbox of any kind."""
 
     image: str | None = None
     """Docker image that holds the workspace at `workdir`."""
@@ -56,7 +56,7 @@ class Environment:
     snapshot outside the workspace, which includes files that git would ignore. A repository inside the workspace is
     neither cleaned nor compared."""
     executable: tuple[str, ...] = ()
-    """Which of the task's `files` are executable (mode 755)."""
+    """The executable ones among the task's `files` (mode 755)."""
     env: Mapping[str, str] = field(default_factory=dict)
     memory_mb: int | None = None
     cpus: float | None = None
@@ -68,7 +68,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Task:
-    """One thing an agent is asked to do, and how the result is judged."""
+    """An instruction for an agent, with its workspace and the evaluation of the result."""
 
     task_id: str
     """Unique and stable, for example ``swe-task-42``."""

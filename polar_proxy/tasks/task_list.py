@@ -1,6 +1,6 @@
 """A list of tasks read from a file, a folder or a function, and the rows of a task file.
 
-One bad task never stops the others, and every row or folder is accounted for: it is a task or a `TaskRefusal`.
+A bad task never stops the others: every row or folder becomes a task or a `TaskRefusal`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TaskList:
 
 @dataclass(frozen=True)
 class TaskCandidate:
-    """A task that has not been read yet: where it is, its name if known, and how to read it."""
+    """A task that has not been read yet: its location, its name if known, and a function that reads it."""
 
     where: str
     name: str | None
@@ -124,7 +124,7 @@ def _raise(error: BadTaskError, position: int) -> Task:
 
 
 def _documents(path: Path, text: str) -> Iterable[tuple[str, Callable[[], Row]]]:
-    """Yield the place of each row and a function that reads it, which raises for a row that is not an object."""
+    """Yield the location of each row and a function that reads it, which raises for a row that is not an object."""
     if path.suffix != ".json":
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():

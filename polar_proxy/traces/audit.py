@@ -4,15 +4,15 @@ Promises, each a test:
 
 * Only sampled tokens are compared, each with the fresh log-probability of that token after everything before it (in a
   `tree`, the whole path). A token that cannot be compared is counted with its reason, never as a difference of 0.
-* A trace with a difference beyond the tolerance, or whose numbers are of another log-probability mode than the record
-  says, is `rejected`. No other trace gets a better grade than its builder gave it; an audit without findings takes an
-  earlier rejection by audit back.
+* A trace with a difference beyond the tolerance, or whose numbers are of another log-probability mode than recorded, is
+  `rejected`. An audit never improves the builder's grade; an audit without findings withdraws an earlier rejection by
+  an audit.
 * A sequence that is the beginning of a longer one is not run twice.
 
 Reasons for which a token is not compared: `policy_version` (sampled by other weights than the engine has loaded),
-`processed_sampling` (recorded of a distribution that temperature, top_p, ... changed, where a fresh pass gives the
+`processed_sampling` (recorded of a distribution that temperature, top_p, ... changed, whereas a fresh pass gives the
 model's own), `beyond_context` (after the end of the engine's context), `no_fresh_logprob` (the engine gave none),
-`unknown_engine` (the record does not name what sampled it).
+`unknown_engine` (the record does not name the engine).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNKNOWN = "unknown"
 _WORST_PER_TRACE = 3
 _WORST_IN_REPORT = 10
 _INFORMATIVE = -0.1
-"""Log-probability below which a token tells the modes apart: a token that was certain is alike in both."""
+"""Log-probability below which a token distinguishes the modes: a certain token has the same value in both."""
 _INFORMATIVE_TOKENS = 16
 _FITS = 0.95
 _ENGINE_FIELDS = ("engine", "version", "model")
@@ -67,7 +67,7 @@ class LogprobDifference:
     call_id: str
     choice: int
     position: int
-    """Within the choice."""
+    """Position within the choice."""
     token_id: int
     recorded: float
     fresh: float
@@ -126,7 +126,7 @@ class TraceAudit:
     built_grade: str
     grade: str
     differences: Mapping[str | None, Logprobs]
-    """|recorded - fresh|, float32 [compared], by policy version."""
+    """|recorded - fresh|, float32 [number of compared tokens], by policy version."""
     skipped: Mapping[str, int]
     """Sampled tokens that were not compared, by reason."""
     findings: Mapping[str, str]
@@ -247,9 +247,9 @@ async def audit(
 ) -> list[TraceAudit]:
     """Audit all traces of one builder and one session, scoring at most `at_once` sequences at a time.
 
-    By trace id, `built_grades` are the builder's own grades, which an earlier audit may have changed, and `scorers`
-    the engines that rescored traces have their log-probabilities from. Raise UsageError where a trace is of another
-    model or template than the engine's.
+    `built_grades`: trace id -> the builder's own grade, which an earlier audit may have changed. `scorers`: trace id ->
+    the engine that scored a rescored trace. Raise UsageError if a trace is of another model or template than the
+    engine's.
     """
     by_id = {call.call_id: call for call in calls}
     scorer_of = scorers or {}
@@ -274,7 +274,7 @@ async def audit(
 def whole_paths(traces: Sequence[Trace]) -> dict[str, TokenIds]:
     """Return trace id -> all its tokens, after those of its parents (builder `tree`), int32 [n].
 
-    Raise StoreError where a parent is missing.
+    Raise StoreError if a parent is missing.
     """
     by_id = {trace.trace_id: trace for trace in traces}
     try:
@@ -304,7 +304,7 @@ def _require_same_model(model: str | None, template_hash: str | None, engine: En
 
 
 def _hash_kind(template_hash: str) -> str:
-    """Return the kind of a template hash: servers that do not show their template have one of what they render."""
+    """Return the kind of a template hash: for a server that does not show its template, the hash of a rendering."""
     return template_hash.rpartition(":")[0]
 
 
@@ -315,14 +315,14 @@ class SampledRun:
     call: CallRecord
     choice: int
     first: int
-    """Position of its first token in the choice."""
+    """Position of the run's first token in the choice."""
     start: int
     end: int
     version: str | None
 
 
 def _sampled_runs(trace: Trace, calls: Mapping[str, CallRecord], scorer: Json | None) -> Iterator[SampledRun]:
-    """`scorer`: the engine that a rescored trace has its log-probabilities from."""
+    """Yield the sampled runs of a trace. `scorer`: the engine that scored a rescored trace."""
     position = 0
     for span in trace.spans:
         here, position = position, position + span.end - span.start
@@ -369,7 +369,7 @@ def _compare(
 
 
 class TraceComparison:
-    """The comparison of one trace, run by run."""
+    """The comparison of one trace, made for one `SampledRun` after the other."""
 
     def __init__(
         self, trace: Trace, whole: TokenIds, fresh: npt.NDArray[np.float64], reference: AuditReference

@@ -1,12 +1,12 @@
 """Builders: from the recorded calls of a session to traces, the training sequences. Pure.
 
-per_call  one trace for each sampled answer: its call's prompt, then the answer. Right whatever the history did
-merged    calls joined wherever a prompt begins, token for token, with a whole earlier trace
-tree      a forest that stores shared beginnings once: a trace holds its own tokens only, and `parent_trace_id` and
-          `branch_at` say how many tokens of the parent's whole path come before them
+per_call  one trace for each sampled answer: its call's prompt, then the answer. Correct for any history merged    calls
+joined wherever a prompt begins, token for token, with a whole earlier trace tree      a forest that stores shared
+beginnings once: a trace holds its own tokens only; `parent_trace_id` and `branch_at` give the parent and how many
+tokens of its whole path come before them
 
 Every builder validates what it made (`validation.validate`) before it returns it: each answer is in exactly one trace,
-or its call is excluded with a reason, and each sampled token follows the prompt that the model was given.
+or its call is excluded with a reason, and each sampled token follows the prompt from which it was sampled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ON_DRIFT = ("split", "canonical", "rescore")
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """The traces of a session's calls, and the calls that are in none."""
+    """The traces of a session's calls, and the calls that are in no trace."""
 
     builder: str
     traces: tuple[Trace, ...]
@@ -90,9 +90,9 @@ def merged(
 ) -> BuildResult:
     """Join calls wherever a prompt begins, token for token, with all of an earlier trace.
 
-    The longest such trace is continued; of equal ones, that of the call's base or parent. A call whose prompt begins
-    with no trace opens a new one (after a rewind, for example, where the replaced answer stays trained in the old
-    trace). Sub-agents and compacted conversations always open their own.
+    The longest such trace is continued; among equally long ones, the trace of the call's base or parent. A call opens a
+    new trace if its prompt begins with no trace (after a rewind, for example, where the replaced answer stays trained
+    in the old trace). Sub-agents and compacted conversations always open their own.
 
     `on_drift` decides about drifted calls: `split` opens a new trace for them; `canonical` joins them to their base's
     trace with the context of their own prompt, or splits where no clean join exists, with the reason in the drift
@@ -107,9 +107,9 @@ def merged(
 
 
 def tree(calls: Sequence[CallRecord], *, rollout_id: str | None = None, reward: float | None = None) -> BuildResult:
-    """Lay each prompt along the deepest path that it shares tokens with, and branch where it differs.
+    """Follow the longest path that begins like the prompt, and branch at the first token that differs.
 
-    Siblings, rewinds, parallel answers and sub-agents share what they begin with. A call whose prompt begins with a
+    Siblings, rewinds, parallel answers and sub-agents share their common prefix. A call whose prompt begins with a
     whole path continues the trace that ends it, unless it is a sub-agent's or of a compacted conversation; its choices
     after the first branch. An answer that several paths continue is trained once.
     """
@@ -202,7 +202,7 @@ class CallMerger:
     def _join_drifted(self, call: CallRecord) -> tuple[TraceBuilder, int] | None:
         """Return the trace that a drifted call continues, and where the context begins in the call's prompt.
 
-        The same for a call that did not drift, but whose trace has other tokens than the model was given.
+        The same for a call that did not drift but continues a joined trace, whose tokens differ from its prompt.
         """
         event = self.events.get(call.call_id)
         trace = self._by_last_answer.get((call.base_call_id or "", call.base_choice or 0))
@@ -224,9 +224,9 @@ class CallMerger:
 
 
 def _deepest(traces: Sequence[TraceBuilder], prompt: TokenIds, call: CallRecord) -> tuple[TraceBuilder | None, int]:
-    """Return the trace that shares the most first tokens with the prompt, and their number.
+    """Return the trace with the longest common prefix with the prompt, and the prefix's length.
 
-    Of several as deep, prefer one that ends there, then that of the call's base, then of its parent, then the first.
+    Among equals, prefer one that ends there, then the trace of the call's base, then of its parent, then the first.
     """
     base = (call.base_call_id, call.base_choice or 0)
     best: TraceBuilder | None = None
@@ -254,7 +254,7 @@ class TraceBuilder:
         self.children: list[TraceBuilder] = []
         self.spans: list[Span] = []
         self.calls: dict[str, None] = {}
-        """The calls whose answers it trains, in order."""
+        """The calls whose answers the trace trains, in order."""
         self.last: tuple[str, int] | None = None
         """(call, choice) of its last answer."""
         self.reasons: set[str] = set()
@@ -277,7 +277,7 @@ class TraceBuilder:
 
     @property
     def token_ids(self) -> TokenIds:
-        """Its own tokens: a view that later additions do not change."""
+        """The trace's own tokens: a view that later additions do not change."""
         return self._buffer[: self._size]
 
     @property
@@ -287,11 +287,12 @@ class TraceBuilder:
 
     @property
     def has_drift(self) -> bool:
-        """True if an answer in it follows other tokens than the model was given."""
+        """True if an answer in the trace follows other tokens than its recorded prompt."""
         return CANONICAL in self.reasons
 
     def shared_depth(self, prompt: TokenIds) -> int:
-        """Return how many first tokens the prompt shares with the path, given that the first `branch_at` are equal."""
+        """Return the length of the common prefix of prompt and path, given that the first `branch_at` tokens are
+        equal."""
         known, start = self._last_prompt, self.branch_at
         if known is not None and len(prompt) >= len(known) and share_buffer(prompt, known):
             start = len(known)

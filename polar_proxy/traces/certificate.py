@@ -1,7 +1,7 @@
 """The certificate of a trace: the origin of its tokens, in a form that a machine checks with the exported row alone.
 
 `Certificate` is the model; its JSON Schema is `Certificate.model_json_schema()`. The hash chain makes each span's hash
-stand for everything before it:
+cover everything before it:
 
     seed   = H("", header)                                header: the fields that `header_of` names
     hash_k = H(hash_{k-1}, span_k, tokens_k, logprobs_k)  hash_0 = seed, head = the last hash
@@ -10,7 +10,7 @@ H is blake2b with a 16-byte digest. Header and span (without its hash) are canon
 UTF-8), each after its length as 4 bytes little-endian. Tokens are int32 and log-probabilities float32, both
 little-endian; only sampled spans hash log-probabilities.
 
-Nothing here needs the calls: this is all that a checker needs.
+A checker needs this module and a row, and not the calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CertificateModel(BaseModel):
 
 
 class EngineIdentity(CertificateModel):
-    """An engine that sampled; fields are None where the record does not name it."""
+    """An engine that sampled; fields are None if the record does not contain them."""
 
     engine: str | None
     version: str | None
@@ -93,9 +93,9 @@ class SampledSpan(CallSpan):
     versions: Annotated[list[tuple[Count, str | None]], Field(min_length=1)]
     """(first position within the answer, policy version) of each run of tokens."""
     past_reasoning: Literal["keep", "strip"] | None
-    """The setting under which the prompt was continued; None if it played no part."""
+    """The setting under which the prompt was continued; None if it had no effect."""
     sampling: Json | None
-    """The settings that changed the distribution, where raw log-probabilities were recorded."""
+    """The settings that changed the distribution, if raw log-probabilities were recorded."""
 
 
 CertificateSpan = Annotated[ContextSpan | SampledSpan, Field(discriminator="kind")]
@@ -136,12 +136,12 @@ class Certificate(CertificateModel):
         return self.model_dump(by_alias=True)
 
     def stored(self) -> Json:
-        """Return what the store keeps. The rest is derived again from the trace and its calls."""
+        """Return the fields that are stored. The others are derived again from the trace and its calls."""
         return self.model_dump(by_alias=True, include=_STORED)
 
 
 def seal(header: Json, grade: str, spans: Sequence[Json], token_ids: TokenIds, logprobs: Logprobs) -> Certificate:
-    """Make a certificate: compute the hashes of `header` and of `spans`, which have none yet.
+    """Make a certificate: compute the hashes of `header` and of `spans`, which have no hashes yet.
 
     `token_ids` int32 [n] and `logprobs` float32 [n] are the trace's own.
     """

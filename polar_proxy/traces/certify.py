@@ -1,8 +1,8 @@
-"""Making certificates: of a new build, and of stored traces again.
+"""Making certificates, for a new build and again for stored traces.
 
-The store keeps a certificate without what the trace and its calls can give again (spans, engines, hashes), except for
-the last hash. `restore` derives the rest and must come to the same last hash: a call or trace that was changed in the
-database is found when a row is made from it.
+The store keeps a certificate without the parts that follow from the trace and its calls (spans, engines, hashes),
+except for the last hash. `restore` derives them and must get the same last hash, so that a call or trace that was
+changed in the database is detected when a row is made from it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from polar_proxy.types import CallRecord, Json, Span, Trace
 
 
 class CertificateError(PolarError):
-    """A stored trace is not what its certificate says: it, or one of its calls, was changed in the database."""
+    """A stored trace does not match its certificate: it, or one of its calls, was changed in the database."""
 
 
 def certify(calls: Sequence[CallRecord], build: BuildResult) -> dict[str, Certificate]:
@@ -45,7 +45,7 @@ def restore(
 ) -> dict[str, Certificate]:
     """Return trace id -> certificate for stored traces: all those of one build, with all calls of their session.
 
-    Raise CertificateError where a trace or a call has changed since the build.
+    Raise CertificateError if a trace or a call has changed since the build.
     """
     by_id = {call.call_id: call for call in calls}
     by_trace = {trace.trace_id: trace for trace in traces}
@@ -65,7 +65,7 @@ def restore(
             )
         if kept is None or whole is None or whole.head != kept["head"]:
             raise CertificateError(
-                f"The trace {trace.trace_id} is not what its certificate says: it or its calls were changed in the "
+                f"The trace {trace.trace_id} does not match its certificate: it or its calls were changed in the "
                 f"database. If that was intended, build it again with `polar build {trace.session_id}`."
             )
         found[trace.trace_id] = whole.model_copy(update={"grade": kept["grade"], "audit": kept["audit"]})
@@ -146,7 +146,7 @@ def _engine(call: CallRecord) -> EngineIdentity:
 def _events_in(trace: Trace, calls: Mapping[str, CallRecord], events: Sequence[DriftEvent]) -> list[DriftEvent]:
     """Return the drift events of calls whose first answer is in the trace.
 
-    A call's other answers are in traces of their own, which hold only their prompt before them.
+    A call's other answers are in separate traces, in which only the prompt comes before them.
     """
     if not events:
         return []

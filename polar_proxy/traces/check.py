@@ -1,7 +1,7 @@
-"""`python -m polar_proxy.traces.check FILE`: are the rows of a `tokens-jsonl` export what their certificates say?
+"""`python -m polar_proxy.traces.check FILE`: check the rows of a `tokens-jsonl` export against their certificates.
 
-Needs the rows alone: no database, no engine, no calls. `docs/guide/data.md` lists what it finds, and what no
-certificate can show. `--schema` prints the JSON Schema of certificates.
+Needs only the rows: no database, no engine, no calls. `docs/guide/data.md` lists what it finds, and what certificates
+cannot show. `--schema` prints the JSON Schema of certificates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from polar_proxy.traces.rows import RowError, describe_errors, read_row
 from polar_proxy.types import Json, TokenIds, Trace
 
 _PROBLEMS_SHOWN = 3
-"""How many problems of a row its line shows."""
+"""Number of a row's problems that are printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,8 @@ def _hash_problems(trace: Trace, certificate: Certificate) -> Iterator[str]:
 
 
 def _span_problems(certificate: Certificate) -> Iterator[str]:
-    """Each answer is whole, is there once, and follows its call's prompt unless the trace says `canonical`."""
+    """Each answer is whole, occurs once, and follows its call's prompt unless the trace's grade has the reason
+    `canonical`."""
     for span, following in zip(certificate.spans, [*certificate.spans[1:], None], strict=True):
         answers_it = following is not None and (following.kind, following.call_id) == ("sampled", span.call_id)
         if span.kind == "context" and not answers_it:
@@ -221,7 +222,7 @@ class CrossRowChecks:
                 yield number, f"its parent {certificate.parent_trace_id} has other tokens before the branch"
 
     def _tokens_before(self, certificate: Certificate) -> TokenIds | None:
-        """Return the tokens that come before a trace's own, or None where they are not all here."""
+        """Return the tokens that come before a trace's own, or None if the file does not contain them all."""
         pieces: list[TokenIds] = []
         end = certificate.branch_at
         while certificate.parent_trace_id is not None:

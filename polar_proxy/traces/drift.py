@@ -6,7 +6,7 @@ reordered or dropped, with the position at which the tokens differ.
 
 With `on_drift = canonical` a drifted call is joined to the trace of its base all the same: the sampled tokens so far
 are kept, and the context between them and the new answer is taken from the drifted call's own prompt
-(`find_context_start`). As in Polar's paper, a sampled token may then follow other tokens than the model was given:
+(`find_context_start`). As in Polar's paper, a sampled token may then follow other tokens than its recorded prompt:
 such traces are `approximate`.
 """
 
@@ -56,7 +56,7 @@ class DriftEvent(BaseModel):
     """Why the prompt was not continued from the base's tokens."""
     outcome: DriftOutcome = "split"
     split_reason: str | None = None
-    """Why the call was not joined although `on_drift` asked for it."""
+    """Why the call was not joined although `on_drift` is `canonical` or `rescore`."""
 
 
 def drift_events(calls: Sequence[CallRecord], excluded: Mapping[str, str] | None = None) -> tuple[DriftEvent, ...]:
@@ -110,12 +110,12 @@ def base_choice(call: CallRecord, base: CallRecord) -> Choice | None:
 def find_context_start(
     before: TokenIds, spans: Sequence[Span], call: CallRecord, base: CallRecord, *, drifted: bool
 ) -> int | str:
-    """Return where in the call's prompt the context begins that follows `before`, or why that is unknown.
+    """Return the position in the call's prompt at which the context after `before` begins, or why it is unknown.
 
-    `before` int32 [n], with its spans, is the trace so far, which ends with the base's answer. The position is found
-    by counting end-of-turn tokens: they are special tokens, so re-tokenised text on either side does not move them.
-    With k of them in `before`, the text after the k-th in the prompt is new; where the last answer was cut before its
-    end of turn, the next one closes it. A call that did not drift is cut after its base's tokens.
+    `before` int32 [n], with its spans, is the trace so far, which ends with the base's answer. The position is found by
+    counting end-of-turn tokens: they are special tokens, so re-tokenised text on either side does not move them. With k
+    of them in `before`, the text after the k-th in the prompt is new; if the last answer was cut before its end of
+    turn, the next token of this kind closes it. A call that did not drift is cut after its base's tokens.
     """
     prompt, choice = call.prompt_ids, base_choice(call, base)
     if prompt is None or base.prompt_ids is None or choice is None:

@@ -1,7 +1,7 @@
 """Causes of drift: why a prompt does not begin with the sampled tokens, found from the two texts. Pure.
 
 The expected text is that of the base's prompt and answer; the actual text is that of the prompt which the engine
-rendered for the next turn. Both are brought into forms that ignore one kind of difference each (white space, how JSON
+rendered for the next turn. Both are converted to forms that each ignore one kind of difference (white space, how JSON
 is written, reasoning). The first form in which the actual text begins with the expected one names the cause.
 """
 
@@ -69,8 +69,8 @@ def explain_drift(
     """Return why a prompt with the text `actual` does not begin with `context` (the base's prompt) and `answer`.
 
     The tokens are known to differ. `reasoning` are the thoughts of the answers so far, for templates that write them
-    without `<think>` tags; `tools` is how the offered tools changed. Several causes only if it takes all of them to
-    explain the difference.
+    without `<think>` tags; `tools` is how the offered tools changed. Several causes are returned only if all of them
+    are needed to explain the difference.
     """
     expected = context + answer
     if actual.startswith(expected):

@@ -2,15 +2,15 @@
 
 exact        the engine rendered every prompt, and every log-probability was reported at sampling
 continued    Polar continued some prompts from exact tokens
-approximate  something is not as it was sampled; the reasons say what. Exported and trained only on request
+approximate  the reasons name what differs from sampling. Exported and trained only on request
 rejected     an audit found the log-probabilities wrong. No builder gives this grade
 
 Reasons, each with the best grade that it allows:
 
 continued         continued    Polar made a prompt from the earlier call's exact tokens and the new messages
-off_distribution  approximate  raw log-probabilities were recorded, and another distribution was sampled from
+off_distribution  approximate  raw log-probabilities were recorded, and sampling was from another distribution
 weights_changed   approximate  the weights changed during an answer, and the engine did not report at which token
-canonical         approximate  the context before sampled tokens is not what the model was given
+canonical         approximate  the context before sampled tokens differs from the recorded prompt
 rescored          approximate  an engine computed the log-probabilities later
 """
 

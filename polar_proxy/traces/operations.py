@@ -29,17 +29,17 @@ STORED_BUILDERS = ("merged",)
 request: stored for each rollout, those of `per_call` alone would be a third of its size."""
 
 SUPERSEDED = "superseded_attempt"
-"""Why the calls of an attempt are not trained on that another attempt followed: only one attempt is the rollout."""
+"""The reason for excluding the calls of an attempt that another attempt followed: only one attempt is the rollout."""
 
 _PAGE = 500
 
 
-# ---------------------------------------------------------------- which sessions
+# ---------------------------------------------------------------- choosing sessions
 
 
 @dataclass(frozen=True, slots=True)
 class SessionTarget:
-    """A session, with what its rollout says about it, if it has one."""
+    """A session, with facts of its rollout, if it has one."""
 
     session_id: str
     rollout_id: str | None = None
@@ -50,10 +50,10 @@ class SessionTarget:
 async def find_targets(
     store: Store, *, where: str | None = None, session_ids: Sequence[str] = (), limit: int | None = None
 ) -> list[SessionTarget]:
-    """Return the sessions of the rollouts that fulfil `where`, or these sessions, or all sessions with calls.
+    """Return the sessions of the rollouts that match `where`, or these sessions, or all sessions with calls.
 
-    Rollouts come first, each kind newest first, and at most `limit` in all. Raise UsageError for an invalid condition,
-    an unknown session, and for both arguments at once.
+    Rollouts come first, each kind newest first, and at most `limit` in total. Raise UsageError for an invalid
+    condition, an unknown session, and for both arguments at once.
     """
     if where is not None and session_ids:
         raise UsageError("Conditions choose rollouts: give either --where or --session.")
@@ -98,7 +98,7 @@ async def _target_of(store: Store, session_id: str) -> SessionTarget:
 async def build_traces(
     store: Store, session_id: str, rollout_id: str | None, *, reward: float | None, incomplete: bool
 ) -> None:
-    """Build and store the traces of a session that has ended. `incomplete`: a call was lost, so none is trained."""
+    """Build and store the traces of a session that has ended. `incomplete`: a call was lost, so no call is trained."""
     calls = await store.calls.of_session(session_id, text=False)
     for builder in STORED_BUILDERS:
         result = await asyncio.to_thread(build, calls, builder, rollout_id=rollout_id, reward=reward)
@@ -133,7 +133,7 @@ async def rebuild(
     on_drift: str = "split",
     engine: Engine | None = None,
 ) -> RebuildReport:
-    """Build the traces of these sessions again, in place of what this builder made of them before.
+    """Build the traces of these sessions again and replace the earlier traces of this builder.
 
     `engine` gives the log-probabilities for `on_drift = rescore`. Raise UsageError for an unknown builder or drift
     policy, and for `rescore` without an engine.
@@ -207,10 +207,9 @@ async def audit_store(
     at_once: int = 4,
     progress: Callable[[AuditReport], object] = lambda report: None,
 ) -> AuditReport:
-    """Audit the traces that `builder` made of the targets, and write grade and figures into each trace.
+    """Audit the builder's traces of the targets, and store grade and figures with each trace.
 
-    Raise UsageError where the engine cannot score or serves another model, EngineError where the weights change
-    meanwhile.
+    Raise UsageError if the engine cannot score or serves another model, EngineError if the weights change meanwhile.
     """
     if "score" not in engine.info.capabilities:
         raise UsageError(

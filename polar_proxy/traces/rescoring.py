@@ -3,15 +3,15 @@
 Promises, each a test:
 
 * The tokens of an answer are what the engine's own template writes after the opening of an answer, up to and including
-  the end-of-turn token (without it where the answer was cut). An answer whose rendering is not clean, or does not
+  the end-of-turn token (without it if the answer was cut). An answer whose rendering is not clean, or does not
   contain all of the answer, is left out with a reason.
-* Nothing here was sampled by the engine that scored it. Every trace is of the builder `rescored`, graded `approximate`,
-  and names the engine that scored it beside the one that wrote the text. No other builder sees these tokens.
+* The engine that scores did not sample the text. Every trace is of the builder `rescored`, graded `approximate`, and
+  names the engine that scored it and the engine that wrote the text. No other builder sees these tokens.
 
-Reasons: `sampled_here` (the call has tokens of its own), `raw_prompt`, `images`, `constrained`, `unreadable` (the
-stored request), `template_refuses`, `prompt_not_kept` (rendered with its answer the conversation begins otherwise than
-without), `no_end_of_turn`, `answer_not_kept` (the template drops or changes the text), `cut_call`, `empty`,
-`unfinished` (ended by a filter, for example), `beyond_context`, `no_logprobs`; and those of every builder.
+Reasons: `sampled_here` (the call has recorded tokens), `raw_prompt`, `images`, `constrained`, `unreadable` (the stored
+request), `template_refuses`, `prompt_not_kept` (rendered with its answer, the conversation begins with another prompt),
+`no_end_of_turn`, `answer_not_kept` (the template drops or changes the text), `cut_call`, `empty`, `unfinished` (ended
+by a filter, for example), `beyond_context`, `no_logprobs`; and the reasons of every builder.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ async def rescore_calls(
 ) -> tuple[list[Rescore], dict[str, str]]:
     """Encode and score the answers of a session that have no tokens.
 
-    Return them, and call id -> reason for the calls without. A call is rescored with all its answers or not at all.
+    Return the rescores, and call id -> reason for the other calls. A call is rescored with all its answers or not at
+    all.
     """
     skipped: dict[str, str] = {}
     answers: list[tuple[CallRecord, Choice, TokenIds, TokenIds]] = []
@@ -123,7 +124,7 @@ def build_rescored(
     rollout_id: str | None = None,
     reward: float | None = None,
 ) -> BuildResult:
-    """Build merged traces of rescored answers. `skipped`: why other calls were not rescored, where known. Pure."""
+    """Build merged traces of rescored answers. `skipped`: why other calls were not rescored, if known. Pure."""
     rescored = {rescore.call_id for rescore in rescores}
     pairs = zip(apply_rescores(calls, rescores), calls, strict=True)
     with_tokens = [call for call, before in pairs if call is not before]
@@ -163,7 +164,7 @@ def _scorer(rescore: Rescore) -> ScorerIdentity:
 
 
 def _no_rescore_reason(call: CallRecord) -> str | None:
-    """Return why a call needs no rescoring, or can never have any."""
+    """Return why a call needs no rescoring, or cannot be rescored; None if it can."""
     if call.status == "no_tokens" and call.edge != "side_call":
         return None if call.choices else "empty"
     return "side_call" if call.edge == "side_call" else exclusion_reason(call) or "sampled_here"

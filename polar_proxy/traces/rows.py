@@ -1,13 +1,13 @@
 """Rows of `tokens-jsonl`: one JSON object for one trace. This is the one writer and the one reader.
 
-A row has what it says of its rollout (rollout_id, group_id, task_id, status, reward, ...), the trace's identity, and
+A row has fields of its rollout (rollout_id, group_id, task_id, status, reward, ...), the trace's identity, and
 
     prompt_ids    the tokens before the first answer
     response_ids  all other tokens [m]
     loss_mask     [m], 1 where a token was sampled
     logprobs      [m], nats, as reported at sampling; null where the mask is 0
     spans         where each run of tokens came from: kind, call_id, choice, start, end
-    certificate   what proves all of it (`certificate.Certificate`)
+    certificate   the proof of all other fields (`certificate.Certificate`)
 
 A row of builder `tree` holds its own tokens only: they follow the first `branch_at` tokens of the whole path of
 `parent_trace_id` (null for a root).
@@ -47,11 +47,11 @@ class TraceRow:
 
     trace: Trace
     fields: Json
-    """The whole row: what it says of its rollout is here."""
+    """The whole row, including the fields of its rollout."""
 
 
 def trace_identity(trace: Trace, rollout: Json) -> Json:
-    """Return the fields that name a trace, after those of its rollout (or of its session, where it has none)."""
+    """Return the fields that name a trace, after those of its rollout (or of its session, if it has no rollout)."""
     return {
         "schema": SCHEMA,
         **rollout,
@@ -64,7 +64,7 @@ def trace_identity(trace: Trace, rollout: Json) -> Json:
 
 
 def write_row(trace: Trace, rollout: Json, certificate: Certificate | None = None) -> Json:
-    """Return the row of a trace. `rollout`: what to say of its rollout."""
+    """Return the row of a trace. `rollout`: the fields of its rollout."""
     start = trace.prompt_length
     mask = trace.loss_mask[start:].tolist()
     logprobs = trace.logprobs[start:].tolist()
@@ -87,7 +87,7 @@ def write_row(trace: Trace, rollout: Json, certificate: Certificate | None = Non
 def read_row(row: Any) -> TraceRow:
     """Return the trace that a row was written from, equal in every bit.
 
-    Its reward is the rollout's where it has none of its own. Raise RowError for a newer row format (`newer_schema`),
+    A trace without a reward gets the rollout's. Raise RowError for a newer row format (`newer_schema`),
     and for a row whose fields are missing, of another type, or contradict each other (`malformed`).
     """
     if not isinstance(row, dict):

@@ -20,7 +20,7 @@ from polar_proxy.types import Logprobs, TokenIds, Trace
 
 @dataclass(slots=True)
 class ScoredTokens:
-    """A count of the tokens that the engine scored."""
+    """The number of tokens that the engine scored."""
 
     tokens: int = 0
 
@@ -30,7 +30,7 @@ async def score_all(
 ) -> list[npt.NDArray[np.float64]]:
     """Return `score_sequence` of each sequence (int32 [n]), at most `at_once` at a time.
 
-    A sequence that begins another takes its values from that one: the causal mask makes them the same.
+    A sequence that is the beginning of another takes its values from that one: the causal mask makes them equal.
     """
     containing = find_containing(sequences)
     gate = asyncio.Semaphore(at_once)
@@ -54,7 +54,7 @@ async def score_all(
 async def score_sequence(engine: Engine, ids: TokenIds) -> npt.NDArray[np.float64]:
     """Return the log-probability of each token after all before it, float64 [n].
 
-    NaN for the first token, for tokens that the engine gave none for, and after the end of its context.
+    NaN for the first token, for tokens without a value from the engine, and after the end of its context.
     """
     out = np.full(len(ids), np.nan)
     if len(ids) < 2:
@@ -90,8 +90,8 @@ async def rescore(build: BuildResult, engine: Engine) -> BuildResult:
     """Return the build with the engine's log-probabilities in the traces where drift was joined (`on_drift = rescore`).
 
     Their sampled positions get the teacher-forced log-probabilities (raw, of the whole sequence) in place of the
-    recorded ones; they are `rescored` and graded so. Other traces stay as they are. Raise EngineError where the engine
-    gives no value for a sampled token, and whatever its `score` raises.
+    recorded ones; their grade gets the reason `rescored`. Other traces stay as they are. Raise EngineError if the
+    engine gives no value for a sampled token, and every error of its `score`.
     """
     traces: list[Trace] = []
     reasons = dict(build.grade_reasons)

@@ -1,7 +1,8 @@
-"""The check of a whole build: recorded = trained + excluded, and every trained token is where it was sampled.
+"""The check of a whole build: recorded = trained + excluded, and every trained token is at the position where it was
+sampled.
 
 Every builder ends with `validate`, so that a builder that lost, doubled or moved something cannot return its result.
-What a single trace must be is in `sequences.find_problem`.
+`sequences.find_problem` checks a single trace.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ class InvariantError(AssertionError):
 def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
     """Check a build, call by call and token by token. Raise InvariantError.
 
-    * Each call gave all its answers to the traces, each answer whole and to one trace, or is excluded with a reason.
-    * Each trace is what its calls say, and its grade is what its reasons allow.
+    * All answers of each call are in the traces, each whole and in one trace, or the call is excluded with a reason.
+    * Each trace matches its calls, and its grade is the one that its reasons allow.
     * The tokens before an answer are its call's whole prompt. Where drift is joined (`on_drift`), the context before
-      the answer may instead begin inside of the prompt, at the one position that `drift.find_context_start` allows.
-    * Every drifted call has a drift event that says what was done.
+      the answer may instead begin inside the prompt, at the one position that `drift.find_context_start` allows.
+    * Every drifted call has a drift event with the builder's treatment of it.
     """
     by_id = {call.call_id: call for call in calls}
     traces = {trace.trace_id: trace for trace in build.traces}
     for trace in build.traces:
         if (problem := find_problem(trace, by_id)) is not None:
-            raise InvariantError(f"{build.builder}: the trace {trace.trace_id} is not what its calls say: {problem}")
+            raise InvariantError(f"{build.builder}: the trace {trace.trace_id} does not match its calls: {problem}")
         _check_grade(trace, build)
         _check_prompts(trace, traces, by_id, build)
     _check_answers(by_id, build)
@@ -84,7 +85,7 @@ def _check_grade(trace: Trace, build: BuildResult) -> None:
 def _check_prompts(
     trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, CallRecord], build: BuildResult
 ) -> None:
-    """The tokens before each answer are what the model was given, or were joined as `on_drift` allows."""
+    """The tokens before each answer are its recorded prompt, or were joined as `on_drift` allows."""
     try:
         ids = trace.token_ids if trace.parent_trace_id is None else trace_path(trace, traces).token_ids
     except ValueError as error:

@@ -2,8 +2,8 @@
 
 Promises, kept by every function here:
 
-* A missing reward (None or NaN) is not reward 0. Such a rollout enters no mean, deviation or median, and its advantage
-  is NaN, which means that it is not trained.
+* A missing reward (None or NaN) is not reward 0. Such a rollout is left out of means, deviations and medians, and its
+  advantage is NaN: it is not trained.
 * A group in which fewer than two rollouts have a reward, or all rewards are equal, has advantage exactly 0. (Except
   `raft`, which has no baseline.)
 """
@@ -67,10 +67,11 @@ def rloo(rewards: Rewards) -> Floats:
 def raft(rewards: Rewards) -> Floats:
     """RAFT: A_i = r_i where r_i > 0, else NaN. Rewarded rollouts are imitated; the others are not trained.
 
-    There is no baseline: a group that solved everything is trained, one that solved nothing is not. Because nothing is
-    pushed down, a policy that is certain of most tokens keeps them, even with few rollouts and many updates; no group
-    learns more than its own best. With a clipped ratio (`losses.dapo`) the second source calls it RAFT++.
-    Source: Dong et al., RAFT, arXiv 2304.06767; Xiong et al., A Minimalist Approach to LLM Reasoning, arXiv 2504.11343.
+    Without a baseline, a group that solved everything is trained, and a group that solved nothing is not. Because
+    nothing is pushed down, a policy that is certain of most tokens keeps them, even with few rollouts and many updates;
+    the policy does not learn beyond the best rollouts of a group. With a clipped ratio (`losses.dapo`) the second
+    source calls it RAFT++. Source: Dong et al., RAFT, arXiv 2304.06767; Xiong et al., A Minimalist Approach to LLM
+    Reasoning, arXiv 2504.11343.
     """
     values = reward_array(rewards)
     return np.where(values > 0.0, values, np.nan)
@@ -117,7 +118,7 @@ def gdpo(
     A_i = (S_i - mean_batch(S)) / (std_batch(S) + eps).
 
     `rewards` [n, k], `groups` [n] (the group of each rollout), `weights` [k], all 1 by default. A rollout that lacks
-    one of its rewards cannot be compared: it enters no statistic and gets NaN. A batch without spread gives 0.
+    one of its rewards is left out of all statistics and gets NaN. A batch without spread gives 0.
 
     Source: Liu et al., GDPO, arXiv 2601.05242; formula and eps as in the authors' TRL variant.
     """
@@ -144,10 +145,10 @@ def gigpo(
 ) -> Floats:
     """GiGPO: advantages per step of one group, A = A_rollout + weight * A_step. Float64 [steps].
 
-    A_rollout compares whole rollouts (`rewards` [n]). A_step compares the returns of all steps of the group at the
-    same anchor (the same state of the environment, any hashable), in whichever rollout; it is 0 for a step whose
-    anchor occurs once. Both subtract the mean and, with `normalise="std"`, divide by the deviation. The steps of a
-    rollout without a reward enter no statistic and get NaN.
+    A_rollout compares whole rollouts (`rewards` [n]). A_step compares the returns of all steps of the group at the same
+    anchor (the same state of the environment, any hashable), in whichever rollout; it is 0 for a step whose anchor
+    occurs once. Both subtract the mean and, with `normalise="std"`, divide by the deviation. The steps of a rollout
+    without a reward are left out of all statistics and get NaN.
 
     `rollout_of_step`, `anchors` and `step_returns` (R_t = r_t + gamma * R_(t+1)) are [steps].
     Source: Feng et al., GiGPO, arXiv 2505.10978: equations 3 (rollout), 5 (return), 6 (step groups), 7 (step), 8 (sum).
@@ -175,7 +176,7 @@ ADVANTAGES: dict[str, Callable[[Rewards], Floats]] = {
     "raft": raft,
 }
 """Advantages by the name that a configuration uses: rewards of one group [n] -> advantages [n]. `gdpo` (several
-rewards) and `gigpo` (steps) need more than that."""
+rewards) and `gigpo` (steps) need other arguments."""
 
 
 def focal_weight(rewards: Rewards, *, solved_at: float = 1.0, gamma: float = 1.0) -> float:

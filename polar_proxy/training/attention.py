@@ -1,11 +1,12 @@
-"""Attention over a prefix tree without an n x n mask: one causal call per tree segment, over the nodes it can see.
+"""Attention over a prefix tree without an n x n mask: one causal attention call per tree segment, over the visible
+nodes.
 
 A dense mask makes SDPA compare all n * n pairs and hide most of them. Here each segment (a branch up to the node at
 which the next one begins) is compared with its own past only. The result is the same up to rounding, on every device
 and in every dtype that SDPA supports.
 
-It serves Transformers decoders that take `position_ids` and look back only by attention: a sliding window or a
-recurrent layer would see neighbours in the packed tree instead of ancestors.
+It works for Transformers decoders that take `position_ids` and read the past only by attention: a sliding window or a
+recurrent layer would read neighbours in the packed tree instead of ancestors.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def tree_attention(
 
 
 def register_tree_attention() -> str:
-    """Register it with Transformers and return its name. The model then needs `tree_segments` in every call."""
+    """Register this attention with Transformers and return its name. The model then needs `tree_segments` in every
+    call."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, _transformers_attention)
@@ -105,7 +107,7 @@ def _transformers_attention(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface: takes [b, heads, n, d], returns [b, n, heads, d]."""
+    """Adapt `tree_attention` to Transformers' interface, which takes [b, heads, n, d] and returns [b, n, heads, d]."""
     if tree_segments is None or attention_mask is not None:
         raise ValueError(
             f"attention {ATTENTION_NAME!r} needs `tree_segments` and takes no mask: it is only for training on packed "

@@ -63,7 +63,7 @@ class TrainingGroup:
     task_id: str
     members: tuple[GroupRollout, ...]
     staleness: int | None = None
-    """Number of policy versions it is behind, from its lease."""
+    """Number of policy versions between its oldest rollout and the trainer, from its lease."""
 
     @property
     def rewards(self) -> list[float | None]:
@@ -86,7 +86,7 @@ class TrainingSequence:
     """[n], nats, as recorded at sampling; NaN where `trained` is False."""
     advantage: float
     observed: BoolArray
-    """[n]: follows a sampled token and was not sampled (tool output and the template around it); only those of this
+    """[n]: follows a sampled token and was not sampled (tool output and the template around it); only tokens of this
     trace, not of its prefix."""
 
 
@@ -190,8 +190,8 @@ def _any_signal(advantages: Floats) -> bool:
 
 
 def _shuffle_rewards(rewards: Sequence[Sequence[float | None]], seed: str) -> list[list[float | None]]:
-    """Shuffle rewards over all rollouts of all groups: within its group, a reward would still tell which tasks the
-    policy can solve. Rollouts without a reward stay without one."""
+    """Shuffle rewards over all rollouts of all groups: shuffled within a group, rewards would still show which tasks
+    the policy can solve. Rollouts without a reward stay without one."""
     known = [reward for group in rewards for reward in group if reward is not None]
     random.Random(seed).shuffle(known)
     shuffled = iter(known)
@@ -199,7 +199,7 @@ def _shuffle_rewards(rewards: Sequence[Sequence[float | None]], seed: str) -> li
 
 
 def _skip_rollout(member: GroupRollout, advantage: float) -> str | None:
-    """Return why nothing of a rollout is trained, or None."""
+    """Return why a rollout is not trained at all, or None."""
     row = member.rollout
     if row.incomplete:
         return "incomplete"

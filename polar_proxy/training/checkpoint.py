@@ -40,7 +40,7 @@ class TrainerState:
     version: str
     """Policy version of these weights."""
     trained: tuple[str, ...]
-    """Groups that these weights have learned from (or that had no signal) and whose leases may still be open. They are
+    """Groups on which these weights were trained (or that had no signal) and whose leases may still be open. They are
     acknowledged when they are offered again, and never trained again."""
     rounds: int = 0
     """Rounds of rollouts started."""

@@ -135,7 +135,8 @@ class GrpoConfig(BaseModel):
     num_minibatches: int = Field(1, ge=1)
     """Parts of whole groups with an optimiser update each: a step makes ppo_epochs * num_minibatches updates."""
     max_tokens_per_microbatch: int = Field(32_768, ge=2)
-    """Tree nodes in one forward and backward pass. The gradients of microbatches add up to those of the update."""
+    """Maximum number of tree nodes in one forward and backward pass. The gradients of microbatches add up to those of
+    the update."""
     learning_rate: float = Field(1e-5, gt=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or falling to 0 at the last step."""
@@ -159,7 +160,7 @@ class GrpoConfig(BaseModel):
     sync_every: int = Field(1, ge=1)
     """Send new weights to the engine every n steps."""
     weight_transfer: Literal["disk", "nccl"] = "disk"
-    """Way of new weights to vLLM: files that both can read, or GPU to GPU."""
+    """How new weights reach vLLM: as files that both can read, or from GPU to GPU."""
     weight_transfer_host: str = "127.0.0.1"
     """With nccl: the address at which vLLM's workers reach the trainer."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"

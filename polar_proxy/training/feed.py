@@ -1,4 +1,4 @@
-"""The trainer's side of the feed: the leases it holds, and reading a leased group with its traces."""
+"""The trainer's side of the feed: its open leases, and reading a leased group with its traces."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from polar_proxy.types import Trace
 log = logging.getLogger(__name__)
 
 FEED_ERRORS = (StoreError, ApiError, UnreachableError)
-"""Errors that a feed may raise when a lease is ended or extended. The lease then expires, and its group comes again."""
+"""Errors that a feed may raise when a lease is ended or extended. The lease then expires, and its group is offered
+again."""
 
 STORED_BUILDER = "merged"
-"""The builder whose traces are stored when a rollout ends. Those of the others are built when they are read."""
+"""The builder whose traces are stored when a rollout ends. Traces of other builders are built when they are read."""
 
 
 class GroupFeed(Protocol):
@@ -48,7 +49,8 @@ class GroupReader(Protocol):
 
 
 class OpenLeases:
-    """The open leases of one run, oldest first: extended while the process lives, recorded for the one after a kill."""
+    """The open leases of one run, oldest first: extended while the process lives, and recorded on disk for the process
+    that resumes after a kill."""
 
     def __init__(self, feed: GroupFeed, run: Path, seconds: float, report: Callable[[str], None]) -> None:
         self._feed, self._seconds, self._report = feed, seconds, report

@@ -3,8 +3,8 @@
 Promises (tests/training/test_fsdp.py):
 
 * A step gives the same result as with one process, up to rounding: token weights are decided over all processes.
-* All processes get the same batch. Each computes its own packs, and runs empty passes where it has fewer, because a
-  sharded model computes only when all processes take part.
+* All processes get the same batch. Each computes its own packs, and runs empty passes if it has fewer than another,
+  because a sharded model computes only when all processes take part.
 * Checkpoints and engines get whole weights under their usual names. A run may be resumed with another number of
   processes.
 * No process outlives the run's own. If one of the others ends, the run ends with the reason.
@@ -74,7 +74,7 @@ class ShardedLearner(Learner):
         self._processes = spec.config.processes
         self._rank = spec.rank
         self._empty_passes = 0
-        """Passes that other processes make in excess of this one's."""
+        """Number of passes that other processes make beyond this one's."""
         config = spec.config.model_copy(update={"device": spec.device})
         # Loaded on the CPU, because the whole model may be larger than a GPU.
         policy = load_model(spec.model)
@@ -104,8 +104,8 @@ class ShardedLearner(Learner):
         return {**state, "state": whole}
 
     def load_shards(self, weights: Mapping[str, Tensor] | None, optimiser: Json) -> None:
-        """Distribute what rank 0 passes to all processes. The others pass None for weights and for sharded tensors of
-        the optimiser (`_describe_state`)."""
+        """Distribute the tensors that rank 0 passes to all processes. The others pass None for weights and for sharded
+        tensors of the optimiser (`_describe_state`)."""
         with torch.no_grad():
             for name, own in dict(self.model.named_parameters()).items():
                 own.copy_(self._shard(None if weights is None else weights[name], own))
@@ -203,7 +203,7 @@ class ShardedCoordinator(ShardedLearner):
         except (RuntimeError, OSError, EOFError) as error:
             reasons: list[str] = []
             with contextlib.suppress(OSError, EOFError):
-                reasons = self._receive_errors()  # says more than the connection that broke
+                reasons = self._receive_errors()  # this error explains more than the broken connection
             reason = "; ".join(reasons) or str(error)
             raise TrainingError(f"a process that trains with this one ended during {name!r}: {reason}") from error
         if failure is not None:
@@ -302,7 +302,7 @@ def _shard_model(model: Any, mesh: Any) -> Any:
 
 
 def _gather_tensor(value: Any) -> Any:
-    """Return a whole copy. A copy, because the original keeps changing."""
+    """Return a whole copy of a tensor; it is a copy because the original keeps changing."""
     if hasattr(value, "full_tensor"):
         return value.full_tensor().cpu()
     return value.clone() if isinstance(value, Tensor) else value

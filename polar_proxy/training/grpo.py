@@ -5,8 +5,8 @@
 
 Promises, across `kill -9` at any moment (tests/training/test_resume.py kills at every point between):
 
-* A group is acknowledged only after a checkpoint of the weights that learned from it is on disk. A group that is in no
-  checkpoint is offered again when its lease is returned or expires, so none is skipped.
+* A group is acknowledged only after a checkpoint of weights that were trained on it is on disk. A group that is in no
+  checkpoint is offered again when its lease is returned or expires, so no group is skipped.
 * A checkpoint lists its groups. A listed group that is offered again is acknowledged and not trained again.
 * A round of rollouts is started under its own number, and starting it again has no effect.
 
@@ -64,7 +64,7 @@ class RolloutSource(Protocol):
         ...
 
     async def pending_groups(self) -> int:
-        """Return how many groups may still come into the feed. Raises when none can come any more."""
+        """Return how many groups may still come into the feed. Raises an error if no group can come any more."""
         ...
 
     async def evaluate(self, step: int) -> list[float | None]:
@@ -177,7 +177,7 @@ class GrpoTrainer:
         missing, stale, empty_rounds = config.groups, 0, 0
         deadline = time.monotonic() + config.wait_seconds
         while missing > 0:
-            # Asked before the feed is read, so that a group that finishes in between is found in the feed.
+            # Read before the feed, so that a group that finishes in between is found in the feed.
             pending = await self._rollouts.pending_groups()
             offer = await self._leases.take(
                 self._run.name, missing, step=self.state.step, max_staleness=config.max_staleness
@@ -200,7 +200,7 @@ class GrpoTrainer:
             elif pending:
                 await asyncio.sleep(POLL_SECONDS)
             elif groups and (not config.dynamic_sampling or empty_rounds == MAX_EMPTY_ROUNDS):
-                break  # train a smaller step rather than none
+                break  # train a smaller step instead of no step
             elif empty_rounds == MAX_EMPTY_ROUNDS:
                 raise TrainingError(
                     f"{MAX_EMPTY_ROUNDS} rounds of rollouts in a row ended without one group to train on ({stale} "
@@ -224,7 +224,8 @@ class GrpoTrainer:
         self._on_point("acknowledged")
 
     async def _acknowledge(self, lease: GroupLease) -> None:
-        """Forget acknowledged groups. Unacknowledged ones are offered again, and recognised by id."""
+        """Acknowledge a group and forget it. If the acknowledgement is lost, the group is offered again and recognised
+        by its id."""
         if await self._leases.acknowledge(lease):
             trained = tuple(group for group in self.state.trained if group != lease.group_id)
             self.state = replace(self.state, trained=trained)

@@ -1,7 +1,7 @@
 """Token weights, and terms added to a policy loss: the KL to a reference model and the observation loss.
 
-The weights are made once for a whole update, before the first forward pass. So the losses of microbatches simply add up
-to the loss of the update: no microbatch has a denominator of its own.
+The weights are made once for a whole update, before the first forward pass. So the losses of microbatches add up to the
+loss of the update: no microbatch is normalised by itself.
 """
 
 from __future__ import annotations
@@ -115,10 +115,11 @@ def kl_to_reference(
 def observation_loss(
     logprobs: Tensor, mask: Tensor, *, weights: Tensor | None = None
 ) -> tuple[Tensor, ObservationStats]:
-    """ECHO: the policy learns to predict what its actions bring about. L = -(1 / |O|) sum_{t in O} log pi_theta(t).
+    """ECHO: the policy learns to predict the environment's answers to its actions. L = -(1 / |O|) sum_{t in O} log
+    pi_theta(t).
 
     `mask` (bool [n]) selects O, the tokens of the environment's answers (tool output). They were not sampled, so they
-    have no importance ratio and no advantage, and are no part of `LossInputs`. The result is added to the policy loss
+    have no importance ratio and no advantage, and are not part of `LossInputs`. The result is added to the policy loss
     times a coefficient, 0.05 in the paper.
 
     Source: Shrivastava et al., ECHO, arXiv 2605.24517 (length-normalised cross-entropy; coefficient and normalisation

@@ -6,7 +6,7 @@ k_t = pi_prox(t) / mu(t) corrects for mismatch and staleness, u_t = pi_theta(t) 
 losses clip. A_t is the advantage, w_t the weight of the token (`loss_terms.token_weights`), sg stops the gradient.
 
 Each docstring shows the formula with the paper's own normalisation; the caller chooses the weights
-(`LossInputs.weights`). `gspo` and `minpro` look at whole sequences, so a microbatch must not cut a sequence
+(`LossInputs.weights`). `gspo` and `minpro` use whole sequences, so a microbatch must not cut a sequence
 (`packing` never does).
 """
 
@@ -100,7 +100,7 @@ def ppo_clip(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2
 def dapo(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> tuple[Tensor, LossStats]:
     """DAPO: `ppo_clip` with a higher upper clip, which lets unlikely tokens grow; every token weighs the same.
 
-    Its dynamic sampling is the setting `dynamic_sampling`.
+    DAPO's dynamic sampling is the setting `dynamic_sampling`.
     Source: Yu et al., DAPO, arXiv 2503.14476; 0.2 and 0.28 from its section 4.1.
     """
     return ppo_clip(batch, clip_low=clip_low, clip_high=clip_high)
@@ -142,8 +142,8 @@ def minpro(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28)
     q_t = min_{j < t} r_j * r_t (the minimum over nothing is 1);
     L = -sum_t w_t sg(clip(q_t, 1 - clip_low, 1 + clip_high)) A_t log pi_theta(t), every token weighing the same.
 
-    The prefix is what was sampled earlier in the same sequence, without the context. The default clips are ours.
-    Source: Lei et al., A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization, arXiv 2601.22718 (the
+    The prefix consists of the tokens sampled earlier in the same sequence, without the context. The default clips are
+    ours. Source: Lei et al., A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization, arXiv 2601.22718 (the
     formula as quoted by a survey; we had no access to the paper's text).
     """
     log_ratios = log_ratio(batch.logprobs, batch.old_logprobs, batch.mask)
@@ -292,7 +292,7 @@ def _clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: floa
 
 
 def _weighted_likelihood(batch: LossInputs, ratio: Tensor, low: float, high: float) -> tuple[Tensor, LossStats]:
-    """The objective sg(clip(ratio)) A log pi_theta."""
+    """Return the objective sg(clip(ratio)) A log pi_theta, per token."""
     bounded = ratio.detach().clamp(low, high)
     likelihood = torch.where(batch.mask, batch.logprobs, 0.0)
     outside = (ratio < low) | (ratio > high)
@@ -338,7 +338,7 @@ def _reduce(
 
 
 def _masked_advantages(batch: LossInputs) -> Tensor:
-    """Advantages [n], 0 outside of the mask."""
+    """Return the advantages [n], 0 outside of the mask."""
     return torch.where(batch.mask, batch.advantages, 0.0)
 
 

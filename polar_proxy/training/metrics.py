@@ -3,7 +3,7 @@ those lines in the database or at a server (`MetricsSink`) and in TensorBoard wh
 
 A line of `kind` "step" describes one training step, "eval" an evaluation, "sync" a weight sync, "checkpoint" a
 checkpoint and "start" a start or resume. A resumed run first drops the lines of steps that its checkpoint does not
-contain, because those steps are made again.
+contain, because those steps are repeated.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def drop_lines_after(run: Path, step: int) -> int:
 
 
 def time_by_phase(lines: Sequence[Json]) -> Json:
-    """Return the seconds that a run spent in each phase, in all and per step, and the engine's busy share.
+    """Return the seconds that a run spent in each phase, in total and per step, and the engine's busy share.
 
     `rollouts` lasts from the start of a step's first rollout to the end of its last one, and overlaps with the other
     phases when rollouts run ahead; `waiting` is the time spent waiting for them. `lines`: those of metrics.jsonl.

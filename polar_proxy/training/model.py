@@ -83,7 +83,7 @@ class Learner:
             for microbatch in microbatches:
                 microbatch.reference_logprobs = self._logprobs_without_grad(self._reference, microbatch)
             self._join_other_processes(self._reference)
-        if len(minibatches) > 1:  # with a single one they come from its own first forward pass
+        if len(minibatches) > 1:  # with a single minibatch they come from its own forward pass
             for microbatch in microbatches:
                 microbatch.proximal_logprobs = self._logprobs_without_grad(self.model, microbatch)
         for _ in range(config.ppo_epochs):
@@ -270,7 +270,8 @@ class Learner:
         self.optimiser.load_state_dict(copy.deepcopy(optimiser))  # the optimiser updates the given tensors in place
 
     def _restore_adapter(self, weights: Mapping[str, Tensor], state: dict[str, Any]) -> None:
-        """Load the adapter. Base and adapter must give the saved merged weights, or the base is another one."""
+        """Load the adapter. Raises TrainingError unless base and adapter give the saved merged weights, which would
+        mean another base."""
         lora.load_adapter(self.model, state.pop("adapter"))
         merged = self.weights()
         if merged.keys() != weights.keys() or not all(

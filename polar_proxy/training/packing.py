@@ -1,6 +1,6 @@
 """Packing: groups the sequences of an update into microbatches, and gives each token its weight.
 
-`pack_trees` groups sequences under a budget of tokens, so that what they share is computed once.
+`pack_trees` groups sequences under a budget of tokens, so that their common prefixes are computed once.
 `make_microbatches` turns the packs into tensors. The weights of all tokens are decided over the whole update, so the
 gradients of any number of microbatches add up to the same update.
 """
@@ -49,9 +49,9 @@ class Microbatch:
     weights: Tensor
     """float64 [s]"""
     proximal_logprobs: Tensor | None = None
-    """[s]: the trainer's own before the step, once they are computed."""
+    """[s]: the trainer's log-probabilities before the step, once they are computed."""
     reference_logprobs: Tensor | None = None
-    """[s]: the reference model's, when there is one."""
+    """[s]: the reference model's log-probabilities, if there is a reference."""
 
     def mismatch(self) -> tuple[float, float]:
         """Return sum and maximum of |trainer's log-probability before the step - recorded one|, nats."""
@@ -125,8 +125,7 @@ def make_microbatches(
 ) -> list[Microbatch]:
     """Return a microbatch for each pack of `sequences`.
 
-    The weights of sampled tokens follow `aggregation` over all packs; observations, if they are wanted, all weigh the
-    same.
+    The weights of sampled tokens follow `aggregation` over all packs; observations (used by ECHO) all weigh the same.
     """
     masks = [one.trained | one.observed if observations else one.trained for one in sequences]
     # Each sampled token is in one sequence only (`make_batch` guarantees it), so every target counts once.

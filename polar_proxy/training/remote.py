@@ -1,6 +1,7 @@
 """The same training loop on a server's feed: `polar train grpo --feed URL`. Rollouts run there, steps here.
 
-Groups are leased over HTTP, whoever submitted them. With `submit_jobs` the trainer submits the jobs of its rounds.
+Groups are leased over HTTP, no matter which client submitted them. With `submit_jobs` the trainer submits the jobs of
+its rounds.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ async def train_with_engine(
     engine: Engine,
     weight_sync: WeightSync,
 ) -> TrainerState:
-    """Do the same with an engine that is already open."""
+    """Like `train_remotely`, with an engine that is already open."""
     assert config.feed is not None
     weights = initial_weights(settings, config)
     async with (
@@ -97,7 +98,7 @@ async def train_with_engine(
 
 
 class ExternalRollouts:
-    """A `RolloutSource` for jobs that others submit. There may always be more of them."""
+    """A `RolloutSource` for jobs that others submit. It assumes that more groups can always come."""
 
     async def start_round(self, number: int) -> None:
         pass
@@ -225,9 +226,9 @@ class HttpFeed:
 
 
 class HttpSink:
-    """Sends a run's metrics to the server. After an outage it gets all lines that it missed.
+    """Sends a run's metrics to the server. After an outage the server gets all lines that it missed.
 
-    A server without the route of training runs gets none, which is reported once.
+    A server without the route of training runs gets no lines, which is reported once.
     """
 
     def __init__(

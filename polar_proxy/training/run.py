@@ -1,4 +1,4 @@
-"""A training run in one process: database, engine, gateway, rollout service and trainer put together.
+"""A training run in one process, with database, engine, gateway, rollout service and trainer.
 
 training/remote.py is the counterpart for rollouts that run at a server.
 """
@@ -78,7 +78,7 @@ class ServiceRollouts:
     """A `RolloutSource` that submits jobs to the rollout service of this process.
 
     Idempotency keys contain the run's id, so that a resumed run finds its jobs. Pending groups are all open groups of
-    the database's feed: give a run a database of its own, or share it only with jobs that are not for training.
+    the database's feed: use a separate database for a run, or share it only with jobs that are not for training.
     """
 
     def __init__(

@@ -148,9 +148,9 @@ def choose_tasks(beliefs: Mapping[str, SolveRateBelief], count: int, generator: 
 def half_width(rewards: Rewards, *, n: int | None = None, confidence: float = 0.95) -> float:
     """Return half the confidence interval of a task's mean reward: h(n) = t_{1 - a/2, n - 1} s / sqrt(n).
 
-    a = 1 - confidence, and s is the sample deviation of the known rewards. `n` is their number by default; a larger
-    one gives h for more rewards of the same spread. Infinite with fewer than two rewards.
-    Source: XRPO, arXiv 2510.06672.
+    a = 1 - confidence, and s is the sample deviation of the known rewards. `n` is the number of rewards by default;
+    with a larger `n`, h is that of more rewards with the same deviation. Infinite with fewer than two rewards. Source:
+    XRPO, arXiv 2510.06672.
     """
     values = reward_array(rewards)
     known = values[~np.isnan(values)]
@@ -170,12 +170,11 @@ def allocate_more(
 ) -> dict[str, int]:
     """Return how many more rollouts each task gets, after a first round gave every task at least two rewards.
 
-    Each one goes where it narrows the interval most: to the largest h(n) - h(n + 1) + bonus * sqrt(log(1 + N) / n),
-    where N is the number of all rollouts of the first round; at most `most` more for one task. If nothing can be gained
-    (no spread anywhere, no bonus), the rest of the budget is not used. Raises ValueError for a task with fewer than two
-    rewards.
-    Source: XRPO, arXiv 2510.06672, as we read it: the reduction of the half width is its measure, the form of the
-    exploration bonus is ours (0 switches it off).
+    Each rollout goes to the task whose interval it narrows most: the one with the largest h(n) - h(n + 1) + bonus *
+    sqrt(log(1 + N) / n), where N is the number of all rollouts of the first round; at most `most` more for one task. If
+    nothing can be gained (no spread anywhere, no bonus), the rest of the budget is not used. Raises ValueError for a
+    task with fewer than two rewards. Source: XRPO, arXiv 2510.06672, as we read it: the reduction of the half width is
+    its measure, the form of the exploration bonus is ours (0 switches it off).
     """
     known = {name: int(np.count_nonzero(~np.isnan(reward_array(values)))) for name, values in rewards.items()}
     if few := [name for name, n in known.items() if n < 2]:

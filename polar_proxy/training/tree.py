@@ -57,7 +57,7 @@ class Targets:
 def sort_by_prefix(sequences: Sequence[Ids]) -> tuple[list[int], list[int]]:
     """Return the lexicographic order of the sequences, and the length of the prefix each shares with the one before.
 
-    Neighbours in this order share the most, so laying the sequences out in it shares everything that can be shared.
+    Neighbours in this order share the most, so every common prefix is stored once.
     """
     order = sorted(range(len(sequences)), key=lambda index: np.asarray(sequences[index]).astype(">u4").tobytes())
     shared = [0] * len(order)
@@ -93,7 +93,7 @@ def build_tree(sequences: Sequence[Ids]) -> PrefixTree:
 
 
 def find_targets(tree: PrefixTree, masks: Sequence[npt.NDArray[np.integer] | BoolArray]) -> Targets:
-    """Return the tokens that `masks` marks (one mask per sequence, of its length, not 0 where a token is a target).
+    """Return the tokens that `masks` marks (one mask per sequence, of the same length, nonzero at the targets).
 
     Several sequences may have targets at the same node. Raises ValueError for a mask of another length, and for one
     that marks the first token of a sequence, which no logits predict.

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 def make_vllm_sync(config: GrpoConfig, control: VllmControl, folder: Path) -> WeightSync:
-    """Return the sync that the configuration asks for. `folder` takes the weights on their way through the disk."""
+    """Return the sync that the configuration asks for. `folder` is where the weights are written for vLLM."""
     if config.lora is not None and config.lora.adapter_name is not None:
         return VllmAdapterSync(control, folder, config.lora.adapter_name)
     if config.weight_transfer == "nccl":
@@ -85,7 +85,7 @@ class VllmControl:
                 else:
                     self.engine.weights_changed()
             except BaseException:
-                with contextlib.suppress(TrainingError):  # report what stopped the sync, not what followed from it
+                with contextlib.suppress(TrainingError):  # report the error that stopped the sync, not its consequences
                     await request(http, "POST", "/resume", timeout=10.0)
                 raise
             await request(http, "POST", "/resume")
@@ -170,7 +170,7 @@ class VllmNcclSync:
         self._sender.send_weights()
 
     async def _run_in_thread(self, work: Callable[[NcclControlClient], T]) -> T:
-        """Run `work` in a thread of its own and return its result.
+        """Run `work` in a new thread and return its result.
 
         NCCL waits forever for the other side. So when vLLM refuses a call this fails at once and abandons the thread,
         which does not keep the process alive.
@@ -178,7 +178,7 @@ class VllmNcclSync:
         result: Future[T] = Future()
 
         def fail(error: TrainingError) -> None:
-            with contextlib.suppress(InvalidStateError):  # vLLM refused a call, and then the work failed because of it
+            with contextlib.suppress(InvalidStateError):  # vLLM refused a call, which made the work fail
                 result.set_exception(error)
 
         def run() -> None:
@@ -193,7 +193,7 @@ class VllmNcclSync:
                 wrapped.__cause__ = error
                 fail(wrapped)
             else:
-                with contextlib.suppress(InvalidStateError):  # it failed before, and the caller has gone on
+                with contextlib.suppress(InvalidStateError):  # it failed before, and the caller no longer waits
                     result.set_result(value)
 
         threading.Thread(target=run, name="nccl", daemon=True).start()

@@ -3,7 +3,7 @@
 After each sync engine and trainer both score a fixed prompt (the probe), and three things are checked:
 
 * The two differ by less than a tolerance.
-* The engine is nearer to the trainer's weights of now than to those before the sync. Small updates hide within any
+* The engine is nearer to the trainer's current weights than to those before the sync. Small updates hide within any
   tolerance, so an engine that silently kept the old weights would pass the first check.
 * The engine is not much further from the trainer than at the first sync, compared with how far the weights moved.
   Otherwise it loaded only a part of them.
@@ -29,7 +29,7 @@ class WeightSync(Protocol):
     """Sends weights to one kind of engine."""
 
     async def push(self, weights: Mapping[str, Tensor], version: str) -> None:
-        """Return when all tokens sampled from now on are sampled with these weights. Raises TrainingError."""
+        """Send the weights, and return once all new tokens are sampled with them. Raises TrainingError."""
         ...
 
 
@@ -69,7 +69,8 @@ class ProbeResult:
 
 
 def probe_ids(vocab_size: int, count: int = PROBE_TOKENS) -> list[int]:
-    """Return the same random tokens for every run: for unlikely text, log-probabilities are large and move easily."""
+    """Return the same random tokens in every run. Random text is unlikely, so its log-probabilities change much with
+    the weights."""
     return [int(token) for token in np.random.default_rng(0).integers(0, vocab_size, count)]
 
 
@@ -81,10 +82,10 @@ async def probe(
     tolerance: float,
     noise: float | None = None,
 ) -> ProbeResult:
-    """Compare the engine's log-probabilities of ids[1:] with the trainer's, of now and of the last sync.
+    """Compare the engine's log-probabilities of ids[1:] with the trainer's current ones and those of the last sync.
 
-    `noise` is the mean difference at the first sync, which comes only from how the two compute. Raises TrainingError if
-    the engine does not have the trainer's weights.
+    `noise` is the mean difference at the first sync, when both have the same weights and only compute differently.
+    Raises TrainingError if the engine does not have the trainer's weights.
     """
     try:
         scored = np.array(await engine.score(ids))

@@ -22,7 +22,7 @@ HOST_SOURCES = Path("/etc/apt/sources.list.d/debian.sources")
 
 
 class BuildFailed(Exception):
-    """Neither way worked. The text says why for each."""
+    """Neither way of building worked. The text gives the reason for each."""
 
 
 def exists(image: str) -> bool:

@@ -1,7 +1,7 @@
 """Prebuilt images: a base image with files and folders of this machine at their own paths.
 
-Each content is built once: the tag is a hash of the base image and of every file's path, mode and bytes. A container
-needs no mount of this machine, so an engine that cannot see its disk can start it.
+The tag is a hash of the base image and of every file's path, mode and bytes, so that an image is built only once. A
+container needs no mount of this machine, so an engine that cannot see its disk can start it.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ class StoredPrebuiltImage:
     image: str
     base: str
     bytes: int
-    """Its size beyond the base; its whole size if the base is gone."""
+    """Size of the image without its base; the whole size if the base is gone."""
     removed: bool
     why: str
-    """Why it was removed or kept."""
+    """Why the image was removed or kept."""
 
 
 async def prune_prebuilt(
@@ -94,10 +94,10 @@ async def prune_prebuilt(
 ) -> list[StoredPrebuiltImage]:
     """Remove the prebuilt images that are out of date and unused.
 
-    `agents` are the paths of each installed harness. An image is out of date if none of them, prebuilt on the image's
-    base as it is now, would give it; with `everything` all count as out of date. It is unused if no container is made
-    of it. `base` limits this to images on that base. A process that still uses a removed image fails to open sandboxes
-    of it until it restarts. Raise SandboxError.
+    `agents` are the paths of each installed harness. An image is out of date if prebuilding no installed harness on the
+    current base would give this image; with `everything` all count as out of date. An image is unused if no container
+    is made of it. `base` limits this to images on that base. A process that still uses a removed image fails to open
+    sandboxes of it until it restarts. Raise SandboxError.
     """
     library = docker_engine.require_aiodocker()
     found: list[StoredPrebuiltImage] = []
@@ -127,7 +127,8 @@ async def prune_prebuilt(
 
 
 async def _current(engine: aiodocker.Docker, base: str, agents: Sequence[Sequence[Path]]) -> tuple[set[str], int]:
-    """Return the names that prebuilding these on `base` would give, and the size of `base`; nothing if it is gone."""
+    """Return the names that prebuilding `agents` on `base` would give, and the size of `base`; no names and 0 if it is
+    gone."""
     try:
         parent = await engine.images.inspect(base)
     except docker_engine.require_aiodocker().DockerError as error:
@@ -139,7 +140,7 @@ async def _current(engine: aiodocker.Docker, base: str, agents: Sequence[Sequenc
 
 
 def prebuilt_tag(parent: str, paths: Sequence[Path]) -> str:
-    """Return the name of an image with exactly this content. Reads all of it."""
+    """Return the name of an image with exactly this content. Reads all files."""
     digest = hashlib.sha256(parent.encode())
     for path in sorted(set(paths)):
         for one in _below(path):

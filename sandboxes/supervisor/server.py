@@ -26,7 +26,9 @@ class Supervisor:
         self.cgroups: list[int] = []
         self.init = 0
         self.init_fds: tuple[int, int] | None = None
-        self.killed: list[int] = []  # commands whose shim ended without a report, until it is known whether init lives
+        self.killed: list[
+            int
+        ] = []  # commands whose shim ended without a report, kept until it is known whether init is alive
 
     def start(self, config: dict[str, Any]) -> None:
         """Open the control groups, start bwrap if requested, and enter its namespaces."""
@@ -93,7 +95,7 @@ class Supervisor:
         try:
             if message["op"] == "exec":
                 self.exec(message, fds)
-                return  # replied to when it ends
+                return  # the reply is sent when the command ends
             if message["op"] == "kill":
                 self.kill(message["target"])
             elif message["op"] == "running":

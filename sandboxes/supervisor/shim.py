@@ -97,7 +97,8 @@ def missing_cwd(message: dict[str, Any]) -> bool:
 
 
 def shim(message: dict[str, Any], fds: list[int], cgroups: list[int], orders: int, status: int) -> None:
-    """Run one command and reap its processes. Ends when none is left; an order, or the supervisor's end, kills them."""
+    """Run one command and reap its processes. Ends when no process is left; an order, or the supervisor's end, kills
+    them."""
     first = 3
     for fd in sorted([orders, status, *fds, *cgroups]):  # above all not the control socket, whose end ends the sandbox
         os.closerange(first, fd)

@@ -57,7 +57,7 @@ async def test_validated_traces_are_not_checked_again(store: Store) -> None:
     session_id, calls = await _two_turns(store)
     trace = joined_trace(calls)
     wrong = replace(trace, token_ids=trace.token_ids[::-1].copy())
-    with pytest.raises(StoreError, match="not what its calls say"):
+    with pytest.raises(StoreError, match="does not match its calls"):
         await store.traces.put([wrong], {}, "merged", session_id)
     await store.traces.put([wrong], {}, "merged", session_id, validated=True)
     assert_same(await store.traces.find(session_id=session_id), [trace])  # only the spans are stored

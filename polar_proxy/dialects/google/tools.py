@@ -85,8 +85,8 @@ def parse_tool_choice(
     """Return (tools to offer, OpenAI's tool_choice).
 
     `allowedFunctionNames` (of the modes ANY and VALIDATED) narrows the offered tools, because engines cannot restrict a
-    choice to some of them. Apart from that VALIDATED is treated as AUTO, because no engine can be told per request to
-    follow the schema.
+    choice to some of them. Apart from that VALIDATED is treated as AUTO, because an engine follows schemas in every
+    request or in none.
     """
     path = "toolConfig.functionCallingConfig"
     mode = (config.mode or "AUTO").upper()

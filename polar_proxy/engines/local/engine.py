@@ -1,4 +1,4 @@
-"""`local`: a Transformers model in this process, behind the same interface as an inference server.
+"""`local`: a Transformers model in this process, with the same interface as an inference server.
 
 The event loop and its helper threads render, submit and parse; the worker thread of `BatchScheduler` owns the model.
 Log-probabilities are fp32 and belong to the distribution that was sampled from (`sampling.py`).

@@ -73,7 +73,7 @@ class VllmClient(OpenAIClient):
         return str(self.field(await self.json("POST", "/detokenize", body), "prompt"))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Return the log-probabilities of token_ids[1:]. The server adds one token of its own."""
+        """Return the log-probabilities of token_ids[1:]. The server samples one extra token."""
         return scores(token_ids, await self.json("POST", COMPLETIONS, score_body(token_ids)), self.name)
 
     async def weight_version(self) -> str:

@@ -180,7 +180,7 @@ class VllmEngine(Engine):
         return await self.client.decode(token_ids)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """As `Engine.score`. The server samples one token of its own, so one position of the context stays free."""
+        """As `Engine.score`. The server samples one extra token, so one position of the context stays free."""
         ids = [int(token) for token in token_ids]
         if len(ids) < 2:
             return []

@@ -59,7 +59,7 @@ class SampleNumbering:
 
 
 def debug_data(samples: Sequence[Json], rollout_id: int = 0) -> Json:
-    """Return what slime loads instead of rolling out: `torch.save(debug_data(...), path)`."""
+    """Return the data that slime loads instead of running rollouts: `torch.save(debug_data(...), path)`."""
     return {"rollout_id": rollout_id, "samples": list(samples)}
 
 

@@ -1,4 +1,4 @@
-"""What Ray runs on the nodes: the actor of each node, and scoring tasks. Importing this module imports Ray.
+"""The code that Ray runs on the nodes: the actor of each node, and scoring tasks. Importing this module imports Ray.
 
 A scoring task gets the agent's patch and its task, and returns a score; its sandbox is opened and closed on the node
 that Ray chose. The rollout stays with the node that ran it, and only that node writes to the store about it.
@@ -40,11 +40,11 @@ class NodeActor:
         self._work = asyncio.create_task(self._run())
 
     async def state(self) -> NodeState:
-        """Wait until it works. Raises the error that prevents it."""
+        """Wait until the node works. Raises the error that prevents it."""
         return await asyncio.shield(self._state)
 
     async def ended(self) -> None:
-        """Wait until it was stopped. Raises the error that ended it otherwise."""
+        """Wait until the node was stopped. Raises the error that ended it otherwise."""
         await asyncio.shield(self._work)
 
     async def stop(self) -> None:

@@ -1,8 +1,8 @@
-"""How much work each node of a Ray cluster takes, computed from the resources that Ray reports. Pure.
+"""The work of each node of a Ray cluster, computed from the resources that Ray reports. Pure.
 
 A node offers sandboxes by the custom resource `polar_sandbox` (agents at a time), which `polar node` sets. If any node
-has it, only such nodes are used, because the others were left out on purpose. In a cluster without it, every node is
-used that has a processor and the memory for one sandbox, as far as its memory goes.
+has it, only such nodes are used, because the others were left out on purpose. In a cluster without it, every node with
+a processor and the memory for one sandbox is used, up to its memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class NodePlan:
 
 
 def agent_capacity(cpus: float, memory: float) -> int:
-    """Return how many agents fit into so many processors and bytes of memory.
+    """Return how many agents fit into this number of processors and bytes of memory.
 
     Two agents share a processor, because an agent mostly waits for the model; each has its own memory."""
     return min(int(2 * cpus), int(memory // SANDBOX_BYTES))

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """What the head gives a node. It is passed between processes and stored nowhere, because it may contain keys."""
+    """The configuration of a node, sent by the head. It is passed between processes and stored nowhere, because it may
+    contain keys."""
 
     settings: Settings
     address: str
@@ -35,7 +36,7 @@ class NodeConfig:
 
     @property
     def digest(self) -> str:
-        """A hash that is equal for equal configurations; a node with another one must be restarted."""
+        """A hash of the configuration; a node whose hash differs must be restarted."""
         settings = json.dumps(self.settings.model_dump(), sort_keys=True, default=_to_json_value)
         rest = f"{self.address} {self.agents} {self.version} {self.lease_seconds}"
         return hashlib.sha256(f"{settings} {rest}".encode()).hexdigest()
@@ -102,16 +103,18 @@ def node_settings(given: Settings) -> Settings:
 
 
 def node_limits(config: NodeConfig, settings: Settings) -> ServiceLimits:
-    """Claim a quarter more rollouts than may run, so that a free place is filled at once.
+    """Return the limits of a node, which claims a quarter more rollouts than may run, so that a free place is filled at
+    once.
 
-    On a single machine it is twice as many; here, another node could run what this one only claims."""
+    A single machine claims twice as many as may run. Here another node could run what this one only claims."""
     limits = ServiceLimits.of(settings, agents=config.agents)
     in_flight = config.agents + max(1, config.agents // 4)
     return replace(limits, worker=replace(limits.worker, in_flight=in_flight, lease_seconds=config.lease_seconds))
 
 
 def gateway_host(host: str, address: str) -> str:
-    """Bind a gateway that others may reach to the node's own address, and keep one on loopback there."""
+    """Return the address to bind the node's gateway to: `address` if `host` is open to other machines, else
+    loopback."""
     return address if host in ("0.0.0.0", "::") else "127.0.0.1"
 
 

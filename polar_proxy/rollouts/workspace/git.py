@@ -2,8 +2,8 @@
 
 Images are made from clones, and a clone contains the future of its base commit: the branch with the fix, tags, fetched
 refs, the reflog. After `truncate_git_history` one branch is left, with the ancestors of the base commit and, if the
-image's files differ from it, one commit with the differences. Objects that cannot be reached from there are removed,
-and this is checked by counting.
+image's files differ from the base commit, one commit with the differences. Objects that cannot be reached from there
+are removed, and this is checked by counting.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ BRANCH = "main"
 _REPACK_SECONDS = 600.0
 """Limit of repacking the history; a large repository takes a minute."""
 
-# Everything, apart from refs, that names commits or tells where the repository came from.
+# Everything, apart from refs, that names commits or the repository's origin.
 _REMOVE_TRACES = r"""
 set -e
 dir=$(git -c safe.directory='*' rev-parse --git-common-dir)

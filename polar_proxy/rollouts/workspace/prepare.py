@@ -14,7 +14,7 @@ from polar_proxy.tasks import Environment, Task
 from sandboxes import Sandbox
 from sandboxes.base import SandboxKind
 
-# No reflog: the agent's repository does not tell how it was made.
+# No reflog, so that the agent's repository does not show how it was made.
 _QUIET = ("-c", "core.logAllRefUpdates=false")
 # Ignored files and files inside nested repositories count as work too, but `git add` would skip them.
 _SNAPSHOT_FILES = (
@@ -67,7 +67,7 @@ async def write_task_files(task: Task, sandbox: Sandbox, bundle: Path | None) ->
 
 
 async def prepare_workspace(task: Task, sandbox: Sandbox, bundle: Path | None = None) -> str:
-    """Make the agent's workspace; return the commit or tree that the patch will be compared with."""
+    """Make the agent's workspace; return the commit or tree from which the patch is computed."""
     environment = task.environment
     await write_task_files(task, sandbox, bundle)
     if uses_image(environment, sandbox.kind) and environment.hide:

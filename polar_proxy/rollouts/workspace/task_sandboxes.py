@@ -1,4 +1,4 @@
-"""Sandboxes that hold what a task needs: image, repository, folders, resource limits.
+"""Sandboxes with the image, repository, folders and resource limits of a task.
 
 An image is built once for each content of its folder, and named by the folder's digest; repositories are bundled once
 (`bundles`).

@@ -1,1 +1,1 @@
-"""How calls become rows and rows become calls: packed cells, chains of shared content, serializer and loader."""
+"""Conversion of calls to rows and back: packed cells, chains of shared content, serializer and loader."""

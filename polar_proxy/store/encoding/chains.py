@@ -1,6 +1,6 @@
 """Content-addressed chains: content that many calls share is stored once.
 
-The id of a node is `blake2b-128(parent id, content)`, keyed by the node's kind, so an id stands for the whole chain
+The id of a node is `blake2b-128(parent id, content)`, keyed by the node's kind, so an id identifies the whole chain
 from the root to that node. A prompt is the chain of its token segments and a conversation is the chain of its messages.
 A call refers to the last node. Two prompts with a common beginning share the nodes up to the first different segment.
 

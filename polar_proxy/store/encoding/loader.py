@@ -177,7 +177,7 @@ class CallLoader:
         return self._nodes[node]
 
     def chain(self, head: bytes | None, known: Container[bytes | None] = ()) -> list[bytes]:
-        """Return the ids of the chain that ends at `head`, root first, without its beginning that is `known`."""
+        """Return the ids of the chain that ends at `head`, root first, without the nodes that are `known`."""
         new: list[bytes] = []
         while head is not None and head not in known:
             new.append(head)
@@ -233,7 +233,7 @@ class CallLoader:
             self._prompts[node] = prompt
         if tail is None:
             return prompt
-        if tail not in self._tails:  # usually the same generation prompt
+        if tail not in self._tails:  # usually equal to the last one: the generation prompt
             self._tails[tail] = self._codec.unpack_id_bytes(tail)
         return prompt.extended(*self._tails[tail])
 

@@ -73,7 +73,7 @@ SerializedCalls = tuple[RowBatch, dict[int, Exception]]
 
 
 class CallSerializer:
-    """Turns records into rows, without the shared rows that it knows to be stored. Used by one thread at a time."""
+    """Turns records into rows, leaving out shared rows that are known to be stored. Used by one thread at a time."""
 
     def __init__(self) -> None:
         self._codec = CellCodec()
@@ -196,7 +196,7 @@ class CallSerializer:
     def _split_tail(self, prompt: list[ChainNode], base: ChainNode | None) -> tuple[list[ChainNode], bytes | None]:
         """Take a short last segment off the chain and pack it for the row of the call.
 
-        What follows the last turn (the generation prompt) is a few tokens that no other call shares; a row of its own
+        The tokens after the last turn (the generation prompt) are few and no other call shares them; a row of its own
         would cost ten times as much.
         """
         if not prompt or prompt[-1].length >= MIN_SEGMENT or (len(prompt) == 1 and base is None):

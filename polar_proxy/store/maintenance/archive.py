@@ -77,7 +77,7 @@ class StoreArchive:
     async def export_archive(
         self, file: Path, *, where: str | None = None, sessions: Sequence[str] = (), overwrite: bool = False
     ) -> ArchiveCounts:
-        """Write the rollouts that meet `where`, and these sessions, with all that belongs to them; without either, the
+        """Write the rollouts that meet `where`, and these sessions, with all their rows and files; without either, the
         whole database. The archive is a consistent snapshot even while others write.
         """
         if file.exists() and not overwrite:
@@ -222,7 +222,7 @@ async def _selection(source: AsyncConnection, where: str | None, sessions: Seque
     for name in ("rollouts", "rewards", "rollout_events", "artifacts", "stages"):
         found_queries[name] = select(t[name]).where(t[name].c.rollout_id.in_(rollouts))
     for name in ("training_runs", "training_lines"):
-        found_queries[name] = select(t[name]).where(false())  # belong to no rollout
+        found_queries[name] = select(t[name]).where(false())  # sessions without a rollout
     return found_queries
 
 

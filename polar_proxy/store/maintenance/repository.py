@@ -1,8 +1,8 @@
 """Maintenance: statistics, the integrity check, deleting old rows, returning disk space, and archives.
 
-`polar db prune` and `polar db vacuum` run beside gateways that write. Foreign keys make this safe: the database refuses
+`polar db prune` and `polar db vacuum` can run while gateways write. Foreign keys make this safe: the database refuses
 a row that refers to a deleted one, and a gateway whose commit is refused inserts all rows of its call again
-(`group_commit.GroupCommit`). Nothing is deleted that is referred to when the deleting transaction looks.
+(`group_commit.GroupCommit`). A row is deleted only if nothing refers to it at the time of the deleting transaction.
 
 A foreign key without an index costs a scan of its table per deleted row. Permanent indices would cost every gateway a
 tenth more bytes per call, so they exist only while maintenance runs.
@@ -127,7 +127,7 @@ class MaintenanceRepository(Repository):
         progress: ProgressCallback = no_progress,
     ) -> PruneResult:
         """Delete rollouts that ended before this time (seconds since the epoch) with their sessions, and sessions
-        without a rollout whose last call is older, with all that belongs to them.
+        without a rollout whose last call is older, with all their data.
 
         Rollouts without a final status stay. A session that is not closed stays, emptied, so that its key remains
         valid. `where`: conditions on rollouts; sessions without a rollout then stay. Chains stay until `vacuum`.

@@ -39,9 +39,9 @@ def no_progress(what: str, done: int, total: int) -> None:
 class StoreVerifier:
     """Checks every row of one database.
 
-    Checked are the hashes of chains, settings and engines; the references and counts of calls, traces and sessions;
-    that every packed cell can be unpacked; and the artifacts on disk. Reads only. Beside writers, rows that are deleted
-    during the check can be reported as missing.
+    It checks the hashes of chains, settings and engines; the references and counts of calls, traces and sessions; that
+    every packed cell can be unpacked; and the artifacts on disk. Reads only. Rows that another process deletes during
+    the check can be reported as missing.
     """
 
     def __init__(self, database: Database, artifacts: Path) -> None:

@@ -1,1 +1,1 @@
-"""The tables of the rollout service: jobs, groups, the queue, their events, and the trainer feed."""
+"""Repositories of the rollout service: jobs, groups, the queue, events, and the trainer feed."""

@@ -5,7 +5,7 @@ Promises, for any number of consumers and processes on one database:
 * A group has at most one open lease; a unique index enforces it.
 * A lease that is neither acknowledged nor extended in time expires, and the group is offered again.
 * A group that is more stale than the consumer's limit, or its own, is dropped and counted, never delivered.
-* A group that could only be delivered too stale is not continued: `drop_stale` runs before rollouts are claimed.
+* An unfinished group that is already too stale is dropped: `drop_stale` runs before rollouts are claimed.
 
 The staleness of a group is the number of policy versions between the one that started its oldest rollout and the
 trainer's.
@@ -52,7 +52,7 @@ class GroupLease:
 
 @dataclass(frozen=True, slots=True)
 class LeaseBatch:
-    """The groups that a consumer got, and those that were dropped meanwhile."""
+    """The groups leased to a consumer, and the groups that this lease request dropped as too stale."""
 
     leases: tuple[GroupLease, ...]
     dropped: tuple[str, ...]

@@ -5,7 +5,7 @@ Promises, for any number of processes on one database:
 * A client that reads from a cursor to the end, and later from the cursor of the last row, sees every event once and in
   order, whichever process it asks. On PostgreSQL a later number can become visible before an earlier one; a row after a
   missing number therefore waits for it up to `_GAP_SECONDS`.
-* A callback is queued in the transaction that ends the group or the job, so it is sent whatever is killed.
+* A callback is queued in the transaction that ends the group or the job, so it is sent even if a process is killed.
 * One process at a time sends a callback. If the sender is killed, another process sends it after the sender's time.
 * A callback is sent until the receiver accepts it or all attempts have failed: at least once, always with the same id
   and body.

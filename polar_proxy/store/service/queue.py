@@ -48,8 +48,8 @@ class QueueRepository(Repository):
 
         `job_id`: only rollouts of this job; otherwise of all jobs that no process owns. Jobs of higher priority come
         first. Jobs of equal priority take turns, the one with the fewest claimed rollouts first. Within a job, groups
-        keep their order and the rollouts of a group stay together. Groups that could only be delivered too late wait
-        (see `staleness_filter`).
+        keep their order and the rollouts of a group stay together. Groups that would be delivered too stale wait (see
+        `staleness_filter`).
         """
         now = time.time()
         columns = (_r.rollout_id, _r.group_id, _r.job_id, _r.task_id, _r.group_index, _r.attempt)
@@ -78,8 +78,9 @@ class QueueRepository(Repository):
     async def heartbeat(self, worker: str, rollout_ids: Collection[str], seconds: float) -> tuple[set[str], set[str]]:
         """Extend the worker's claims by `seconds`.
 
-        Returns the rollouts that the worker must end because they were cancelled, and those that it has lost and must
-        not write about. Rollouts that it has not started go back into the queue, and are lost, if their job was paused.
+        Returns the rollouts that the worker must end because they were cancelled, and those that it has lost and for
+        which it must not write anything. Rollouts that it has not started go back into the queue, and are lost, if
+        their job was paused.
         """
         mine = and_(_r.rollout_id.in_(list(rollout_ids)), _r.claimed_by == worker)
         now = time.time()
@@ -98,7 +99,7 @@ class QueueRepository(Repository):
     async def release(self, rollout_id: str, *, cause: str) -> int:
         """Queue a rollout for another attempt and return the number of that attempt.
 
-        Returns 0 if the rollout was to be cancelled and now is. Raises UsageError if it has ended.
+        Returns 0 if the rollout was to be cancelled, and cancels it. Raises UsageError if it has ended.
         """
         now = time.time()
         async with self._database.writing() as connection:
@@ -201,7 +202,7 @@ class FleetRepository(Repository):
 
 
 async def staleness_filter(connection: AsyncConnection) -> ColumnElement[bool] | None:
-    """Return a condition on rollouts that holds back groups which could only be delivered too stale, or None.
+    """Return a condition on rollouts that holds back groups which would be delivered too stale, or None.
 
     The feed delivers the oldest groups first. If consumers take G groups per policy version, a group with A groups for
     training before it (waiting, or started and not finished) is delivered in floor(A / G) versions at the earliest. If
@@ -302,7 +303,8 @@ async def cancel_rollouts(connection: AsyncConnection, which: ColumnElement[bool
 
 
 async def _requeue(connection: AsyncConnection, which: ColumnElement[bool], cause: str, now: float) -> dict[str, int]:
-    """Queue rollouts for another attempt and return its numbers; 0 for those that were to be cancelled and now are."""
+    """Queue rollouts for another attempt and return its numbers; 0 for those that were to be cancelled and are
+    cancelled now."""
     query = select(_r.rollout_id, _r.status, _r.attempt, _r.cause).where(which, ~_final).with_for_update()
     rows = (await connection.execute(query)).all()
     cancelled = [row.rollout_id for row in rows if row.cause == CANCEL_REQUESTED]
