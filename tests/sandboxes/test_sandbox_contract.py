@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import venv
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -165,9 +166,13 @@ async def test_timeout_ends_the_whole_tree(sandbox: Sandbox, monkeypatch: pytest
     real, passed = loop.time, 0.0
     monkeypatch.setattr(loop, "time", lambda: real() + passed)
 
-    def on_output(data: bytes) -> None:
+    def advance() -> None:
         nonlocal passed
         passed = 240.0
+
+    def on_output(data: bytes) -> None:
+        # Half a second later: the output may arrive before `exec` has set its timer.
+        threading.Timer(0.5, loop.call_soon_threadsafe, (advance,)).start()
 
     result = await sh(sandbox, f"echo started; {TREE}", timeout=240, on_output=on_output)
     assert result.timed_out
