@@ -57,7 +57,7 @@ def test_short_form_drops_constant_text_and_keeps_positions(encoder: Encoder, wh
 
 
 def test_rejects_a_foreign_dialogue(encoder: Encoder) -> None:
-    with pytest.raises(ValueError, match="no dialogue of mini-swe-agent"):
+    with pytest.raises(ValueError, match="not a dialogue of mini-swe-agent"):
         encoder.from_ids(list(range(100)))
 
 
