@@ -136,7 +136,7 @@ async def _simulate(case: Case, agents: AgentModel, engines: EngineModel, inner:
     job, _ = await store.jobs.submit({}, groups)
     ours = {group.group_id for group in await store.groups.of_job(job.job_id)}
     store.seconds, store.operations = 0.0, 0  # submission is not measured
-    # As ServiceLimits.of, for a service of a hundred agents on each machine. Nobody else has the queue, so its holds
+    # As ServiceLimits.of, for a service of a hundred agents on each machine. No other process uses the queue, so claims
     # need not be renewed often.
     preparing = 4 * math.ceil(n / 100)
     limits = WorkerLimits(2 * n, preparing, n, n, lease_seconds=1e9, poll_seconds=60.0)

@@ -61,7 +61,7 @@ class KillableRun:
         return path.read_text().split("\n")[:-1] if path.exists() else []
 
     def until(self, process: subprocess.Popen[bytes], enough: int) -> bool:
-        """Wait for so many steps to have been synced by any process; False: the run ended first. Raises Unavailable."""
+        """Wait until this many steps were synced, by any process; False: the run ended first. Raises Unavailable."""
         changed_at, seen = time.monotonic(), 0
         while (points := self.points()).count("synced") < enough:
             now = len(points)
@@ -93,7 +93,7 @@ def killed(
 ) -> Counter[str]:
     """Kill the run `kills` times, then let it end. `seconds`: duration of a start and of a step.
 
-    Returns how many kills came after each point of the loop; `start` stands for none.
+    Returns how many kills came after each point of the loop; `start` counts those before the first point.
     """
     kill_points: Counter[str] = Counter()
     for moment in sorted(random_source.uniform(0, steps - 1) for _ in range(kills)):

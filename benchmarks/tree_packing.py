@@ -6,7 +6,7 @@
 
 All three train the same sampled tokens with the same loss, so their gradients must agree: `gradient_gap` is the largest
 difference from that of per_call, as a share of the largest gradient. `seconds` is the median wall time of a step
-(forward, backward, update), `cpu_seconds` its processor time. Each layout runs in a process of its own; `peak_mb` is
+(forward, backward, update), `cpu_seconds` its processor time. Each layout runs in a separate process; `peak_mb` is
 the resident memory that its steps added. `--count` only counts tokens and pairs, and measures nothing.
 """
 

@@ -108,8 +108,8 @@ def trace_path(trace: Trace, traces: Iterable[Trace] | Mapping[str, Trace]) -> T
 def find_layout_problem(trace: Trace) -> str | None:
     """Return how the parts of a trace contradict each other, or None.
 
-    The spans tile its tokens; the mask is 1, and a finite log-probability is there, exactly on the sampled spans; the
-    prompt is everything before the first of them.
+    The spans must tile the tokens. Exactly the tokens of sampled spans must have mask 1 and a finite log-probability.
+    The prompt must end where the first sampled span begins.
     """
     size = sum(span.end - span.start for span in trace.spans)
     if not size == len(trace.token_ids) == len(trace.loss_mask) == len(trace.logprobs):

@@ -17,19 +17,21 @@ from polar_proxy.engines.base import Engine
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store, open_store
 
-# How long an example takes, or takes to be made up, says how busy the machine is.
+# The time that an example takes, or its generation, depends on how busy the machine is.
 settings.register_profile("polar", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("polar")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A shell's job in the background ignores Ctrl-C, and so would every program that a test starts and interrupts."""
+    """Restore Ctrl-C: a shell's background job ignores it, and so would every program that a test starts and
+    interrupts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name each missing optional part once, with what installs it, instead of once for each skipped test."""
+    """Print each missing optional part once, with the command that installs it, instead of once for each skipped
+    test."""
     reasons: Counter[str] = Counter()
     for report in terminalreporter.stats.get("skipped", []):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -42,7 +44,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def polar_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Polar home of the test's own, so that nobody's real database is touched."""
+    """Give each test a new Polar home, so that a developer's real database is not touched."""
     home = tmp_path / "polar-home"
     monkeypatch.setenv("POLAR_HOME", str(home))
     monkeypatch.setenv("POLAR_DB", f"sqlite:///{home}/polar.db")

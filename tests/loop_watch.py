@@ -1,4 +1,4 @@
-"""What keeps an event loop from turning: its own thread's work and waits, not the machine's pauses.
+"""Measures for how long an event loop is blocked by its own thread's work and waits, and not by the machine.
 
 The loop of a busy machine stands still now and then without anybody's fault, so the time between two turns says
 nothing. Between the end of one `select` and the beginning of the next, this counts the thread's processor time; and

@@ -1,4 +1,4 @@
-"""Ports for programs that must be told theirs before they start."""
+"""Ports for programs that need to know their port before they start."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import random
 import socket
 
 EPHEMERAL = 32768
-"""From here on the kernel gives ports to whoever asks for any, and to outgoing connections (Linux)."""
+"""The first port that the kernel assigns to outgoing connections and to sockets bound to port 0 (Linux)."""
 
 
 def free_port() -> int:
-    """One of the loopback that is free, and that nobody is given who asks for any port, so that it stays free."""
+    """Return a free port on loopback outside of the kernel's range, so that no other socket gets it by chance."""
     while True:
         port = random.SystemRandom().randrange(20_000, EPHEMERAL)
         with socket.socket() as probe:

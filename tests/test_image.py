@@ -1,6 +1,6 @@
-"""The Docker image, built for real where an engine is. Marked `full`.
+"""The Docker image, really built if there is a Docker engine. Marked `full`.
 
-Where no base image can be pulled, the sandbox image (Debian with Python) takes its place and pip comes from a wheel.
+If no base image can be pulled, the sandbox image (Debian with Python) takes its place and pip comes from a wheel.
 """
 
 from __future__ import annotations

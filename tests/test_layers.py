@@ -87,7 +87,7 @@ def test_imports_run_downwards(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_private_names_stay_in_their_module(path: Path) -> None:
-    """A name with a leading underscore is used only in its module, and a module with one only in its package."""
+    """A name with a leading underscore is used only in its module, and such a module only in its package."""
     here = module_name(path)
     for module, name in imported_names(path):
         if module.split(".")[0] not in PACKAGES:

@@ -19,7 +19,7 @@ def reference() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["reference"] = module  # dataclasses look their module up there
+    sys.modules["reference"] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,4 @@
-"""Waiting for the event itself: its bound is a guard against waiting for ever, not a measure of speed."""
+"""Waiting for an event. The time limit prevents waiting forever and does not measure speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GUARD_SECONDS = 120.0
 
 
 async def until(happened: Callable[[], object], what: str = "what the test waits for") -> None:
-    """Returns once `happened()` is true. AssertionError behind GUARD_SECONDS."""
+    """Return once `happened()` is true. Raises AssertionError after GUARD_SECONDS."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + GUARD_SECONDS
     while not happened():

@@ -53,7 +53,7 @@ class AgentModel:
     alive: float = 0.1
     """Seconds to check that a pooled sandbox is alive."""
     workspace: LogNormal = LogNormal(2, 0.4, 20)
-    """Seconds to prepare it."""
+    """Seconds to prepare the workspace."""
     tests: LogNormal = LogNormal(15, 0.8, 300)
     """Seconds of scoring."""
     open_mb: int = 60

@@ -123,7 +123,7 @@ class Engine:
             raise
 
     def forget(self, rollout: str) -> None:
-        """Its conversation will not go on: room for others (least recently used would find it in time)."""
+        """Drop the rollout's conversation from the cache, because it has ended (it would be evicted later anyway)."""
         self._cached_tokens -= self._cached.pop(rollout, 0)
 
     # Time

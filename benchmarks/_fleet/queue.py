@@ -1,4 +1,4 @@
-"""The queue of `polar_proxy.store` in a dictionary: the methods that the worker calls, without a database.
+"""An in-memory queue with the methods of `polar_proxy.store` that the worker calls, without a database.
 
 For fleets in which the real queue would dominate the run time. `tests/rollouts/test_fleet.py` checks that both give the
 same figures.

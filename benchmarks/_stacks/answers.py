@@ -1,4 +1,4 @@
-"""Answers of the benchmark's engine in vLLM's format, as bytes with holes for what differs from call to call."""
+"""Answers of the benchmark's engine in vLLM's format, as bytes with holes for the parts that differ between calls."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def later_commits() -> AttemptResult:
     return bool(found), f"{len(done.stdout)} bytes of history, {len(found)} of {len(KNOWN['secrets'])} secrets in it"
 
 
-# Its own reward
+# The attacker's own reward
 
 
 def reward_api() -> AttemptResult:
@@ -297,7 +297,7 @@ def texts() -> Iterator[tuple[str, bytes]]:
             folders[:] = [name for name in folders if name not in ("site-packages", "postgresql")]
             for name in files:
                 path = os.path.realpath(os.path.join(folder, name))
-                # Its own program and input do not count.
+                # The attacker's own program and input do not count.
                 if path in seen or path.endswith(("attacker.py", "known.json")) or not os.path.isfile(path):
                     continue
                 seen.add(path)

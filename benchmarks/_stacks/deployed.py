@@ -1,4 +1,4 @@
-"""A rollout service in this process, with a folder of its own for everything that it leaves on disk."""
+"""A rollout service in this process, with a separate folder for everything that it writes to disk."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def own_folder(name: str) -> Iterator[Path]:
     os.environ["TMPDIR"], tempfile.tempdir = str(folder / "tmp"), None
     os.environ.setdefault(
         "TORCHINDUCTOR_CACHE_DIR", str(folder / "torch")
-    )  # otherwise torch makes a folder beside those of sandboxes
+    )  # otherwise torch makes a folder next to those of sandboxes
     try:
         yield folder
     finally:

@@ -32,11 +32,12 @@ class KillTarget(Protocol):
     name: str
 
     def start(self) -> None:
-        """Returns when it serves. Raises Unavailable."""
+        """Start the target, and return when it serves. Raises Unavailable."""
         ...
 
     def kill(self) -> bool:
-        """Kill it with SIGKILL and wait until it is gone. Returns False if there is nothing to kill at the moment."""
+        """Kill the target with SIGKILL and wait until it is gone. Returns False if there is nothing to kill at the
+        moment."""
         ...
 
 

@@ -105,7 +105,7 @@ async def reconcile(store: Store, folder: Path, rollout_ids: list[str], *, echoe
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Return what is left of the run: processes that name its folder, sandboxes, their records and temporary files."""
+    """Return the remains of the run: processes that name its folder, sandboxes, their records and temporary files."""
     found = [f"process {pid}: {line}" for pid, line in processes_of(str(folder))]
     for root, folders, files in os.walk(folder / "tmp"):
         # The registry of sandboxes and the packed repositories of tasks are kept on purpose.

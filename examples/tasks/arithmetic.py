@@ -9,7 +9,7 @@ from polar_proxy.tasks import Task
 
 
 def tasks() -> Iterator[Task]:
-    """Three sums; the answer is a file."""
+    """Return three tasks: each asks for a sum, to be written to a file."""
     for first, second in ((17, 25), (123, 456), (99, 901)):
         check = ("sh", "-c", f'test "$(cat answer.txt)" = {first + second}')
         yield Task(

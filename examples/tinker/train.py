@@ -6,7 +6,7 @@
     python examples/tinker/train.py datums.jsonl                          # builds the datums, sends nothing
     TINKER_API_KEY=... python examples/tinker/train.py datums.jsonl --base-model NAME
 
-The log-probabilities are the recorded ones, so the loss samples by importance from the policy that acted. Train the
+The log-probabilities are the recorded ones, so the loss uses importance ratios to the policy that sampled. Train the
 base model whose tokenizer produced the token ids.
 """
 

@@ -52,12 +52,12 @@ class Encoder:
         return ids
 
     def full(self, messages: Sequence[Message]) -> Example:
-        """The whole dialogue, as it is sampled."""
+        """Return the whole dialogue, as it is sampled."""
         text = self.tokenizer.apply_chat_template(list(messages), tools=TOOLS, tokenize=False)
         return self.from_ids(self._encode(text))
 
     def from_ids(self, token_ids: Sequence[int]) -> Example:
-        """A recorded trace, given the ids of the whole dialogue."""
+        """Return the example of a recorded trace, given the ids of the whole dialogue."""
         ids = np.asarray(token_ids, dtype=np.int64)
         weights = np.full(len(ids), CONTEXT_WEIGHT, dtype=np.float32)
         first, last = self.constant(ids)
@@ -73,7 +73,7 @@ class Encoder:
         return Example(ids, np.arange(len(ids)), weights)
 
     def task_start(self, ids: IntArray) -> int:
-        """Index of the first token of the user's message mark."""
+        """Return the index of the first token of the user's message mark."""
         return _find(ids, self._task, 0)
 
     def constant(self, ids: IntArray) -> tuple[int, int]:
@@ -92,7 +92,7 @@ class Encoder:
         return Example(whole.ids, positions, whole.weights)
 
     def short(self, whole: Example, rng: random.Random) -> Example:
-        """The short form of a dialogue; distances across the cut vary a little, as prompts do."""
+        """Return the short form of a dialogue; distances across the cut vary a little, as prompts do."""
         start = self.task_start(whole.ids)
         first, last = self.constant(whole.ids)
         keep = np.concatenate([np.arange(start, first), np.arange(last, len(whole.ids))])
@@ -144,7 +144,8 @@ class Renamer:
 
 
 def _find(ids: IntArray, pattern: Sequence[int], start: int) -> int:
-    """Index of the first occurrence of `pattern` in `ids` from `start` on. Raises ValueError when there is none."""
+    """Return the index of the first occurrence of `pattern` in `ids` from `start` on. Raises ValueError if it is
+    absent."""
     windows = np.lib.stride_tricks.sliding_window_view(ids[start:], len(pattern))
     hits = np.flatnonzero((windows == np.asarray(pattern)).all(axis=1))
     if len(hits) == 0:
@@ -153,7 +154,7 @@ def _find(ids: IntArray, pattern: Sequence[int], start: int) -> int:
 
 
 def dialogues(encoder: Encoder, first_seed: int, count: int) -> Iterator[Example]:
-    """The expert's dialogues with tasks `first_seed`, ..., in full form, played offline."""
+    """Return the expert's dialogues with tasks `first_seed`, ..., in full form, played offline."""
     source = get_source("swe-task")
     for seed in range(first_seed, first_seed + count):
         rng = random.Random(f"dialogue/1/{seed}")

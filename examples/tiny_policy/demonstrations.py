@@ -1,4 +1,4 @@
-"""The training half of the family `swe-task` as a task source of its own: instance n has seed 1,000,000 + n.
+"""The training half of the family `swe-task` as a separate task source: instance n has seed 1,000,000 + n.
 
 polar run examples.tiny_policy.demonstrations:TrainingTasks --instances 100 --engine ...
 """

@@ -27,7 +27,7 @@ Message = dict[str, Any]
 
 PROMPT: dict[str, Any] = json.loads((Path(__file__).parent / "mini_swe_agent_prompt.json").read_text())
 TOOLS: list[Message] = PROMPT["tools"]
-# What `uname` may say: the prompt shows it, and the policy should not care.
+# Possible outputs of `uname`: the prompt contains one, and the policy should not depend on it.
 _SYSTEMS = (
     "Linux 6.8.0-{a}-generic #{b}-Ubuntu SMP PREEMPT_DYNAMIC x86_64",
     "Linux 5.15.0-{a}-generic #{b}~20.04.1-Ubuntu SMP x86_64",
@@ -39,25 +39,25 @@ _SYSTEMS = (
 
 
 def opening(instruction: str, system: str) -> list[Message]:
-    """The system and the user message with which mini-swe-agent begins."""
+    """Return the system and the user message with which mini-swe-agent begins."""
     user = PROMPT["user"].replace("{system}", system).replace("{task}", instruction)
     return [{"role": "system", "content": PROMPT["system"]}, {"role": "user", "content": user}]
 
 
 def some_system(rng: random.Random) -> str:
-    """A line as `platform.uname` makes it."""
+    """Return a line as `platform.uname` makes it."""
     return rng.choice(_SYSTEMS).format(a=rng.randrange(10, 200), b=rng.randrange(1, 99))
 
 
 def assistant(thought: str, command: str, call_id: str) -> Message:
-    """An assistant message as mini-swe-agent sends it back: no `content` key beside a tool call."""
+    """Return an assistant message as mini-swe-agent sends it back: without the key `content` if it has a tool call."""
     arguments = json.dumps({"command": command}, ensure_ascii=False)
     call = {"id": call_id, "type": "function", "function": {"name": "bash", "arguments": arguments}}
     return {"role": "assistant", "reasoning_content": thought, "tool_calls": [call]}
 
 
 def observation(output: str, returncode: int, call_id: str, exception: str = "") -> Message:
-    """A tool message as mini-swe-agent's template makes it (jinja's `tojson` escapes for HTML)."""
+    """Return a tool message as mini-swe-agent's template makes it (jinja's `tojson` escapes for HTML)."""
 
     def quoted(text: str) -> str:
         dumped = json.dumps(text)
@@ -79,7 +79,7 @@ def observation(output: str, returncode: int, call_id: str, exception: str = "")
 
 
 def play_expert(task: Task, system: str, rng: random.Random) -> list[Message]:
-    """The whole dialogue of the expert with `task`, as the last request plus its answer would show it."""
+    """Return the whole dialogue of the expert with `task`: the messages of the last request and its answer."""
     files = dict(task.files)
     messages = opening(task.instruction, system)
     for step in range(10):
@@ -93,7 +93,7 @@ def play_expert(task: Task, system: str, rng: random.Random) -> list[Message]:
 
 
 def _emulate(action: Action, files: dict[str, str], rng: random.Random) -> str:
-    """Output of one of the expert's commands on `files`; applies its edit."""
+    """Return the output of one of the expert's commands on `files`, and apply its edit."""
     command = action.command
     if match := re.match(r"grep -rn '(.*?)' ", command):
         return "".join(
@@ -113,7 +113,7 @@ def _emulate(action: Action, files: dict[str, str], rng: random.Random) -> str:
         return ""
     if match := re.match(r"python3 -m unittest (\S+)$", command):
         count = files[match[1].replace(".", "/") + ".py"].count("def test_")
-        # Most runs take under half a millisecond; now and then one does not.
+        # Most runs take under half a millisecond; a few take longer.
         milliseconds = rng.choice((0, 0, 0, 0, 1, 1, 2, 3))
         return f"{'.' * count}\n{'-' * 70}\nRan {count} tests in 0.{milliseconds:03}s\n\nOK\n"
     raise AssertionError(f"the expert does not type {command!r}")
@@ -166,7 +166,7 @@ class Workspace:
         return output, process.returncode, ""
 
     def solved(self) -> bool:
-        """Whether the hidden tests pass now. Writes them into the workspace, so ask last."""
+        """Return whether the hidden tests pass now. Call it last, because it writes them into the workspace."""
         self._write(self._task.hidden_files)
         _, code, _ = self.run(" ".join(self._task.test_command), self._task.timeout_seconds)
         return code == 0

@@ -40,7 +40,7 @@ _FORMAT_ERROR = (
 
 
 def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927, score interval)."""
+    """Return the 95 % interval of a share (Wilson 1927, score interval)."""
     if trials == 0:
         return 0.0, 1.0
     share = successes / trials
@@ -101,7 +101,7 @@ class Batch:
 
 
 def run(model: Any, tokenizer: Any, seeds: Sequence[int], temperature: float, seed: int) -> list[Rollout]:
-    """Play `seeds` side by side and return the finished rollouts; `ending` is ``solved`` or says why not."""
+    """Play `seeds` in one batch and return the finished rollouts; `ending` is ``solved`` or the reason of failure."""
     generator = torch.Generator().manual_seed(seed)
     rng = random.Random(seed)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -138,7 +138,7 @@ def run(model: Any, tokenizer: Any, seeds: Sequence[int], temperature: float, se
 
 
 def _act(rollout: Rollout, tokenizer: Any, encode: Any, *, cut: bool) -> None:
-    """Do what the finished answer says, and put the observation into `feed`."""
+    """Run the command of the finished answer, and put the observation into `feed`."""
     text = tokenizer.decode(rollout.answer).removesuffix("<|im_end|>")
     rollout.answer = []
     rollout.steps += 1
@@ -165,7 +165,7 @@ def _act(rollout: Rollout, tokenizer: Any, encode: Any, *, cut: bool) -> None:
 
 
 def _command(text: str) -> tuple[str | None, str]:
-    """The command of an answer, or None and the error that mini-swe-agent would report."""
+    """Return the command of an answer, or None and the error that mini-swe-agent would report."""
     start = text.find("<tool_call>")
     if start < 0:
         return None, "No tool calls found in the response. Every response MUST include at least one tool call."

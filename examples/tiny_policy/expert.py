@@ -35,7 +35,7 @@ class Action:
     command: str
 
     def answer(self) -> str:
-        """The action as the policy writes it: reasoning tags and a Hermes tool call, without the end of turn."""
+        """Return the action as the policy writes it: reasoning tags and a Hermes tool call, without the end of turn."""
         call = {"name": "bash", "arguments": {"command": self.command}}
         body = json.dumps(call, ensure_ascii=False)
         return f"<think>\n{self.thought}\n</think>\n\n<tool_call>\n{body}\n</tool_call>"
@@ -119,5 +119,5 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _output(message: Mapping[str, Any]) -> str:
-    """The command's output from one of mini-swe-agent's observations, which are JSON."""
+    """Return the command's output from one of mini-swe-agent's observations, which are JSON."""
     return str(json.loads(_text(message)).get("output", ""))

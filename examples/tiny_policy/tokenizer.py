@@ -2,15 +2,15 @@
 
 It decides what a small model can learn to copy, and from how far.
 
-* Runs of letters stand alone, without the space, quote or slash before them, so that a name is the same tokens
+* Runs of letters are separate tokens, without the space, quote or slash before them, so that a name is the same tokens
   in every place; the JSON escapes `\\n`, `\\t` and `\\"`, which mini-swe-agent's observations are full of, are
   cut off from the word that follows.
 * The first merges are the syllables of the task family's names and the numbers up to 99, whatever their count in a
   corpus: a name is then its syllables (but for one in a hundred, which holds a word such as `file`), a number is one
   token, and none is so rare that its embedding stays untrained. All further merges are ordinary BPE on the
   constant text: the prompt, the template, reports, commands and outputs without their names.
-* Each line of the constant prompt, and the JSON around commands and observations, is one token besides (an added
-  token, like Qwen's `<tool_call>`). The bug report is then a hundred tokens away from the answer, not a thousand.
+* Each line of the constant prompt, and the JSON around commands and observations, is also one token (an added token,
+  like Qwen's `<tool_call>`). The bug report is then a hundred tokens away from the answer, not a thousand.
 
     python -m examples.tiny_policy.tokenizer --out polar_proxy/assets/polar_tiny
 """
@@ -45,7 +45,7 @@ _CORPUS_SEEDS = TRAIN_SEEDS.start + 500_000_000
 
 
 def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    """Cuts text by `_PATTERN` and maps its bytes to printable characters."""
+    """Return the pre-tokenizer, which cuts text by `_PATTERN` and maps its bytes to printable characters."""
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_PATTERN), behavior="isolated"),
@@ -54,15 +54,15 @@ def pre_tokenizer() -> pre_tokenizers.PreTokenizer:
     )
 
 
-# The template got this after the tokenizer was made and the policy trained: its words stay out of the corpus.
+# This was added to the template after the policy was trained, so its words are not in the corpus.
 _ADDED_LATER = "{{- '\\n' if not loop.first else '' -}}"
 
 
 def corpus() -> Iterator[str]:
-    """The constant text, and dialogues for their wording."""
+    """Return the constant text, and dialogues for their wording."""
     source, rng = get_source("swe-task"), random.Random("tokenizer/1")
     template = (Path(__file__).parent / "chat_template.jinja").read_text().replace(_ADDED_LATER, "")
-    # More than once, so that each of its words becomes whole.
+    # Repeated, so that each of its words becomes one token.
     yield from (PROMPT["system"], PROMPT["user"], json.dumps(PROMPT["tools"]), template) * 3
     for seed in range(_CORPUS_SEEDS, _CORPUS_SEEDS + 100):
         task = source.task(seed)
@@ -75,7 +75,7 @@ def corpus() -> Iterator[str]:
 
 
 def words(texts: Iterable[str]) -> Counter[str]:
-    """Counts of the pre-tokens that are no names: a name's letters split into syllables without rest."""
+    """Return the counts of the pre-tokens that are not names (whose letters split into syllables without rest)."""
     cut = pre_tokenizer()
     counts = Counter(piece for text in texts for piece, _ in cut.pre_tokenize_str(text))
     spelled = set(SYLLABLES)
@@ -87,7 +87,8 @@ def words(texts: Iterable[str]) -> Counter[str]:
 
 
 def merges(counts: Counter[str], room: int) -> list[tuple[str, str]]:
-    """Syllables and numbers first; then the most frequent pair, until pairs are seen once or room ends."""
+    """Return the merges: syllables and numbers first, then the most frequent pair, until pairs occur once or the
+    vocabulary is full."""
     made = [(syllable[0], syllable[1]) for syllable in SYLLABLES]
     made += [(str(number // 10), str(number % 10)) for number in range(10, 100)]
     split = {word: list(word) for word in counts}
@@ -119,7 +120,8 @@ def _apply(parts: list[str], pair: tuple[str, str]) -> list[str]:
 
 
 def phrases() -> list[str]:
-    """Lines of the constant prompt and the JSON frames, longest first, so that none is cut by a shorter one."""
+    """Return the lines of the constant prompt and the JSON frames, longest first, so that no line is cut by a shorter
+    one."""
     lines = (PROMPT["system"] + "\n" + PROMPT["user"]).splitlines()
     found = {line for line in lines if len(line) >= 12 and "{" not in line}
     found |= {line.partition("{")[0].rstrip() for line in lines if "{task}" in line}

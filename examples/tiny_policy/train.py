@@ -32,7 +32,7 @@ HELD_OUT_SEEDS = 900_000_000
 
 
 def new_model(tokenizer: Any, seed: int) -> Any:
-    """An untrained polar-tiny: Qwen3, 4 layers, width 192, tied embeddings, fp32."""
+    """Return an untrained polar-tiny: Qwen3, 4 layers, width 192, tied embeddings, fp32."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -68,7 +68,7 @@ def collate(batch: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def losses(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Negative log-likelihood (nats) of ids[:, 1:], shape [batch, longest - 1]."""
+    """Return the negative log-likelihood (nats) of ids[:, 1:], shape [batch, longest - 1]."""
     # The mask is all ones: without one, Transformers takes a jump in the positions for the start of a new sequence.
     out = model(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=False)
     return F.cross_entropy(out.logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
@@ -97,7 +97,7 @@ def evaluate(model: Any, held_out: Sequence[Example]) -> dict[str, float]:
 
 
 def optimisers(model: Any, muon_rate: float, adam_rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices inside the layers, and AdamW for the embedding and the norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     rest = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
@@ -109,7 +109,7 @@ def optimisers(model: Any, muon_rate: float, adam_rate: float) -> list[torch.opt
 def batches(
     sequences: Sequence[Example], size: int, rng: random.Random, form: Callable[[Example], Example]
 ) -> Iterator[list[Example]]:
-    """Endless batches of sequences of like length in the given form, each epoch in a new order."""
+    """Yield batches of sequences of similar length in the given form without end, each epoch in a new order."""
     while True:
         order = list(range(len(sequences)))
         rng.shuffle(order)

@@ -34,20 +34,20 @@ class RecordedTime:
         self._milliseconds = int(found[1]) if found else 0
 
     def choice(self, options: Any) -> int:
-        """The recorded milliseconds; the options do not matter."""
+        """Return the recorded milliseconds; the options do not matter."""
         del options
         return self._milliseconds
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a tokens-jsonl export."""
+    """Yield the rows of a tokens-jsonl export."""
     with path.open() as lines:
         for line in lines:
             yield json.loads(line)
 
 
 def same(row: Mapping[str, Any], encoder: Encoder) -> bool:
-    """Whether the row's tokens and mask are those of the offline play of its task."""
+    """Return whether the row's tokens and mask are those of the offline play of its task."""
     recorded = [*row["prompt_ids"], *row["response_ids"]]
     text = encoder.tokenizer.decode(recorded)
     system = _SYSTEM.search(text)

@@ -152,7 +152,7 @@ class EngineMonitor:
             await self._task
 
     async def check(self) -> None:
-        """Ask the engine now."""
+        """Query the engine's health and load now."""
         try:
             async with asyncio.timeout(self._every * 5):
                 reason = await self._engine.health()

@@ -1,8 +1,7 @@
 """The rollout service combines store, gateway, engine, agents, sandboxes and worker.
 
-`polar run` is one of these in its own process, limited to its own job; the service of a server is not limited. Both
-use the same queue in the store. They differ in what happens after their process is killed: the job of a server is
-taken over by other workers, the job of `polar run` ends.
+`polar run` starts a service that is limited to its own job; the service of a server takes all jobs. Both use the same
+queue in the store. If a server is killed, other workers continue its jobs; if `polar run` is killed, its job ends.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Builders: from the recorded calls of a session to traces, the training sequences. Pure.
 
-per_call  one trace for each sampled answer: its call's prompt, then the answer. Correct for any history merged    calls
-joined wherever a prompt begins, token for token, with a whole earlier trace tree      a forest that stores shared
-beginnings once: a trace holds its own tokens only; `parent_trace_id` and `branch_at` give the parent and how many
-tokens of its whole path come before them
+per_call  one trace for each sampled answer: its call's prompt, then the answer. Correct for any history
+merged    calls joined wherever a prompt begins, token for token, with a whole earlier trace
+tree      a forest that stores common prefixes once: a trace holds only its own tokens; `parent_trace_id` names its
+          parent, and `branch_at` is the number of tokens of the parent's whole path that come before them
 
 Every builder validates what it made (`validation.validate`) before it returns it: each answer is in exactly one trace,
 or its call is excluded with a reason, and each sampled token follows the prompt from which it was sampled.

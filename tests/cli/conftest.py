@@ -1,4 +1,4 @@
-"""Commands run in an empty folder, with a Polar home of their own."""
+"""Commands run in an empty folder, with a new Polar home."""
 
 from __future__ import annotations
 

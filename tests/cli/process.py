@@ -1,4 +1,4 @@
-"""The `polar` console script as a process of its own."""
+"""The `polar` console script in a separate process."""
 
 from __future__ import annotations
 

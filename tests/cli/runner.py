@@ -1,4 +1,4 @@
-"""`polar` in this process: what a user sees, without the start of an interpreter for each command."""
+"""Runs `polar` in this process, which saves the start of an interpreter for each command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polar_proxy.cli import main
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command left behind."""
+    """The exit code and output of a command."""
 
     exit_code: int
     stdout: str

@@ -1,4 +1,4 @@
-"""The command as a whole: errors are one clear line with an exit code, `--help` is quick, secrets are not printed."""
+"""The whole command: errors are one clear line with an exit code, `--help` is quick, secrets are not printed."""
 
 from __future__ import annotations
 

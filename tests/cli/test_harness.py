@@ -15,7 +15,7 @@ from tests.cli.runner import polar
 
 
 class CompleteHarness(ShellCommand):
-    """A harness with requirements; the subclasses lack one each."""
+    """A harness that meets all requirements; each subclass violates one."""
 
     info = replace(
         ShellCommand.info, needs=("sh",), version_command=("sh", "-c", "echo tool 1.2"), tested_versions=("1.0", "1.4")

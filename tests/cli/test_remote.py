@@ -1,4 +1,4 @@
-"""The verbs about jobs against a real server, and the same verbs on its database: one code path, one result."""
+"""The job commands against a real server and against its database give the same results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolarServer]:
 
 @pytest.fixture
 def at_server(server: PolarServer, monkeypatch: pytest.MonkeyPatch) -> PolarServer:
-    """Commands talk to the server; its home is theirs, so that they find its key."""
+    """Make commands use the server, with its home, so that they find its key."""
     monkeypatch.setenv("POLAR_HOME", str(server.home))
     monkeypatch.setenv("POLAR_DB", f"sqlite:///{server.home}/polar.db")
     monkeypatch.setenv("POLAR_URL", server.url)
@@ -53,7 +53,7 @@ def test_a_job_from_submission_to_its_rewards(at_server: PolarServer, monkeypatc
     assert [(row["status"], row["reward"]) for row in rollouts] == [("done", 1.0)] * 2
 
     events = events_of(job_id)
-    # `end` has the id of the event before it: whoever continues after that event gets `end` again.
+    # `end` has the id of the event before it, so a client that continues after that event gets `end` again.
     assert (events[-1]["event"], events[-1]["id"]) == ("end", events[-2]["id"])
     assert len({event["id"] for event in events}) == len(events) - 1
     assert events_of(job_id, "--after", events[3]["id"]) == events[4:]
@@ -64,7 +64,7 @@ def test_a_job_from_submission_to_its_rewards(at_server: PolarServer, monkeypatc
 
     far, status = polar_json("results", job_id), polar_json("status", job_id)
     assert [row["reward"] for row in far["rollouts"]] == [0.25, 1.0]
-    monkeypatch.delenv("POLAR_URL")  # the same verbs on the database itself
+    monkeypatch.delenv("POLAR_URL")  # the same commands on the database itself
     assert polar_json("results", job_id) == far
     assert polar_json("status", job_id) == status
     assert events_of(job_id) == events

@@ -1,4 +1,4 @@
-"""`polar serve` in its own process: started, used, stopped; then its records are read with the other verbs."""
+"""`polar serve` in its own process: started, used, stopped; then its records are read with the other commands."""
 
 from __future__ import annotations
 

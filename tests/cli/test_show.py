@@ -16,7 +16,7 @@ from tests.export.dialect_requests import BODIES, recorded
 
 
 async def save(home: Path, call: CallRecord) -> str:
-    """Store the call in a session of its own; return its id."""
+    """Store the call in a new session; return its id."""
     home.mkdir(exist_ok=True)
     async with open_store(f"sqlite:///{home}/polar.db") as store:
         session = await store.sessions.create(key_hash=None, label=None, origin="open")

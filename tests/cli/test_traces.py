@@ -195,7 +195,7 @@ def test_rescore_builds_off_policy_traces_from_text(polar_home: Path, tmp_path: 
     assert (found["calls"], found["answers"], found["traces"], found["skipped"]) == (2, 2, 1, {})
     assert found["engine"]["engine"] == "scripted"
 
-    # They are exported only to those who ask for this builder, and for traces that are unfit for training.
+    # They are exported only with both --builder rescored and --all-grades.
     assert export(out) == export(out, "--all-grades") == export(out, "--builder", "rescored") == []
     (row,) = export(out, "--builder", "rescored", "--all-grades")
     certificate = row["certificate"]

@@ -1,4 +1,4 @@
-"""Awkward answers keep their value and their text."""
+"""Restyling an answer changes neither its values nor its text."""
 
 from __future__ import annotations
 

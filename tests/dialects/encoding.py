@@ -14,7 +14,7 @@ from polar_proxy.types import Json, SampleEvent
 
 @dataclass(frozen=True)
 class Encoded:
-    """An answer in both forms."""
+    """An answer as a stream and as a single response."""
 
     before_end: bytes
     """The stream before the call is committed."""

@@ -20,7 +20,7 @@ def parse(body: Json) -> ChatRequest:
 
 
 def conversation(*contents: Json) -> list[Json]:
-    """Return the parsed messages of these contents in OpenAI's form."""
+    """Return these contents parsed as messages in OpenAI's form."""
     return [message.to_openai() for message in parse({"contents": list(contents)}).messages]
 
 

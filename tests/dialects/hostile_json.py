@@ -20,7 +20,7 @@ def _nested(depth: int) -> Any:
 
 
 DEEP = _nested(400)
-"""Nested deeper than orjson writes (254), and not deeper than it reads (1024)."""
+"""A value nested deeper than orjson writes (254), and not deeper than it reads (1024)."""
 
 HOSTILE = st.sampled_from(
     [
@@ -51,14 +51,14 @@ _FIELDS = (
 
 
 def bodies() -> st.SearchStrategy[Json]:
-    """Valid OpenAI bodies with a few fields replaced by any value, often one of the right shape."""
+    """Generate valid OpenAI bodies with a few fields replaced by any value, often one of the right type."""
     right: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
     wrong = st.dictionaries(st.sampled_from(_FIELDS), VALUES | _SHAPED, max_size=3)
     return st.builds(lambda changes: {**right, **changes}, wrong) | st.dictionaries(st.text(max_size=8), VALUES)
 
 
 def objects(**likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Json]:
-    """Objects with some of these keys, whose values are valid or anything."""
+    """Generate objects with some of these keys, whose values are valid or arbitrary."""
     return st.fixed_dictionaries({}, optional={key: value | VALUES for key, value in likely.items()})
 
 

@@ -19,7 +19,7 @@ from tests.dialects.google_helpers import HI, both_forms, gemini_cli_history, pa
 
 PROMPT = (7, 8, 9)
 HISTORIES = ("response", "chunks", "Gemini CLI, stream", "Gemini CLI, response")
-"""Which parts of an answer a client sends back."""
+"""Ways in which a client sends an answer back."""
 THOUGHTS: Json = {"contents": [HI], "generationConfig": {"thinkingConfig": {"includeThoughts": True}}}
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

@@ -19,7 +19,7 @@ from tests.dialects.hostile_json import DEEP, VALUES, assert_refusal
 
 
 def _objects(**likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Json]:
-    """Objects with some of these keys, in either spelling, whose values are valid or anything."""
+    """Generate objects with some of these keys, in either spelling, whose values are valid or arbitrary."""
     optional = {}
     for key, value in likely.items():
         optional[key] = optional[to_snake(key)] = value | VALUES

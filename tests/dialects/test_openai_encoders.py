@@ -80,7 +80,7 @@ def assembled(chunks: list[Json]) -> dict[int, Json]:
                 index,
                 {"content": "", "reasoning": "", "finish_reason": None, "token_ids": [], "logprobs": []},
             )
-            assert now["finish_reason"] is None  # nothing follows the end
+            assert now["finish_reason"] is None  # no chunk after the last one
             now["content"] += delta.get("content", "")
             now["reasoning"] += delta.get("reasoning_content", "")
             now["finish_reason"] = choice["finish_reason"]

@@ -133,7 +133,7 @@ def assembled(streamed: list[Json]) -> Json:
             now["done"] = event.get("text", event.get("arguments", event.get("input")))
             if event["type"] != "response.custom_tool_call_input.done":
                 assert now["text"] == now["done"]
-            elif now["text"] != now["done"]:  # the decoded text was not the response input
+            elif now["text"] != now["done"]:  # the decoded text was not the final input
                 assert custom_input(now["done"]) is None
     assert not now
     final: Json = streamed[-1]["response"]
@@ -178,7 +178,7 @@ def canonical(message: Message) -> Any:
 def test_answer_sent_back_equals_the_sampled_one(data: st.DataObject, sampled: Sampled, keeps_ids: bool) -> None:
     streamed, _, answer = both_forms(data.draw(events(sampled)))
     items = assembled(streamed)["output"]
-    if not keeps_ids:  # as opencode does; only the id says that a custom call's text was its response argument string
+    if not keeps_ids:  # as opencode does; only the id shows that a custom call's text was its whole argument string
         items = [{key: value for key, value in item.items() if key != "id"} for item in items]
         if any(c.name in ("apply_patch", "ns__exec") and custom_input(c.arguments) is None for c in sampled.calls):
             return

@@ -77,7 +77,7 @@ _shaped: st.SearchStrategy[Any] = (
 
 
 def bodies() -> st.SearchStrategy[Json]:
-    """Valid bodies with a few fields replaced by any value, often one of the right shape."""
+    """Generate valid bodies with a few fields replaced by any value, often one of the right type."""
     valid: Json = {"model": "m", "input": "hi"}
     fields: st.SearchStrategy[Json] = st.dictionaries(st.sampled_from(_FIELDS), VALUES | _shaped, max_size=2)
     items = st.lists(_item, min_size=1, max_size=4)

@@ -87,7 +87,7 @@ HERE = [command for command in COMMANDS if command.run_by is None]
 
 @pytest.fixture(scope="module")
 def fake_vllm() -> Iterator[FakeVllm]:
-    """A server in vllm's shape, on a thread of its own: the commands are blocking processes."""
+    """A fake vLLM server in a thread, because the commands are blocking processes."""
     fake = FakeVllm(model=MODEL, context_length=100_000)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

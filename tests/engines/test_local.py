@@ -347,7 +347,7 @@ async def test_failure_of_the_worker_reaches_every_caller(
 async def test_event_loop_stays_free_while_the_model_works(
     random_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs callbacks during every use of the model, and no callback waits long."""
+    """The loop runs callbacks while the model computes, and no callback waits long."""
     loop, runner = asyncio.get_running_loop(), random_engine.loaded.runner
     used: list[str] = []
 

@@ -81,7 +81,7 @@ async def test_answer_follows_its_json_schema(engine: LocalEngine) -> None:
     assert isinstance(value["ok"], bool)
     assert value["city"] in CITY["enum"]
     assert result.choices[0].finish_reason == "stop"
-    # The forbidden tokens are out of the distribution that the log-probabilities speak of.
+    # The log-probabilities are those of the distribution without the forbidden tokens.
     assert any(logprob == pytest.approx(0.0, abs=1e-6) for logprob in result.choices[0].logprobs)
 
 

@@ -40,7 +40,7 @@ LOGITS = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]
         (P(top_p=1e-9), [1]),
         (P(min_p=0.6), [1, 3]),
         (P(min_p=1.0), [1]),
-        (P(top_k=3, top_p=0.5), [1, 3]),  # top_p of what top_k left: 0.4 / 0.9 < 0.5
+        (P(top_k=3, top_p=0.5), [1, 3]),  # top_p applies to the tokens that top_k keeps: 0.4 / 0.9 < 0.5
         (P(top_k=2, temperature=0.0), [0, 1, 2, 3]),
     ],
 )

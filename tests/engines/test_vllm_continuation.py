@@ -151,7 +151,7 @@ async def test_does_not_claim_continue_without_proof(fake: FakeVllm, message: st
             await run(engine, chat(), prompt=PROMPT)
         assert caught.value.code == "cannot_continue"
         assert str(caught.value) == engine.continue_problem
-        assert (await run(engine, chat())).choices[0].text == "Hello."  # observed as ever
+        assert (await run(engine, chat())).choices[0].text == "Hello."  # still served by rendering
 
 
 async def test_detects_a_server_that_reprints_arguments() -> None:
@@ -185,7 +185,7 @@ async def test_template_options_are_verified_when_first_used() -> None:
             with pytest.raises(RequestError, match="otherwise than the Hermes parser") as caught:
                 await run(engine, request, prompt=PROMPT)
             assert caught.value.code == "cannot_continue"
-        assert fake.bodies == []  # the second time it is known
+        assert fake.bodies == []  # cached the second time
         assert (await run(engine, chat(**TOOLS), prompt=PROMPT)).choices[0].text == "Hello."
 
 

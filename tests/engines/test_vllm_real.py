@@ -39,7 +39,7 @@ ENVIRONMENT = Path(os.environ.get("POLAR_VLLM_CPU", Path.home() / ".polar" / "vl
 
 
 def serve(model_dir: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Run the script until the test is over, with `env` added to its environment; yields the server's URL."""
+    """Run the server script during the test, with `env` added to its environment; yield the server's URL."""
     if not (ENVIRONMENT / "bin" / "python").exists():
         pytest.skip(f"no vLLM: run `scripts/vllm_cpu.sh install {ENVIRONMENT}`, or set POLAR_TEST_VLLM_URL")
     port = free_port()
@@ -48,7 +48,7 @@ def serve(model_dir: Path, *flags: str, env: Mapping[str, str] | None = None) ->
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment)
     assert process.stdout is not None
     try:
-        line = process.stdout.readline()  # pytest's time-out bounds it
+        line = process.stdout.readline()  # limited by pytest's timeout
         assert "serves polar-tiny" in line, f"vLLM did not start: {line!r}"
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -82,7 +82,7 @@ def model_dir(url: str, served_dir: Path) -> Path:
     return root if (root / "config.json").is_file() else served_dir
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")  # verifying the server takes as long as many tests
+@pytest_asyncio.fixture(scope="module", loop_scope="module")  # shared, because verifying the server is slow
 async def engine(url: str) -> AsyncIterator[VllmEngine]:
     async with VllmEngine(url) as vllm:
         yield vllm

@@ -1,4 +1,4 @@
-"""One conversation (a system prompt, a tool, a call with its result, a question) in each dialect's own words."""
+"""One conversation (a system prompt, a tool, a call with its result, a question) in the form of each dialect."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ BODIES: dict[str, Json] = {
 
 
 def recorded(name: str, body: Json | None = None, **changes: Any) -> CallRecord:
-    """A call that came as this body, as the gateway records it."""
+    """Return the record of a call with this body, as the gateway makes it."""
     parsed = get_dialect(name, "m").parse(BODIES[name] if body is None else body)
     kept = {"messages": parsed.messages[0], "tools": parsed.tools, "params": orjson.loads(orjson.dumps(parsed.params))}
     return replace(call("call_1", 0.0, [10, 1], [11, 2]), **{"dialect": name, "model": "m", **kept, **changes})

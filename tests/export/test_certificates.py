@@ -25,7 +25,7 @@ async def run(store: Store, **options: Any) -> tuple[list[bytes], ExportReport]:
 
 @pytest.mark.parametrize("builder", ["merged", "per_call", "tree"])
 async def test_every_exported_row_passes_the_checker(store: Store, builder: str) -> None:
-    """Both of rollouts, which are built at their end, and of sessions, which never end."""
+    """The rows are of rollouts, whose traces are built at their end, and of sessions, which never end."""
     rollout_id, calls = await rollout(store, reward=1.0)
     await build_traces(store, calls[0].session_id, rollout_id, reward=1.0, incomplete=False)
     await session_without_rollout(store, base=30)

@@ -116,7 +116,7 @@ async def test_jsonl(store: Store) -> None:
 
 @pytest.mark.parametrize("form", ["jsonl", "chat-jsonl"])
 async def test_lone_surrogate_in_an_answer(store: Store, form: str) -> None:
-    """A model can sample one. JSON has an escape for it, which Python's own reader accepts."""
+    """A model can sample a lone surrogate. JSON has an escape for it, which Python's reader accepts."""
     row = await store.sessions.create(key_hash=None, label=None, origin="open")
     call = conversation(row.session_id)[0]
     message = Message("assistant", "\ud83d")

@@ -79,7 +79,7 @@ class CrashingAgent(TinyAgent):
 
 
 class BriefAgent(TinyAgent):
-    """Makes one request and ends well, whatever the answer."""
+    """Makes one request and exits with 0, whatever the answer."""
 
     manner = "brief"
 

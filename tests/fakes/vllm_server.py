@@ -83,11 +83,11 @@ class Answer:
     delay: float = 0.0
     """Seconds before each chunk after the first."""
     drop_after: int | None = None
-    """Cut the connection after so many chunks."""
+    """Cut the connection after this many chunks."""
     garbage_after: int | None = None
-    """Send a chunk that is not JSON after so many chunks."""
+    """Send a chunk that is not JSON after this many chunks."""
     error_after: int | None = None
-    """Send vLLM's error chunk after so many chunks."""
+    """Send vLLM's error chunk after this many chunks."""
     versions: tuple[tuple[int, str], ...] = ()
     """(first position, weight version) of each run of tokens."""
 
@@ -103,7 +103,7 @@ class Answer:
 
 @dataclass
 class Fault:
-    """An error response in vLLM's shape; without a status, a connection that is cut at once."""
+    """An error response in vLLM's form; without a status, the connection is cut at once."""
 
     status: int | None = 500
     message: str = "scripted fault"
@@ -139,7 +139,7 @@ class FakeVllm:
         self.bodies: list[Json] = []
         """Bodies of the generation requests, in order of arrival."""
         self.aborted = 0
-        """Generations whose client left."""
+        """Generations whose client disconnected."""
         self.url = ""
 
     def script(self, *answers: Answer | Fault) -> None:

@@ -196,7 +196,7 @@ def _google_error(value: Json, status: int) -> bool:
 class Route:
     path: str
     right: Json
-    """A body with one of everything, of which `plain` fields alone are asked for sure."""
+    """A valid body with every kind of field. The `plain` fields are always sent."""
     plain: tuple[str, ...]
     is_error: Callable[[Json, int], bool]
     key: str
@@ -367,7 +367,7 @@ class StormReport:
 
 
 def find_fault(route: Route, answer: httpx.Response) -> str | None:
-    """Return what is wrong with an answer; None if nothing is."""
+    """Return the problem of an answer, or None."""
     try:
         if 400 <= answer.status_code < 500:
             return None if route.is_error(answer.json(), answer.status_code) else "not the route's error shape"

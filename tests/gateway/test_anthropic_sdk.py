@@ -252,7 +252,7 @@ async def test_stop_reasons(serve: Serve, stream: bool) -> None:
     stopped = SampleEvent(text="one", finish_reason="stop", stop_sequence="END")
     engine = EventsEngine(lambda request: [stopped])
     async with connected(serve, engine) as client:
-        # This SDK has dropped them; the harnesses' own clients have not.
+        # This SDK no longer sends them; the harnesses' own clients do.
         extra = {"temperature": 0.5, "top_k": 20, "top_p": 0.9}
         answer = await ask(client, stream, stop_sequences=["END"], extra_body=extra)
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "END")

@@ -40,7 +40,7 @@ CALLS = (
 
 
 async def _ask(client: Any, *, stream: bool) -> None:
-    """Ask, and read the whole answer."""
+    """Send a request and read the whole answer."""
     if not stream:
         await client.models.generate_content(model="m", contents="hi")
         return
@@ -367,7 +367,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised(serve: Serve) -> Non
 
 
 async def test_streams_a_json_array(serve: Serve) -> None:
-    """Without `alt=sse`. The key is in the URL, which Google allows."""
+    """The URL has no `alt=sse`, and contains the key, which Google allows."""
     body = {"contents": [{"parts": [{"text": "hi"}]}]}
     async with serve(ScriptedEngine()) as gateway, httpx.AsyncClient(base_url=gateway.url, timeout=120) as http:
         answer = await http.post("/v1beta/models/m:streamGenerateContent?key=k", json=body)

@@ -88,7 +88,7 @@ async def test_reports_calls_lost_with_a_killed_gateway(url: str) -> None:
         session_id = await new_session(store, "k")
         asking = asyncio.create_task(ask_in_vain(port, "k"))
         await until_open(store, session_id)
-        await asyncio.sleep(1.5)  # longer than a call is held without being renewed
+        await asyncio.sleep(1.5)  # longer than the lease of a call that is not renewed
         with pytest.raises(TimeoutError):
             await here.idle(session_id, 0.0)
         process.send_signal(signal.SIGKILL)
@@ -162,12 +162,12 @@ async def test_the_next_start_reports_calls_of_dead_gateways(file: str) -> None:
         alone, running = await new_session(store, "alone"), await new_session(store, "running")
         rollout_id = await new_rollout(store, running)
         await store.rollouts.update(rollout_id, status="running")
-        async with store.database.writing() as connection:  # a service's, and not this process's own
+        async with store.database.writing() as connection:  # a rollout of a server's job, not of this process
             await connection.exec_driver_sql("UPDATE rollouts SET owner_pid = NULL, owner_host = NULL")
         asking = [asyncio.create_task(ask_in_vain(port, key)) for key in ("alone", "running")]
         for session_id in (alone, running):
             await until_open(store, session_id)
-        assert await recover(store) == []  # it lives
+        assert await recover(store) == []  # this gateway is alive
         process.send_signal(signal.SIGKILL)
         await process.wait()
         (line,) = await recover(store)

@@ -156,5 +156,5 @@ async def test_a_single_gateway_does_not_look_for_other_calls(url: str, monkeypa
     async with run_gateway(url) as (told, store):
         await new_session(store, "k2")
         await talk([told], "k2", 4, "the task")
-    assert len(asked) == 3  # not when it reads the session for the first time
+    assert len(asked) == 3  # except when it reads the session for the first time
     assert read == [0], "nothing of its own is read back"

@@ -1,4 +1,4 @@
-"""The adapter protocol, adapters by name, and what mini-swe-agent makes of it. No harness is installed."""
+"""The adapter protocol, adapters by name, and mini-swe-agent's implementation of it. No harness is installed."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def needs(kind: SandboxKind) -> Any:
 
 
 def with_local_image(folder: Path, copy: Path) -> Path:
-    """Copy a Harbor folder and base its Dockerfile on the default image of sandboxes, so that no registry is needed."""
+    """Copy a Harbor folder and base its Dockerfile on the default sandbox image, so that no registry is needed."""
     shutil.copytree(folder, copy)
     dockerfile = copy / "environment" / "Dockerfile"
     dockerfile.write_text(dockerfile.read_text().replace("python:3.12-slim", images.tag()))

@@ -1,4 +1,4 @@
-"""An agent that searches for hidden tests, the fix and its reward, and the signs that its patch shows."""
+"""An agent that searches for hidden tests, the fix and its reward; and signs of reward hacking in patches."""
 
 from __future__ import annotations
 

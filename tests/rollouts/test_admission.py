@@ -82,7 +82,7 @@ def test_memory_counts_reservations() -> None:
     memory = MemoryAdmission(1000, 500, free=lambda: free, clock=lambda: now)
     assert memory.refusal(request("a")) is None
     assert memory.refusal(request("b", 2000)) is None
-    assert memory.refusal(request("c")) == TOO_LITTLE_MEMORY  # 4000 - 3000 reserved - 1000 < 500
+    assert memory.refusal(request("c")) == TOO_LITTLE_MEMORY  # 4000 MiB - 3000 reserved - 1000 < 500
     assert memory.refusal(request("c", 400)) is None
     assert memory.refusal(request("c", 400)) is None  # asked again at the next stage, and not counted twice
     now += RESERVATION_SECONDS + 1

@@ -77,7 +77,7 @@ def test_engine_model_times() -> None:
         return times, engine.count.prompt_tokens, engine.count.computed_tokens
 
     times, prompt, computed = in_virtual_time(main())
-    assert times == [2.0, 1.4, 1.001]  # of the second turn 400 are new; of the sibling's first, one (there must be one)
+    assert times == [2.0, 1.4, 1.001]  # 400 new tokens in the second turn; one in the sibling's first turn, the minimum
     assert (prompt, computed) == (1000 + 1500 + 1000, 1000 + 400 + 1)
 
 

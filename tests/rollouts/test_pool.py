@@ -62,7 +62,7 @@ async def test_holds_at_most_its_size() -> None:
         pool.expect("process", SPEC)
         pool.expect("process", SPEC)
         await pool._shelf[0][1]
-        pool.expect("process", OTHER)  # makes room, and cannot be opened
+        pool.expect("process", OTHER)  # replaces a waiting sandbox, and cannot be opened
         assert pool.waiting == 1
         with pytest.raises(SandboxError, match="no room"):
             await pool.take("process", OTHER)

@@ -60,7 +60,7 @@ def own_sandbox_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """Keep the register of sandboxes in the test's own folder, so that a run removes only its own."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.setenv("POLAR_ADMISSION__MEMORY_MB", "0")  # two run at a time, whatever else this machine does
+    monkeypatch.setenv("POLAR_ADMISSION__MEMORY_MB", "0")  # no check of the machine's load, so that two run at a time
 
 
 async def open_recorded(home: Path) -> Store:

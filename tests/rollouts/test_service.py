@@ -32,7 +32,7 @@ LIMITS = ServiceLimits(
     WorkerLimits(in_flight=8, running=4, retry_seconds=0.01, poll_seconds=0.05),
     pool_size=2,
     refill=False,
-    admission=AdmissionSettings(memory_mb=0),  # admit rollouts whatever else this machine does
+    admission=AdmissionSettings(memory_mb=0),  # admit rollouts without checking the machine's load
 )
 Opener = Callable[[SandboxKind, SandboxSpec], Any]
 
@@ -135,7 +135,7 @@ async def test_scoring_is_tried_again_without_a_new_attempt(store: Store, tmp_pa
     async with service(store, tmp_path, opener) as running:
         made, _ = await running.submit(TASKS, job())
         await running.until_done(made.job_id)
-        assert running.pool.count.dead == 1  # the one in the pool
+        assert running.pool.count.dead == 1  # the sandbox in the pool
     (row,) = await store.rollouts.find()
     assert (row.status, row.reward) == ("done", 1.0)
     assert {stage.attempt for stage in await store.rollouts.stages(row.rollout_id)} == {1}
@@ -161,7 +161,7 @@ async def test_fails_after_three_attempts_without_a_sandbox(store: Store, tmp_pa
 async def test_cancelled_while_the_agent_runs(
     store: Store, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt, "_IDLE_SECONDS", 600.0)  # which is not waited for
+    monkeypatch.setattr(attempt, "_IDLE_SECONDS", 600.0)  # cancellation must not wait for this
     async with service(store, tmp_path) as running:
         made, _ = await running.submit(TASKS, job("SleepyAgent"))
         (group,) = await store.groups.of_job(made.job_id)

@@ -20,7 +20,7 @@ from tests.until import until
 
 ROOT = Path(__file__).parents[2]
 
-# An owner: opens a sandbox, leaves a background process and runs another, tells what there is, and waits to be killed.
+# An owner: opens a sandbox, leaves a background process and runs another, prints their ids, and waits to be killed.
 OWNER = """
 import asyncio, os, sys
 from pathlib import Path

@@ -106,7 +106,7 @@ async def test_prune_removes_unused_images(tmp_path: Path, reasons: dict[str, st
     if "docker" in reasons:
         pytest.skip(reasons["docker"])
     agents = [program(tmp_path / name, uuid.uuid4().hex) for name in ("changed", "installed", "used")]
-    base = f"polar-prune-test:{uuid.uuid4().hex[:12]}"  # of its own: other images on this machine are not looked at
+    base = f"polar-prune-test:{uuid.uuid4().hex[:12]}"  # a separate base, to ignore other images
     async with docker_engine.docker_client() as engine:
         await engine.images.tag(await docker_engine.find_image(engine, None), base.partition(":")[0], tag=base[17:])
         changed, installed, used = [(await prebuild(engine, base, [one])).image for one in agents]

@@ -1,4 +1,4 @@
-"""The cache of what sessions asked and answered last."""
+"""The cache of the last requests and answers of sessions."""
 
 from __future__ import annotations
 

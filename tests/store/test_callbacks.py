@@ -51,7 +51,7 @@ async def test_each_callback_has_one_sender(store: Store, url: str) -> None:
 
 async def test_retries_until_delivered_or_given_up(store: Store) -> None:
     job_id = await ended_job(store, ("done",))
-    group, job = await store.callbacks.claim(9, -1)  # its sender was killed: its time is over at once
+    group, job = await store.callbacks.claim(9, -1)  # its sender was killed: its claim expires at once
     assert await store.callbacks.fix_body(group.callback_id, "first") == "first"
     again, _ = await store.callbacks.claim(9, 60)
     assert (again.callback_id, again.attempts, again.body) == (group.callback_id, 2, "first")

@@ -14,7 +14,7 @@ from tests.until import until
 
 
 async def test_a_cancelled_writer_holds_no_lock(store: Store) -> None:
-    references: list[Any] = []  # references statements, as a traceback does
+    references: list[Any] = []  # keeps references to statements, as a traceback does
     sqlite = store.database.dialect == "sqlite"
     started, running, ends = asyncio.Event(), threading.Event(), threading.Event()
 

@@ -1,6 +1,7 @@
 """Random conversations with end-of-turn tokens and bases, as the gateway records them.
 
-Turns continue, drift, rewind and branch; some answers are cut, some calls have parallel choices or are sub-agents.
+Turns continue, drift, rewind and branch; some answers are cut, some calls have parallel choices or are those of
+sub-agents.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def test_cut_answer_is_closed_from_the_prompt() -> None:
 
 
 def test_call_that_continues_a_joined_call_is_joined() -> None:
-    """Its prompt begins with its base's tokens, which differ from those of the trace."""
+    """The call's prompt begins with its base's tokens, which differ from those of the trace."""
     assert DRIFTED.prompt_ids is not None
     third = turn("c", 2, [*DRIFTED.prompt_ids.tolist(), 5, END, 6, 7], [8], base="b", prompt_mode="continue")
     built = joined(FIRST, DRIFTED, third)

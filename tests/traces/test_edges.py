@@ -48,7 +48,7 @@ def test_one_of_chained_attempts_is_trained() -> None:
 
 @pytest.mark.parametrize("edge", ["subagent", "compacts"])
 def test_subagent_and_compaction_open_their_own_trace(edge: str) -> None:
-    """Even where its tokens continue the parent's trace, which the parent's next call then continues."""
+    """This holds even if its tokens continue the parent's trace, which the parent's next call then continues."""
     calls = [
         call("a", 0, [1], [2]),
         call("s", 1, [1, 2, 7], [8], edge=edge, parent_call_id="a"),

@@ -86,7 +86,8 @@ def test_subagent_that_follows_a_whole_path_has_its_own_trace() -> None:
 
 
 def test_drift_branches_where_the_tokens_differ() -> None:
-    """Also in the middle of an answer: the tokens before are shared, the tokens after are context."""
+    """The branch may be in the middle of an answer: the tokens before it are shared, the tokens after it are
+    context."""
     built = tree([call("a", 0, [1, 2], [3, 4, 5]), call("b", 1, [1, 2, 3, 9, 5, 6], [7])])
     assert describe(built) == [([1, 2, 3, 4, 5], "00111", None, 0), ([9, 5, 6, 7], "0001", 0, 3)]
 

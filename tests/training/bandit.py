@@ -1,4 +1,4 @@
-"""The smallest environment: a prompt of ids, a few sampled tokens, and a reward for which tokens they are.
+"""The smallest environment: a prompt of ids, a few sampled tokens, and a reward that depends on them.
 
 Everything but the agent is real: the local engine samples, calls and traces go through the store, groups through jobs
 and the feed. There is no sandbox, harness or gateway.

@@ -1,4 +1,4 @@
-"""Loss inputs given by importance ratios, from which calculations by hand begin; gradients of a loss."""
+"""Loss inputs made from importance ratios, which are easy to calculate with by hand; gradients of a loss."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def tokens(
 
 
 def with_noise_off_the_mask(batch: LossInputs) -> LossInputs:
-    """Put NaN and infinity wherever nothing is trained; a loss must not notice."""
+    """Put NaN and infinity at all positions that are not trained; they must not change a loss."""
     off = ~batch.mask
     proximal = batch.proximal_logprobs
     return replace(

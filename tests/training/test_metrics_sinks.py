@@ -28,7 +28,7 @@ SMALL = CONFIG.model_copy(update={"samples": 2, "steps": 3})
 
 @pytest.mark.parametrize("point", ["leased", "trained", "saved", "synced"])
 async def test_store_has_the_lines_of_the_file_after_a_kill(tmp_path: Path, model: Path, point: str) -> None:
-    """Killed in its second step and resumed: nothing is left of the lines that the kill took back."""
+    """The run is killed in its second step and resumed; the lines of the lost step disappear."""
     async with opened(tmp_path, model) as (store, engine):
         sink = StoreSink(store, "run_1", "run", SMALL.to_json())
         with pytest.raises(Killed):

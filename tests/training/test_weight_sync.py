@@ -66,7 +66,7 @@ async def test_probe_accepts_a_step_smaller_than_the_noise() -> None:
     [
         (0.010, 0.0020, 1e-6, True),  # a fifth of the move is missing
         (0.010, 0.0020, 1e-3, False),  # twice the usual difference of an engine in bfloat16
-        (0.010, 0.0005, 1e-6, False),  # a twentieth: the noise grew
+        (0.010, 0.0005, 1e-6, False),  # a twentieth: the noise increased
         (0.010, 0.0020, None, False),  # the first sync
     ],
 )

@@ -171,7 +171,7 @@ class Toolbox:
     def choose(self, choice: Any) -> tuple[str | Json | None, tuple[Json, ...]]:
         """Return the engine's (tool_choice, tools) for the body's `tool_choice`. Raises RequestError.
 
-        `allowed_tools` removes the others: only a tool that is not offered is certain not to be called.
+        With `allowed_tools` the other tools are not offered, which is the only way to prevent their calls.
         """
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             names = self._allowed(choice)

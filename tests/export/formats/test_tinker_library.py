@@ -30,7 +30,7 @@ def test_records_are_datums() -> None:
 
 
 def test_datum_survives_serialisation() -> None:
-    """In the form in which Tinker's client sends it."""
+    """The serialised form is the one that Tinker's client sends."""
     from tinker.types._pydantic_types.datum import Datum
 
     (record,) = RecordConverter("tinker")(with_advantages(group())[:1])

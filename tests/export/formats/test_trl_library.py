@@ -64,7 +64,7 @@ def grpo_trainer(folder: Path, groups: list[list[Json]], **settings: Any) -> Any
 
 
 def gradients_at_the_step(trainer: Any) -> dict[str, torch.Tensor]:
-    """Trains, and keeps what the optimiser was given."""
+    """Train, and return the gradients that the optimiser gets."""
     from transformers import TrainerCallback
 
     kept: dict[str, torch.Tensor] = {}
@@ -124,8 +124,8 @@ def test_one_step_of_trl_equals_polars_step(tmp_path: Path, groups: list[list[Js
 
 
 def test_ratios_are_to_the_recorded_logprobs(tmp_path: Path, groups: list[list[Json]]) -> None:
-    """Recorded log-probabilities that say the policy of then liked its tokens e times less: each ratio is e, clipped
-    for the good rollouts."""
+    """The recorded log-probabilities are lowered by 1, so that each ratio is e, and is clipped for the good
+    rollouts."""
     shifted = [
         one | {"logprobs": [value if value is None else value - 1.0 for value in one["logprobs"]]} for one in groups[0]
     ]
@@ -150,7 +150,7 @@ def test_masked_and_unscored_rollouts(tmp_path: Path, groups: list[list[Json]]) 
 
 
 def test_samples_through_the_async_trainers_own_queue_batcher_and_packing() -> None:
-    """Everything of AsyncGRPOTrainer but its attention kernel, which is for GPUs."""
+    """Everything of AsyncGRPOTrainer except its attention kernel, which needs a GPU."""
     module = pytest.importorskip("trl.experimental.async_grpo.async_grpo_trainer")
     rows = [row(0, 0), row(0, 0, 1), row(0, 1), row(0, 2, masked=True), row(0, 3)]
     worker = trl.RecordedWorker([group(1, size=2), rows])
@@ -171,7 +171,7 @@ def test_samples_through_the_async_trainers_own_queue_batcher_and_packing() -> N
     )
     wanted = sum(sum(one.loss_mask) * (one.advantage or 0.0) for one in read.values())
     assert float(tensors["advantages"].sum()) == pytest.approx(wanted, abs=1e-5)
-    # What a loss term predicts is the token that was sampled there.
+    # Each loss term predicts the token that was sampled at its position.
     labels = tensors["shift_labels"][tensors["token_index"]].tolist()
     sampled = [ids for one in read.values() for ids, bit in zip(one.response_ids, one.loss_mask, strict=True) if bit]
     assert sorted(labels) == sorted(sampled)

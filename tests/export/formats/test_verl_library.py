@@ -63,7 +63,7 @@ async def answers(rows: Path, one: Json, session: int) -> list[Any]:
     """Call the agent loop like verl's worker: by the configured class, with the dataset's columns and the session."""
     from polar_proxy.export.formats.verl_loop import RecordedAgentLoop
 
-    loop = RecordedAgentLoop.__new__(RecordedAgentLoop)  # its base wants a cluster's configuration
+    loop = RecordedAgentLoop.__new__(RecordedAgentLoop)  # the base class needs the configuration of a cluster
     loop._rows = str(rows)
     found: list[Any] = await loop.run({}, session_id=session, **one)
     return found

@@ -39,15 +39,15 @@ class Machines:
         self.head.until("Ray runtime started")
 
     def add(self, sandboxes: int, **environment: str) -> Node:
-        """One more, with so many places and more in its environment. They start one after the other: two at the same
-        time would take each other's sockets."""
+        """Add a node with this capacity and additional environment variables. Nodes start one at a time, because two at
+        once would take each other's sockets."""
         node = Node({**self.env, **environment}, self.folder, f"node-{len(self.nodes)}", self.head.address, sandboxes)
         self.nodes.append(node)
         node.until("Ray runtime started")
         return node
 
     def serve(self, url: str) -> Serving:
-        """A head of Polar's on this cluster and database, ready."""
+        """Start `polar serve` on this cluster and database, and wait until it is ready."""
         served = Serving(self.env, self.folder, f"serve-{len(self.services)}", self.head.address, url)
         self.services.append(served)
         served.ready()

@@ -53,7 +53,7 @@ def environment(home: Path, scratch: Path) -> dict[str, str]:
         "NO_COLOR": "1",
         "COLUMNS": "200",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "POLAR_ADMISSION__MEMORY_MB": "0",  # whatever else this machine does: nodes fill their places
+        "POLAR_ADMISSION__MEMORY_MB": "0",  # no check of the machine's load, so that nodes fill their capacity
     }
 
 
@@ -83,7 +83,7 @@ class Program:
         )
 
     def ready(self) -> Any:
-        """The JSON document that `polar serve --json` prints."""
+        """Return the JSON document that `polar serve --json` prints."""
         assert self.process.stdout is not None
         text = b""
         while not text.rstrip().endswith(b"}"):
@@ -93,7 +93,7 @@ class Program:
         return orjson.loads(text)
 
     def until(self, words: str, seconds: float = 180) -> None:
-        """Wait until its log has these words."""
+        """Wait until the program's log contains these words."""
         wait_for(lambda: words in self.log.read_text(), seconds, self.log.read_text)
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = 120) -> int:
@@ -102,7 +102,7 @@ class Program:
         return self.process.wait(seconds)
 
     def end(self) -> None:
-        """Whatever is left of it."""
+        """Kill all processes of the program that are left."""
         left = descendants(self.process.pid)
         if self.process.poll() is None:
             self.process.kill()
@@ -121,13 +121,13 @@ class Node(Program):
         super().__init__(env, folder, name, POLAR, "node", "--ray-address", address, *room, "--", *SMALL)
 
     def rays(self) -> list[int]:
-        """Its raylet and that one's workers, its own polar and ray commands; not the sandboxes below them."""
+        """Return the processes of its raylet with its workers, and of its polar and ray commands, without sandboxes."""
         mine = descendants(self.process.pid)
         marks = ("raylet", "ray::", "ray/_private", "ray.scripts", "polar node")
         return [self.process.pid, *(pid for pid in mine if any(mark in command(pid) for mark in marks))]
 
     def workers(self) -> list[int]:
-        """The processes of its node actors."""
+        """Return the processes of its node actors."""
         return [pid for pid in descendants(self.process.pid) if command(pid).startswith("ray::NodeActor")]
 
     def kill(self) -> None:
@@ -147,7 +147,7 @@ class Serving(Program):
         super().__init__(env, folder, name, POLAR, "serve", "--port", "0", "--db", url, *engine, *ray, "--json")
 
     def gateways(self) -> list[str]:
-        """The reported nodes."""
+        """Return the nodes that the server reports."""
         return re.findall(r"agents at a time, gateway (http\S+)", self.log.read_text())
 
 

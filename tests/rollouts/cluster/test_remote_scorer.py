@@ -27,7 +27,7 @@ LIMITS = ServiceLimits(
     WorkerLimits(in_flight=8, preparing=3, running=3, scoring=1, retry_seconds=0.01, poll_seconds=0.05),
     pool_size=0,
     refill=False,
-    admission=AdmissionSettings(memory_mb=0),  # all three run at the same time, whatever else this machine does
+    admission=AdmissionSettings(memory_mb=0),  # no check of the machine's load, so that all three run at the same time
 )
 
 
