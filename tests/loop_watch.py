@@ -1,8 +1,8 @@
 """Measures for how long an event loop is blocked by its own thread's work and waits, and not by the machine.
 
-The loop of a busy machine stands still now and then without anybody's fault, so the time between two turns says
-nothing. Between the end of one `select` and the beginning of the next, this counts the thread's processor time; and
-all of the time where the thread gave the processor away by itself (a blocking call does, being preempted does not).
+On a busy machine the operating system pauses the loop, so the time between two turns is no measure. Between the end of
+one `select` and the beginning of the next, this counts the thread's processor time, or all of the time if the thread
+gave up the processor itself (in a blocking call, and not by preemption).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 class LoopWatch:
     worst = 0.0
-    """Seconds for which one turn held the loop."""
+    """The longest time in seconds for which one turn blocked the loop."""
     turns = 0
 
 

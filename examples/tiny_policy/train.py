@@ -75,7 +75,7 @@ def losses(model: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tens
 
 
 def evaluate(model: Any, held_out: Sequence[Example]) -> dict[str, float]:
-    """Teacher-forced on unseen dialogues.
+    """Score unseen dialogues, teacher-forced.
 
     `loss` (nats per assistant token), `right` (share of assistant tokens that are the most likely one), `path` (mean
     probability of sampling the expert's whole dialogue, its free choices included: a lower bound of success).
