@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("polar_proxy", "harness_adapters", "sandboxes")
 SOURCES = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py"))

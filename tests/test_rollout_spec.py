@@ -20,6 +20,8 @@ from polar_proxy.rollouts import submit
 from polar_proxy.store import Store
 from polar_proxy.tasks import get_source
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_field_has_a_help_text() -> None:
     assert [name for name, field in JobSpec.model_fields.items() if not field.description] == []

@@ -16,6 +16,8 @@ from polar_proxy.sessions import hash_key, new_key
 from polar_proxy.store import Store
 from tests.api.conftest import ServeApi, job_request, make_key
 
+pytestmark = pytest.mark.slow
+
 ADMIN_ONLY = {
     ("POST", "/api/v1/jobs"),
     ("POST", "/api/v1/jobs/{job_id}/cancel"),

@@ -17,6 +17,8 @@ from polar_proxy.webhooks import BadCallbackError, verify_callback
 from tests.api.conftest import RunningServer, ServeApi, job_request
 from tests.api.receiver import callback_receiver
 
+pytestmark = pytest.mark.slow
+
 SECRET = "whsec_" + base64.b64encode(b"a secret of twenty-four.").decode()
 FAST = {"callback_pause_seconds": 0.05, "callback_timeout_seconds": 60.0}
 

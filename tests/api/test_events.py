@@ -12,6 +12,8 @@ import pytest
 
 from tests.api.conftest import RunningServer, ServeApi, job_request
 
+pytestmark = pytest.mark.slow
+
 Event = tuple[str, str, dict[str, Any]]
 
 

@@ -15,6 +15,8 @@ from tests.api.conftest import RunningServer, ServeApi, job_request
 from tests.api.test_jobs import until_ended
 from tests.store.test_feed import finished
 
+pytestmark = pytest.mark.slow
+
 
 async def lease(running: RunningServer, **given: Any) -> Any:
     answer = await running.trainer.post("/feed/lease", json={"consumer": "t", **given})

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from polar_proxy.store.service.queue import FleetRow
 from tests.api.conftest import ServeApi, job_request
 from tests.api.test_jobs import until_calls, until_ended
+
+pytestmark = pytest.mark.slow
 
 
 async def test_one_server_pauses_both(serve_api: ServeApi) -> None:

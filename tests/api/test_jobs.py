@@ -12,6 +12,8 @@ import pytest
 from polar_proxy.rollouts import attempt
 from tests.api.conftest import RunningServer, ServeApi, job_request
 
+pytestmark = pytest.mark.slow
+
 
 async def until_ended(running: RunningServer, job_id: str, seconds: float = 150) -> Any:
     async with asyncio.timeout(seconds):

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from tests.api.conftest import ServeApi, job_request
 from tests.api.test_jobs import until_calls, until_ended
+
+pytestmark = pytest.mark.slow
 
 
 async def test_a_job_is_paused_and_resumed(serve_api: ServeApi) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from polar_proxy.store import Store
 from tests.api.conftest import ServeApi
+
+pytestmark = pytest.mark.slow
 
 
 def line(kind: str, step: int, **values: Any) -> dict[str, Any]:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.cli.runner import polar_error, polar_json
+
+pytestmark = pytest.mark.slow
 
 
 def test_api_keys_are_created_listed_and_revoked(polar_home: Path) -> None:

@@ -12,6 +12,8 @@ from polar_proxy import __version__
 from tests.cli.process import POLAR, environment
 from tests.cli.runner import polar, polar_error, polar_json, polar_ok
 
+pytestmark = pytest.mark.slow
+
 
 def test_console_script_prints_one_line_for_an_error(polar_home: Path, tmp_path: Path) -> None:
     done = subprocess.run([POLAR, "sessions"], env=environment(), cwd=tmp_path, capture_output=True, text=True)

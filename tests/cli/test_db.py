@@ -15,6 +15,8 @@ from polar_proxy.store import open_store
 from tests.cli.runner import polar_json
 from tests.factories import call_record, new_session
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def database(polar_home: Path) -> Path:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cli.runner import polar_error, polar_json, polar_ok
+
+pytestmark = pytest.mark.slow
 
 SCRIPTED = ("--engine", "scripted", "--sandbox", "process")
 RESERIALISES_ARGUMENTS = ("doctor", "drift", "--harness", "tests.conformance.small_agent:ReserialisingAgent", *SCRIPTED)

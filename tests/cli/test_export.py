@@ -18,6 +18,8 @@ from polar_proxy.types import Json
 from tests.cli.runner import polar_error, polar_json
 from tests.export.recorded_runs import rollout, session_without_rollout
 
+pytestmark = pytest.mark.slow
+
 
 def rows(path: Path) -> list[Json]:
     return [orjson.loads(line) for line in path.read_bytes().splitlines()]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.cli.runner import polar, polar_error, polar_json
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_queued_job_from_submission_to_cancellation() -> None:

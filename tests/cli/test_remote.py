@@ -14,6 +14,8 @@ from tests.cli.process import ROOT
 from tests.cli.runner import polar, polar_error, polar_json, polar_ok
 from tests.client.server import PolarServer, polar_serve
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PolarServer]:

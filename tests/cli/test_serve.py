@@ -15,6 +15,8 @@ import pytest
 from tests.cli.process import POLAR, environment
 from tests.cli.runner import polar_json, polar_ok
 
+pytestmark = pytest.mark.slow
+
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "say [bold]hi[/]"}]}
 
 

@@ -26,6 +26,8 @@ from tests.fakes.strict_api import StrictApi
 from tests.fakes.vllm_server import Answer
 from tests.traces.test_canonical import DRIFTED, FIRST
 
+pytestmark = pytest.mark.slow
+
 
 def export(path: Path, *options: str) -> list[Json]:
     polar_ok("export", "--format", "tokens-jsonl", "--out", str(path), *options)

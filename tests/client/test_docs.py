@@ -17,6 +17,8 @@ from polar_proxy.client.requests import api_method, api_stream
 from tests.cli.process import ROOT, environment
 from tests.client.server import PolarServer, polar_serve
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs" / "reference" / "api_examples.md").read_text()
 GUIDE = (ROOT / "docs" / "guide" / "rollouts.md").read_text()
 THERE = "http://127.0.0.1:8399"

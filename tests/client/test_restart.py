@@ -8,9 +8,13 @@ import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
+
 from polar_proxy.api_models import Event, JobRequest
 from polar_proxy.client import Client
 from tests.client.server import polar_serve
+
+pytestmark = pytest.mark.slow
 
 
 def test_events_continue_after_the_server_is_killed(polar_home: Path) -> None:

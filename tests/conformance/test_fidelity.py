@@ -33,6 +33,8 @@ from polar_proxy.types import ChatRequest, Message, PromptMode, Sampling
 from tests.conformance.small_agent import ReserialisingAgent, SmallAgent
 from tests.engines import test_vllm_real as real
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from polar_proxy.store import Store
 from polar_proxy.types import CallRecord, new_id
 from tests.conformance.small_agent import ForgetfulAgent, LyingAgent, RewritingAgent, SmallAgent
 
+pytestmark = pytest.mark.slow
+
 Save = Callable[[CallRecord], Awaitable[None]]
 Commit = Callable[[Save, CallRecord, int], Awaitable[None]]
 """How a test commits a call: the real commit, the record, and the number of the call."""

@@ -16,6 +16,8 @@ from polar_proxy.conformance import CheckResult, HarnessRow, document, markdown,
 from polar_proxy.engines.scripted import INFO
 from tests.rollouts.test_run import strays
 
+pytestmark = pytest.mark.slow
+
 POLAR = str(Path(sys.executable).with_name("polar"))
 AGENT = ["--harness", "tests.conformance.small_agent:SmallAgent"]
 

@@ -17,6 +17,8 @@ from polar_proxy.types import ChatRequest, Json
 from tests.dialects.google_helpers import HI
 from tests.dialects.hostile_json import DEEP, VALUES, assert_refusal
 
+pytestmark = pytest.mark.slow
+
 
 def _objects(**likely: st.SearchStrategy[Any]) -> st.SearchStrategy[Json]:
     """Generate objects with some of these keys, in either spelling, whose values are valid or arbitrary."""

@@ -14,6 +14,8 @@ from polar_proxy.dialects import Answer, Dialect, OpenAIChat, OpenAICompletions
 from polar_proxy.types import Json, SampleEvent, ToolDelta, TopLogprob
 from tests.dialects.encoding import encode, gather
 
+pytestmark = pytest.mark.slow
+
 BODY: Json = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = (7, 8, 9)
 

@@ -27,6 +27,8 @@ from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, Json, Mess
 from tests.dialects import hostile_json, test_anthropic_fuzz, test_google_fuzz, test_responses_fuzz
 from tests.factories import call
 
+pytestmark = pytest.mark.slow
+
 DIALECTS: list[tuple[Dialect, st.SearchStrategy[Json]]] = [
     (OpenAIChat(), hostile_json.bodies()),
     (OpenAICompletions(), hostile_json.bodies()),

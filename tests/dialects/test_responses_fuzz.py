@@ -17,6 +17,8 @@ from polar_proxy.errors import RequestError
 from polar_proxy.types import Json, Message, SampleEvent, ToolDelta
 from tests.dialects.hostile_json import DEEP, VALUES, assert_refusal, objects
 
+pytestmark = pytest.mark.slow
+
 _FIELDS = (
     *("model", "input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "reasoning", "include"),
     *("temperature", "top_p", "max_output_tokens", "top_logprobs", "stream", "store", "metadata", "background"),

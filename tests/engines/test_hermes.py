@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from polar_proxy.engines.hermes import CALL, END_CALL, END_THINK, THINK, HermesParser, ParsedText, Reasoning, parse_call
 
+pytestmark = pytest.mark.slow
+
 GOOD = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 
 

@@ -13,6 +13,8 @@ from polar_proxy.engines.http_client import HttpClient, NoResponseError
 from polar_proxy.engines.openai_client import OpenAIClient
 from polar_proxy.errors import EngineError, RequestError
 
+pytestmark = pytest.mark.slow
+
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 CLOSE = b"<close>"
 

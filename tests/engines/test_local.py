@@ -28,6 +28,8 @@ from tests.engines.engine_contract import PLAIN, WEATHER, EngineContract, Result
 from tests.loop_watch import watched
 from tests.until import GUARD_SECONDS, until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["random", "polar-tiny"], scope="module")
 def model_dir(request: pytest.FixtureRequest, random_model_dir: Path) -> Path:

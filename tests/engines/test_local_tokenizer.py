@@ -16,6 +16,8 @@ from polar_proxy.engines.local.tokenizer import ChatTemplate, TextStream, Vocabu
 from polar_proxy.errors import RequestError
 from polar_proxy.types import ChatRequest, Message, ToolCall
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tokenizer(random_model_dir: Path) -> Any:

@@ -23,6 +23,8 @@ from tests.engines.engine_contract import WEATHER, chat, read, run
 from tests.fakes.vllm_server import CALL, END, Answer, FakeVllm, ids, text_of, tokenized
 from tests.until import until
 
+pytestmark = pytest.mark.slow
+
 TOOLS: dict[str, Any] = {"tools": (WEATHER,)}
 PARIS = ("get_weather", '{"city" : "Paris"}')
 PROMPT = [*ids("odd"), END, *ids("tokens")]

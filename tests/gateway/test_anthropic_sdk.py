@@ -22,6 +22,8 @@ from polar_proxy.types import ChatRequest, EngineRequest, SampleEvent, ToolCall,
 from tests.conftest import Serve
 from tests.gateway.agents import recorded_calls
 
+pytestmark = pytest.mark.slow
+
 USER: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"name": "bash", "description": "Runs it.", "input_schema": {"type": "object"}}]
 CALLS = (

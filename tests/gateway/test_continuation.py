@@ -17,6 +17,8 @@ from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, ToolCall
 from tests.conftest import Serve
 from tests.gateway.agents import client, new_session, recorded_calls
 
+pytestmark = pytest.mark.slow
+
 SAMPLED = '{"flag":true,  "text": "caf\\u00e9", "n": 1.0}'
 ECHOED = '{"text": "café", "flag": true, "n": 1}'
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

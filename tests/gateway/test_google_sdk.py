@@ -20,6 +20,8 @@ from polar_proxy.types import ChatRequest, EngineRequest, ToolCall
 from tests.conftest import Serve
 from tests.gateway.agents import recorded_calls
 
+pytestmark = pytest.mark.slow
+
 BASH = types.Tool(
     function_declarations=[
         types.FunctionDeclaration(

@@ -22,6 +22,8 @@ from tests.conftest import Serve
 from tests.gateway.agents import CHAT, client, events_of, new_session, only_call, recorded_calls
 from tests.until import until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_and_records_a_call(serve: Serve, store: Store, stream: bool) -> None:

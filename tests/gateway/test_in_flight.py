@@ -33,6 +33,8 @@ from tests.gateway.shared_gateways import (
 )
 from tests.store.conftest import postgres, url
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["postgres", "url"]
 
 

@@ -19,6 +19,8 @@ from polar_proxy.types import EngineRequest, ToolCall
 from tests.conftest import Serve
 from tests.gateway.agents import recorded_calls
 
+pytestmark = pytest.mark.slow
+
 USER: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "bash", "parameters": {"type": "object"}}}]
 CALLS = (

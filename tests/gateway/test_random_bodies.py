@@ -14,6 +14,8 @@ from polar_proxy.store import Store
 from tests.conftest import Serve
 from tests.gateway.random_bodies import ROUTES, RandomAnswers, find_fault, send_random_bodies
 
+pytestmark = pytest.mark.slow
+
 _BODIES = 400
 
 

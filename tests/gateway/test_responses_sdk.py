@@ -24,6 +24,8 @@ from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, ToolCal
 from tests.conftest import Serve
 from tests.gateway.agents import recorded_calls
 
+pytestmark = pytest.mark.slow
+
 TOOLS: Any = [
     {"type": "function", "name": "bash", "parameters": {"type": "object"}, "strict": False},
     {"type": "custom", "name": "apply_patch", "description": "Edit files."},

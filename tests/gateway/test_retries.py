@@ -18,6 +18,8 @@ from tests.conftest import Serve
 from tests.gateway.agents import CHAT, client, recorded_calls
 from tests.until import until
 
+pytestmark = pytest.mark.slow
+
 RETRY = {"x-stainless-retry-count": "1"}
 KEPT: dict[str, Any] = {"retry_window_seconds": 600}
 

@@ -19,6 +19,8 @@ from polar_proxy.types import Sampling, TextRequest
 from tests.conftest import Serve
 from tests.gateway.agents import CHAT, new_session
 
+pytestmark = pytest.mark.slow
+
 
 async def ask(url: str, path: str = "/v1", **headers: str) -> httpx.Response:
     async with httpx.AsyncClient(timeout=120) as http:

@@ -26,6 +26,8 @@ from tests.gateway.agents import new_session
 from tests.gateway.shared_gateways import ask, run_gateway
 from tests.store.conftest import postgres, url
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["postgres", "url"]
 
 SYSTEM = "You are a careful assistant. " * 200

@@ -24,6 +24,8 @@ from polar_proxy.rollouts.workspace import TaskSandboxes
 from polar_proxy.tasks import Task, get_source
 from tests.rewards.conftest import EXAMPLES, ScriptRunner, needs
 
+pytestmark = pytest.mark.slow
+
 SOURCE = get_source(str(EXAMPLES / "jsonl" / "tasks.jsonl"))
 GREET, SORTED, SHORT = (SOURCE.task(number) for number in range(3))
 FIX = "printf 'import sys\\nprint(f\"Hello, {sys.argv[1]}!\")\\n' >greet.py"

@@ -13,6 +13,8 @@ from polar_proxy.tasks import Environment, GitRepository, Task, get_source
 from sandboxes import Sandbox, open_sandbox
 from tests.rewards.conftest import EXAMPLES, needs
 
+pytestmark = pytest.mark.slow
+
 ROWS = EXAMPLES / "swebench"
 IDENTITY = ("-c", "user.name=x", "-c", "user.email=x@example.org")
 

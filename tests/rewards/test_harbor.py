@@ -14,6 +14,8 @@ from polar_proxy.rollouts.workspace import TaskNotPossibleError, WorkspaceError
 from polar_proxy.tasks import Task, get_source
 from tests.rewards.conftest import EXAMPLES, ScriptRunner, needs, with_local_image
 
+pytestmark = pytest.mark.slow
+
 FOLDER = EXAMPLES / "harbor" / "running-mean"
 KIND = needs("bubblewrap")
 ORACLE = f"sh {FOLDER}/solution/solve.sh"

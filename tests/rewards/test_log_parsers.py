@@ -11,6 +11,8 @@ import pytest
 from polar_proxy.errors import BadTaskError
 from polar_proxy.rewards.log_parsers import PARSERS, get_parser, parse_unittest
 
+pytestmark = pytest.mark.slow
+
 PYTEST = """
 import pytest
 

@@ -14,6 +14,8 @@ from polar_proxy.store import open_store
 from polar_proxy.tasks import get_source, task_to_json
 from tests.rewards.conftest import EXAMPLES, needs
 
+pytestmark = pytest.mark.slow
+
 POLAR = str(Path(sys.executable).with_name("polar"))
 HARBOR = EXAMPLES / "harbor"
 ROWS = EXAMPLES / "swebench"

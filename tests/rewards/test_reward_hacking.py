@@ -12,6 +12,8 @@ from polar_proxy.tasks import Task, get_source
 from sandboxes import open_sandbox
 from tests.rewards.conftest import EXAMPLES, ScriptRunner, needs, with_local_image
 
+pytestmark = pytest.mark.slow
+
 ROW = get_source(str(EXAMPLES / "swebench" / "rows.jsonl")).task(0)
 HARBOR = get_source(str(EXAMPLES / "harbor")).task(0)
 FAMILY = get_source("swe-task").task(0)

@@ -14,6 +14,8 @@ from polar_proxy.tasks import Environment, Task, get_source
 from sandboxes import images
 from tests.rewards.conftest import EXAMPLES, ScriptRunner, needs
 
+pytestmark = pytest.mark.slow
+
 ROWS = EXAMPLES / "swebench"
 KINDS = [needs("process"), needs("bubblewrap"), needs("docker")]
 

@@ -30,7 +30,7 @@ from tests.gateway.shared_gateways import (
 )
 from tests.rollouts.test_service import LIMITS, TASKS, count_calls, job
 
-pytestmark = pytest.mark.usefixtures("polar_home", "own_sandbox_register")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("polar_home", "own_sandbox_register")]
 
 KEY = "sk-polar-known-to-the-test"
 

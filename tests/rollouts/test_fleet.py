@@ -16,6 +16,8 @@ from benchmarks import fleet
 from benchmarks._fleet.clock import Outside, VirtualLoop
 from benchmarks._fleet.engine import Engine, EngineModel
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 MODEL = EngineModel(kv_tokens=10_000, batch=4, prefill=1000.0, step=0.01, per_request=0.0, per_token=0.0)
 

@@ -10,7 +10,7 @@ from polar_proxy.rollouts.pool import SandboxPool
 from sandboxes import ResourceLimits, Sandbox, SandboxEnded, SandboxError, SandboxSpec, default_state_dir, open_sandbox
 from sandboxes.base import SandboxKind
 
-pytestmark = pytest.mark.usefixtures("own_sandbox_register")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_sandbox_register")]
 
 SPEC = SandboxSpec(limits=ResourceLimits(memory_mb=None))
 OTHER = SandboxSpec(limits=ResourceLimits(memory_mb=None), env={"A": "1"})

@@ -18,6 +18,8 @@ from polar_proxy.store import Store, open_store
 from polar_proxy.traces import build
 from sandboxes import available
 
+pytestmark = pytest.mark.slow
+
 POLAR = [str(Path(sys.executable).with_name("polar")), "run", "swe-task"]
 PLAYER = ["--engine", "tests.fakes.player:PlayerEngine"]
 AGENT = ["--harness", "tests.fakes.tiny_agent:TinyAgent"]

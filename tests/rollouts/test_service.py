@@ -26,7 +26,7 @@ from sandboxes import ExecResult, Sandbox, SandboxEnded, SandboxError, SandboxSp
 from sandboxes.base import SandboxKind
 from tests.fakes.player import PlayerEngine, play
 
-pytestmark = pytest.mark.usefixtures("own_sandbox_register")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_sandbox_register")]
 
 LIMITS = ServiceLimits(
     WorkerLimits(in_flight=8, running=4, retry_seconds=0.01, poll_seconds=0.05),

@@ -7,6 +7,8 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+import pytest
+
 from polar_proxy.errors import EngineError
 from polar_proxy.rollouts.infrastructure import InfrastructureError
 from polar_proxy.rollouts.stage_limits import AdmissionRequest, StageLimits
@@ -15,6 +17,8 @@ from polar_proxy.store import Store
 from polar_proxy.store.rollouts import Claim
 from polar_proxy.store.service.groups import KEEP_OVERFLOW
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
+
+pytestmark = pytest.mark.slow
 
 QUICK = WorkerLimits(in_flight=16, preparing=2, running=3, scoring=2, lease_seconds=30.0, poll_seconds=0.05)
 Body = Callable[[Claim], Awaitable[float | None]]

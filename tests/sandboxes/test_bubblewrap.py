@@ -11,7 +11,7 @@ import pytest
 
 from sandboxes import ResourceLimits, SandboxEnded, SandboxSpec, open_sandbox, orphans
 
-pytestmark = pytest.mark.parametrize("kind", ["bubblewrap"], indirect=True)
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("kind", ["bubblewrap"], indirect=True)]
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,11 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from sandboxes.docker_engine import DRAIN_SECONDS, CommandStream
+
+pytestmark = pytest.mark.slow
 
 
 @dataclass

@@ -18,6 +18,8 @@ import pytest
 from sandboxes import Sandbox, SandboxError, docker_engine, orphans, sweep
 from tests.until import until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 # An owner: opens a sandbox, leaves a background process and runs another, prints their ids, and waits to be killed.

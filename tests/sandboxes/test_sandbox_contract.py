@@ -14,6 +14,8 @@ import pytest
 from sandboxes import ExecResult, FileTooLarge, Mount, ResourceLimits, Sandbox, SandboxEnded, SandboxError, SandboxSpec
 from tests.loop_watch import watched
 
+pytestmark = pytest.mark.slow
+
 Opener = Callable[..., Awaitable[Sandbox]]
 
 

@@ -17,6 +17,8 @@ from polar_proxy.store.maintenance.archive import CLEARED_COLUMNS, NOT_EXPORTED
 from polar_proxy.store.schema import VERSION_TABLE
 from tests.factories import assert_same, call_record, joined_trace, new_rollout, new_session
 
+pytestmark = pytest.mark.slow
+
 _KEY = bytes(range(32))
 
 

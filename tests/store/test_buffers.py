@@ -11,6 +11,8 @@ from polar_proxy.store.encoding.buffers import TokenPrefix
 from polar_proxy.store.encoding.cells import CONTEXT, CellCodec, low_bytes
 from tests.factories import token_ids
 
+pytestmark = pytest.mark.slow
+
 
 def extend(before: TokenPrefix, *piece: int) -> TokenPrefix:
     """Extend a sequence by a piece as it is stored: in as few bytes as its ids need."""

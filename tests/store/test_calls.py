@@ -15,6 +15,8 @@ from polar_proxy.store import Store, open_store
 from polar_proxy.types import Message
 from tests.factories import END, INFO, assert_same, call_record, new_session, random_answer, token_ids
 
+pytestmark = pytest.mark.slow
+
 _variants: dict[str, dict[str, Any]] = {
     "plain": {},
     "two choices": {"choices": (random_answer(0), random_answer(1, tokens=300, seed=1))},

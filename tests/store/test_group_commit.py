@@ -16,6 +16,8 @@ from polar_proxy.errors import StoreError
 from polar_proxy.store import Store, open_store
 from tests.factories import assert_same, call_record, new_session, random_answer
 
+pytestmark = pytest.mark.slow
+
 
 async def test_concurrent_commits(store: Store, url: str) -> None:
     sessions = [await new_session(store) for _ in range(3)]

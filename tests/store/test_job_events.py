@@ -11,6 +11,8 @@ from polar_proxy.store import Store, open_store
 from polar_proxy.store.service.job_events import EventCursor, JobEventRow
 from tests.store.test_jobs import submit
 
+pytestmark = pytest.mark.slow
+
 
 async def run(store: Store, job_id: str) -> None:
     for claim in await store.queue.claim("w", 99, 60, job_id=job_id):

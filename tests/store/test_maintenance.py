@@ -27,6 +27,8 @@ from tests.factories import (
     token_ids,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def _turn(session_id: str, number: int, **changes: Any) -> CallRecord:
     """Return a call that shares the beginning of its conversation and prompt with the other calls."""

@@ -15,6 +15,8 @@ from polar_proxy.store.rollouts import ClaimLostError
 from polar_proxy.store.service.jobs import NewGroup
 from tests.factories import ROLLOUT, call_record, new_rollout, new_session
 
+pytestmark = pytest.mark.slow
+
 
 async def test_rollout_from_queued_to_done(store: Store) -> None:
     session_id = await new_session(store, origin="rollout")

@@ -22,6 +22,8 @@ from polar_proxy.store.secrets import (
 )
 from tests.factories import assert_same, call_record, new_rollout, new_session
 
+pytestmark = pytest.mark.slow
+
 # Invented keys in the format of each provider.
 _PLANTED = {
     "openai": "sk-proj-" + "Ab1" * 12,

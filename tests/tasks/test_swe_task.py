@@ -15,6 +15,8 @@ from polar_proxy.rewards.log_parsers import parse_unittest
 from polar_proxy.tasks import Task, TaskSource, UnknownTaskFamilyError, get_source, list_sources
 from polar_proxy.tasks.swe_task import EVAL_SEEDS, TRAIN_SEEDS, SweTaskSource
 
+pytestmark = pytest.mark.slow
+
 SEEDS = [0, 1, 2, 17, 99_999, 1_000_000, 123_456_789]
 
 

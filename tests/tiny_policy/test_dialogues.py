@@ -14,6 +14,8 @@ from examples.tiny_policy.expert import SUBMIT, LostError, next_action, read_rep
 from polar_proxy.tasks import get_source
 from polar_proxy.tasks.swe_task import SweTaskSource
 
+pytestmark = pytest.mark.slow
+
 SOURCE = get_source("swe-task")
 
 

@@ -15,6 +15,8 @@ from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.tasks import get_source
 from polar_proxy.tasks.swe_task import SYLLABLES
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers", reason="needs the `local` extra")
 
 

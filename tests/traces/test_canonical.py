@@ -17,6 +17,8 @@ from polar_proxy.types import CallRecord, EngineInfo, Span
 from tests.factories import call
 from tests.traces.conversations import END, INFO, conversations
 
+pytestmark = pytest.mark.slow
+
 
 def turn(
     name: str, at: float, prompt: list[int], *answers: list[int], base: str | None = None, **more: Any

@@ -27,6 +27,8 @@ from tests.traces.random_sessions import sessions
 from tests.traces.rows import lines, rows, rows_of
 from tests.traces.test_canonical import DRIFTED, FIRST, PositionScorer
 
+pytestmark = pytest.mark.slow
+
 BUILDS = [("per_call", "split"), ("tree", "split"), *(("merged", policy) for policy in ON_DRIFT)]
 
 

@@ -15,6 +15,8 @@ from tests.factories import call
 from tests.traces.conversations import conversations
 from tests.traces.random_sessions import sessions
 
+pytestmark = pytest.mark.slow
+
 
 def describe(built: BuildResult) -> list[tuple[list[int], str, int | None, int]]:
     """Return own tokens, mask, index of the parent, and branch position of each trace."""

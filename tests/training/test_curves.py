@@ -15,6 +15,8 @@ from polar_proxy.errors import UsageError
 from polar_proxy.training import curves
 from polar_proxy.types import Json
 
+pytestmark = pytest.mark.slow
+
 
 def line(kind: str, step: int, **values: object) -> Json:
     return {"kind": kind, "step": step, "at": 0.0, **values}

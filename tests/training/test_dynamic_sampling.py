@@ -11,7 +11,7 @@ from polar_proxy.training import metrics
 from tests.training import bandit
 from tests.training.bandit import CONFIG, opened, trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -19,7 +19,7 @@ from tests.training import bandit
 from tests.training.test_model import ANSWERS, PROMPT, batch
 from tests.training.test_model import CONFIG as STEP_CONFIG
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def single_process(model: Path, config: GrpoConfig) -> Learner:

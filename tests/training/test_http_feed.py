@@ -32,7 +32,7 @@ from polar_proxy.training.weight_sync import LocalSync
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 from tests.training.test_resume import weights
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 @contextlib.asynccontextmanager

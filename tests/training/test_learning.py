@@ -13,7 +13,7 @@ from polar_proxy.training import metrics
 from polar_proxy.training.weight_sync import LocalSync
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 LEARN = CONFIG.model_copy(update={"groups": 2, "steps": 10, "learning_rate": 2e-3})
 

@@ -21,6 +21,8 @@ from tests.engines.conftest import make_random_model
 from tests.training.bandit import CONFIG, opened, trainer
 from tests.training.test_model import ANSWERS, PROMPT, batch, learner
 
+pytestmark = pytest.mark.slow
+
 IDS = [*PROMPT, *ANSWERS[0]]
 LORA: dict[str, Any] = {"lora": LoraSettings(rank=4), "learning_rate": 1e-2}
 

@@ -21,7 +21,7 @@ from polar_proxy.training.remote import HttpSink
 from tests.training.bandit import CONFIG, opened, trainer
 from tests.training.test_resume import Killed, kill_at
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SMALL = CONFIG.model_copy(update={"samples": 2, "steps": 3})
 

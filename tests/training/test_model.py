@@ -17,7 +17,7 @@ from polar_proxy.training.model import Learner, load_model
 from tests.engines.conftest import make_random_model
 from tests.training.group_factories import group, rollout, trace
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 PROMPT = [11, 12, 13, 14]
 ANSWERS = ([21, 22, 23], [21, 30], [40, 41, 42, 43], [50])

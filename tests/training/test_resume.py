@@ -24,7 +24,7 @@ from polar_proxy.store import schema
 from polar_proxy.training import checkpoint, metrics
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SMALL = CONFIG.model_copy(update={"samples": 4})
 POINTS = ("leased", "trained", "saved", "acknowledged one", "acknowledged", "synced")

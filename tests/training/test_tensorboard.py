@@ -11,6 +11,8 @@ from polar_proxy.training import metrics
 from polar_proxy.training.metrics import MetricsLog, drop_lines_after
 from tests.training.bandit import CONFIG, opened, trainer
 
+pytestmark = pytest.mark.slow
+
 accumulator = pytest.importorskip(
     "tensorboard.backend.event_processing.event_accumulator", reason="pip install 'polar-proxy[tensorboard]'"
 )

@@ -21,6 +21,8 @@ from polar_proxy.training.lora import MergedWeights
 from polar_proxy.training.vllm_sync import VllmAdapterSync, VllmControl, VllmDiskSync, make_vllm_sync
 from polar_proxy.training.weight_sync import LocalSync, probe, probe_ids
 
+pytestmark = pytest.mark.slow
+
 IDS = [1, 2, 3]
 
 

@@ -15,6 +15,8 @@ from polar_proxy.export.formats.feed import FeedGroups
 from polar_proxy.export.formats.trl import RecordedRollouts
 from tests.client.server import PolarServer, polar_serve
 
+pytestmark = pytest.mark.slow
+
 TRAINER = SimpleNamespace(accelerator=SimpleNamespace(num_processes=1), num_generations=2)
 
 

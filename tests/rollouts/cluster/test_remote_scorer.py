@@ -21,7 +21,7 @@ from polar_proxy.tasks import Task, get_source
 from sandboxes.base import SandboxKind
 from tests.fakes.player import PlayerEngine
 
-pytestmark = pytest.mark.usefixtures("own_sandbox_register")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_sandbox_register")]
 
 LIMITS = ServiceLimits(
     WorkerLimits(in_flight=8, preparing=3, running=3, scoring=1, retry_seconds=0.01, poll_seconds=0.05),
