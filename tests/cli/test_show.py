@@ -14,6 +14,8 @@ from polar_proxy.types import CallRecord, new_id
 from tests.cli.runner import polar_json, polar_ok
 from tests.export.dialect_requests import BODIES, recorded
 
+pytestmark = pytest.mark.slow
+
 
 async def save(home: Path, call: CallRecord) -> str:
     """Store the call in a new session; return its id."""

@@ -21,6 +21,8 @@ from tests.engines.engine_contract import WEATHER, chat
 from tests.fakes.strict_api import StrictApi
 from tests.fakes.vllm_server import Answer, Fault
 
+pytestmark = pytest.mark.slow
+
 streams = pytest.mark.parametrize("stream", [False, True])
 CALLING = Answer("Let me look.", reasoning="Hm.", tool_calls=(("get_weather", '{"city":  "Zürich"}'),))
 

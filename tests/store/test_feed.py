@@ -11,6 +11,8 @@ from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import Store, open_store
 from tests.store.test_jobs import submit
 
+pytestmark = pytest.mark.slow
+
 
 async def finished(
     store: Store, groups: int, version: str | None = None, max_staleness: int | None = None

@@ -10,6 +10,8 @@ from polar_proxy.errors import UsageError
 from polar_proxy.store import Store, open_store
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
 
+pytestmark = pytest.mark.slow
+
 ROLLOUT = NewRollout("mini-swe-agent 2", "process", "local", "polar-tiny", 1, {})
 
 

@@ -21,6 +21,8 @@ from tests.factories import (
     token_ids,
 )
 
+pytestmark = pytest.mark.slow
+
 
 async def _two_turns(store: Store) -> tuple[str, list[CallRecord]]:
     session_id = await new_session(store)

@@ -15,6 +15,8 @@ from polar_proxy.traces import BUILDERS, validate
 from polar_proxy.types import CallRecord
 from tests.traces.random_sessions import sessions
 
+pytestmark = pytest.mark.slow
+
 Session = tuple[list[CallRecord], dict[str, str]]
 
 
