@@ -41,11 +41,11 @@ class HarnessInfo:
 
     homepage: str
     package: str
-    """Its source and name, such as ``npm:@openai/codex`` or ``pypi:mini-swe-agent``."""
+    """The package's source and name, such as ``npm:@openai/codex`` or ``pypi:mini-swe-agent``."""
     tested_versions: tuple[str, str]
     """The lowest and the highest version that this adapter was run with."""
     wire_apis: tuple[WireApi, ...]
-    """The dialects that it can speak. The adapter uses the first unless another one is asked for."""
+    """The dialects that it can speak. The adapter uses the first unless another one is requested."""
     runtime: str
     """The runtime that it needs: ``python 3.12``, ``node 22``, ``native``."""
     features: frozenset[Feature]
@@ -112,7 +112,7 @@ class LaunchContext:
     request_timeout_seconds: float = 300.0
     """Time limit of one model call."""
     context_length: int | None = None
-    """Context length of the model in tokens. A harness that takes it summarises in time."""
+    """Context length of the model in tokens. A harness with such a setting summarises before the context is full."""
     resume: bool = False
     """Continue the last conversation of this HOME and workspace instead of starting one."""
     wire_api: WireApi | None = None

@@ -168,7 +168,7 @@ def new_sandbox_id() -> str:
 
 
 def check_tree_paths(files: Mapping[str, bytes]) -> None:
-    """Raise ValueError for a name that leaves the root of `write_tree`: the names come from task data."""
+    """Raise ValueError for a name that leads out of the root of `write_tree`, because names come from task data."""
     for name in files:
         if posixpath.isabs(name) or ".." in name.split("/") or posixpath.normpath(name) == ".":
             raise ValueError(f"write_tree: {name!r} is not a relative path below the root")

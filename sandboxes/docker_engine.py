@@ -77,7 +77,7 @@ def translate_errors() -> Iterator[None]:
         raise SandboxError(f"the Docker engine: {error.message}") from error
     except OSError as error:
         if type(error).__module__.startswith("aiohttp"):
-            raise SandboxEnded(f"the Docker engine went away: {error}") from error
+            raise SandboxEnded(f"the connection to the Docker engine was lost: {error}") from error
         raise
 
 

@@ -171,7 +171,7 @@ def default_state_dir() -> Path:
 async def sweep(state_dir: Path | None = None) -> list[RemovedItem]:
     """Remove the sandboxes of dead owners in this state directory, and all containers of dead owners.
 
-    Return what was removed. Raise `SandboxError` if something could not be removed, after everything else was.
+    Return what was removed. Raise `SandboxError` at the end if something could not be removed.
     Containers of an engine that does not answer stay registered for the next sweep, with a warning in the log.
     """
     if state_dir is None:

@@ -1,7 +1,7 @@
 """`process`: ordinary processes with their own home. Works everywhere, isolates nothing.
 
-`SupervisedSandbox` is also the base of `bubblewrap`. A supervisor (`sandboxes/supervisor`) starts, watches and ends the
-programs; their output comes through pipes straight to this process.
+`SupervisedSandbox` is also the base of `bubblewrap`. A supervisor (`sandboxes/supervisor`) starts, observes and ends
+the programs; their output comes through pipes straight to this process.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from sandboxes.base import (
 from sandboxes.control_link import ControlLink, OutputPipe, Reply
 
 DRAIN_SECONDS = 0.1
-"""How long to wait for the end of the output after the program ended. Its own output is in the pipe by then: this is
-for helpers that still flush (`> >(tee log)`). A command waits this long only if a background process keeps the pipe
-open."""
+"""How long to wait for the end of the output after the program ended. The program's own output is in the pipe by then;
+the wait is for helpers that still flush (`> >(tee log)`). A command waits this long only if a background process keeps
+the pipe open."""
 END_SECONDS = 30.0
 """Far more than ending a process takes, also on a busy machine. A process that lasts longer cannot be killed, and the
 sandbox is closed."""

@@ -34,7 +34,7 @@ class VenvRecipe:
     check: tuple[str, ...]
     """Arguments for the new interpreter that prove the installation, for example ``-c import x``."""
     pythons: tuple[str, ...] = ()
-    """Minor versions that it runs on, best first, such as ``("3.12", "3.13")``; empty: any that runs Polar."""
+    """Minor versions that it runs on, best first, such as ``("3.12", "3.13")``; empty: the Python that runs Polar."""
 
     def folder(self, cache_root: Path) -> Path:
         # The interpreter is part of the recipe, because a venv breaks when its base interpreter changes.

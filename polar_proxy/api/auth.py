@@ -30,7 +30,7 @@ class KeyAuthenticator:
         """Raises ApiError: 401 without a valid API key, 403 for the key of an agent's session."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise _unauthorised("The API takes a key: Authorization: Bearer KEY. `polar key new` makes one.")
+            raise _unauthorised("The API requires a key: Authorization: Bearer KEY. `polar key new` makes one.")
         digest = hash_key(key.strip())
         row = await self._store.api_keys.get(digest)
         if row is None:

@@ -104,7 +104,7 @@ def _guarded_route(authenticate: Authenticate, roles: frozenset[Role]) -> type[A
                     role = await authenticate(request)
                     if role not in roles:
                         raise ApiError(
-                            f"A {role} key may not {request.method} {request.url.path}: it takes an admin key.",
+                            f"A {role} key may not {request.method} {request.url.path}: it requires an admin key.",
                             status=403,
                             code="forbidden",
                         )

@@ -239,7 +239,7 @@ class Reward(ApiResponseModel):
     value: float | None
     """The reward; null if the rollout could not be judged."""
     detail: dict[str, Any]
-    """What was stored with it."""
+    """The JSON object that was stored with it."""
     created_at: float
     """When it was given."""
 
@@ -254,7 +254,7 @@ class RolloutDetail(Rollout):
 
 
 class CancelResponse(ApiResponseModel):
-    """What a cancellation reached."""
+    """The effect of a cancellation."""
 
     cancelled: str
     """The id that was cancelled."""

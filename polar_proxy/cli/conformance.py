@@ -69,7 +69,7 @@ def conformance(
     scripted engine. The exit code is 0 if no check failed and no call was lost or doubled.
 
     --fidelity plays other answers, in both prompt modes, counts the training sequences that drift splits, and writes
-    fidelity.md and fidelity.json. The exit code is 0 if drift split none in continue mode.
+    fidelity.md and fidelity.json. The exit code is 0 if drift split no sequence in continue mode.
     """
     from polar_proxy.conformance import CHECK_NAMES, is_good
     from polar_proxy.conformance.fidelity import is_good as is_faithful

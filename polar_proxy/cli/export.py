@@ -27,7 +27,7 @@ _PAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What to export; the keyword arguments of `export.export`."""
+    """The selection and format of an export; the keyword arguments of `export.export`."""
 
     where: str | None
     session_ids: tuple[str, ...]
@@ -55,7 +55,7 @@ def export(
     db: DbOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write recorded runs as JSON lines, and count on standard error what was left out.
+    """Write recorded runs as JSON lines, and print counts of what was left out to standard error.
 
     --json prints these counts as one JSON document on standard output; --out must then be a file.
     """
@@ -107,7 +107,8 @@ async def _export_records(
 
 
 async def _rewards_by_group(store: Store) -> dict[str, dict[str, float | None]]:
-    """Return the rewards of all rollouts of all groups: a baseline needs its whole group, whatever is exported."""
+    """Return the rewards of all rollouts of all groups: a baseline needs its whole group, even if only some rollouts
+    are exported."""
     rewards: dict[str, dict[str, float | None]] = {}
     before: str | None = None
     while page := await store.rollouts.find(limit=_PAGE, before=before):

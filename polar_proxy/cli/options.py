@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 def model_options(
     model: type[BaseModel], *, parameter: str = "options", exclude: frozenset[str] = frozenset()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one option for each field of `model`, in place of its parameter `parameter`.
+    """Give a command one option for each field of `model`, which replace its parameter `parameter`.
 
     The command receives a dict with the options that were given. Values are validated by the model, not here.
     """

@@ -117,7 +117,7 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
 
 @contextlib.contextmanager
 def spinner(text: str, *, quiet: bool) -> Iterator[None]:
-    """Show that something takes minutes: a spinner on a terminal, else one line."""
+    """Show that a step takes minutes: a spinner on a terminal, else one line."""
     if quiet or not err.is_terminal:
         print_note(f"{text} (once; a minute or two)")
         yield
@@ -139,7 +139,7 @@ def _live(table: Callable[[], RenderableType], shown: bool) -> Iterator[None]:
 
 @dataclass(slots=True)
 class RolloutProgressLine:
-    """What `RolloutProgressView` shows of one rollout."""
+    """The state of one rollout in `RolloutProgressView`."""
 
     task: str
     status: str = "queued"

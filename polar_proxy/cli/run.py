@@ -1,4 +1,4 @@
-"""`polar run`: run an agent on tasks, and record and score what it does."""
+"""`polar run`: run an agent on tasks, record its calls and score its work."""
 
 from __future__ import annotations
 

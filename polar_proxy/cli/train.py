@@ -95,7 +95,7 @@ def grpo(
     own, tables = read_toml(config) if config is not None else ({}, {})
     if unknown := tables.keys() - {"engine", "run", "gateway"}:
         raise UsageError(
-            f"{config} has unknown tables: {', '.join(sorted(unknown))}. Known are grpo, engine, run and gateway."
+            f"{config} has unknown tables: {', '.join(sorted(unknown))}. Choose from grpo, engine, run and gateway."
         )
     sections: dict[str, dict[str, Any]] = {
         "engine": {"kind": engine, "url": engine_url, "model": model},
@@ -121,7 +121,7 @@ def status(
     png: Annotated[Path | None, typer.Option(help="Draw the curves into this file (needs matplotlib).")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the steps of a run, its rewards, what was left out, and where the time went.
+    """Show the steps of a run, its rewards, the counts of left-out data, and the time spent in each phase.
 
     --json also has `series`: every curve as a list with one value per step.
     """
@@ -150,7 +150,7 @@ def write_adapter(
     model: Annotated[str | None, typer.Option(help="Folder of the base model. Default: the bundled policy.")] = None,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapter, as in `lora = {rank = ...}`.")] = 16,
 ) -> None:
-    """Write a LoRA adapter that changes nothing, to start a vLLM whose adapter a run then reloads."""
+    """Write a LoRA adapter that changes nothing, with which vLLM is started before a run that reloads the adapter."""
     from polar_proxy.engines.factory import POLAR_TINY
     from polar_proxy.training import lora
     from polar_proxy.training.config import LoraSettings

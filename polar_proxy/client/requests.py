@@ -29,7 +29,7 @@ MAX_TRIES = 5
 MAX_PAUSE_SECONDS = 10.0
 RECONNECT_SECONDS = 0.5
 _RETRY_STATUSES = frozenset({429, 503})
-"""Retried if the response has `Retry-After`: the server then did nothing."""
+"""Retried if the response has the header `Retry-After`, because the server then did nothing."""
 
 
 @dataclass(frozen=True, slots=True)

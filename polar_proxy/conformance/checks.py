@@ -263,7 +263,7 @@ def doubled(calls: Sequence[CallRecord]) -> int:
 
 
 def sent_before_recorded(run: ScenarioRun) -> int:
-    """Count answers whose last byte was handed on before their call was committed."""
+    """Count answers whose last byte was sent to the agent before their call was committed."""
     return sum(
         exchange.model_call and exchange.complete and exchange.status == 200 and not exchange.committed_first
         for exchange in run.exchanges

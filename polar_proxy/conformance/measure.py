@@ -137,7 +137,7 @@ async def _play(
     installed: Installation,
     slow: float,
 ) -> list[ScenarioRun]:
-    """Run a scenario; one with faults as often as it takes to reach each of them."""
+    """Run a scenario. One with faults is repeated until every fault was reached."""
     if not scenario.faults:
         model = ScriptedModel(profile, _adapted(scenario, profile, adapter.info), slow)
         return [await _play_once(runner, model, adapter, installed)]

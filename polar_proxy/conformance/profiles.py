@@ -42,7 +42,7 @@ class HarnessProfile:
     context_error: bool = False
     """It summarises when the endpoint reports that the prompt is too long, and not by the reported usage."""
     context_window: int | None = None
-    """The context length that it is configured with; None: what it assumes by itself."""
+    """The context length that it is configured with; None: the harness's own assumption."""
     full_prompt_tokens: int = 2_000_000
     """Length of a prompt at which its context is full, but not so full that it gives up."""
     compaction_steps: int = 4

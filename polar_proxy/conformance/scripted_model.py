@@ -66,7 +66,7 @@ class Scenario:
     second: tuple[Step, ...] = ()
     """Steps of a second user turn, in a second start of the program with the same home and workspace."""
     faults: tuple[FaultKind, ...] = ()
-    """Faults, once each, at requests for a step. Another run repeats those that a run did not reach."""
+    """Faults, once each, at requests for a step. Faults that a run did not reach are repeated in another run."""
     needs: Feature | None = None
     fills_context: bool = False
     """From the second step on, the reported prompt is so long that the context is full, until a summary is requested.
@@ -166,7 +166,7 @@ class ScriptedModel:
         return self._main_reply(received)
 
     def _main_reply(self, received: ReceivedRequest) -> ScriptedReply:
-        """Return the reply to the main conversation, with what its scenario adds: padding, faults, slowness."""
+        """Return the reply to the main conversation, with the padding, faults and delays of its scenario."""
         number = received.step
         step = self.steps[number] if number < len(self.steps) else Finish()
         subagent, agent_id = f"child-{self.nonce}", _subagent_id(received.request)
@@ -282,7 +282,7 @@ def _terminus_reply(step: Step, tag: str) -> ScriptedReply:
 
 
 def _aider_reply(step: Step, tag: str) -> ScriptedReply:
-    """aider takes whole files out of the text."""
+    """Return the answer for aider, which reads whole files from the text."""
     if isinstance(step, Finish):
         return ScriptedReply(text=f"Nothing is left to do: {tag}.", reasoning=f"I thought of thought-{tag}.")
     text = f"I change the file: {tag}.\n\na.txt\n```\nhello\n{tag}\n```\n"

@@ -103,7 +103,7 @@ class Answer:
 
     @property
     def first(self) -> AnswerChoice:
-        """Choice 0, empty if it has no event yet. Most dialects know no other."""
+        """Choice 0, empty if it has no event yet. Most dialects have only one choice."""
         return self.choices.get(0) or AnswerChoice()
 
     @property

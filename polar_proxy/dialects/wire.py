@@ -57,8 +57,8 @@ def is_json_object(text: str) -> bool:
 def decompress(packed: bytes, max_bytes: int) -> bytes:
     """Undo `zlib.compress`.
 
-    Raises ValueError for data that is broken, truncated, or larger than `max_bytes`: it comes from a client, and may
-    be made to fill the memory.
+    Raises ValueError for data that is broken, truncated, or larger than `max_bytes`: it comes from a client that may
+    want to exhaust the memory.
     """
     decompressor = zlib.decompressobj()
     try:

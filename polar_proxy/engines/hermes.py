@@ -42,7 +42,8 @@ _SEPARATORS = re.compile(r"[ \t\r\n,:]*")
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """What became certain with a chunk. Both texts are in the order of the answer; `tool_calls` are whole calls."""
+    """The part of an answer that became certain with a chunk. Both texts are in the order of the answer; `tool_calls`
+    are whole calls."""
 
     text: str = ""
     reasoning: str = ""

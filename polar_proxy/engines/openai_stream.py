@@ -21,7 +21,7 @@ from polar_proxy.errors import EngineError
 from polar_proxy.types import Json, SampleEvent, Sampling, ToolDelta, TopLogprob
 
 MISSING_BELOW = -9000.0
-"""vLLM floors log-probabilities at -9999.0; no float32 softmax over real logits comes near."""
+"""vLLM floors log-probabilities at -9999.0; no float32 softmax over real logits gives such a small value."""
 UNKNOWN_ID = -1
 
 

@@ -71,7 +71,7 @@ def encode(text: str) -> list[int]:
 
 
 def decode(ids: Sequence[int]) -> str:
-    """Return the text of token ids; padding and turn marks have none."""
+    """Return the text of token ids; padding and turn marks have no text."""
     return bytes(token - 3 for token in ids if token > END).decode(errors="replace")
 
 

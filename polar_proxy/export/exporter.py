@@ -183,7 +183,7 @@ def _build_session(
 
 
 def _trainable(traces: Sequence[Trace], all_grades: bool, report: ExportReport) -> list[Trace]:
-    """Return the traces that may be trained. A branch is of no use without its parent, which comes before it."""
+    """Return the traces that may be trained. A branch is left out if its parent, which comes before it, is left out."""
     kept: dict[str, Trace] = {}
     for trace in traces:
         if not all_grades and trace.grade not in TRAINABLE:

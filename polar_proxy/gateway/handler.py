@@ -174,7 +174,8 @@ class RequestHandler:
         buffer: ResponseBuffer,
         receive: asgi.Receive,
     ) -> CallOutcome:
-        """Sample the calls of a request, and return how they ended. Raises SessionClosedError if none may begin."""
+        """Sample the calls of a request, and return how they ended. Raises SessionClosedError if the session is
+        closed."""
         try:
             await self._announce(request.session, calls)
             async with asgi.ClientWatch(receive, buffer.abandoned) as watch:
@@ -184,7 +185,7 @@ class RequestHandler:
             return CallOutcome("ok", 200)
         except SessionClosedError:
             raise
-        except asyncio.CancelledError:  # a server that stops cancels what outlasts its grace period
+        except asyncio.CancelledError:  # a server that stops cancels calls after its grace period
             return CallOutcome("client_gone", 499, "the gateway was stopped", _gateway_stopped())
         except (RequestError, EngineError) as error:
             return CallOutcome.failed(error)
@@ -193,7 +194,8 @@ class RequestHandler:
             return CallOutcome.failed(_internal_error(error))
 
     async def _announce(self, session: SessionState, calls: Sequence[PendingCall]) -> None:
-        """Let the other gateways of the database know. Raises SessionClosedError if one of them closed the session."""
+        """Announce the calls to the other gateways of the database. Raises SessionClosedError if one of them closed the
+        session."""
         if self._in_flight is None:
             return
         # Awaited to its end, so that the row is not written after the commit that removes it.

@@ -45,7 +45,7 @@ class RequestContext:
 
 @dataclass(slots=True)
 class PendingCall:
-    """One engine request of an HTTP request, and what has been sampled for it so far."""
+    """One engine request of an HTTP request, with its answer so far."""
 
     call_id: str
     request: EngineRequest
@@ -92,7 +92,8 @@ class CallRecorder:
         self.observers: list[CallObserver] = []
 
     async def commit(self, request: RequestContext, calls: Sequence[PendingCall], outcome: CallOutcome) -> None:
-        """Commit what was sampled. A call that cannot be committed counts as lost, in its session and in /metrics."""
+        """Commit the calls with their answers so far. A call that cannot be committed counts as lost, in its session
+        and in /metrics."""
         ended_at = time.time()
         session, version = request.session, await self._weight_version(calls[0])
         for call in calls:

@@ -50,7 +50,7 @@ class ResponseBuffer:
         """A new attempt was made after this one failed."""
         self.ended_at: float | None = None
         self.size = sum(len(message) for messages in request.parsed.messages for message in messages)
-        """Bytes of the request's messages and of what has been sent."""
+        """Bytes of the request's messages and of the response so far."""
         self._grace = grace
         self._deadline = 0.0
         self._messages: list[Any] = []

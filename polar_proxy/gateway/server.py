@@ -120,8 +120,8 @@ class Gateway:
                 await self._task
                 raise UsageError(f"The gateway could not start on {self.settings.host}:{self.settings.port}.")
             await asyncio.sleep(0.005)
-        # Objects made at start-up live as long as the process: keep them out of the collector's walks, and collect
-        # less often. Measured: about a fifth of the gateway's processor time per call.
+        # Objects made at start-up live as long as the process: exclude them from garbage collection, and collect less
+        # often. Measured: about a fifth of the gateway's processor time per call.
         gc.collect()
         gc.freeze()
         gc.set_threshold(20_000, 50, 100)
@@ -142,7 +142,7 @@ class Gateway:
     async def idle(self, session_id: str, timeout: float) -> None:
         """Wait until no gateway of the database is answering a call of this session.
 
-        Raises TimeoutError after `timeout` seconds for this gateway, or as many again for the others.
+        Raises TimeoutError after `timeout` seconds for this gateway, or after the same time again for the others.
         """
         await self.sessions.idle(session_id, timeout)
         if self._in_flight is not None and await self._in_flight.wait(session_id, timeout):

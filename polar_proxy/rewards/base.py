@@ -70,7 +70,7 @@ class Workspace(Protocol):
 
 
 SandboxFactory = Callable[[], AbstractAsyncContextManager[Workspace]]
-"""Opens a new sandbox that holds the task's own files, as the agent found them."""
+"""Opens a new sandbox with the task's own files, in the state before the agent's run."""
 
 
 class EvaluatedTask(Protocol):
@@ -170,7 +170,7 @@ def check_relative_path(field_name: str, path: str) -> None:
     if posixpath.isabs(path) or ".." in parts or posixpath.normpath(path) == "." or "\0" in path:
         raise BadTaskError(f"{field_name}: {path!r} is not a path below the workspace")
     if ".git" in parts:
-        raise BadTaskError(f"{field_name}: {path!r} is inside the repository's own folder")
+        raise BadTaskError(f"{field_name}: {path!r} is inside the folder .git")
 
 
 def load_function(name: str) -> Callable[..., Any]:

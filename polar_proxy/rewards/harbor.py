@@ -48,7 +48,7 @@ class HarborEvaluator(Evaluator):
     weight: float = 1.0
     env: Mapping[str, str] = field(default_factory=dict)
     reward_key: str = "reward"
-    """Which number of reward.json is the reward; all of them are recorded."""
+    """Name of the number in reward.json that is the reward; all numbers are recorded."""
 
     def check(self, task: EvaluatedTask) -> None:
         if not Path(self.tests).is_dir():

@@ -38,7 +38,7 @@ class HiddenTestsEvaluator(Evaluator):
     def check(self, task: EvaluatedTask) -> None:
         get_parser(self.parser)
         if not task.test_command:
-            raise BadTaskError("test_command: the evaluator tests needs it")
+            raise BadTaskError("test_command: required by the evaluator `tests`")
         if not (task.fail_to_pass or task.pass_to_pass):
             raise BadTaskError("fail_to_pass: name at least one test here or in pass_to_pass; else any result passes")
 

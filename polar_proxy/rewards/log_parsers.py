@@ -77,7 +77,7 @@ def parse_pytest_v2(log: str) -> dict[str, Verdict]:
 
 
 def parse_pytest_options(log: str) -> dict[str, Verdict]:
-    """``pytest -rA``; a parameter that is an absolute path keeps only its last part, because machines differ."""
+    """Parse ``pytest -rA``. A parameter that is an absolute path keeps only its last part, because machines differ."""
 
     def name(rest: str) -> str:
         test = rest.split()[0]

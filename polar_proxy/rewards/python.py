@@ -64,7 +64,7 @@ class PythonEvaluator(Evaluator):
             if value is not None and (not isinstance(value, int | float) or not math.isfinite(value)):
                 raise EvaluatorError(f"{self.function}: {name} is {value!r}; a finite number or None was expected")
         if unknown := sorted(set(score.calls) - {call.call_id for call in work.calls}):
-            raise EvaluatorError(f"{self.function} rewards {unknown[0]}, which is no call of this rollout")
+            raise EvaluatorError(f"{self.function} rewards {unknown[0]}, which is not a call of this rollout")
         reward = None if score.reward is None else float(score.reward)
         detail = score.detail if reward is not None else {"no_reward": f"{self.function} returned None", **score.detail}
         return Score(reward, detail, score.log, score.calls)

@@ -1,7 +1,7 @@
 """Signs of reward hacking: a patch that may aim at the reward instead of the task.
 
-Signs change no reward; they tell a person where to look. An honest patch can show a sign (a project's own
-conftest.py), and a dishonest patch may show none.
+Signs do not change the reward; they show a person which rollouts to inspect. An honest patch can show a sign (a
+project's own conftest.py), and a dishonest patch may show none.
 """
 
 from __future__ import annotations

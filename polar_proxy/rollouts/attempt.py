@@ -358,7 +358,8 @@ class AttemptRunner:
     # Parts of the stages
 
     async def _close_session(self, attempt: RunningAttempt, *, remote_seconds: float = _IDLE_SECONDS) -> str | None:
-        """Revoke the key and wait for calls in flight, on other gateways for `remote_seconds`; return what was lost."""
+        """Revoke the key and wait for calls in flight, on other gateways for `remote_seconds`; return a line about lost
+        calls."""
         if attempt.session_id is None:
             return None
         await self._store.sessions.close(attempt.session_id)

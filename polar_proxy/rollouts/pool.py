@@ -36,7 +36,7 @@ class SpecDemand:
     """The demand for sandboxes of one specification."""
 
     taken: deque[float] = field(default_factory=lambda: deque(maxlen=1024))
-    """Times at which one was taken, by the event loop's clock."""
+    """Times at which a sandbox was taken, by the event loop's clock."""
     opening: float = 0.0
     """Seconds that the last one took to open."""
 
@@ -138,7 +138,7 @@ class SandboxPool:
         """Return how many sandboxes of this specification should wait: as many as are taken while one opens (Little's
         law).
 
-        Counts up to the time of the request, because the requester's own wait says nothing about the demand."""
+        Only the time before the request counts, because the requester's own wait does not measure the demand."""
         demand = self._demand(key)
         since = requested_at - demand.opening
         return min(self._size, max(1, sum(taken > since for taken in demand.taken)))
@@ -165,7 +165,7 @@ class SandboxPool:
         return None
 
     async def _checked(self, key: Hashable, task: asyncio.Task[Sandbox]) -> Sandbox | None:
-        """Return the sandbox of a task from the pool, or None if it died or failed to open."""
+        """Return the sandbox that `task` opens, or None if it failed to open or has died."""
         try:
             sandbox = await asyncio.shield(task)
         except asyncio.CancelledError:

@@ -99,7 +99,7 @@ async def submit(
 async def cancel(store: Store, job_group_or_rollout: str) -> list[str]:
     """Cancel a job, a group or a rollout by its id. Queued rollouts are cancelled at once.
 
-    Returns the rollouts that workers have in flight; these end when their worker reads the queue next. Raises
+    Returns the rollouts that workers have in flight; these end the next time their worker reads the queue. Raises
     UsageError for an unknown id."""
     given = job_group_or_rollout
     if given.startswith("job_"):
@@ -197,7 +197,7 @@ class RolloutService:
         self._cancelling: set[asyncio.Task[None]] = set()
         self._resume_timer: asyncio.TimerHandle | None = None
         self.paused_until: float | None = None
-        """When a pause of the service ends by itself, in seconds since the epoch; None: it does not."""
+        """Time at which a pause of the service ends automatically, in seconds since the epoch; None: never."""
         memory = MemoryAdmission(limits.admission.memory_mb, limits.admission.memory_reserve_mb)
         attempts = AttemptRunner(
             store, gateway, engine, self.harnesses, self.pool, self._reporter, remote_scorer, self._prebuilt

@@ -72,14 +72,14 @@ class StageLimiter:
         may_join: AdmissionCheck | None = None,
         idle: Callable[[], bool] | None = None,
     ) -> None:
-        """`idle` says whether there are no rollouts to join; by default, whether none are inside."""
+        """`idle` returns whether no other rollout is at work; by default, whether no rollout is inside."""
         if limit < 1:
             raise ValueError(f"A stage must admit at least one rollout, not {limit}.")
         self._limit = limit
         self._may_enter = may_enter
         self._may_join = may_join
         self._idle = idle or (lambda: not self._inside)
-        # One queue per group: with ten thousand waiting, choosing the next looks at each group and not at each request.
+        # One queue per group: with ten thousand waiting, choosing the next examines each group and not each request.
         self._queues: dict[QueueKey, dict[int, WaitingRequest]] = {}
         self._inside: dict[str, AdmissionRequest] = {}
         self._groups: Counter[str] = Counter()

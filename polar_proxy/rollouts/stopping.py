@@ -38,7 +38,8 @@ def wait_for_all(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | 
 def first_n(group_size: int, rollouts: Sequence[RolloutProgress]) -> str | None:
     """Complete the group with the first `group_size` rollouts that end with a reward.
 
-    Over-provisioning as in APRIL (arXiv:2509.18521): n + k rollouts are started so that the slowest k delay nothing."""
+    Over-provisioning as in APRIL (arXiv:2509.18521): n + k rollouts are started, so that the group need not wait for
+    the slowest k."""
     count = len(_usable(rollouts))
     return f"the first {group_size} have ended" if count >= group_size else None
 

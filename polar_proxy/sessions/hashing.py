@@ -123,7 +123,8 @@ class MessageHasher:
         return _link(key, digest), _link(assistant_chain, digest), digest
 
     def digest(self, message: Message) -> bytes:
-        """Return the 16-byte digest of a message. Known messages are found by `hash`, which is ten times as fast."""
+        """Return the 16-byte digest of a message. Digests of known messages are cached under Python's `hash`, which is
+        ten times as fast to compute."""
         content = message.content
         seen = hash(
             (
@@ -209,7 +210,8 @@ def _link(key: bytes, digest: bytes) -> bytes:
 def _shared_prefix(messages: Sequence[Message], others: Sequence[Message]) -> int:
     """Return how many of the first messages are the same objects, up to the beginning of an assistant turn.
 
-    Hashing can start there, because nothing before an assistant turn changes how it, or what follows, is hashed.
+    Hashing can start there, because the hash of an assistant turn and of later messages does not depend on the form of
+    earlier ones.
     """
     same = 0
     for one, other in zip(messages, others, strict=False):

@@ -1,6 +1,6 @@
 """Rules that recognise the purpose of a call: a side call, a request for a summary, a conversation after a summary.
 
-Rules are data: each has a name, a reason, and the harness and version in which it was observed.
+Rules are data: each has a name, a reason, and the harness and version whose behaviour it recognises.
 `tests/sessions/test_rules.py` has an example of each. The name of the rule that decided is stored with the call.
 """
 
@@ -236,7 +236,7 @@ AGENT_TOOLS = frozenset(
 
 @dataclass(slots=True)
 class RequestTexts:
-    """The parts of a request that rules look at."""
+    """The parts of a request that rules examine."""
 
     system: str
     first: tuple[str, ...]

@@ -205,7 +205,7 @@ def _describe(error: SQLAlchemyError | sqlite3.Error | OSError) -> str:
 
 
 def is_unavailable(error: BaseException | None) -> bool:
-    """Return whether the server cannot be reached, or went away during what failed."""
+    """Return whether the server cannot be reached, or disconnected during the failed operation."""
     while error is not None:
         if isinstance(error, DBAPIError) and error.connection_invalidated:
             return True

@@ -30,7 +30,7 @@ from polar_proxy.types import CallRecord
 
 _MAX_BATCH = 256
 _DEFAULT_BUILDER = "merged"
-"""The builder whose traces the end of a rollout makes."""
+"""The builder whose traces are made when a rollout ends."""
 LATE_CALL = "a call of another gateway was recorded after the end of the rollout; the rollout must not be trained on"
 
 _PendingCommit = tuple[CallRecord, "asyncio.Future[None]"]

@@ -28,7 +28,7 @@ def loads(text: str | bytes) -> Any:
 
 
 def clean_text(text: str | None) -> str | None:
-    """Replace what the databases do not accept in text: NUL (PostgreSQL) and lone surrogates (UTF-8)."""
+    """Replace characters that the databases do not accept in text: NUL (PostgreSQL) and lone surrogates (UTF-8)."""
     if text is None or (text.isascii() and "\0" not in text):
         return text
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()

@@ -88,7 +88,7 @@ def _revision(connection: Connection) -> str | None:
     tables = inspect(connection).get_table_names()
     if VERSION_TABLE not in tables:
         if tables:
-            raise StoreError("This is not a Polar database: it has other tables. Give Polar a database of its own")
+            raise StoreError("This is not a Polar database: it has other tables. Give Polar a separate database")
         return None
     found = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar_one_or_none()
     if found is None or found == HEAD:

@@ -1,8 +1,8 @@
 """Rescores: answers that were recorded as text, encoded and scored later by an engine that did not sample them.
 
-Rescores are stored beside the calls and never change them: a call that was recorded without tokens keeps the status
-`no_tokens`. Only the traces of the builder `rescored` use them; `apply_rescores` puts the rescored tokens into the
-calls.
+Rescores are stored in their own table and never change the calls: a call that was recorded without tokens keeps the
+status `no_tokens`. Only the traces of the builder `rescored` use them; `apply_rescores` puts the rescored tokens into
+the calls.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RescoreRepository(Repository):
 def apply_rescores(calls: Iterable[CallRecord], rescores: Iterable[Rescore]) -> list[CallRecord]:
     """Return the calls, with rescored tokens in those without tokens if all their answers were rescored.
 
-    The engine of a call stays the one that sampled the text.
+    The engine of a call remains the one that sampled the text.
     """
     by_call: dict[str, dict[int, Rescore]] = {}
     for one in rescores:

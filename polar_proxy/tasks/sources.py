@@ -54,7 +54,8 @@ def get_source(name: str) -> TaskSource:
 
 
 def load_tasks(name: str, seed: int | None, instances: int | None) -> tuple[list[Task], tuple[TaskRefusal, ...] | None]:
-    """Return the tasks that a user asked for, and the refused ones of a file or folder (None: it is not a file).
+    """Return the tasks that a user asked for, and the refused ones of a file or folder (None if the source is a
+    family).
 
     With neither `seed` nor `instances`: one task of a family, all tasks of a file or folder. Raises UsageError if
     there is no such source, or the source has no such seed.

@@ -56,7 +56,7 @@ class AuditReference:
     policy_version: str | None
     tolerance: float = TOLERANCE
     same_model: bool = False
-    """The caller vouches that the engine serves the recorded model, under whatever name."""
+    """The caller guarantees that the engine serves the recorded model, even if its name differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class LogprobDifference:
 
 @dataclass(slots=True)
 class DifferenceStats:
-    """Differences of many tokens. `largest` and `mean` are None where nothing was compared."""
+    """Differences of many tokens. `largest` and `mean` are None if nothing was compared."""
 
     traces: int = 0
     tokens: int = 0
@@ -130,7 +130,7 @@ class TraceAudit:
     skipped: Mapping[str, int]
     """Sampled tokens that were not compared, by reason."""
     findings: Mapping[str, str]
-    """beyond_tolerance, wrong_mode, not_policy_samples: each with what was measured."""
+    """beyond_tolerance, wrong_mode, not_policy_samples: each with its measurement."""
     worst: tuple[LogprobDifference, ...]
 
     @property

@@ -39,7 +39,7 @@ class BuildResult:
     on_drift: str | None = None
     """The drift policy of builder `merged`; None for the others."""
     drift_events: tuple[DriftEvent, ...] = ()
-    """Every drifted call of the session, and what was done about it."""
+    """Every drifted call of the session, with the builder's treatment of it."""
     grade_reasons: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """trace id -> the reasons for its grade"""
     rescored_by: ScorerIdentity | None = None

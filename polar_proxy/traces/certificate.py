@@ -29,7 +29,7 @@ from polar_proxy.traces.grades import Grade, Reason
 from polar_proxy.types import Json, LogprobMode, Logprobs, PromptMode, TokenIds
 
 SCHEMA = 1
-"""Raised when a field changes its meaning; a checker refuses what is newer."""
+"""Increased when a field changes its meaning; a checker refuses newer certificates."""
 
 Hash = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 Count = Annotated[int, Field(strict=True, ge=0)]

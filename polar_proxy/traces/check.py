@@ -29,7 +29,7 @@ _PROBLEMS_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class RowCheck:
-    """The result of checking one row: its problems, and what could be read of it."""
+    """The result of checking one row: its problems, and the fields that could be read."""
 
     problems: list[str]
     trace: Trace | None = None
@@ -102,7 +102,7 @@ def check_row(row: Any) -> RowCheck:
 
 
 def _identity_problems(trace: Trace, certificate: Certificate) -> Iterator[str]:
-    """The row and its certificate describe the same trace."""
+    """Yield the problems if the row and its certificate do not describe the same trace."""
     for name in ("trace_id", "session_id", "rollout_id", "builder", "grade", "parent_trace_id", "branch_at"):
         if getattr(trace, name) != getattr(certificate, name):
             yield f"{name} is {getattr(trace, name)!r}, and {getattr(certificate, name)!r} in the certificate"
@@ -194,7 +194,7 @@ def _reason_problems(certificate: Certificate) -> Iterator[str]:
 
 
 class CrossRowChecks:
-    """Checks that need several rows. `add` takes rows that are right by themselves."""
+    """Checks that need several rows. `add` takes rows that passed `check_row`."""
 
     def __init__(self) -> None:
         self._answers: dict[tuple[str, str, str, int], int] = {}

@@ -139,7 +139,7 @@ async def rebuild(
     policy, and for `rescore` without an engine.
     """
     if on_drift == "rescore" and engine is None:
-        raise UsageError("--on-drift rescore asks an engine: name it with --engine.")
+        raise UsageError("--on-drift rescore needs an engine: name it with --engine.")
     report = RebuildReport()
     for target in targets:
         row = None if target.rollout_id is None else await store.rollouts.get(target.rollout_id)

@@ -91,7 +91,7 @@ def read_row(row: Any) -> TraceRow:
     and for a row whose fields are missing, of another type, or contradict each other (`malformed`).
     """
     if not isinstance(row, dict):
-        raise RowError("malformed", "a row is a JSON object")
+        raise RowError("malformed", "a row must be a JSON object")
     name = f"the row {row.get('trace_id')}"
     schema = row.get("schema")
     if not isinstance(schema, int) or schema > SCHEMA:
@@ -137,7 +137,7 @@ def read_jsonl(path: Path | str) -> Iterator[Json]:
 
 
 def describe_errors(error: ValidationError) -> list[str]:
-    """Return one line for each error: the path of the field, and what is wrong with it."""
+    """Return one line for each error: the path of the field, and its problem."""
     return [f"{_path(one['loc'])}: {one['msg']}" for one in error.errors(include_url=False)]
 
 

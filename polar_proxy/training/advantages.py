@@ -31,7 +31,7 @@ def reward_array(rewards: Rewards) -> Floats:
 def dr_grpo(rewards: Rewards) -> Floats:
     """Dr. GRPO: A_i = r_i - mean(r). It does not divide by the deviation, which favours groups of small spread.
 
-    Its other half, a constant instead of the length of each answer, is `loss_aggregation = "constant"`.
+    The paper's other change, a constant instead of the length of each answer, is `loss_aggregation = "constant"`.
     Source: Liu et al., Understanding R1-Zero-Like Training, arXiv 2503.20783.
     """
     values = reward_array(rewards)

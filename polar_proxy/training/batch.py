@@ -92,7 +92,7 @@ class TrainingSequence:
 
 @dataclass(slots=True)
 class SkippedCounts:
-    """Counts of what was not trained, for one reason."""
+    """Counts of rollouts, traces and tokens that were not trained, for one reason."""
 
     rollouts: int = 0
     traces: int = 0
@@ -102,7 +102,7 @@ class SkippedCounts:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """The training data of one step, with what was skipped."""
+    """The training data of one step, with counts of skipped data."""
 
     sequences: tuple[TrainingSequence, ...]
     group_ids: tuple[str, ...]

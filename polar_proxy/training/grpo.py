@@ -194,7 +194,7 @@ class GrpoTrainer:
                 deadline = time.monotonic() + config.wait_seconds
             elif pending and time.monotonic() > deadline:
                 raise TrainingError(
-                    f"no group came from the rollouts for {config.wait_seconds:g} s, and {pending} are in progress: "
+                    f"no group was finished for {config.wait_seconds:g} s, and {pending} are in progress: "
                     "look at them with `polar sessions`, or raise wait_seconds"
                 )
             elif pending:

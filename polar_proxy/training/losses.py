@@ -98,7 +98,8 @@ def ppo_clip(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2
 
 
 def dapo(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28) -> tuple[Tensor, LossStats]:
-    """DAPO: `ppo_clip` with a higher upper clip, which lets unlikely tokens grow; every token weighs the same.
+    """DAPO: `ppo_clip` with a higher upper clip, which lets the probability of unlikely tokens grow; every token weighs
+    the same.
 
     DAPO's dynamic sampling is the setting `dynamic_sampling`.
     Source: Yu et al., DAPO, arXiv 2503.14476; 0.2 and 0.28 from its section 4.1.

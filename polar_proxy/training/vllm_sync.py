@@ -108,7 +108,7 @@ class VllmDiskSync:
 
 
 class VllmAdapterSync:
-    """Has vLLM reload the adapter under the name that it samples with; the base weights stay.
+    """Has vLLM reload the adapter under the name that requests use; the base weights do not change.
 
     The server needs `--enable-lora`, VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and `--lora-modules NAME=FOLDER` with the
     adapter that `polar train adapter` writes. The files stay, because vLLM may read them again.
@@ -172,8 +172,8 @@ class VllmNcclSync:
     async def _run_in_thread(self, work: Callable[[NcclControlClient], T]) -> T:
         """Run `work` in a new thread and return its result.
 
-        NCCL waits forever for the other side. So when vLLM refuses a call this fails at once and abandons the thread,
-        which does not keep the process alive.
+        NCCL waits forever for the other side. So if vLLM refuses a call, this raises an error at once and abandons the
+        thread, which does not keep the process alive.
         """
         result: Future[T] = Future()
 

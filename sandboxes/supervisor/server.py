@@ -167,7 +167,8 @@ class Supervisor:
                 self.control.send({"id": ident, "gone": True})
 
     def end(self) -> None:
-        """Kill bwrap, with which its process namespace ends, and order every shim to kill its tree; wait for both."""
+        """Kill bwrap, which ends its process namespace, and order every shim to kill its process tree; wait for
+        both."""
         if self.init:
             send_signal(self.init, signal.SIGKILL)
         self.kill(None)

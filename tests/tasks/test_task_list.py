@@ -61,7 +61,7 @@ def test_reads_every_example() -> None:
         ({"evaluator": {"kind": "command", "argv": ["x"], "weight": -1}}, "weight: must be above 0"),
         ({"evaluator": {"kind": "command", "argv": ["x"], "rewrd": 1}}, "evaluators[0].rewrd: there is no such field"),
         ({"evaluator": {"kind": "python", "function": "no.such:thing"}}, "cannot load no.such:thing"),
-        ({"evaluator": {"kind": "tests"}}, "test_command: the evaluator tests needs it"),
+        ({"evaluator": {"kind": "tests"}}, "test_command: required by the evaluator `tests`"),
         ({"evaluator": {"kind": "tests"}, "test_command": ["x"]}, "any result passes"),
         ({"evaluator": {"kind": "tests", "parser": "nunit"}, **TESTS}, "no log parser 'nunit'"),
         ({"evaluators": []}, "not both"),

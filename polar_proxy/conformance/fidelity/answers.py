@@ -154,7 +154,7 @@ def _restyle(reply: ScriptedReply, style: AnswerStyle, tool: str, request: ChatR
 
 
 def _restyle_object(text: str, style: JsonStyle) -> str:
-    """Return a text that is one JSON object (from a model that acts by text) in that style; other text unchanged."""
+    """Return a text that is one JSON object (of a harness without tool calls) in that style; other text unchanged."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -208,7 +208,7 @@ def qwen_text(reply: ScriptedReply) -> str:
 def split_randomly(text: str, *, every: int) -> list[str]:
     """Cut `text` at random places, on average one in `every` characters; 0 cuts nowhere. Tags stay whole.
 
-    The same text is always cut alike, so that a repeated request gets the same tokens.
+    The same text is always cut at the same places, so that a repeated request gets the same tokens.
     """
     chance = random.Random(text)
     pieces: list[str] = []

@@ -107,7 +107,7 @@ class ForcedVllmEngine(VllmEngine):
                 self._piece_ids[piece] = await self.client.encode(piece)
             ids += self._piece_ids[piece]
         if (decoded := await self.decode(ids)) != text:
-            raise EngineError(f"The tokenizer cannot be cut: {text!r} decodes as {decoded!r}.")
+            raise EngineError(f"The tokenizer does not allow this split: {text!r} decodes as {decoded!r}.")
         return (*ids, self.info.eos_token_ids[0])
 
     async def _verify_plugin(self) -> None:

@@ -1,6 +1,6 @@
 """Run one harness in one prompt mode, and count every sampled token as trained or excluded.
 
-For a call whose prompt differs from the sampled tokens, the row has the place of the first difference, the tokens on
+For a call whose prompt differs from the sampled tokens, the row has the position of the first difference, the tokens on
 both sides, and the causes.
 """
 
@@ -110,7 +110,7 @@ async def measure_harness(
     """Run `scenario` with one harness and count. A run that is not possible has a `fault`."""
     started = time.monotonic()
     row = FidelityRow(adapter.name, installed.version, mode, template)
-    # With its usual window a harness would take this small tokenizer's long prompts for a full context.
+    # With its usual window a harness would believe that this small tokenizer's long prompts fill the context.
     profile = replace(profile_of(adapter.name), context_window=runner.engine.info.context_length)
     scenario = scenario if "resume" in adapter.info.features else replace(scenario, second=())
     model = FidelityModel(profile, scenario, 0.0)

@@ -266,7 +266,7 @@ def _unknown(block: Json, path: str) -> Json:
 
 
 def _as_text(part: Json) -> str:
-    """Return a part of an assistant message as text: engines accept nothing else there."""
+    """Return a part of an assistant message as text: engines accept only text there."""
     return str(part["text"]) if part["type"] == "text" else to_json(part, "messages").decode()
 
 

@@ -116,7 +116,7 @@ class AnthropicMessages(Dialect):
 
 
 class AnthropicTokenCount(TokenCount):
-    """`POST /v1/messages/count_tokens`: the length of the prompt that the same body would be sampled from."""
+    """`POST /v1/messages/count_tokens`: return the length of the prompt that the same body gives."""
 
     def parse(self, body: Json) -> ChatRequest:
         fields = ConversationFields.read(body)

@@ -40,7 +40,7 @@ class AnthropicEncoder(Encoder):
         self._block_count = 0
         """Number of blocks begun so far; the index of the next one."""
         self._open: str | None = None
-        """Kind of the open text or thinking block. Tool blocks may be open beside it."""
+        """Kind of the open text or thinking block. Tool blocks may be open at the same time."""
         self._open_index = 0
         self._thinking: list[str] = []
         self._begun_calls: dict[int, int] = {}

@@ -91,7 +91,7 @@ class _ContentReader:
     open_calls: list[ToolCall] = field(default_factory=list)
     """Calls of the model's last turn that have no result yet."""
     generated_ids: set[str] = field(default_factory=set)
-    """Ids given here to calls that came without one."""
+    """Ids generated here for calls that came without an id."""
     results: set[tuple[str, str]] = field(default_factory=set)
     """(call id, text) of each result."""
     results_of_turn: set[tuple[str, str]] = field(default_factory=set)
@@ -115,7 +115,7 @@ class _ContentReader:
                 response_path = f"{part_path}.functionResponse"
                 self._result(part.function_response, response_path, f"call_{position}_{number}")
             elif part.function_call is not None:
-                raise invalid(f"{part_path}.functionCall", "only the role 'model' calls")
+                raise invalid(f"{part_path}.functionCall", "only the role 'model' may call functions")
             else:
                 data += _data(part, part_path)
         if data:
@@ -225,7 +225,7 @@ def _data(part: Part, path: str) -> list[Json]:
         return [_text(f"```\n{result.output}\n```")]
     unknown = [key for key in part.model_extra or () if key not in _IGNORED_FIELDS]
     if unknown:
-        raise invalid(path, f"parts with {unknown[0]!r:.80} are not known here")
+        raise invalid(path, f"parts with {unknown[0]!r:.80} are not supported")
     return []
 
 

@@ -39,7 +39,7 @@ class GoogleGenerateContent(Dialect):
     """`model`: as in the URL. `sse`: stream server-sent events, otherwise a JSON array."""
 
     name = "google_generate_content"
-    # Gemini CLI takes a comment for a broken event, and retries.
+    # Gemini CLI treats a comment as a broken event, and retries.
     heartbeat = None
 
     def __init__(self, model: str, *, stream: bool = False, sse: bool = False) -> None:

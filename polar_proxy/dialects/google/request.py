@@ -20,7 +20,7 @@ def to_chat_request(model: str, fields: GenerateContentRequest) -> ChatRequest:
         raise RequestError("Missing required parameter: 'contents'.", param="contents", code="empty_array")
     messages = parse_contents(fields.contents)
     if not messages:
-        raise RequestError("'contents' hold nothing to answer.", param="contents", code="empty_array")
+        raise RequestError("'contents' contains nothing to answer.", param="contents", code="empty_array")
     system = parse_system(fields.system_instruction)
     tools, tool_choice = parse_tool_choice(fields.tool_config.function_calling_config, parse_tools(fields.tools))
     config = fields.generation_config
@@ -42,7 +42,7 @@ def _sampling(config: GenerationConfig) -> Sampling:
         raise RequestError(f"'{path}' needs 'responseLogprobs' to be true.", param=path)
     for modality in config.response_modalities:
         if not isinstance(modality, str) or modality.upper() not in ("TEXT", "MODALITY_UNSPECIFIED"):
-            raise invalid(f"{_CONFIG}.responseModalities", "only TEXT can be answered here")
+            raise invalid(f"{_CONFIG}.responseModalities", "only TEXT is supported")
     return Sampling(
         temperature=config.temperature,
         top_p=config.top_p,

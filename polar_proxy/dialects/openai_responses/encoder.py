@@ -110,7 +110,7 @@ class ResponsesEncoder(Encoder):
         return self._close("completed") + self._open_text(kind) + self._text_delta(text, logprobs)
 
     def _text_after_call(self, call: _StreamedToolCall, kind: str, text: str) -> bytes:
-        """Hold text back until the open call is complete, and no other call waits."""
+        """Hold text back until the open call is complete and no other call is waiting."""
         if self._waiting_texts and self._waiting_texts[-1][0] == kind:
             self._waiting_texts[-1] = (kind, self._waiting_texts[-1][1] + text)
         else:

@@ -51,7 +51,7 @@ class SamplingParams:
 def resolve(sampling: Sampling, defaults: Mapping[str, Any], vocab_size: int, room: int) -> tuple[SamplingParams, int]:
     """Return the settings, and max_tokens cut to the `room` left in the context. Raises RequestError.
 
-    `defaults` is the model's own generation config, used for what a request leaves out (as vLLM does).
+    `defaults` is the model's own generation config, used for parameters that a request leaves out (as vLLM does).
     """
     temperature = _first(sampling.temperature, defaults.get("temperature"), 1.0)
     top_p = _first(sampling.top_p, defaults.get("top_p"), 1.0)
@@ -193,7 +193,8 @@ def _top(logprobs: torch.Tensor, rows: Sequence[SequenceSampler]) -> list[list[t
 
 
 def truncate(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Apply min_p, then top_k, then top_p to what is left: forbidden tokens become -inf. logits [B, V] -> [B, V].
+    """Apply min_p, then top_k, then top_p, each to the remaining tokens: forbidden tokens become -inf. logits [B, V] ->
+    [B, V].
 
     top_p keeps the smallest set of most likely tokens whose probability reaches it, at least one token.
     """

@@ -39,7 +39,7 @@ class ChatTemplate:
         return hashlib.sha256(self.source.encode()).hexdigest() if self.source is not None else None
 
     def render(self, request: ChatRequest, *, generation: bool = True) -> str:
-        """Return the prompt as text; `generation` appends what opens the answer. Raises RequestError."""
+        """Return the prompt as text; `generation` appends the tokens that open the answer. Raises RequestError."""
         if self.source is None:
             raise RequestError("This model has no chat template; use the completions endpoint.", code="no_template")
         options: Json = {"add_generation_prompt": True, **request.template_kwargs}

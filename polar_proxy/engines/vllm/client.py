@@ -97,7 +97,8 @@ class VllmClient(OpenAIClient):
 def parse_load(text: str) -> EngineLoad | None:
     """Return the load of all replicas of one server, from the text of `/metrics`.
 
-    Source: https://docs.vllm.ai/en/latest/usage/metrics/. Values that are not finite are ignored; None if none is left.
+    Source: https://docs.vllm.ai/en/latest/usage/metrics/. Values that are not finite are ignored; None if no value is
+    left.
     """
     found: dict[str, list[float]] = {}
     for name, value in _METRIC.findall(text):

@@ -142,7 +142,7 @@ class VllmEngine(Engine):
     async def _start(self, path: str, body: Json) -> HttpResponse:
         """Send the request; if `max_tokens` exceeds the room in the context, send it without a limit.
 
-        Agents ask for as much as their own provider's largest model may write. Other servers cut what is beyond the
+        Agents request as many tokens as their own provider's largest model may write. Other servers cut this to the
         context, vLLM refuses it.
         """
         if "weight_versions" in self.info.capabilities:

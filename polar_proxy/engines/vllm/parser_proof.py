@@ -129,7 +129,7 @@ class ParserProof:
             asyncio.gather(*map(self._shows_special, settings)),
         )
         answers, tags_show = await self._read_back(await self._force_answers(frame, reasons), opened)
-        # A parser needs to see the tags; apart from that, completions hide what a chat hides.
+        # A parser needs to see the tags; apart from that, completions hide the same tokens as a chat.
         without_tools, with_tools = shown[0] or not tags_show, shown[-1] or not tags_show
         tail = self.tail(opened)
         # A `<think>` in the prompt keeps the model from sampling another one: such answers do not begin with the tag.
@@ -292,7 +292,7 @@ class ProvenParsers:
         """Return how an answer to `prompt` under these template options is parsed. Raises CannotContinueError."""
         config = await self._config(options)
         if (tail := self._proof.tail(prompt)) != config.tail:
-            raise CannotContinueError(f"the prompt leaves reasoning {tail}, its template leaves it {config.tail}.")
+            raise CannotContinueError(f"the prompt leaves reasoning {tail}, but the template leaves it {config.tail}.")
         return config
 
     async def _config(self, options: Mapping[str, Any]) -> ParserConfig:
@@ -347,7 +347,7 @@ def _parse_hermes(answer: ForcedAnswer, mode: Reasoning, *, tools: bool) -> Pars
 
 
 def _ids(events: Sequence[SampleEvent], end: int) -> tuple[int, ...]:
-    """Return what was sampled, without end-of-turn tokens."""
+    """Return the sampled ids without end-of-turn tokens."""
     return tuple(token for event in events for token in event.token_ids if token != end)
 
 

@@ -46,7 +46,7 @@ _NEUTRAL: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "
 
 @dataclass(frozen=True, slots=True)
 class VerifiedServer:
-    """What the probe of one server found."""
+    """The result of the probe of one server."""
 
     info: EngineInfo
     tokenize_renders: bool
@@ -181,7 +181,7 @@ class ServerProbe:
             ids = await self._client.encode(END_THINK)
             bias = {"logit_bias": {str(ids[0]): 100}} if len(ids) == 1 else {}
         except (RequestError, EngineError):
-            pass  # without the route nothing is steered
+            pass  # without the route there is no bias
         return await self._accepts(response_format=_SCHEMA, **bias)
 
     async def _missing_evidence(self) -> str | None:
@@ -307,7 +307,7 @@ class ServerProbe:
         for end in closed[same : same + _END_CANDIDATES]:
             answer = await self._chat(max_tokens=2, logit_bias={str(end): 100}, return_token_ids=True)
             choice = answer["choices"][0]
-            # A second end token, from the model's generation config, is given as the reason.
+            # The stop reason then names a second end token, from the model's generation config.
             stopped_itself = choice.get("stop_reason") in (None, end)
             if choice.get("finish_reason") == "stop" and stopped_itself and choice.get("token_ids") == [end]:
                 return (int(end),)
@@ -327,7 +327,7 @@ def logprob_mode(at_one: dict[str, float], at_two: dict[str, float]) -> LogprobM
     high, low = max(common, key=at_one.__getitem__, default=""), min(common, key=at_one.__getitem__, default="")
     gap = at_one[high] - at_one[low] if common else 0.0
     if gap < 1e-2:
-        raise ValueError("gives its likeliest tokens the same probability, which hides its log-probability mode.")
+        raise ValueError("gives its most likely tokens the same probability, which hides its log-probability mode.")
     ratio = (at_two[high] - at_two[low]) / gap
     if abs(ratio - 1.0) < 0.15:
         return "raw"

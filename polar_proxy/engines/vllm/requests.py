@@ -106,7 +106,8 @@ def exact_body(
 
 
 def render_body(request: ChatRequest, *, generation: bool = True) -> Json:
-    """Return the body for `/tokenize` that renders a conversation; `generation` includes what opens the answer."""
+    """Return the body for `/tokenize` that renders a conversation; `generation` includes the tokens that open the
+    answer."""
     body: Json = {
         "messages": [_message(message) for message in request.messages],
         "add_generation_prompt": generation,

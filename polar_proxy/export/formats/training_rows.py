@@ -183,7 +183,7 @@ class IdNumbers:
         return self._known.setdefault(name, len(self._known))
 
 
-# ---------------------------------------------------------------- what a record requires
+# ---------------------------------------------------------------- requirements of records
 
 
 def require_group(row: TrainingRow) -> tuple[str, str]:
@@ -201,7 +201,7 @@ def require_reward(row: TrainingRow) -> float:
 
 
 def require_advantage(row: TrainingRow) -> float:
-    """Return the advantage. Raise RowError if the rollout is not trained, or its group gave it none."""
+    """Return the advantage. Raise RowError if the rollout is not trained, or has no advantage in its group."""
     if row.masked:
         raise RowError("masked", f"the rollout of the row {row.trace_id} counts in the baseline and is not trained")
     if row.advantage is None or not math.isfinite(row.advantage):

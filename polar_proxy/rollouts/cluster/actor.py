@@ -72,7 +72,7 @@ class RayScorer:
     """A `RemoteScorer` that scores in Ray tasks."""
 
     resources: Mapping[str, float]
-    """What Ray must find free on a node (`capacity.scoring_resources`)."""
+    """The resources that must be free on a node (`capacity.scoring_resources`)."""
     done: int = field(default=0, init=False)
 
     async def __call__(self, work: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) -> Score:

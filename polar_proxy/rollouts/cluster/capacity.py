@@ -36,7 +36,7 @@ class NodePlan:
     address: str
     agents: int
     reserved: Mapping[str, float]
-    """What its actor reserves, so that Ray gives it to nothing else."""
+    """The resources that its actor reserves, so that Ray uses them for nothing else."""
 
 
 def agent_capacity(cpus: float, memory: float) -> int:
@@ -63,5 +63,5 @@ def plan_nodes(nodes: Iterable[RayNode]) -> list[NodePlan]:
 
 
 def scoring_resources(nodes: Iterable[RayNode]) -> dict[str, float]:
-    """Return what a scoring task needs free on a node: a place that nodes offer, or else a processor."""
+    """Return the resources of a scoring task: a scoring place if nodes offer any, else a processor."""
     return {SCORING_RESOURCE: 1.0} if any(SCORING_RESOURCE in node.resources for node in nodes) else {"CPU": 1.0}

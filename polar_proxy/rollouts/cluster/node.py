@@ -44,7 +44,7 @@ class NodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """What a node reports about itself."""
+    """The report of a node about itself."""
 
     address: str
     agents: int

@@ -100,7 +100,7 @@ class CallSerializer:
             self._stored[key] = True
 
     def forget(self) -> None:
-        """Return all shared rows again, because another process may have deleted some."""
+        """Forget which shared rows are stored, because another process may have deleted some."""
         self._stored.clear()
         self._chains.clear()
 
@@ -196,7 +196,7 @@ class CallSerializer:
     def _split_tail(self, prompt: list[ChainNode], base: ChainNode | None) -> tuple[list[ChainNode], bytes | None]:
         """Take a short last segment off the chain and pack it for the row of the call.
 
-        The tokens after the last turn (the generation prompt) are few and no other call shares them; a row of its own
+        The tokens after the last turn (the generation prompt) are few and no other call shares them; a separate row
         would cost ten times as much.
         """
         if not prompt or prompt[-1].length >= MIN_SEGMENT or (len(prompt) == 1 and base is None):

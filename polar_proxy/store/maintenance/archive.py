@@ -281,7 +281,7 @@ async def _import_table(rows: AsyncConnection, target: AsyncConnection, table: T
 
 
 def _parents_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Order parents before children. Only empty nodes, as long as their parents, can be out of order."""
+    """Order parents before children. The query sorts by chain length, which leaves only empty nodes out of order."""
     waiting = {row["node_id"]: row for row in rows}
     ordered: list[dict[str, Any]] = []
     for row in rows:
@@ -295,7 +295,7 @@ def _parents_first(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def _import_events(rows: AsyncConnection, target: AsyncConnection, moved: ArchiveCounts) -> None:
-    """Import the events of each rollout that are not stored yet. Every database numbers its events itself."""
+    """Import the events of each rollout that are not stored yet. Every database assigns its own event numbers."""
     e = schema.rollout_events.c
     for rollout_id in list(await rows.scalars(select(e.rollout_id).distinct().order_by(e.rollout_id))):
         query = select(e.at, e.kind, e.data).where(e.rollout_id == rollout_id).order_by(e.event_id)

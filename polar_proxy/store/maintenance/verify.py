@@ -19,7 +19,7 @@ from polar_proxy.store.encoding.chains import NodeKind, content_hash, node_id
 from polar_proxy.store.encoding.loader import CallLoader, fetch, fetch_nodes
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with what is being processed, how much is done and how much there is."""
+"""Called with (kind of row, number done, total number)."""
 
 _PAGE = 500
 
@@ -79,7 +79,8 @@ class StoreVerifier:
         return faults
 
     async def _check_other_nodes(self, seen: set[bytes], progress: ProgressCallback) -> list[IntegrityFault]:
-        """Check the nodes that belong to no call: rescored prompts, and what `polar db vacuum` would remove."""
+        """Check the nodes that belong to no call: those of rescored prompts, and those that `polar db vacuum` would
+        remove."""
         faults: list[IntegrityFault] = []
         n = schema.nodes.c
         last, done = b"", 0
@@ -187,7 +188,7 @@ async def _check_hashes(connection: AsyncConnection) -> list[IntegrityFault]:
         ("settings", schema.settings.c.settings_hash, schema.settings.c.value),
         ("engines", schema.engines.c.engine_hash, schema.engines.c.info),
     ):
-        # The text as stored: parsed and printed again, a number could look different.
+        # The text as stored, because parsing and printing it could change a number.
         for row in await connection.execute(select(key, cast(value, Text))):
             if content_hash(row[1].encode()) != row[0]:
                 faults.append(IntegrityFault(f"{name} {row[0].hex()}", "its content does not match its id"))

@@ -26,7 +26,7 @@ from polar_proxy.store.service.queue import CANCEL_REQUESTED, cancel_rollouts
 from polar_proxy.types import Json, new_id
 
 KEEP_OVERFLOW = {"overflow": "keep"}
-"""The configuration of groups whose overflow is carried over, and which take overflow of other groups."""
+"""The configuration of groups whose overflow is carried over and that accept overflow of other groups."""
 _HOLDING_FOR = "holding_for"
 """In the configuration of a holding group: the id of the group that its rollouts come from."""
 
@@ -87,7 +87,8 @@ class GroupRepository(Repository):
             return await cancel_rollouts(connection, _r.group_id == group_id, time.time())
 
     async def unsettled(self) -> list[str]:
-        """Return the open groups of jobs whose rollouts have all ended: the process that ended the last was killed."""
+        """Return the open groups of jobs whose rollouts have all ended: the process that ended the last rollout was
+        killed before it could settle the group."""
         busy = select(_r.group_id).where(~_final)
         query = select(_g.group_id).where(_g.job_id.is_not(None), _g.status == "open", _g.group_id.not_in(busy))
         async with self._database.reading() as connection:
