@@ -79,7 +79,7 @@ class HttpResponse:
     # Called by the connection
 
     def add(self, data: bytes) -> bool:
-        """Store a piece of the body, and return whether too much of it waits to be read."""
+        """Store a piece of the body, and return whether the reader should catch up before more is received."""
         self._chunks.append(data)
         self._size += len(data)
         self._wake()

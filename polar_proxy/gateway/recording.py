@@ -122,7 +122,7 @@ class CallRecorder:
         self._metrics.commit.observe(time.perf_counter() - started)
 
     async def _weight_version(self, call: PendingCall) -> str | None:
-        """Return the policy version, or None if the engine does not answer, which must not lose the call."""
+        """Return the policy version; None if the engine does not answer, because the call must be recorded anyway."""
         try:
             return await self._engine.weight_version()
         except (RequestError, EngineError) as error:

@@ -10,9 +10,9 @@ async def exclude_orphaned_calls(store: Store, rollout_id: str) -> None:
     """Put the calls of a rollout that was taken from its worker into traces, or exclude them, so that the counts add
     up.
 
-    If it has ended, the calls of its last attempt become traces, without a reward, unless they are traces already.
-    Those of earlier attempts, and all calls of a rollout that is tried again, are excluded as `superseded_attempt`. An
-    attempt that still runs (its session is open) is left alone.
+    If the rollout has ended, the calls of its last attempt become traces, without a reward, unless they are traces
+    already. Those of earlier attempts, and all calls of a rollout that is tried again, are excluded as
+    `superseded_attempt`. An attempt that still runs (its session is open) is left alone.
     """
     sessions = await store.sessions.ids_of_rollout(rollout_id, closed=True)
     row = await store.rollouts.get(rollout_id)

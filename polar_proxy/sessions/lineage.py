@@ -108,7 +108,7 @@ class PlacementQuery:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The edge of a call, and why."""
+    """The edge of a call, its parent, and the rule that decided."""
 
     edge: Edge
     parent: CallNode | None = None

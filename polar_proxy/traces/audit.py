@@ -290,8 +290,8 @@ def _require_same_model(model: str | None, template_hash: str | None, engine: En
     """Raise UsageError if the recorded model or template is not the engine's."""
     if model != engine.model:
         raise UsageError(
-            f"There are traces of the model {model!r}, and the engine serves {engine.model!r}: choose its own "
-            f"with --where 'model={engine.model}'. If it is the same model under another name, add --same-model."
+            f"Some traces are of the model {model!r}, but the engine serves {engine.model!r}: select its own "
+            f"traces with --where 'model={engine.model}'. If it is the same model under another name, add --same-model."
         )
     served = engine.template_hash
     if template_hash is None or served is None or _hash_kind(template_hash) != _hash_kind(served):
@@ -369,7 +369,7 @@ def _compare(
 
 
 class TraceComparison:
-    """The comparison of one trace, made for one `SampledRun` after the other."""
+    """The comparison of one trace, which adds up its `SampledRun`s."""
 
     def __init__(
         self, trace: Trace, whole: TokenIds, fresh: npt.NDArray[np.float64], reference: AuditReference

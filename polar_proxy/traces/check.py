@@ -134,8 +134,8 @@ def _hash_problems(trace: Trace, certificate: Certificate) -> Iterator[str]:
 
 
 def _span_problems(certificate: Certificate) -> Iterator[str]:
-    """Each answer is whole, occurs once, and follows its call's prompt unless the trace's grade has the reason
-    `canonical`."""
+    """Yield the problems unless each answer is whole, occurs once, and follows its call's prompt (except with the
+    reason `canonical`)."""
     for span, following in zip(certificate.spans, [*certificate.spans[1:], None], strict=True):
         answers_it = following is not None and (following.kind, following.call_id) == ("sampled", span.call_id)
         if span.kind == "context" and not answers_it:
@@ -164,7 +164,7 @@ def _span_problems(certificate: Certificate) -> Iterator[str]:
 
 
 def _reason_problems(certificate: Certificate) -> Iterator[str]:
-    """The reasons follow from the spans, and the grade from the reasons."""
+    """Yield the problems if the reasons do not follow from the spans, or the grade not from the reasons."""
     reasons = set(certificate.grade_reasons)
     sampled = [span for span in certificate.spans if isinstance(span, SampledSpan)]
     joined = any(event.outcome == "canonical" for event in certificate.drift)

@@ -148,7 +148,7 @@ async def test_scores_by_python_function(run_script: ScriptRunner) -> None:
     for name, words in (
         ("broken", "ValueError: a bug"),
         ("infinite", "finite"),
-        ("unknown_call", "no call of this"),
+        ("unknown_call", "not a call of this"),
     ):
         with pytest.raises(EvaluatorError, match=words):
             await run_script(task_with_function(name), "true")

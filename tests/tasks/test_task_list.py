@@ -54,7 +54,7 @@ def test_reads_every_example() -> None:
         ({"timeout_seconds": 0}, "timeout_seconds: must be above 0"),
         ({"files": {"../x": ""}}, "'../x' is not a path below the workspace"),
         ({"files": {"/x": ""}}, "'/x' is not a path below the workspace"),
-        ({"hidden_files": {".git/config": ""}}, "inside the repository's own folder"),
+        ({"hidden_files": {".git/config": ""}}, "inside the folder .git"),
         ({"files": {"a": 1}}, "files.a: input should be a valid string"),
         ({"evaluator": {"kind": "magic"}}, "evaluators[0]: kind must be one of command, harbor, python"),
         ({"evaluator": {"kind": "command", "argv": []}}, "argv is empty"),

@@ -202,7 +202,7 @@ async def explain(engine: Engine, event: DriftEvent, call: CallRecord, base: Cal
 def _add_retokenised(
     sampled: tuple[str, ...], rendered: tuple[str, ...], causes: tuple[DriftCause, ...]
 ) -> tuple[DriftCause, ...]:
-    """Put `retokenised` before the causes if the texts differ only later than the first tokens that do."""
+    """Put `retokenised` before the causes if the first tokens that differ have the same text."""
     if causes == ("retokenised",) or not sampled or not rendered:
         return causes
     size = max(len(sampled[0]), len(rendered[0]))

@@ -1,4 +1,4 @@
-"""The response object: a whole answer, and the frame of the event stream.
+"""The response object: for a whole answer, and as the first and last event of a stream.
 
 The log-probabilities of a message are those of the tokens that spell it, or of all tokens of the answer if those
 cannot be identified. Reasoning tokens are counted as 0: engines do not say which tokens are reasoning.

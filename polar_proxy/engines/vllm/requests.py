@@ -51,10 +51,10 @@ def chat_body(request: ChatRequest, *, stream: bool) -> Json:
 def _message(message: Message) -> Json:
     """Return a message in the form that vLLM accepts.
 
-    vLLM refuses a conversation in which the arguments of a call are not JSON, though a model wrote them. As a JSON
-    string they pass, and templates print a string as it is. Reasoning is sent by both of its names: the chat route
+    vLLM refuses a conversation in which the arguments of a call are not JSON, although a model wrote them. It accepts
+    them as a JSON string, which templates print unchanged. Reasoning is sent under both of its names: the chat route
     accepts `reasoning_content` for `reasoning`, while `/tokenize` of the same server (0.32) drops it; older servers
-    know only the long name.
+    accept only the long name.
     """
     out = message.to_openai()
     if message.reasoning is not None:

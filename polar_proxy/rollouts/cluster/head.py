@@ -3,9 +3,9 @@
 The actors outlive a head that is killed: the nodes continue, and the next head finds them by their names. A head that
 is stopped stops its actors, and their rollouts in flight go back into the queue.
 
-Promise: the rollouts of a dead node are back in the queue as soon as Ray knows that the node is dead. Ray's report may
-be wrong, because a worker that lost its claim can no longer write (`ClaimLostError`). Without a head the leases expire,
-and any node reclaims the rollouts.
+Promise: the rollouts of a dead node are back in the queue as soon as Ray knows that the node is dead. A wrong report of
+Ray does no harm, because a worker that lost its claim can no longer write (`ClaimLostError`). Without a head the leases
+expire, and any node reclaims the rollouts.
 """
 
 from __future__ import annotations
