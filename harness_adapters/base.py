@@ -1,7 +1,7 @@
 """The protocol of a harness adapter, and the adapters by name.
 
-An adapter says how to install one agent program, how to start it against a base URL, and how to read its exit. It only
-describes: it starts no agent and opens no sandbox. Promises:
+An adapter describes how to install one agent program, how to start it with a base URL, and how to interpret its exit.
+It starts no agent and opens no sandbox. Promises:
 
 * `install` is idempotent and safe to call from several processes at once; the installation it returns is complete.
 * Nothing is ever installed into the Python environment that runs Polar.

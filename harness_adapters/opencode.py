@@ -82,7 +82,7 @@ class OpenCode(NpmHarness):
 def _installed_plugin(version: str) -> dict[str, str]:
     """Return files that mark its plugin library, which only plugins need, as installed.
 
-    Otherwise every start in a new HOME requests it from the npm registry, which no sandbox reaches.
+    Otherwise every start in a new HOME requests it from the npm registry, which is unreachable from a sandbox.
     """
     lock = {"lockfileVersion": 3, "packages": {"": {"dependencies": {"@opencode-ai/plugin": version}}}}
     return {

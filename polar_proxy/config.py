@@ -61,7 +61,7 @@ class GatewaySettings(_Section):
     """How long a generation continues after its client disconnected, so that a retry can take it over."""
     prompt_mode: PromptModeSetting = "continue"
     """`continue`: the prompt of a turn is the exact tokens of the turn before, followed by the tokens of the new
-    messages, where the engine can do this. `render`: the engine renders every request from its messages."""
+    messages, if the engine can do this. `render`: the engine renders every request from its messages."""
     past_reasoning: Literal["keep", "strip"] = "keep"
     """Reasoning of earlier turns in continued prompts. `keep`: leave it as it was sampled. `strip`: if the model's chat
     template drops it, let the engine render that request."""

@@ -1,7 +1,7 @@
 """The options of a rollout and of a job, each defined once.
 
-`RolloutSpec` says how one rollout is made, `JobSpec` adds the number of rollouts and the options of their groups. Every
-other place that names an option is derived from these two models:
+`RolloutSpec` has the options of one rollout, `JobSpec` adds the number of rollouts and the options of their groups.
+Every other place that names an option is derived from these two models:
 
 * command line: `polar_proxy.cli.options` makes one option for each field;
 * settings: the section ``[run]`` has the fields of `RolloutSpec`;

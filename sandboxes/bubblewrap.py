@@ -1,7 +1,7 @@
 """`bubblewrap`: Linux namespaces without a daemon. Starts in about ten milliseconds, as root or as any user.
 
-The root file system is made from an allow-list: only the system's programs and libraries appear, read-only. The rest
-of the host (homes, /run and its sockets, /tmp, /var, /srv, checkouts, databases) does not exist inside unless it is
+The root file system is made from an allow-list: only the system's programs and libraries appear, read-only. The rest of
+the host (homes, /run and its sockets, /tmp, /var, /srv, checkouts, databases) is not visible inside unless it is
 mounted.
 """
 

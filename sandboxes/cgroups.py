@@ -50,7 +50,7 @@ def remove(folder: Path, seconds: float = 30.0) -> None:
 
 
 def settings(limits: ResourceLimits, version: int) -> dict[str, list[tuple[str, str, bool]]]:
-    """Return controller -> (file, value, required). Swap files exist only where swap accounting is on."""
+    """Return controller -> (file, value, required). Swap files exist only if swap accounting is on."""
     found: dict[str, list[tuple[str, str, bool]]] = {}
     if limits.memory_mb is not None:
         size = str(limits.memory_mb << 20)

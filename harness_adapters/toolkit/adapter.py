@@ -34,7 +34,8 @@ class CachedHarness(ABC):
     default_version: str
     info: HarnessInfo
     error_prefixes: ClassVar[tuple[str, ...]] = ()
-    """How lines of output begin that report an error. The last line may be something else (Codex: a token count)."""
+    """Beginnings of the output lines that report an error, because the last line may be another one (Codex: a token
+    count)."""
 
     @abstractmethod
     def recipe(self, version: str) -> Recipe:

@@ -5,7 +5,7 @@ checked by starting it; nothing is installed outside the cache. The search order
 on PATH and in the folders of version managers, one that was fetched earlier, and then one that `uv` fetches.
 
 No package on PyPI or npm contains an interpreter. uv takes it from the releases of the python-build-standalone project,
-or from the mirror in UV_PYTHON_INSTALL_MIRROR. On a machine that reaches neither, the user must install it.
+or from the mirror in UV_PYTHON_INSTALL_MIRROR. On a machine without access to either, the user must install it.
 """
 
 from __future__ import annotations

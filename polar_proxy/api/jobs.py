@@ -21,7 +21,7 @@ from polar_proxy.tasks import Task, load_tasks, tasks_from_rows
 from polar_proxy.types import Json
 
 _GRACE_SECONDS = 60.0
-"""Seconds that a provisional pause lasts beyond the wait that it belongs to."""
+"""A pause during a wait for idle rollouts ends this many seconds after the wait, if it is not undone before."""
 
 JobId = Annotated[str, Path(description="The id of a job.")]
 

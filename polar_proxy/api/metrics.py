@@ -14,7 +14,7 @@ from polar_proxy.types import Json
 
 
 class ServiceCollector(Collector):
-    """Register it with the gateway's registry."""
+    """A Prometheus collector, to be registered with the gateway's registry."""
 
     def __init__(self, counts: Callable[[], Json | None], feed_depth: Callable[[], dict[str, int]]) -> None:
         """`counts`: `RolloutService.counts`, or a function that returns None on a server without a service."""

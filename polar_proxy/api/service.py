@@ -18,7 +18,8 @@ from polar_proxy.types import Json
 
 _WORKING = FleetRow(None, None)
 _GRACE_SECONDS = 60.0
-"""A process that waits for idle servers pauses them for this long at a time, so that the pause ends if it is killed."""
+"""A process that waits for idle servers renews a pause of this length, so that the pause ends if the process is
+killed."""
 _RENEW_SECONDS = 30.0
 """Seconds after which the waiting process renews this pause."""
 

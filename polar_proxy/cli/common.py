@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # sqlalchemy, httpx and fastapi take a second to import, and 
 T = TypeVar("T")
 
 PATIENT_TRIES = 12
-"""Tries of a request that may have to wait, about a minute, for a server that restarts."""
+"""Number of tries of a request that waits for a server that restarts, for about a minute."""
 
 # Options
 

@@ -120,7 +120,7 @@ async def _rewards_by_group(store: Store) -> dict[str, dict[str, float | None]]:
 
 @contextlib.contextmanager
 def open_output(file: str) -> Iterator[BinaryIO]:
-    """Yield standard output, or a file that appears under its name once it is complete."""
+    """Yield standard output, or a file that gets its name only when it is complete."""
     if file == "-":
         try:
             yield sys.stdout.buffer

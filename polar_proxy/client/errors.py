@@ -65,7 +65,8 @@ _CLASSES: Mapping[int, type[ApiError]] = {
 
 
 def error_from_response(status: int, body: bytes) -> ApiError:
-    """Return the typed error of a response with status 400 or more, whether Polar or a proxy before it sent it."""
+    """Return the typed error of a response with status 400 or more, whether it was sent by Polar or by a proxy in front
+    of it."""
     code, message, detail = f"http_{status}", "", None
     try:
         error = orjson.loads(body)["error"]

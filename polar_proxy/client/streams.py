@@ -117,7 +117,7 @@ class EventDecoder:
             # A line without a name is a comment, sent to keep the connection alive.
 
     def response_ended(self) -> None:
-        """A response may end before the stream does: the server stopped, and the next one continues."""
+        """Accept the end of a response before the end of the stream: the server stopped, and the next one continues."""
         self.connection_lost()
 
     def connection_lost(self) -> None:

@@ -11,8 +11,8 @@ Two counts run over all scenarios:
   store. Both halves are seen from outside the pipeline: the answer at the proxy's sockets, the call in the database.
 * *doubled*: an answered call (`ok`, `no_tokens`) with the same canonical request as an earlier one of its session,
   unless its edge is `retries`. Requests are the same if they have the same messages and tools, as JSON with sorted keys
-  and without cache marks, or the same stored fingerprint. (A retry that was joined to the first call has no call of its
-  own.)
+  and without cache marks, or the same stored fingerprint. (A retry that was joined to the first call is not recorded as
+  a separate call.)
 """
 
 from __future__ import annotations

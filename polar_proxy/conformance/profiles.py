@@ -21,10 +21,10 @@ class HarnessProfile:
     """The tool that runs a command; a request that does not offer it is a side call."""
     arguments: Arguments = field(default_factory=lambda: {"command": "{command}"})
     finish: tuple[str, Arguments] | None = None
-    """The tool call that ends a run; None if a text does."""
+    """The tool call that ends a run; None if an answer without a call ends it."""
     start_subagent: tuple[str, Arguments] | None = None
     wait_for_subagent: tuple[str, Arguments] | None = None
-    """Waits for the sub-agent, if starting it does not; `{agent}` is the id that starting it returned."""
+    """The tool call that waits for the sub-agent, if starting it does not wait; `{agent}` is the sub-agent's id."""
     answer_format: Literal["tools", "terminus", "aider"] = "tools"
     """How the model acts: by tool calls, or by a text in the form of one harness."""
     command_suffix: str = ""
@@ -42,7 +42,7 @@ class HarnessProfile:
     context_error: bool = False
     """It summarises when the endpoint reports that the prompt is too long, and not by the reported usage."""
     context_window: int | None = None
-    """The context length that it is configured with; None: the harness's own assumption."""
+    """The context length that it is configured with; None: the length that the harness assumes."""
     full_prompt_tokens: int = 2_000_000
     """Length of a prompt at which its context is full, but not so full that it gives up."""
     compaction_steps: int = 4

@@ -1,7 +1,7 @@
 """A TCP proxy between an agent and the gateway: it forwards bytes unchanged, records exchanges, and can cut answers.
 
 It is independent of the gateway's own bookkeeping: an exchange is complete when, by HTTP, the last byte of its answer
-has been handed to the client's socket. `Exchange.committed_first` is looked up at that moment, and not later.
+has been handed to the client's socket. `Exchange.committed_first` is determined at that moment.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Exchange:
     complete: bool = False
     """The whole answer was handed to the client's socket."""
     committed_first: bool = False
-    """When the last byte was about to be handed on, the call had been committed already."""
+    """The call was already committed when the last byte was about to be sent."""
     cut: bool = False
     """The proxy broke the connection in the middle of the answer."""
     ended_at: float | None = None

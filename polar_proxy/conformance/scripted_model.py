@@ -1,8 +1,8 @@
 """The scripted model: scenarios as data, and the answer to each request of a run.
 
 An answer depends on the request alone, so that a retry gets the same answer. Every answer carries a tag such as
-`step-3-<nonce>`; the progress of a conversation is the highest tag in it. That holds after retries, compaction, and
-whatever else a harness does to its messages.
+`step-3-<nonce>`; the progress of a conversation is the highest tag in it. That holds after retries, compaction and any
+other change that a harness makes to its messages.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ def step_reply(
 
 
 def _terminus_reply(step: Step, tag: str) -> ScriptedReply:
-    """Terminus 2 parses one JSON object: keystrokes for its terminal, or that the task is complete."""
+    """Return the answer for Terminus 2, one JSON object: keystrokes for its terminal, or that the task is complete."""
     commands = step.commands if isinstance(step, RunCommands) else ()
     keys = [
         {"keystrokes": traced_command(tag, number, text) + "\n", "duration": 0.3}

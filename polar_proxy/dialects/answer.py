@@ -87,7 +87,7 @@ class Answer:
     choices: dict[int, AnswerChoice] = field(default_factory=dict)
     """By choice index."""
     usage: tuple[int, int] | None = None
-    """As `SampleEvent.usage`; used only where the engine reports no token ids."""
+    """As `SampleEvent.usage`; used only if the engine reports no token ids."""
 
     def add(self, event: SampleEvent) -> None:
         if event.prompt_ids is not None:

@@ -45,7 +45,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def feed(self, request_index: int, event: SampleEvent) -> bytes:
-        """Return the stream bytes of an event. They never say that a choice is finished."""
+        """Return the stream bytes of an event. They never contain the finish reason."""
 
     @abstractmethod
     def end(self, answers: list[Answer]) -> bytes:
@@ -66,7 +66,7 @@ class Dialect(ABC):
     name: str
     stream_media_type = "text/event-stream"
     heartbeat: bytes | None = b": keepalive\n\n"
-    """Bytes that clients of this dialect skip while they wait; None where no bytes are safe."""
+    """Bytes that clients of this dialect skip while they wait; None if no bytes are safe."""
 
     @abstractmethod
     def parse(self, body: Json, previous: ParsedRequest | None = None) -> ParsedRequest:

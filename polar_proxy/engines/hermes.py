@@ -9,7 +9,7 @@ Invariants, each tested:
   or around a call).
 * `arguments` is the exact text of the JSON value that was sampled, not parsed and printed again.
 
-A call is what vLLM's hermes parser takes for one: strict JSON with a string `name` and `arguments`, followed by an end
+A call is the same as for vLLM's hermes parser: strict JSON with a string `name` and `arguments`, followed by an end
 tag or the end of the answer. Unlike in vLLM's parser, `</tool_call>` inside a JSON string does not end the call, and
 text after a call is kept.
 """
@@ -108,7 +108,7 @@ class HermesParser:
         self._out_text, self._out_reasoning, self._out_calls = [], [], []
         return parsed
 
-    # Each state consumes what it can of the buffer and returns whether another look may find more.
+    # Each state consumes a part of the buffer and returns whether the next state may consume more.
 
     def _start(self, final: bool) -> bool:
         """State at the beginning of the answer: only here, after white space at most, `<think>` is a tag."""
@@ -158,7 +158,7 @@ class HermesParser:
         if not final:
             return False
         if not parse_call(self._buffer) and END_CALL in self._buffer:
-            # A string that was never closed contains an end tag: that tag was the end after all.
+            # An unclosed string contains an end tag, which therefore ends the call.
             head, _, rest = self._buffer.partition(END_CALL)
             return self._finish_call(head, rest, END_CALL)
         return self._finish_call(self._buffer, "", "")

@@ -118,7 +118,7 @@ class _ClientConnection(asyncio.Protocol):
         try:
             return await self._head
         except BaseException:
-            if self._response is response:  # else it is complete and the connection may be in use again
+            if self._response is response:  # a complete response has released the connection, which may be in use again
                 self.drop()
             raise
 

@@ -3,9 +3,9 @@
 Answers are passed on and recorded as text. They cannot be trained on as they are (the calls have the status
 `no_tokens`); `polar rescore` can turn them into off-policy rows later, with the tokens of another engine.
 
-Only what the client asked for is sent, and only parameters that OpenAI documents: strict APIs refuse a request for one
-unknown field. Where such APIs differ, the engine begins with the common form; if the API refuses that by name, it sends
-the other form once more and keeps to it (`_ALTERNATIVES`).
+Only parameters that the client set and that OpenAI documents are sent: strict APIs refuse a request for one unknown
+field. If such APIs differ, the engine begins with the common form; if the API refuses that field by name, the engine
+repeats the request in the other form, and uses that form from then on (`_ALTERNATIVES`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LENGTH_FIELDS = ("context_length", "context_window", "max_context_length", "max
 _SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty")
 _ALTERNATIVES = ("max_completion_tokens", "reasoning_content")
 """Fields named in a refusal: OpenAI's reasoning models accept the token limit under its newer name only; some models
-want the reasoning of earlier answers back, which most APIs do not know."""
+require the reasoning of earlier answers, in a field that most APIs do not know."""
 
 
 class OpenAIEngine(Engine):

@@ -7,7 +7,7 @@ that the server reported for it. Missing values are marked as unknown and never 
   have or has clamped, and a chunk whose ids and log-probabilities differ in number cannot be aligned.
 * token id -1: a log-probability came without its id.
 
-Such a call is answered like any other (the agent is not to blame) and must not be trained on.
+Such a call is answered like any other, and must not be trained on.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class ChunkDecoder:
                 self._cached if last else None,
                 pending.stop,
                 versions=pending.versions,
-                # Where there are no ids to count, an agent learns from this how full its context is.
+                # Without ids to count, the agent uses this to know how full its context is.
                 usage=self._usage if last and not self._expect_ids else None,
             )
         )

@@ -1,8 +1,8 @@
 """`scripted`: an engine without a model. It answers what a script says, token by token, with real ids.
 
 Used to check everything around the model: `polar conformance`, wiring an agent, tests. Its tokens are bytes (id = byte
-+ 3; 0 is padding, 1 begins a turn, 2 ends it), so any id can be checked by hand, and the log-probability of an id tells
-which id it belongs to. Reasoning is sampled between `<think>` tags and tool calls between `<tool_call>` tags, as by the
++ 3; 0 is padding, 1 begins a turn, 2 ends it), so any id can be checked by hand, and the log-probability of an id
+identifies the id. Reasoning is sampled between `<think>` tags and tool calls between `<tool_call>` tags, as by the
 models that it imitates.
 """
 

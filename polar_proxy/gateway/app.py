@@ -97,7 +97,7 @@ def split_path(path: str) -> tuple[str | None, str]:
 def find_route(path: str, query: bytes) -> Dialect | TokenCount | None:
     """Return the dialect or token count that serves POST to `path` (without `/s/{key}`); None if it is no model route.
 
-    `query` is the URL's query string as in ASGI: Google's clients say there how the answer is to be streamed.
+    `query` is the URL's query string as in ASGI: Google's clients request the form of the stream there.
     """
     return _MODEL_ROUTES.get(path.removeprefix("/v1")) or google_route(path, query.decode("latin-1"))
 
@@ -143,7 +143,7 @@ def create_app(engine: Engine, handler: RequestHandler, metrics: GatewayMetrics)
     async def one_model(model: str, request: Request) -> Response:
         if _is_google_client(request):
             return await one_google_model(model)
-        # The one engine answers under any name, so every name exists.
+        # The engine answers under any model name, so every name exists.
         return JSONResponse(model_card(model))
 
     @app.get("/v1alpha/models")

@@ -230,7 +230,7 @@ class RequestHandler:
     async def count_tokens(
         self, route: TokenCount, path_key: str | None, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
     ) -> None:
-        """Answer how many tokens a prompt has. This is not a call and is not recorded."""
+        """Answer a request for the number of tokens of a prompt. It is not a call and is not recorded."""
         try:
             await self._find_session(asgi.read_headers(scope), path_key, scope)
             body = await asgi.read_body(receive, self._settings.max_body_mb << 20)

@@ -36,7 +36,7 @@ class RequestContext:
     dialect: Dialect
     session: SessionState
     path: str
-    """Without the key of `/s/{key}`: keys are not recorded."""
+    """The path without the key of `/s/{key}`, because keys are not recorded."""
     parsed: ParsedRequest
     metadata: ClientMetadata
     started_at: float

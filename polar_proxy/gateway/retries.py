@@ -1,8 +1,8 @@
 """Joining of retries: one generation and one call, whose bytes go to every client that retries the request.
 
-Each response is buffered while it is sent, and a little longer. A request that retries a buffered one gets what the
-buffer holds and follows it live. Only evidence makes a request a retry, because byte-identical requests of two
-parallel runs under one key are ordinary, and joining them would give both the same sample:
+Each response is buffered while it is sent, and a little longer. A request that retries a buffered one gets the contents
+of the buffer and then the rest as it is generated. Only evidence makes a request a retry, because byte-identical
+requests of two parallel runs under one key are ordinary, and joining them would give both runs the same sample:
 
 * the first request lost its client before the last byte, or
 * the client's SDK says so (`X-Stainless-Retry-Count`), and no earlier attempt failed that this could be a retry of.

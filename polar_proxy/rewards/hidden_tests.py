@@ -32,7 +32,7 @@ class HiddenTestsEvaluator(Evaluator):
     parser: str = "unittest"
     """How to read the output: a name of `log_parsers.PARSERS`, or ``module:function``."""
     before: bool = False
-    """Run the tests before the patch as well. If they do not fail and pass as the task says, the task is at fault and
+    """Run the tests before the patch as well. If they do not fail and pass as the task declares, the task is wrong and
     the rollout gets no reward."""
 
     def check(self, task: EvaluatedTask) -> None:
@@ -67,7 +67,7 @@ class HiddenTestsEvaluator(Evaluator):
         return Score(1.0 if solved else 0.0, detail, log)
 
     async def _score_unpatched(self, task: EvaluatedTask, sandboxes: SandboxFactory) -> Score | None:
-        """Return None if the tests fail and pass as the task says before the fix, else the score of a bad task."""
+        """Return None if the tests fail and pass as the task declares before the fix, else the score of a bad task."""
         async with sandboxes() as workspace:
             verdicts, log, timed_out = await self._run(task, workspace)
         green = [name for name in task.fail_to_pass if verdicts.get(name) in _GOOD]

@@ -1,4 +1,4 @@
-"""Parsers of test runners' output: a log in, a verdict by test id out.
+"""Parsers of test runners' output: from a log to verdicts by test id.
 
 Parsers have the names that the SWE-bench family of data sets uses (`log_parser`, with or without ``parse_log_``), and
 spell test ids as in those data sets' FAIL_TO_PASS lists. Each was written from the runner's output and the data sets'

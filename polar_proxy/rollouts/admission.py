@@ -165,7 +165,7 @@ class EngineMonitor:
         self.load = await self._read_load() if reason is None else None
 
     async def _read_load(self) -> EngineLoad | None:
-        """Return None if the load is not reported; an engine that responds is usable without its statistics."""
+        """Return the load; None if it is not reported, because an engine that responds is usable without statistics."""
         try:
             async with asyncio.timeout(self._every * 5):
                 return await self._engine.load()

@@ -301,7 +301,8 @@ class AttemptRunner:
         try:
             score = await score_function(work)
         except InfrastructureError as error:
-            # The agent's work is done and may have taken an hour, so scoring is tried again before the attempt is.
+            # The agent's work is done and may have taken an hour, so scoring is repeated first, and the whole attempt
+            # only if that fails.
             log.warning("rollout %s: %s; scoring it once more", attempt.rollout_id, error)
             score = await score_function(work)
         if result.no_patch is not None:
@@ -397,8 +398,7 @@ class AttemptRunner:
     async def _engine_failure(self, attempt: RunningAttempt) -> str | None:
         """Return why the engine, and not the agent, is at fault, or None: it is down, or its last call failed.
 
-        A failure that the engine recovered from is the agent's to handle, and calls that the agent dropped do not
-        count."""
+        The agent must handle a failure from which the engine recovered. Calls that the agent dropped do not count."""
         try:
             down = await self._engine.health()
         except EngineError as error:

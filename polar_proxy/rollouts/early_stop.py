@@ -38,7 +38,7 @@ class StoppableSandbox(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EarlyStopCheck:
-    """The command that says whether to stop, and how often it runs."""
+    """The command that decides whether to stop, and how often it runs."""
 
     command: tuple[str, ...]
     every: float = 30.0
@@ -54,7 +54,7 @@ class EarlyStop:
 
 @contextlib.asynccontextmanager
 async def stop_early(sandbox: StoppableSandbox, check: EarlyStopCheck | None) -> AsyncIterator[EarlyStop]:
-    """Run the check while the block runs an agent, and kill everything in the sandbox when it says so."""
+    """Run the check while the block runs an agent, and kill everything in the sandbox when the check succeeds."""
     early = EarlyStop()
 
     async def watch(check: EarlyStopCheck) -> None:

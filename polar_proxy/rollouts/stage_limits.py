@@ -33,7 +33,7 @@ class AdmissionRequest:
     job_id: str | None = None
     priority: int = 0
     memory_mb: int | None = None
-    """Memory that its sandbox needs, as its task says; None: the task does not say."""
+    """Memory that its sandbox needs; None if its task does not specify it."""
 
 
 AdmissionCheck = Callable[[AdmissionRequest], str | None]

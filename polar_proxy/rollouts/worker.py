@@ -93,7 +93,7 @@ class Worker:
         `on_settled` with each group that has ended. With `job_id` the worker claims only rollouts of that job, which
         this process may own ("": no job yet); otherwise it claims rollouts of all jobs that no process owns.
 
-        `may_prepare` and `may_run` limit how many rollouts join those at work; `engine_ready` holds back every agent.
+        `may_prepare` and `may_run` limit how many rollouts run at a time; `engine_ready` delays every agent.
         """
         self.name = f"{socket.gethostname()}:{os.getpid()}:{new_id('w')[-8:]}"
         """The name under which it claims rollouts: host, process id and a random part."""

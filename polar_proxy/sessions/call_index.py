@@ -45,9 +45,9 @@ class AnswerNode:
     """One answer of a call."""
 
     end: bytes
-    """Key of the conversation that ends with it."""
+    """Key of the conversation that ends with this answer."""
     assistant_chain: bytes
-    """Key of the conversation's assistant turns up to it."""
+    """Key of the conversation's assistant turns up to this answer."""
     digest: bytes
     """Digest of the answer alone."""
     ids: tuple[str, ...]

@@ -4,8 +4,8 @@ messages.
     base's prompt + base's answer (+ end of turn, if the answer was cut) + suffix
 
 The suffix is not written by code for each model. The engine renders a short probe request: a user message, an assistant
-turn that calls the same tools as the base's last turn, and the new messages. The suffix is what follows the
-end-of-turn token of that assistant turn.
+turn that calls the same tools as the base's last turn, and the new messages. The suffix consists of the tokens after
+the end-of-turn token of that assistant turn.
 
 Promises:
 
@@ -14,7 +14,7 @@ Promises:
 * The end of a turn is found by counting end-of-turn tokens. They are special tokens: text on one side of them does not
   change the tokens on the other. A template without them is not continued.
 * A suffix is used only after one of its shape (roles of the new messages, calls of the turn before, template options)
-  was seen to be exactly how the engine's rendering of a whole request ends.
+  was found at the end of the engine's rendering of a whole request.
 * The base's tokens are never rendered again, so whatever a harness did to its history (other JSON, dropped reasoning,
   other white space) cannot change them.
 """
@@ -86,7 +86,7 @@ no_end_of_turn            no end-of-turn token appears in the engine's rendering
 template_refuses          the template cannot render the probe or the request
 suffix_unproven           the engine's rendering of the whole request does not end in the suffix
 reasoning_by_template     `past_reasoning = strip`, and the template drops the reasoning of an earlier turn
-context_full              with everything that was sampled, the prompt leaves no room for an answer
+context_full              with all sampled tokens, the prompt leaves no room for an answer
 engine_cannot             the engine does not sample chats from token ids (`polar doctor --engine-url` says why)
 engine_failed             the engine did not answer when asked to render
 off                       `prompt_mode = render`; the prompt could be continued otherwise

@@ -63,8 +63,8 @@ class RewardRepository(Repository):
     ) -> str:
         """Store a reward of the rollout, of one of its traces or of one call, and return its id.
 
-        All rewards are kept. The row of the rollout (or trace) has the newest. `value` None: the evaluator returned no
-        value.
+        All rewards are kept. The row of the rollout (or trace) has the newest reward. `value` None: the evaluator
+        returned no value.
         """
         reward_id = new_id("rew")
         statement = insert(schema.rewards).values(

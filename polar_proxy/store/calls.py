@@ -106,7 +106,7 @@ class CallRepository(Repository):
     async def lineages(self, session_id: str, *, known: Collection[str] = ()) -> list[StoredLineage]:
         """Return the lineage of the session's calls, ordered by start, in one statement without messages.
 
-        `known`: ids of calls to leave out. Ignored if there are more than a statement can bind.
+        `known`: ids of calls to leave out; ignored if there are too many for one statement.
         """
         columns = (_c.call_id, _c.edge, _c.parent_call_id, _c.rule, _c.thread, _c.status, _c.ended_at, _c.fingerprint)
         query = select(*columns).where(_c.session_id == session_id).order_by(_c.started_at, _c.call_id)

@@ -51,7 +51,7 @@ class Database:
 
     SQLite transactions begin explicitly. A writer takes the lock at once (BEGIN IMMEDIATE), so that it waits in the
     busy handler instead of failing half-way; a reader sees one snapshot and cannot write. The writers of this process
-    also take turns by an asyncio lock, because it wakes the next writer at once where the busy handler sleeps.
+    also take turns by an asyncio lock, because it wakes the next writer at once, whereas the busy handler sleeps.
 
     If a PostgreSQL server was reached and is unavailable, a new transaction waits for it. A transaction that the
     server cut off raises an error: only its caller knows whether it may be repeated.

@@ -1,6 +1,6 @@
 """The two writers of the hot path: the commit of calls, and the announcement of calls to other gateways.
 
-Both collect what arrives while a transaction runs and write it in the next one.
+Both collect records that arrive during a transaction and write them in the next one.
 
 Promises of the commit:
 
@@ -230,7 +230,7 @@ class _AnnouncementBatch:
 
 
 class CallAnnouncer:
-    """The writer of announcements: all that wait are written in one transaction."""
+    """The writer of announcements: all waiting announcements are written in one transaction."""
 
     def __init__(self, database: Database) -> None:
         self._database = database

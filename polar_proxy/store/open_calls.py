@@ -5,8 +5,8 @@ Promises:
 * A call is announced only while its session is open: once the session is closed, no gateway starts another call of it.
 * The transaction that commits a call deletes its row. A row whose lease has expired is a lost call: its gateway was
   killed or could not commit it.
-* Ending a session takes the remaining rows. A call that is committed after its row was taken comes too late for the
-  traces: the same transaction excludes it and marks its rollout incomplete, so that every call stays accounted for.
+* The end of a session removes the remaining rows. A call that is committed after its row was removed is too late for
+  the traces: the same transaction excludes it and marks its rollout incomplete, so that every call stays accounted for.
 
 A gateway that does not share its database announces nothing, and its commits check nothing.
 """

@@ -112,7 +112,7 @@ def open_store(
     Entering creates the database or upgrades an older one. If `create` or `upgrade` is false (readers), a missing,
     empty or older database raises StoreError instead. A newer database always raises it.
 
-    `artifacts`: the folder of the artifacts. Default: `artifacts` beside the SQLite file; for PostgreSQL, which has no
-    such place, in the current folder.
+    `artifacts`: the folder of the artifacts. Default: `artifacts` next to the SQLite file; for PostgreSQL, in the
+    current folder.
     """
     return Store(url, create=create and upgrade, durability=durability, artifacts=artifacts)

@@ -27,7 +27,7 @@ def get_source(name: str) -> TaskSource:
     """Return the task source that `name` denotes:
 
     * a built-in family, such as ``swe-task``;
-    * the path of a JSONL or JSON file: rows of tasks, or rows in the form of SWE-bench's;
+    * the path of a JSONL or JSON file: rows of tasks, or rows in SWE-bench's form;
     * the path of a Harbor task folder, or of a folder that holds such folders;
     * ``module:Class``, a `TaskSource` of your own, or ``module:function`` that returns tasks (or rows).
 

@@ -2,7 +2,7 @@
 
 Promises, each a test:
 
-* Only sampled tokens are compared, each with the fresh log-probability of that token after everything before it (in a
+* Only sampled tokens are compared, each with the fresh log-probability of that token given all tokens before it (in a
   `tree`, the whole path). A token that cannot be compared is counted with its reason, never as a difference of 0.
 * A trace with a difference beyond the tolerance, or whose numbers are of another log-probability mode than recorded, is
   `rejected`. An audit never improves the builder's grade; an audit without findings withdraws an earlier rejection by
@@ -11,8 +11,8 @@ Promises, each a test:
 
 Reasons for which a token is not compared: `policy_version` (sampled by other weights than the engine has loaded),
 `processed_sampling` (recorded of a distribution that temperature, top_p, ... changed, whereas a fresh pass gives the
-model's own), `beyond_context` (after the end of the engine's context), `no_fresh_logprob` (the engine gave none),
-`unknown_engine` (the record does not name the engine).
+model's own), `beyond_context` (after the end of the engine's context), `no_fresh_logprob` (the engine returned no
+value), `unknown_engine` (the record does not name the engine).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ merged    calls joined wherever a prompt begins, token for token, with a whole e
 tree      a forest that stores common prefixes once: a trace holds only its own tokens; `parent_trace_id` names its
           parent, and `branch_at` is the number of tokens of the parent's whole path that come before them
 
-Every builder validates what it made (`validation.validate`) before it returns it: each answer is in exactly one trace,
+Every builder validates its result (`validation.validate`): each answer is in exactly one trace,
 or its call is excluded with a reason, and each sampled token follows the prompt from which it was sampled.
 """
 
@@ -56,7 +56,7 @@ def build(
 ) -> BuildResult:
     """Build the traces of a session's calls.
 
-    With `on_drift = rescore` the log-probabilities are still those of sampling: `scoring.rescore` replaces them. Raise
+    With `on_drift = rescore` the log-probabilities are still the recorded ones, which `scoring.rescore` replaces. Raise
     UsageError for an unknown builder or drift policy.
     """
     if builder not in BUILDERS:
@@ -95,7 +95,7 @@ def merged(
     in the old trace). Sub-agents and compacted conversations always open their own.
 
     `on_drift` decides about drifted calls: `split` opens a new trace for them; `canonical` joins them to their base's
-    trace with the context of their own prompt, or splits where no clean join exists, with the reason in the drift
+    trace with the context of their own prompt, or splits if no clean join exists, with the reason in the drift
     event; `rescore` makes the same traces as `canonical`, and `scoring.rescore` replaces their log-probabilities.
     """
     merger = CallMerger(calls, on_drift)
@@ -110,8 +110,8 @@ def tree(calls: Sequence[CallRecord], *, rollout_id: str | None = None, reward: 
     """Follow the longest path that begins like the prompt, and branch at the first token that differs.
 
     Siblings, rewinds, parallel answers and sub-agents share their common prefix. A call whose prompt begins with a
-    whole path continues the trace that ends it, unless it is a sub-agent's or of a compacted conversation; its choices
-    after the first branch. An answer that several paths continue is trained once.
+    whole path continues the trace at the end of that path, unless it is the call of a sub-agent or of a compacted
+    conversation. Its choices after the first branch off. An answer that several paths continue is trained once.
     """
     excluded = excluded_calls(calls)
     traces: list[TraceBuilder] = []

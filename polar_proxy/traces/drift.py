@@ -4,7 +4,7 @@ A call drifts when it continues the answer of a trained call (its base), the bas
 does not begin with them, and nothing was changed on purpose. This shows what a harness serialised differently,
 reordered or dropped, with the position at which the tokens differ.
 
-With `on_drift = canonical` a drifted call is joined to the trace of its base all the same: the sampled tokens so far
+With `on_drift = canonical` a drifted call is joined to the trace of its base anyway: the sampled tokens so far
 are kept, and the context between them and the new answer is taken from the drifted call's own prompt
 (`find_context_start`). As in Polar's paper, a sampled token may then follow other tokens than its recorded prompt:
 such traces are `approximate`.

@@ -2,9 +2,9 @@
 
 Promises, each a test:
 
-* The tokens of an answer are what the engine's own template writes after the opening of an answer, up to and including
-  the end-of-turn token (without it if the answer was cut). An answer whose rendering is not clean, or does not
-  contain all of the answer, is left out with a reason.
+* The tokens of an answer are those that the engine's own template writes after the opening of an answer, up to and
+  including the end-of-turn token (without it if the answer was cut). An answer whose rendering is not clean, or does
+  not contain all of the answer, is left out with a reason.
 * The engine that scores did not sample the text. Every trace is of the builder `rescored`, graded `approximate`, and
   names the engine that scored it and the engine that wrote the text. No other builder sees these tokens.
 

@@ -29,7 +29,7 @@ def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
 
     * All answers of each call are in the traces, each whole and in one trace, or the call is excluded with a reason.
     * Each trace matches its calls, and its grade is the one that its reasons allow.
-    * The tokens before an answer are its call's whole prompt. Where drift is joined (`on_drift`), the context before
+    * The tokens before an answer are its call's whole prompt. If drift is joined (`on_drift`), the context before
       the answer may instead begin inside the prompt, at the one position that `drift.find_context_start` allows.
     * Every drifted call has a drift event with the builder's treatment of it.
     """

@@ -67,11 +67,11 @@ def rloo(rewards: Rewards) -> Floats:
 def raft(rewards: Rewards) -> Floats:
     """RAFT: A_i = r_i where r_i > 0, else NaN. Rewarded rollouts are imitated; the others are not trained.
 
-    Without a baseline, a group that solved everything is trained, and a group that solved nothing is not. Because
-    nothing is pushed down, a policy that is certain of most tokens keeps them, even with few rollouts and many updates;
-    the policy does not learn beyond the best rollouts of a group. With a clipped ratio (`losses.dapo`) the second
-    source calls it RAFT++. Source: Dong et al., RAFT, arXiv 2304.06767; Xiong et al., A Minimalist Approach to LLM
-    Reasoning, arXiv 2504.11343.
+    Without a baseline, a group that solved everything is trained, and a group that solved nothing is not. Because no
+    token is made less likely, a policy that is certain of most tokens keeps them, even with few rollouts and many
+    updates; the policy does not learn beyond the best rollouts of a group. With a clipped ratio (`losses.dapo`) the
+    second source calls it RAFT++. Source: Dong et al., RAFT, arXiv 2304.06767; Xiong et al., A Minimalist Approach to
+    LLM Reasoning, arXiv 2504.11343.
     """
     values = reward_array(rewards)
     return np.where(values > 0.0, values, np.nan)

@@ -2,8 +2,8 @@
 
     RUN/checkpoints/step-000012/   model.safetensors + the model's own small files, optimiser.pt, state.json
 
-A checkpoint is written under another name, synced to disk and then renamed, so a kill at any moment leaves the last one
-complete.
+A checkpoint is written under another name, synced to disk and then renamed, so that the last checkpoint is complete
+even after a kill.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ class GrpoConfig(BaseModel):
     task: str = "swe-task"
     """Task family, or a file or folder of tasks, as for `polar run`."""
     first_seed: int = Field(10_000_000, ge=0)
-    """First training instance of a task family. Of a file or folder, all but the held-out tasks are trained on."""
+    """First training instance of a task family. From a file or folder, all tasks except the held-out ones are trained
+    on."""
     instances: int | None = Field(None, ge=1)
     """Train on this many instances, repeatedly and in shuffled order. None: a new instance every time."""
     groups: int = Field(4, ge=1)
@@ -90,7 +91,7 @@ class GrpoConfig(BaseModel):
     eval_instances: int = Field(8, ge=1)
     eval_samples: int = Field(1, ge=1)
     eval_first_seed: int = Field(0, ge=0)
-    """First held-out instance of a task family. Of a file or folder, the last tasks are held out."""
+    """First held-out instance of a task family. From a file or folder, the last tasks are held out."""
 
     # Data
     weights: str | None = None

@@ -113,7 +113,7 @@ def draw(curves: Json, title: str) -> bytes:
 
 
 def _plot(panel: Any, curves: Json, name: str, **style: Any) -> None:
-    """Plot the known values; a missing one is not 0."""
+    """Plot the known values; missing values are left out."""
     points = [(step, value) for step, value in zip(curves["step"], curves[name], strict=True) if value is not None]
     if points:
         panel.plot(*zip(*points, strict=True), **style)

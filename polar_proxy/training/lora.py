@@ -1,4 +1,4 @@
-"""LoRA by PEFT: small trained matrices beside frozen weights. `lora = {rank = 16}` in `[grpo]` enables it.
+"""LoRA by PEFT: small trained matrices added to frozen weights. `lora = {rank = 16}` in `[grpo]` enables it.
 
 Promises (tests/training/test_lora.py):
 

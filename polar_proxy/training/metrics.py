@@ -1,5 +1,5 @@
 """Metrics of a run: statistics of each optimiser step, one JSON line per event in RUN/metrics.jsonl, and copies of
-those lines in the database or at a server (`MetricsSink`) and in TensorBoard where it is installed.
+those lines in the database or at a server (`MetricsSink`) and in TensorBoard if it is installed.
 
 A line of `kind` "step" describes one training step, "eval" an evaluation, "sync" a weight sync, "checkpoint" a
 checkpoint and "start" a start or resume. A resumed run first drops the lines of steps that its checkpoint does not

@@ -1,6 +1,6 @@
 """New weights into a vLLM server: from disk, as a LoRA adapter, or from GPU to GPU by NCCL.
 
-Every way uses vLLM's development mode: the server pauses, loads the weights, learns their version, and resumes.
+Every way uses vLLM's development mode: the server pauses, loads the weights, gets their version, and resumes.
 
 Source of the NCCL part: https://docs.vllm.ai/en/latest/training/weight_transfer/ (0.32: `WeightTransferTrainerFactory`,
 backend `nccl`), with vLLM's own code on both sides.

@@ -1,7 +1,8 @@
 """Build the default image of docker sandboxes: `python -m sandboxes.images.build [--force]`.
 
-If a registry is reachable: `docker build` of the Dockerfile. If only a Debian mirror is (closed networks, CI): the same
-packages by mmdebstrap (as root), imported. Both give the image the tag of the recipe, which is printed at the end.
+If a registry is reachable, it runs `docker build` on the Dockerfile. If only a Debian mirror is reachable (closed
+networks, CI), it imports the same packages, installed by mmdebstrap (as root). Both give the image the tag of the
+recipe, which is printed at the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Fidelity: real agents and a real vLLM with forced answers. Are the trained tokens those that were sampled?
+"""Fidelity: measure with real agents and a real vLLM with forced answers whether the trained tokens are the sampled
+ones.
 
 `answers` writes awkward answers, `forced_vllm` makes vLLM sample them, `measure` counts every sampled token as trained
 or excluded and explains where a prompt differs from them, `play` runs the jobs, `report` makes the file and the page.

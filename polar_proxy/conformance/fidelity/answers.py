@@ -1,4 +1,4 @@
-"""The answers of a fidelity run: one for each thing that makes a re-rendered prompt differ from the sampled tokens.
+"""The answers of a fidelity run: one for each cause that makes a re-rendered prompt differ from the sampled tokens.
 
 The scripted model of the conformance checks decides *what* is done (tool names and arguments are the harness's own).
 This module decides how it is written: unlike any serialiser or tokenizer, as a policy at temperature 1 does. JSON in

@@ -10,7 +10,7 @@
   between the two. `cache_control`, citations and other marks that no model reads are dropped.
 * A tool error is marked in its text by the prefix `Error: `, unless the text begins with it already.
 * An image or a file becomes OpenAI's content part, which the engine accepts or refuses. Unknown blocks are shown to
-  the model as JSON. Nothing is dropped that the API itself renders.
+  the model as JSON. Everything that the API itself renders is kept.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The model reads:
 * `systemInstruction` as the system message.
 * Consecutive `model` contents as one assistant message, because SDKs keep each chunk of a streamed answer as a content.
   Text parts are joined without a separator. Reasoning is restored from Polar's thought signatures (`signature`), or
-  from thought text where the client kept it; signatures of other providers are ignored.
+  from thought text if the client kept it; signatures of other providers are ignored.
 * A `functionResponse` as a tool message that answers the call with its id, or, without an id, the first open call of
   that name in the model's last turn. Its text is the string in `output` or `result` if that is the only field, else
   the JSON of `response` (an `error` keeps its key, so that the model sees the failure).

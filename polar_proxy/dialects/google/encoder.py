@@ -49,7 +49,8 @@ class _PartWriter:
         return [self._sign({"text": text})] if text else []
 
     def call(self, call: ToolCall, *, cut: bool) -> list[Json]:
-        """Return the part of a call. `cut`: the answer ended in it by its token limit, so it may be incomplete."""
+        """Return the part of a call. `cut`: the token limit ended the answer within this call, so it may be
+        incomplete."""
         unsent = None
         if is_json_object(call.arguments) or not (call.arguments.strip() or cut):
             part: Json = {"functionCall": {"name": call.name, "args": _args(call.arguments)}}

@@ -1,4 +1,4 @@
-"""Polar's `thoughtSignature`: the part of an answer that the visible parts do not hold.
+"""Polar's `thoughtSignature`: the part of an answer that is not in the visible parts.
 
 Clients send signatures back unchanged even when they drop the thought text (Gemini CLI does), so the reasoning travels
 in them. To a client they are opaque base64, as Google's are; they hold no secret. `unpack(pack(x)) == x`, and any other

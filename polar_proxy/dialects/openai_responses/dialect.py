@@ -4,12 +4,12 @@ Request: `tools` (the functions offered for the client's tools), `input` (items 
 to items, ids), `response` (the response object), `encoder` (the event stream).
 
 `previous_response_id` leads to a recorded call. Its items and its answer are written out before the new input, and the
-new call is recorded whole. Everything is stored, whatever `store` says. `instructions` are stored as a first item of
-type `instructions`, and do not carry over to a continued conversation, as the API defines it.
+new call is recorded whole. Everything is stored, whatever the value of `store`. `instructions` are stored as a first
+item of type `instructions`, and do not carry over to a continued conversation, as the API defines it.
 
 Refused, because the model would miss something: `background`, `conversation`, `prompt` (a stored template).
 Accepted without effect: truncation, service_tier, prompt_cache_*, max_tool_calls, context_management, verbosity, and
-reasoning options except the effort `none`, which turns thinking off where the chat template can.
+reasoning options except the effort `none`, which turns thinking off if the chat template supports that.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ itself. If they do not even begin that way, the item's id begins with `ctcraw`, 
 unchanged. A call of a built-in tool whose arguments do not fit its item is sent as a `function_call`.
 
 Reasoning is sent as a summary (an open model has nothing to hide), and also as `encrypted_content`, because many
-clients keep only that: opaque, not secret. It is read back from either.
+clients keep only that. The encoding is opaque but not secret. Reasoning is read back from either field.
 """
 
 from __future__ import annotations

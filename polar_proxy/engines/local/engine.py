@@ -62,7 +62,7 @@ class LocalEngine(Engine):
 
     `max_batch` choices run at once; more wait. `kv_bytes` bounds the keys and values kept of finished sequences; those
     of the running batch come on top. `threads` is PyTorch's number of threads for the model (default: one for a small
-    model, else PyTorch's own). `seed` makes requests repeatable that have no seed.
+    model, else PyTorch's own). `seed` makes requests without a seed repeatable.
     """
 
     def __init__(

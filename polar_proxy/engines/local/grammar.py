@@ -103,7 +103,7 @@ class GrammarCompiler:
         """Return the grammar rule `start`: free reasoning, if the model reasons, followed by the rule `body`."""
         if reasoning == "off":
             return "start: body\n"
-        # A tag that is one token has no text inside a regular expression; a tag of several tokens must end it.
+        # A single-token tag cannot match inside a regular expression; a tag of several tokens must be its suffix.
         if END_THINK in self._tokens:
             thought = f"thought: /(.|\\n)*/ {END_THINK}\ngap: /\\n*/\n"
         else:

@@ -212,7 +212,7 @@ class BatchScheduler:
                 while self._wait_for_work():
                     self._step()
         except Exception as cause:
-            # The thread ends here: every waiting caller gets the error, and `health` reports it from now on.
+            # The thread ends here. Every waiting caller gets the error, and `health` reports it from now on.
             logger.exception("the local engine's worker failed")
             error = EngineError(f"The local engine failed: {type(cause).__name__}: {cause}", status=500)
             error.__cause__ = cause

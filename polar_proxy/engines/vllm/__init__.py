@@ -1,6 +1,6 @@
 """`vllm`: a vLLM server as an engine.
 
-Which versions work is decided by what the server does when it is probed, not by its version number:
+A probe of the server, and not its version number, decides what works:
 
 * Recording needs `return_token_ids`: vLLM 0.10.2 or newer.
 * Continuing from exact tokens also needs `structured_outputs` for its verification: vLLM 0.11 or newer.

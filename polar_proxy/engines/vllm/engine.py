@@ -49,7 +49,7 @@ class VllmEngine(Engine):
     """`async with VllmEngine("http://127.0.0.1:8000") as engine:` connects to the server and verifies it.
 
     Entering raises EngineError if the server cannot be reached, serves another model, or does not return token ids and
-    log-probabilities (unless `require_tokens` is off: then it answers, and nothing can be trained on).
+    log-probabilities (unless `require_tokens` is off: then calls are answered and cannot be trained on).
     """
 
     def __init__(

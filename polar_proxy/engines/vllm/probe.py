@@ -319,7 +319,7 @@ def logprob_mode(at_one: dict[str, float], at_two: dict[str, float]) -> LogprobM
 
     log p_a - log p_b is the difference of two logits divided by the temperature that was applied: the gap between two
     tokens stays the same in raw mode and is halved in processed mode. The widest gap is used, as the least noisy one.
-    Raises ValueError if neither fits; its text continues the server's name.
+    Raises ValueError if neither fits; the error text is written to follow the server's name.
     """
     if any(value > 1e-3 for value in at_one.values()) or sum(map(math.exp, at_one.values())) > 1.01:
         raise ValueError("returns logits, not log-probabilities. Start vLLM with --logprobs-mode raw_logprobs.")

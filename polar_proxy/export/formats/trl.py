@@ -1,8 +1,8 @@
 """TRL: recorded groups for GRPOTrainer (`rollout_func`), for AsyncGRPOTrainer (samples and worker), and for SFT.
 
 `GRPOTrainer(rollout_func=RecordedRollouts(groups), reward_funcs=recorded_reward)` trains one sequence per rollout; the
-baseline is TRL's own. `AsyncGRPOTrainer(rollout_worker=RecordedWorker(groups))` holds several per rollout; advantages
-are Polar's, each rollout counted once. Records are TRL 1.16's: `trainer/grpo_trainer.py` (`_generate`),
+baseline is TRL's own. `AsyncGRPOTrainer(rollout_worker=RecordedWorker(groups))` trains several sequences per rollout;
+advantages are Polar's, each rollout counted once. Records are TRL 1.16's: `trainer/grpo_trainer.py` (`_generate`),
 `experimental/async_grpo/async_rollout_worker.py` (`RolloutSample`).
 """
 

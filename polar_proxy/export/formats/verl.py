@@ -1,4 +1,4 @@
-"""verl: rows as the outputs of an agent loop, the dataset that asks for them, and the groups that answer it.
+"""verl: rows as the outputs of an agent loop, the dataset whose prompts stand for groups, and the recorded groups.
 
 verl's trainer repeats a prompt `rollout.n` times and calls the agent loop with `session_id` 0 .. n - 1; the loop may
 return several outputs, one for each trace, and the baseline counts the last of each session. So row k of the dataset is
@@ -28,7 +28,8 @@ AGENT_NAME = "polar_recorded"
 def agent_loop_output(row: TrainingRow) -> Json:
     """Return the fields of an `AgentLoopOutput`. `response_mask` is 1 where a token is trained: 0 for a masked rollout.
 
-    `num_turns` counts the sampled runs and the runs between, the prompt included. Raise RowError without a reward.
+    `num_turns` counts the sampled runs and the runs between, the prompt included. Raise RowError for a rollout without
+    a reward.
     """
     return {
         "prompt_ids": list(row.prompt_ids),
@@ -52,8 +53,8 @@ def agent_loop_output(row: TrainingRow) -> Json:
 def dataset(rows: Iterable[Json]) -> list[Json]:
     """Return one row for each group, in the columns of `RLHFDataset`, for a `.jsonl` file or parquet.
 
-    `rollout.n` must be the number of its rollouts. The prompt is only a name: the recorded tokens contain their own.
-    Raise RowError if groups differ in size.
+    `rollout.n` must be the number of rollouts per group. The prompt only names the group, because the recorded tokens
+    contain the real prompt. Raise RowError if groups differ in size.
     """
     members: dict[str, set[str]] = {}
     tasks: dict[str, str] = {}

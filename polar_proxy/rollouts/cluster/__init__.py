@@ -5,8 +5,8 @@
       scoring task                 scoring that would have to wait on its own node runs where Ray has capacity
 
 The queue, the claims and the reclaiming from dead workers are in the database, exactly as for several processes on one
-machine. Ray lists the nodes, starts and restarts the actors and places the scoring tasks. This package schedules,
-elects and queues nothing itself.
+machine. Ray lists the nodes, starts and restarts the actors and places the scoring tasks. This package has no
+scheduler, election or queue.
 
 Importing this package does not import Ray.
 """

@@ -118,7 +118,8 @@ def _score(work: EvaluationInput, kind: SandboxKind, labels: Mapping[str, str]) 
 
 
 async def _wait_for_end(ref: Any) -> None:
-    """Wait until a cancelled task has closed its sandbox; if its node is gone, that machine's next sweep does."""
+    """Wait until a cancelled task has closed its sandbox; if its node is gone, the next sweep of that machine removes
+    the sandbox."""
     await asyncio.wait([asyncio.wrap_future(ref.future())], timeout=10.0)
 
 

@@ -1,9 +1,9 @@
 """Token sequences with common beginnings, kept in one growing buffer.
 
-The prompts of a session mostly extend each other. Reading them into one buffer makes a prompt of n tokens, k of them
-new, cost k, and two prompts with a common beginning share its memory, which makes comparing them cheap.
+The prompts of a session mostly extend each other. With one buffer, reading a prompt with k new tokens costs O(k), and
+two prompts with a common prefix share its memory, which makes comparing them cheap.
 
-Promise: a sequence never changes. If a sequence continues differently than its buffer, it gets a copy.
+Promise: a sequence never changes. A sequence that continues differently from its buffer gets a copy.
 """
 
 from __future__ import annotations

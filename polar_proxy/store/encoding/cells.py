@@ -7,8 +7,8 @@ A cell is two header bytes and a body. Byte 0 is the version of this format. Byt
     bit  6    the body is raw deflate (RFC 1951) with the preceding content as preset dictionary
     bit  7    the body is a zstd frame (used only if it is smaller)
 
-Preceding content is the conversation before a message, or the prompt before an answer. It contains most of what
-follows: an agent lists a file, quotes it, then edits it. Using it as a dictionary saves a third of a rollout's bytes.
+Preceding content is the conversation before a message, or the prompt before an answer. It contains most of the content
+after it: an agent lists a file, quotes it, then edits it. Using it as a dictionary saves a third of a rollout's bytes.
 `CONTEXT` bytes of it are used; of token ids, the lowest `width` bytes each. zstd accepts dictionaries too, but
 preparing one takes twice the time.
 

@@ -103,7 +103,7 @@ def token_chain(ids: TokenIds, end_of_turn: Sequence[int], after: ChainNode | No
 def cut_segments(ids: TokenIds, end_of_turn: Sequence[int]) -> list[int]:
     """Return the ends of the segments of a prompt; the last is the end of the prompt.
 
-    Every cut but the last depends only on the tokens before it. Therefore a longer prompt shares the nodes.
+    Every cut except the last depends only on the tokens before it, so that a longer prompt shares the nodes.
     """
     size = int(ids.size)
     if size == 0:

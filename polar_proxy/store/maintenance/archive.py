@@ -51,7 +51,7 @@ CLEARED_COLUMNS: dict[str, dict[str, Any]] = {
 }
 """Columns that are cleared in archives and not compared by imports."""
 _NOT_COMPARED: dict[str, frozenset[str]] = {"nodes": frozenset({"data"})}
-"""The id of a node depends on its content, which may be packed differently."""
+"""Columns that imports do not compare: equal content may be packed differently."""
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ Overflow is the over-provisioned rollouts that still run when their group is com
 they can be carried over to a later group of the same task instead of being cancelled: n + k rollouts start, n complete
 the group, and the work of the others is not lost.
 
-A carried-over rollout changes places with a rollout of the later group that has not started, and that rollout is
-cancelled in the first group. So every group keeps its size and each rollout counts in one group. Until there is such a
-place, the rollout waits in a holding group, which has no job and is not for training, until `carry_over` finds one.
+A carried-over rollout is exchanged with a rollout of the later group that has not started, which is then cancelled in
+the first group. So every group keeps its size and each rollout counts in one group. Until there is such a rollout, the
+carried-over one waits in a holding group, which has no job and is not for training, until `carry_over` finds one.
 """
 
 from __future__ import annotations

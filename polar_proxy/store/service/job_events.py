@@ -6,7 +6,8 @@ Promises, for any number of processes on one database:
   order, whichever process it asks. On PostgreSQL a later number can become visible before an earlier one; a row after a
   missing number therefore waits for it up to `_GAP_SECONDS`.
 * A callback is queued in the transaction that ends the group or the job, so it is sent even if a process is killed.
-* One process at a time sends a callback. If the sender is killed, another process sends it after the sender's time.
+* One process at a time sends a callback. If the sender is killed, another process sends it after the sender's claim has
+  expired.
 * A callback is sent until the receiver accepts it or all attempts have failed: at least once, always with the same id
   and body.
 """
