@@ -257,8 +257,8 @@ class DockerSandbox(ManagedSandbox):
     async def _container_ended(self) -> bool:
         """Return whether the container ended, and not only the command.
 
-        The engine reports a killed container as running for a moment longer; a new command shows at once whether it
-        still is. That command may fail for other reasons, such as a process limit: then the engine's report counts.
+        For a moment the engine reports a killed container as running, so a new command is tried: if it succeeds, the
+        container runs. If it fails, perhaps for another reason such as a process limit, the engine's report decides.
         """
         with contextlib.suppress(SandboxError):
             if (await self.exec(PROBE, cwd="/")).exit_code == 0:

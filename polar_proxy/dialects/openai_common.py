@@ -96,7 +96,7 @@ class OpenAIEncoder(Encoder):
 
     @abstractmethod
     def _last_choice(self, index: int, finish_reason: str) -> Json:
-        """Return the choice of a choice's last chunk."""
+        """Return the entry of `choices` in the last chunk of a choice."""
 
     def end(self, answers: list[Answer]) -> bytes:
         out = b"".join(

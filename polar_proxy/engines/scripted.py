@@ -1,9 +1,9 @@
-"""`scripted`: an engine without a model. It answers what a script says, token by token, with real ids.
+"""`scripted`: an engine without a model. It gives the answers of a script, token by token, with real ids.
 
-Used to check everything around the model: `polar conformance`, wiring an agent, tests. Its tokens are bytes (id = byte
-+ 3; 0 is padding, 1 begins a turn, 2 ends it), so any id can be checked by hand, and the log-probability of an id
-identifies the id. Reasoning is sampled between `<think>` tags and tool calls between `<tool_call>` tags, as by the
-models that it imitates.
+It is used to check everything except the model: in `polar conformance`, in tests, and when connecting an agent. Its
+tokens are bytes (id = byte + 3; 0 is padding, 1 begins a turn, 2 ends it), so any id can be checked by hand, and the
+log-probability of an id identifies the id. Reasoning is sampled between `<think>` tags and tool calls between
+`<tool_call>` tags, as by the models that it imitates.
 """
 
 from __future__ import annotations

@@ -67,12 +67,12 @@ def _pytest(log: str, name: Callable[[str], str]) -> dict[str, Verdict]:
 
 
 def parse_pytest(log: str) -> dict[str, Verdict]:
-    """``pytest -rA``: ids end at their first space, as in the data sets."""
+    """Parse ``pytest -rA``: ids end at their first space, as in the data sets."""
     return _pytest(log, lambda rest: rest.split()[0])
 
 
 def parse_pytest_v2(log: str) -> dict[str, Verdict]:
-    """``pytest -rA`` with complete ids, spaces included."""
+    """Parse ``pytest -rA`` with complete ids, spaces included."""
     return _pytest(log, lambda rest: rest.split(" - ")[0].strip())
 
 
@@ -92,7 +92,8 @@ def parse_pytest_options(log: str) -> dict[str, Verdict]:
 
 
 def parse_unittest(output: str) -> dict[str, Verdict]:
-    """``python -m unittest -v``: ids as in ``tests.test_x.TestX.test_y``, whichever way the Python version prints them.
+    """Parse ``python -m unittest -v``: ids as in ``tests.test_x.TestX.test_y``, whichever way the Python version prints
+    them.
 
     Python 3.10 prints ``test_y (tests.test_x.TestX)``; later versions print the whole id in the brackets. A verdict
     may follow on a later line, after what the test itself printed. A test without a verdict, because the process died
@@ -151,7 +152,8 @@ def _unittest_word(word: str) -> Verdict:
 
 
 def parse_sympy(log: str) -> dict[str, Verdict]:
-    """SymPy's ``bin/test -C --verbose``: function names; failures also as ``file.py:function`` from their headings."""
+    """Parse SymPy's ``bin/test -C --verbose``: function names; failures also as ``file.py:function`` from their
+    headings."""
     words: dict[str, Verdict] = {"ok": "passed", "F": "failed", "E": "error", "f": "xfailed", "s": "skipped"}
     verdicts: dict[str, Verdict] = {}
     for line in _lines(log):
@@ -168,17 +170,18 @@ def _by_word(log: str, pattern: re.Pattern[str], words: Mapping[str, Verdict]) -
 
 
 def parse_gotest(log: str) -> dict[str, Verdict]:
-    """``go test -v``."""
+    """Parse ``go test -v``."""
     return _by_word(log, _GO, {"PASS": "passed", "FAIL": "failed", "SKIP": "skipped"})
 
 
 def parse_cargo(log: str) -> dict[str, Verdict]:
-    """``cargo test``."""
+    """Parse ``cargo test``."""
     return _by_word(log, _CARGO, {"ok": "passed", "FAILED": "failed", "ignored": "skipped"})
 
 
 def parse_tap(log: str) -> dict[str, Verdict]:
-    """Test Anything Protocol; the description is the id. https://testanything.org/tap-version-14-specification.html"""
+    """Parse the Test Anything Protocol; the description is the id.
+    https://testanything.org/tap-version-14-specification.html"""
     verdicts: dict[str, Verdict] = {}
     for match in (_TAP.match(line) for line in _lines(log)):
         if match and match["test"]:
@@ -188,7 +191,7 @@ def parse_tap(log: str) -> dict[str, Verdict]:
 
 
 def parse_r2e(log: str) -> dict[str, Verdict]:
-    """R2E-Gym: only pytest's short summary; ids without the file, joined by dots (``TestX.test_y``)."""
+    """Parse logs of R2E-Gym: only pytest's short summary; ids without the file, joined by dots (``TestX.test_y``)."""
     summary = log.rpartition("short test summary info")[2]
     verdicts: dict[str, Verdict] = {}
     for line in _lines(summary):

@@ -1,4 +1,4 @@
-"""Agents made ready for sandboxes: installed on this machine and, for docker, built into images."""
+"""Preparation of agents for sandboxes: installed on this machine and, for docker, built into images."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The index of a session's calls, and the fingerprint from which a stored call is indexed again after a restart.
 
-A conversation is identified by its hash keys (see `hashing.HashChain`); texts are not kept. The exceptions are short
-quotes, by which a sub-agent's prompt or a summary is recognised.
+A conversation is identified by its hash keys (see `hashing.HashChain`); texts are not kept, except for short quotes, by
+which a sub-agent's prompt or a summary is recognised.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class ConversationCache:
         return self._entries.get(key)
 
     def put(self, key: Hashable, entry: LastRequest | AnsweredCall) -> None:
-        """Insert or replace an entry. One that is larger than the capacity is not kept."""
+        """Insert or replace an entry. An entry larger than the capacity is not kept."""
         self._entries.pop(key, None)
         if entry.size <= self._entries.maxsize:
             self._entries[key] = entry

@@ -2,7 +2,7 @@
 
 builders    calls -> traces            validation   the check of a build
 drift       prompts that differ        exclusions   calls that are not trained
-grades      how reliable a trace is   certificate  what proves a trace
+grades      how reliable a trace is    certificate  what proves a trace
 rows        traces as JSON lines       check        the checker of a file of rows
 audit       recorded against fresh     operations   all of it on a store
 """

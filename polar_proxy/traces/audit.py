@@ -304,7 +304,8 @@ def _require_same_model(model: str | None, template_hash: str | None, engine: En
 
 
 def _hash_kind(template_hash: str) -> str:
-    """Return the kind of a template hash: for a server that does not show its template, the hash of a rendering."""
+    """Return the kind of a template hash: of the template itself, or of a rendering if the server does not show its
+    template."""
     return template_hash.rpartition(":")[0]
 
 

@@ -91,7 +91,7 @@ TextForm = Callable[[str], str]
 
 
 def _forms(reasoning: Sequence[str]) -> list[tuple[TextForm, tuple[DriftCause, ...]]]:
-    """Return forms of a text, each with the causes that it ignores. The last ignores most."""
+    """Return functions that normalise a text, each with the causes whose differences it removes, fewest first."""
 
     def without_reasoning(text: str) -> str:
         return _remove_reasoning(text, reasoning)

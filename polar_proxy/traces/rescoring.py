@@ -224,7 +224,7 @@ async def _answer_tokens(choice: Choice, request: ChatRequest, prompt: list[int]
 def _required_pieces(answer: Message) -> list[str]:
     """Return the texts that a rendering of the answer must contain.
 
-    Templates strip white space and write arguments in their own form, so arguments are not among them.
+    Templates strip white space and write arguments in their own form, so the texts do not include arguments.
     """
     content = answer.content if isinstance(answer.content, str) else ""
     return [(answer.reasoning or "").strip(), content.strip(), *(call.name for call in answer.tool_calls)]

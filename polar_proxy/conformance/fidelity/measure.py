@@ -175,7 +175,7 @@ async def _score_longest(row: FidelityRow, traces: Sequence[Trace], engine: Engi
 
 
 async def explain(engine: Engine, event: DriftEvent, call: CallRecord, base: CallRecord) -> ExplainedDrift:
-    """Explain a drifted call and its base. `engine` is asked for texts only."""
+    """Explain a drifted call and its base. `engine` only decodes tokens."""
     choice = base_choice(call, base)
     assert choice is not None, event
     assert base.prompt_ids is not None, event

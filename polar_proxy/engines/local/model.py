@@ -1,4 +1,5 @@
-"""The model, its key-value cache, and its two passes: a chunk of one sequence, and one token of each of many.
+"""The model, its key-value cache, and its two passes: over a chunk of one sequence, and over one token of each running
+sequence.
 
 Works for decoder-only models of Transformers in which every layer attends to the whole past through a `Cache`. Loading
 compares the cached passes with the model's own forward pass, and refuses the model if they differ.

@@ -282,7 +282,7 @@ class BatchScheduler:
                 self._start_decoding(sequence, kv, logits)
 
     def _start_prefill(self, sequence: SequenceState) -> torch.Tensor:
-        """Return KV room for the sequence, with the longest cached beginning of its tokens copied into it.
+        """Return a KV buffer for the sequence, with the longest cached prefix of its tokens copied into it.
 
         The last token is always computed, because its logits are needed.
         """

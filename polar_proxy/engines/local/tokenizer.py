@@ -194,9 +194,11 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """Decode any other tokenizer: a short window of ids, with and without the new ones, and take the difference.
+    """Decode with any other tokenizer: decode a short window of ids with and without the new ones, and return the
+    difference.
 
-    Such decoders look at neighbouring tokens (a leading space, the bytes of one character), hence the window.
+    The window is needed because such decoders depend on neighbouring tokens (a leading space, the bytes of one
+    character).
     """
 
     def __init__(self, backend: Any, hidden: Collection[int]) -> None:

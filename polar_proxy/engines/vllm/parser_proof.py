@@ -93,7 +93,8 @@ class ForcedAnswer:
 
 
 class ParserProof:
-    """Proofs for one server. Each set of template options needs its own, as they decide whether the model reasons."""
+    """Proofs for one server. Each set of template options needs its own proof, because the options decide whether the
+    model reasons."""
 
     def __init__(self, client: VllmClient, *, end: int, tools: bool) -> None:
         """`end` is the end-of-turn token; `tools` says that the server accepts `tool_choice: auto`."""

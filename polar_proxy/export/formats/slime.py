@@ -1,10 +1,9 @@
-"""slime and Miles: rows as `Sample`, read by their own `Sample.from_dict`, and a reward function for their trainer.
+"""slime and Miles: rows converted for their own `Sample.from_dict`, and a reward function for their trainer.
 
-Several traces of one rollout are several samples with one `rollout_id`: both trainers take a rollout's loss as one
-mean. Their own normalisation of rewards averages over samples, so give
-`--custom-reward-post-process-path polar_proxy.export.formats.slime.reward_post_process`. A file for
-`--load-debug-rollout-data` is `debug_data(samples)` written by `torch.save`. Record: slime `utils/types.py`,
-`rollout/batch_builder.py`; Miles has the same.
+Several traces of one rollout are several samples with one `rollout_id`: both trainers average the loss over a rollout.
+Their own normalisation of rewards averages over samples, so give `--custom-reward-post-process-path
+polar_proxy.export.formats.slime.reward_post_process`. A file for `--load-debug-rollout-data` is `debug_data(samples)`
+written by `torch.save`. Record: slime `utils/types.py`, `rollout/batch_builder.py`; Miles has the same.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class RecordedWorker:
         rewards: Rewards | None = None,
         ahead: int = 64,
     ) -> None:
-        """`advantage`, `rewards`: as for `with_advantages`. `ahead`: how many samples to prepare in advance."""
+        """`advantage` and `rewards` are those of `with_advantages`. `ahead`: how many samples to prepare in advance."""
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(maxsize=ahead)
         self.metrics_queue: queue.Queue[Any] = queue.Queue()
         self.left_out: Counter[str] = Counter()

@@ -69,7 +69,7 @@ class Cluster:
 
     @property
     def nodes(self) -> list[NodeState]:
-        """The nodes that work now, by address."""
+        """The nodes that are working now, by address."""
         return sorted(self._states.values(), key=lambda state: (state.address, state.worker))
 
     async def __aenter__(self) -> Self:

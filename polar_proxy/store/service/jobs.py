@@ -209,7 +209,7 @@ class JobRepository(Repository):
             return claimed
 
     async def resume_due(self) -> list[str]:
-        """Open the jobs whose pause is over, and return their ids. Workers claim their rollouts in any case."""
+        """Open the jobs whose pause is over, and return their ids. Workers claim their rollouts even before that."""
         now = time.time()
         due = and_(_j.status == "paused", _j.paused_until <= now)
         async with self._database.reading() as connection:  # takes no lock; usually nothing is due
