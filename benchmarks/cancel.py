@@ -84,7 +84,7 @@ class SandboxWatcher:
         return pool.on_shelf
 
     async def remains(self, rows: list[RolloutRow]) -> list[str]:
-        """Describe what is left besides the warm pool, or the rollouts that are not over yet."""
+        """Describe the remains other than the warm pool, or the rollouts that have not ended."""
         if not all(row.final for row in rows):
             return ["rollouts"]
         waiting = await self.pooled()

@@ -167,7 +167,7 @@ class KillTest:
         self.report(f"round {number + 1}: {name} killed after {moment:.1f} s with {kill.in_flight}: {after}")
 
     async def until_final(self, job_id: str, seconds: float) -> list[str]:
-        """Wait until every rollout of the job is final and its group settled; describe what is not."""
+        """Wait until every rollout of the job is final and its group settled; describe the others."""
         deadline = time.monotonic() + seconds
         while True:
             if (await self.job(job_id)).status in ("done", "cancelled"):

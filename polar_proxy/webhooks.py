@@ -51,7 +51,7 @@ def verify_callback(headers: Mapping[str, str], body: bytes, secret: str) -> Cal
 
 
 def _webhook(secret: str) -> Webhook:
-    """Raises UsageError."""
+    """Return the library's signer and verifier for a secret. Raises UsageError for an invalid secret."""
     encoded = secret.removeprefix(_SECRET_PREFIX)
     try:
         valid = secret.startswith(_SECRET_PREFIX) and len(base64.b64decode(encoded, validate=True)) > 0

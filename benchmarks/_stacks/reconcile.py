@@ -1,5 +1,5 @@
-"""Reconciliation for `benchmarks/chaos.py`: compares the answers that agents logged with the store, and finds what is
-left of the run on the machine."""
+"""Reconciliation for `benchmarks/chaos.py`: compares the answers that agents logged with the store, and finds remains
+of the run on the machine."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ class HttpClient:
         self._idle.clear()
 
     def _pooled(self) -> _ClientConnection | None:
-        """Return the connection that was used last, if that was recently: servers close idle connections."""
+        """Return the connection that was used last, unless it was idle for long: servers close idle connections."""
         limit = time.monotonic() - self._keep_seconds
         while self._idle:
             connection = self._idle.pop()

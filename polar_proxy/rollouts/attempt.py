@@ -334,7 +334,7 @@ class AttemptRunner:
     # Ends without a result
 
     async def _fail(self, attempt: RunningAttempt, error: Exception) -> None:
-        """Record an error that another attempt would repeat as the rollout's final status."""
+        """Record the rollout's final status after an error that would occur in another attempt as well."""
         lost = await self._close_session(attempt)
         await self._build_traces(attempt, None, incomplete=lost is not None)
         detail = str(error) if lost is None else f"{lost}; it is not trained on. {error}"

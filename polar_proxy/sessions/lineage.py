@@ -230,8 +230,8 @@ def _answered_in_this_run(
 ) -> CallNode | None:
     """Return the call of the same run that just answered this request, if the run did not continue its answer.
 
-    It is the same run if the ids of its tool calls are the same, because no two answers share them, or if the session
-    has only one run.
+    Two calls belong to the same run if they have the same tool call ids, because ids are never shared, or if the
+    session has only one run.
     """
     turns = query.chain.turns
     if not turns:

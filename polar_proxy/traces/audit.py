@@ -272,7 +272,7 @@ async def audit(
 
 
 def whole_paths(traces: Sequence[Trace]) -> dict[str, TokenIds]:
-    """Return trace id -> all its tokens, after those of its parents (builder `tree`), int32 [n].
+    """Return trace id -> the trace's tokens after those of its parents (builder `tree`), int32 [n].
 
     Raise StoreError if a parent is missing.
     """
@@ -348,7 +348,8 @@ def _compare(
     reference: AuditReference,
     built_grade: str,
 ) -> TraceAudit:
-    """Compare a trace with `fresh` (float64 [n]), the log-probabilities of `whole`, its tokens after its parents'."""
+    """Compare a trace with fresh log-probabilities. `whole`: its tokens after those of its parents; `fresh` (float64
+    [n]): the log-probabilities of `whole`."""
     comparison = TraceComparison(trace, whole, fresh, reference)
     for run in runs:
         comparison.add(run)

@@ -41,7 +41,7 @@ def in_start_order(calls: Sequence[CallRecord]) -> list[CallRecord]:
 def _superseded_attempts(calls: Sequence[CallRecord], excluded: Mapping[str, str]) -> list[str]:
     """Return the answered attempts at a request that the agent did not continue.
 
-    The agent used one of all attempts at a request: the attempt that later calls refer to, or else the last.
+    The agent used one attempt at each request: the attempt to which later calls refer, or else the last one.
     """
     first: dict[str, str] = {}
     attempts: dict[str, list[str]] = {}

@@ -1,9 +1,9 @@
 """Token sequences with common prefixes, stored as a forest in which every shared prefix is computed once.
 
 A `PrefixTree` holds one node for each token in its context, in preorder: a token comes before everything that continues
-it, and its continuations are contiguous. Node k is therefore an ancestor of node q (or q itself) exactly when
-k <= q < ends[k], which is the whole attention mask; the position id of a node is its depth. At each node a causal model
-computes what it would compute at that position of every sequence through the node.
+it, and its continuations are contiguous. Node k is therefore an ancestor of node q (or q itself) exactly when k <= q <
+ends[k], which is the whole attention mask; the position id of a node is its depth. At each node a causal model computes
+the same values as at that position of every sequence through the node.
 """
 
 from __future__ import annotations

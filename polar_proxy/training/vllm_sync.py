@@ -220,7 +220,7 @@ class NcclWeightSource:
 class NcclControlClient:
     """vLLM's `VLLMWeightSyncClient` over HTTP, called from the threads of its sender.
 
-    `on_error` is called with an error before it is raised there.
+    `on_error` is called with every error before it is raised in such a thread.
     """
 
     def __init__(self, url: str, on_error: Callable[[TrainingError], object]) -> None:

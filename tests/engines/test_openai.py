@@ -73,7 +73,7 @@ async def test_sends_only_documented_fields() -> None:
     )
     form: Json = {"type": "json_object"}
     more: dict[str, Any] = {"tools": (WEATHER,), "tool_choice": "auto", "parallel_tool_calls": False}
-    async with StrictApi() as api, connected(api) as engine:  # it refuses what it does not know
+    async with StrictApi() as api, connected(api) as engine:  # it refuses unknown fields
         answer = await gathered(engine, chat(sampling=everything, response_format=form, **more))
         assert sorted(answer.choices) == [0, 1]
         body = api.bodies[-1]

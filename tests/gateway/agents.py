@@ -1,4 +1,4 @@
-"""HTTP clients for tests of the gateway, and what a store recorded of their calls."""
+"""HTTP clients for tests of the gateway, and the calls that a store recorded of them."""
 
 from __future__ import annotations
 

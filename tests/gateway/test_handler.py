@@ -1,4 +1,4 @@
-"""The request handler over real HTTP: what the agent gets, what is recorded, and in which order."""
+"""The request handler over real HTTP: the agent's answer, the record, and their order."""
 
 from __future__ import annotations
 

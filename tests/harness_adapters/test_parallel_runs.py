@@ -25,7 +25,7 @@ COMMANDS = {name: AGENT_TOOLS[name].call for name in ("qwen-code", "pi")}
 
 
 def script(name: str) -> ScriptedEngine:
-    """Answer all runs alike. Only the instruction of a run names its fruit."""
+    """Give all runs the same answers. Only the instruction of a run names its fruit."""
 
     def answer(request: EngineRequest) -> ScriptedAnswer:
         turn = real_runs.answer_count(request)

@@ -1,4 +1,4 @@
-"""Where control groups are made and what is written to them, on imitated hierarchies of both versions."""
+"""Control groups are made in the right folders with the right contents, on imitated hierarchies of both versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""After `kill -9` of an owner the sweep removes everything, and it never touches what a living owner has."""
+"""After `kill -9` of an owner the sweep removes everything, and it never touches the sandboxes of a living owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every test of the store runs on SQLite, and on a real PostgreSQL server when `full` tests are asked for."""
+"""Every test of the store runs on SQLite, and, in `full` runs, on a real PostgreSQL server."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def with_defect(record: CallRecord, defect: CallDefect) -> CallRecord:
 
 
 _tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4)
-"""The vocabulary is tiny, so that histories are also alike by chance."""
+"""The vocabulary is tiny, so that some histories are equal by chance."""
 
 
 @st.composite

@@ -117,7 +117,7 @@ WITH_BASELINE = sorted(set(ADVANTAGES) - {"raft"})
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 def test_missing_reward_is_not_zero(name: str) -> None:
-    """A rollout without a reward gets NaN, and the others get what they get in a group without it."""
+    """A rollout without a reward gets NaN, and the others get the same advantages as in a group without it."""
     function = ADVANTAGES[name]
     got = function([1.0, None, 0.25, 0.0, NAN, 0.5])
     assert np.isnan(got[[1, 4]]).all()

@@ -1,4 +1,4 @@
-"""Training batches: baselines, which rollouts are trained, and counts of what is skipped."""
+"""Training batches: baselines, the choice of rollouts to train, and counts of skipped data."""
 
 from __future__ import annotations
 

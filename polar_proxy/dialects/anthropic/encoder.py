@@ -2,10 +2,9 @@
 
 Source: https://docs.anthropic.com/en/api/messages-streaming
 
-Text and thinking are streamed as they arrive. A tool call is sent when it is complete and committed: `input` is an
-object, so the sampled arguments must be known to be one before the block may begin. (Anthropic's own servers hold
-arguments back for the same reason.) The arguments of a tool with `eager_input_streaming` are streamed as they arrive,
-valid or not.
+Text and thinking are streamed as they arrive. A tool call is sent when it is complete and committed: `input` must be an
+object, which is known only when all arguments were sampled. (Anthropic's own servers hold arguments back for the same
+reason.) The arguments of a tool with `eager_input_streaming` are streamed as they arrive, valid or not.
 
 Arguments that are not a JSON object (`[1]`, or cut short by `max_tokens`) are not changed into one: the call is sent as
 text, with its name and arguments as sampled. So the agent runs nothing that the model did not write, and nothing is

@@ -273,7 +273,8 @@ class ServerProbe:
         return bool(rendered) and rendered == answer.get("prompt_token_ids")
 
     async def _template_hash(self, tokenize: bool) -> str | None:
-        """Return `render:` and a hash of the ids of a canonical conversation, as a server does not show its template.
+        """Return `render:` and a hash of the ids of a canonical conversation, because a server does not show its
+        template.
 
         It changes with the template and with the tokenizer. For a template that refuses a part of the conversation (a
         system message, tools), the hash covers the part that it accepts.

@@ -72,7 +72,7 @@ class TrainingRow:
         return [0] * len(self.loss_mask) if self.masked else list(self.loss_mask)
 
     def runs(self) -> list[tuple[bool, int, int]]:
-        """Return the runs of the response with one mask value: (sampled, start, end), in order."""
+        """Split the response where the loss mask changes; return (sampled, start, end) for each part, in order."""
         found: list[tuple[bool, int, int]] = []
         for position, bit in enumerate(self.loss_mask):
             if found and found[-1][0] == bool(bit):

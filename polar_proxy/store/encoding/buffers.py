@@ -19,7 +19,8 @@ _MIN_CAPACITY = 1024
 
 
 class _TokenBuffer:
-    """`size` tokens. They are kept as bytes, which is how they are read and compared; the array is filled on demand."""
+    """A growing sequence of `size` tokens. It is kept as bytes, because it is read and compared as bytes; the array is
+    filled on demand."""
 
     __slots__ = ("_array", "_bytes", "_filled", "size", "width")
 

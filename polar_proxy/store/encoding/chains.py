@@ -38,7 +38,7 @@ _PERSON: dict[NodeKind, bytes] = {"message": b"polar message", "tools": b"polar 
 
 @dataclass(frozen=True, slots=True)
 class ChainNode:
-    """One node. Lengths count tokens in a chain of tokens and bytes in other chains."""
+    """A node of a chain. Lengths count tokens in a chain of tokens and bytes in other chains."""
 
     id: bytes
     parent: bytes | None

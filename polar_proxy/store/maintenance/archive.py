@@ -175,7 +175,7 @@ async def _opened(path: Path) -> AsyncIterator[Database]:
 
 
 async def _selection(source: AsyncConnection, where: str | None, sessions: Sequence[str]) -> dict[str, Select[Any]]:
-    """Return the query for the rows to export of each table."""
+    """Return, for each table, the query of the rows to export."""
     t = schema.metadata.tables
     if where is None and not sessions:
         return {name: select(table) for name, table in t.items()}

@@ -327,7 +327,7 @@ def _old_rollout(before: float) -> list[ColumnElement[bool]]:
 
 
 def _old_session(before: float) -> list[ColumnElement[bool]]:
-    """Sessions without a rollout that have something to delete."""
+    """Return a condition: sessions without a rollout that have something to delete."""
     rollout = exists().where(or_(_r.session_id == _s.session_id, _r.rollout_id == _s.rollout_id))
     return [
         func.coalesce(_s.last_call_at, _s.created_at) < before,

@@ -79,8 +79,8 @@ class QueueRepository(Repository):
         """Extend the worker's claims by `seconds`.
 
         Returns the rollouts that the worker must end because they were cancelled, and those that it has lost and for
-        which it must not write anything. Rollouts that it has not started go back into the queue, and are lost, if
-        their job was paused.
+        which it must not write anything. If a job was paused, its rollouts that have not started go back into the queue
+        and count as lost.
         """
         mine = and_(_r.rollout_id.in_(list(rollout_ids)), _r.claimed_by == worker)
         now = time.time()
@@ -275,12 +275,12 @@ async def _fleet_is_paused(connection: AsyncConnection, now: float) -> bool:
 
 
 def _within(job_id: str | None) -> ColumnElement[bool]:
-    """Rollouts of this job; without one, rollouts that no process owns."""
+    """Return a condition: rollouts of this job; without a job, rollouts that no process owns."""
     return _r.owner_pid.is_(None) if job_id is None else _r.job_id == job_id
 
 
 def _job_may_start(now: float) -> ColumnElement[bool]:
-    """The rollout has no job, or its job is open or its pause is over."""
+    """Return a condition: the rollout has no job, or its job is open or its pause is over."""
     pause_over = and_(_j.status == "paused", _j.paused_until <= now)
     return or_(_j.status.is_(None), _j.status == "open", pause_over)
 
