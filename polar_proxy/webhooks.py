@@ -1,6 +1,6 @@
 """Signing and verification of callbacks by the Standard Webhooks specification (https://www.standardwebhooks.com).
 
-The library `standardwebhooks` does both. It decodes any text as a secret, so that secrets are checked here first.
+The library `standardwebhooks` does both. It accepts any text as a secret, so this module checks secrets first.
 """
 
 from __future__ import annotations

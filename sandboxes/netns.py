@@ -1,8 +1,8 @@
 """A listening socket inside another network namespace, on which this process accepts connections.
 
 The namespace of a sandbox has only a loopback interface. A socket stays in the namespace in which it was made, so a
-thread enters the namespace only for `bind`; afterwards the owner accepts on the socket like on any other. No process
-runs inside for it, and no firewall rule is needed. The socket keeps the namespace alive: close it.
+thread enters the namespace only for `bind`; afterwards the owner accepts connections on the socket like on any other.
+This needs no process inside and no firewall rule. The socket keeps the namespace alive until it is closed.
 
 Entering needs root. A user who may only use the Docker engine gets the socket from a helper container that shares the
 sandbox's network: it binds, and passes the socket out through a Unix socket in a shared folder.

@@ -43,7 +43,7 @@ ModelOption = Annotated[
 PromptModeOption = Annotated[
     str | None,
     typer.Option(
-        help="continue: begin each turn with the exact tokens of the last one; render: let the engine render it.",
+        help="continue: begin each prompt with the exact tokens of the last turn; render: let the engine render it.",
         show_default=False,
     ),
 ]

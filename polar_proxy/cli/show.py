@@ -50,7 +50,7 @@ def sessions(
 
 
 def show(
-    ident: Annotated[str, typer.Argument(metavar="ROLLOUT|SESSION|CALL", help="An id, as listed.")],
+    ident: Annotated[str, typer.Argument(metavar="ROLLOUT|SESSION|CALL", help="Id of a rollout, a session or a call.")],
     tokens: Annotated[bool, typer.Option(help="For a call: print every token id with its log-probability.")] = False,
     db: DbOption = None,
     as_json: JsonOption = False,

@@ -34,7 +34,8 @@ ConcurrencyOption = Annotated[int, typer.Option("--concurrency", min=1, help="Se
 
 def build(
     ids: Annotated[
-        list[str] | None, typer.Argument(metavar="[ROLLOUT|SESSION]...", help="Ids, as listed.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="[ROLLOUT|SESSION]...", help="Ids of rollouts or sessions.", show_default=False),
     ] = None,
     where: WhereOption = None,
     builder: Annotated[str, typer.Option(help="merged, per_call or tree.")] = "merged",

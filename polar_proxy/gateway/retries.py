@@ -70,7 +70,7 @@ class ResponseBuffer:
         return buffered_send
 
     async def abandoned(self) -> None:
-        """Call when the client has disconnected. Returns when no client has listened for the grace period."""
+        """Wait, after the client has disconnected, until no client has listened for the grace period."""
         self.disconnected = True
         self._deadline = time.monotonic() + self._grace
         while await self.has_listener():

@@ -57,7 +57,8 @@ _OPENING = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The answered call that a request extends: its first `messages` messages mean that request and answer."""
+    """The answered call that a request extends. The request's first `messages` messages equal that call's messages and
+    answer in meaning."""
 
     call_id: str
     choice: int

@@ -202,7 +202,8 @@ class CallMerger:
     def _join_drifted(self, call: CallRecord) -> tuple[TraceBuilder, int] | None:
         """Return the trace that a drifted call continues, and where the context begins in the call's prompt.
 
-        The same for a call that did not drift but continues a joined trace, whose tokens differ from its prompt.
+        This also applies to a call that did not drift but continues a joined trace, whose tokens differ from the call's
+        prompt.
         """
         event = self.events.get(call.call_id)
         trace = self._by_last_answer.get((call.base_call_id or "", call.base_choice or 0))

@@ -50,7 +50,8 @@ class SessionTarget:
 async def find_targets(
     store: Store, *, where: str | None = None, session_ids: Sequence[str] = (), limit: int | None = None
 ) -> list[SessionTarget]:
-    """Return the sessions of the rollouts that match `where`, or these sessions, or all sessions with calls.
+    """Return the sessions of the rollouts that match `where`, or the named sessions, or by default all sessions with
+    calls.
 
     Rollouts come first, each kind newest first, and at most `limit` in total. Raise UsageError for an invalid
     condition, an unknown session, and for both arguments at once.

@@ -38,7 +38,7 @@ NORMAL_95 = 1.96
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Statistics of the last epoch of a step. The mismatch is that of the weights before the step."""
+    """Statistics of the last epoch of a step. The mismatch is measured with the weights before the step."""
 
     loss: float
     tokens: int

@@ -1,7 +1,7 @@
-"""The answer to a Responses request: one object, or a stream of events that add up to it.
+"""The answer to a Responses request: one object, or the stream of events from which a client assembles it.
 
-Promises: events are numbered without gaps. One item is open at a time, so clients that follow a single current item
-read the stream as well as those that use indexes. An item is closed when the next one begins; the item that is open
+Promises: events are numbered without gaps. One item is open at a time, so that clients that track only one current item
+can read the stream, as can those that use indexes. An item is closed when the next one begins; the item that is open
 when the engine ends is closed in `end`, after the commit, with `response.completed` or `response.incomplete`.
 
 To keep this order, a tool call waits until an earlier one is complete, and text after a call is sent when that call is

@@ -83,7 +83,7 @@ class TrainingRow:
 
 
 def read_training_row(row: Json) -> TrainingRow:
-    """Read a row of tokens-jsonl. Raise RowError for a row that fits no trainer's format."""
+    """Read a row of tokens-jsonl. Raise RowError for a row that no trainer can use."""
     trace = read_row(row).trace
     name = f"the row {trace.trace_id}"
     if trace.parent_trace_id is not None:

@@ -3,7 +3,7 @@
 Images are made from clones, and a clone contains the future of its base commit: the branch with the fix, tags, fetched
 refs, the reflog. After `truncate_git_history` one branch is left, with the ancestors of the base commit and, if the
 image's files differ from the base commit, one commit with the differences. Objects that cannot be reached from this
-branch are removed; their number is checked.
+branch are removed, and a count checks that none of them is left.
 """
 
 from __future__ import annotations

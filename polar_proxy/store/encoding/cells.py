@@ -47,7 +47,7 @@ _DEFLATE_LEVEL = 5
 
 
 class TokenContext(Protocol):
-    """The tokens before a piece, held by an object that has their bytes."""
+    """An object with the tokens before a piece, which returns them as bytes."""
 
     def low_bytes(self, width: int) -> bytes | bytearray:
         """Return the `width` lowest bytes, little-endian, of each of the last `CONTEXT // width` tokens."""
