@@ -102,7 +102,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters. None stands for the default of the session's policy or the engine."""
+    """Sampling parameters. None means the default of the session's policy or of the engine."""
 
     temperature: float | None = None
     top_p: float | None = None

@@ -266,7 +266,7 @@ class RolloutService:
 
     @property
     def accepting(self) -> bool:
-        """Whether it starts new rollouts."""
+        """True while the service starts new rollouts."""
         return self.worker.accepting
 
     def pause_all(self, seconds: float | None = None) -> None:

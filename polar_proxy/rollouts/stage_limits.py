@@ -99,7 +99,7 @@ class StageLimiter:
 
     @property
     def full(self) -> bool:
-        """Whether a request made now must wait until a rollout leaves."""
+        """True if a request made now must wait until a rollout leaves."""
         return self.inside + self.waiting >= self._limit
 
     def counts(self) -> dict[str, float]:

@@ -162,7 +162,7 @@ class Worker:
 
     @property
     def accepting(self) -> bool:
-        """Whether it claims new rollouts."""
+        """True while the worker claims new rollouts."""
         return self._accepting
 
     def accept(self, new: bool) -> None:
@@ -280,7 +280,7 @@ class Worker:
             self._wake.set()
 
     async def _try(self, claim: Claim) -> InfrastructureError | None:
-        """Run one attempt; after an infrastructure failure, pause so that it may recover, and return it."""
+        """Run one attempt and return None. After an infrastructure failure, pause and return the failure."""
         try:
             try:
                 request = AdmissionRequest(claim.rollout_id, claim.group_id, claim.job_id)

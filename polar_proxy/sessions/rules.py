@@ -287,7 +287,7 @@ def _is_in(pattern: str, text: str) -> bool:
 
 @cache
 def _finder(pattern: str) -> Callable[[str], re.Match[str] | None]:
-    """Return the search function for a pattern. One anchored at the beginning is not tried at every character."""
+    """Return the search function for a pattern. A pattern anchored at the beginning is tried only there."""
     compiled = re.compile(pattern)
     return compiled.match if pattern.startswith("^") and "|" not in pattern else compiled.search
 

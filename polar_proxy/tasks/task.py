@@ -100,7 +100,8 @@ class Task:
 
     @property
     def base_commit(self) -> str | None:
-        """The commit at which the agent starts; None: the HEAD of the image's repository, or there is no history."""
+        """The commit at which the agent starts. None means the HEAD of the image's repository, or a task without a
+        history."""
         repository = self.environment.repository
         return repository.commit if repository else self.environment.base_commit
 

@@ -181,7 +181,7 @@ def group_advantages(rewards: Sequence[float | None], config: GrpoConfig) -> Flo
 
 
 def has_signal(group: TrainingGroup, config: GrpoConfig) -> bool:
-    """Whether the group has an advantage that is not 0."""
+    """Return whether the group has an advantage that is not 0."""
     return _any_signal(group_advantages(group.rewards, config))
 
 

@@ -69,7 +69,7 @@ def make_model(folder: Path) -> Path:
 
 
 def _texts() -> Iterator[str]:
-    """Yield text that every Python has: the source code of its library, in the order of names."""
+    """Yield text that every Python installation has: the source code of its standard library, ordered by file name."""
     left = _READ_BYTES
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text = path.read_text(errors="replace")

@@ -39,7 +39,8 @@ class PrefillStarted(NamedTuple):
 
 
 class SampledToken(NamedTuple):
-    """One sampled token of one choice. `text` may lag behind; `finish` is "stop" or "length" with the last token."""
+    """One sampled token of one choice. `text` may come later than the token; `finish` is "stop" or "length" with the
+    last token."""
 
     choice: int
     token_id: int

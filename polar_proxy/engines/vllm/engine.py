@@ -8,9 +8,9 @@ A conversation that continues from exact ids goes to `/v1/completions` too. Its 
 parse it (`answer_parser.py`), which was also verified; `continue_problem` says why if it is not possible.
 
 An answer of the chat route is streamed from the server if the client streams or the request has tools. Without tools, a
-client that does not stream is served from one JSON object, which costs a fraction of 250 chunks. With tools the two
-differ: a call cut by `max_tokens` is raw text in one and a tool call in the other, and an agent's answer must not
-depend on whether it streamed.
+client that does not stream is served from one JSON object, which costs much less than a stream of many chunks. With
+tools the two differ: a call cut by `max_tokens` is raw text in one and a tool call in the other, and an agent's answer
+must not depend on whether it streamed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class VllmEngine(Engine):
         await self.client.close()
 
     async def accept_prompt(self, request: ChatRequest, token_ids: TokenIds) -> VllmPrompt:
-        """As `Engine.accept_prompt`.
+        """Implement `Engine.accept_prompt`.
 
         Template options that are new to this engine are verified first, which takes as long as a few dozen sampled
         tokens.
@@ -168,7 +168,7 @@ class VllmEngine(Engine):
         return [await prompt.parser.parse(event) for event in events]
 
     async def render(self, request: ChatRequest, *, generation: bool = True) -> list[int]:
-        """As `Engine.render`: by `/tokenize` if that agreed with the chat route, else by a one-token chat."""
+        """Implement `Engine.render`: by `/tokenize` if that agreed with the chat route, else by a one-token chat."""
         if self._server.tokenize_renders:
             return await self.client.tokenize(render_body(request, generation=generation))
         if not generation:
@@ -180,7 +180,7 @@ class VllmEngine(Engine):
         return await self.client.decode(token_ids)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """As `Engine.score`. The server samples one extra token, so one position of the context stays free."""
+        """Implement `Engine.score`. The server samples one extra token, so one position of the context stays free."""
         ids = [int(token) for token in token_ids]
         if len(ids) < 2:
             return []

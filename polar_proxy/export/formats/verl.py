@@ -1,4 +1,4 @@
-"""verl: rows as the outputs of an agent loop, the dataset whose prompts stand for groups, and the recorded groups.
+"""verl: rows as the outputs of an agent loop, a dataset with one prompt for each group, and the recorded groups.
 
 verl's trainer repeats a prompt `rollout.n` times and calls the agent loop with `session_id` 0 .. n - 1; the loop may
 return several outputs, one for each trace, and the baseline counts the last of each session. So row k of the dataset is
