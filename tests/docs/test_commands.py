@@ -47,6 +47,7 @@ RUN_ELSEWHERE = {
     "polar db stats --db postgresql:": "tests/store/test_schema.py",
     "CUDA_VISIBLE_DEVICES=": "tests/training/test_nccl.py",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=": "tests/training/test_weight_sync_vllm.py",
+    "polar audit ": "tests/cli/test_traces.py",
     "polar train grpo --engine vllm": "tests/training/test_weight_sync_vllm.py",
     "polar train grpo --feed": "tests/training/test_http_feed.py",
     "polar train adapter": "tests/training/test_lora.py",
@@ -189,6 +190,9 @@ def test_command_runs(command: DocumentedCommand, workspace: Workspace, fake_vll
         with workspace.server(text) as url:
             assert url.startswith("http://")
         return
+    if text.startswith("polar train"):
+        # An agent whose rollouts always end, and a database without the jobs that other commands queued.
+        text = f"POLAR_RUN__HARNESS=tests.fakes.tiny_agent:BriefAgent POLAR_DB=train.db {text}"
     done = workspace.shell(text)
     assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
 

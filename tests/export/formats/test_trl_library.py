@@ -98,6 +98,18 @@ def polars_gradients(rows: list[Json], advantages: list[float]) -> dict[str, tor
     return kept
 
 
+def with_context_token(row: Json) -> Json:
+    """Return a row with one answer of four tokens in which the second token counts as context."""
+    *context, answer = row["spans"]
+    assert (answer["start"], answer["end"]) == (0, 4)
+    parts = (("sampled", 0, 1), ("context", 1, 2), ("sampled", 2, 4))
+    return row | {
+        "loss_mask": [1, 0, 1, 1],
+        "logprobs": [row["logprobs"][0], None, *row["logprobs"][2:]],
+        "spans": [*context, *({**answer, "kind": kind, "start": start, "end": end} for kind, start, end in parts)],
+    }
+
+
 @pytest.mark.parametrize("turns", [1, 2])
 def test_one_step_of_trl_equals_polars_step(tmp_path: Path, groups: list[list[Json]], turns: int) -> None:
     """The gradients that TRL's optimiser gets from a recorded group are those of Polar's own step on it.
@@ -105,7 +117,7 @@ def test_one_step_of_trl_equals_polars_step(tmp_path: Path, groups: list[list[Js
     With two turns: a token between the sampled ones is context.
     """
     if turns == 2:
-        groups = [[one | {"loss_mask": [1, 0, 1, 1]} for one in rows] for rows in groups]
+        groups = [[with_context_token(one) for one in rows] for rows in groups]
     trainer = grpo_trainer(tmp_path, groups)
     before = {name: one.detach().clone() for name, one in trainer.model.named_parameters()}
     theirs = gradients_at_the_step(trainer)
