@@ -40,7 +40,7 @@ RUN_ELSEWHERE = {
     "codex ": "tests/harness_adapters/test_npm_real.py",
     "polar run swe-task --harness codex": "tests/harness_adapters/test_npm_real.py",
     "polar run swe-task --sandbox docker": "tests/rollouts/test_run.py",
-    "polar doctor drift --harness codex": "tests/cli/test_drift.py",
+    "polar doctor drift --harness codex": "tests/cli/test_doctor.py",
     "ray start": "tests/rollouts/cluster/test_cluster.py",
     "polar node": "tests/rollouts/cluster/test_cluster.py",
     "polar serve --executor ray": "tests/rollouts/cluster/test_cluster.py",

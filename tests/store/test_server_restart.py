@@ -39,7 +39,7 @@ async def store(server: Postgres, tmp_path: Path) -> AsyncIterator[Store]:
 
 async def test_calls_wait_for_the_server(server: Postgres, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls in the middle of a commit, and calls and queries that arrive while the server is down."""
-    monkeypatch.setattr(database_module, "_AWAY_SECONDS", 240.0)
+    monkeypatch.setattr(database_module, "_RECONNECT_SECONDS", 240.0)
     session_id = await new_session(store)
     calls = [call_record(session_id, messages=(b"%d" % number,), started_at=float(number)) for number in range(60)]
 
@@ -92,7 +92,7 @@ async def test_unavailable_server_is_reported(server: Postgres, store: Store, mo
     server.kill()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(database_module, "_AWAY_SECONDS", 0.5)
+            patch.setattr(database_module, "_RECONNECT_SECONDS", 0.5)
             with pytest.raises(StoreError, match="cannot be reached"):
                 await asyncio.wait_for(store.calls.commit(call_record(session_id)), 120)
     finally:
