@@ -121,6 +121,8 @@ async def test_reports_remains(tmp_path: Path) -> None:
     (register / "records" / "polar-1.json").write_text("{}")
     stray = await asyncio.create_subprocess_exec("sleep", "60", env={"HOME": str(register)})
     try:
+        while not Path(f"/proc/{stray.pid}/cmdline").read_bytes().startswith(b"sleep"):  # until it has been executed
+            await asyncio.sleep(0.01)
         found = left_behind(tmp_path)
     finally:
         stray.kill()
