@@ -1,1 +1,0 @@
-"""Alembic migrations. A released file here is never changed: the next revision is a new file."""
