@@ -24,7 +24,6 @@ from polar_proxy.sequences import trace_path
 from polar_proxy.traces.grades import TRAINABLE
 from polar_proxy.training.advantages import ADVANTAGES, Floats, focal_weight, variance_weight
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.tree import BoolArray, IntArray
 from polar_proxy.types import Json, Trace
 
 
@@ -78,14 +77,14 @@ class TrainingSequence:
     group_id: str
     rollout: int
     """Index of its rollout within the batch."""
-    token_ids: IntArray
+    token_ids: npt.NDArray[np.int64]
     """[n]"""
-    trained: BoolArray
+    trained: npt.NDArray[np.bool_]
     """[n]: sampled, and trained with this sequence."""
     old_logprobs: npt.NDArray[np.float64]
     """[n], nats, as recorded at sampling; NaN where `trained` is False."""
     advantage: float
-    observed: BoolArray
+    observed: npt.NDArray[np.bool_]
     """[n]: follows a sampled token and was not sampled (tool output and the template around it); only tokens of this
     trace, not of its prefix."""
 

@@ -18,8 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from polar_proxy.errors import UsageError
 from polar_proxy.training.advantages import ADVANTAGES
-from polar_proxy.training.loss_terms import LossAggregation
-from polar_proxy.training.losses import LOSSES
+from polar_proxy.training.losses import LOSSES, LossAggregation
 from polar_proxy.types import Json
 
 MAY_CHANGE = frozenset(

@@ -40,8 +40,7 @@ from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.metrics import StepAccumulator, StepStats
 from polar_proxy.training.model import Learner, load_model
-from polar_proxy.training.packing import Microbatch, Pack, assign_to_processes, pack_for_processes
-from polar_proxy.training.tree import Ids, build_tree
+from polar_proxy.training.tree import Ids, Microbatch, Pack, assign_to_processes, build_tree, pack_for_processes
 from polar_proxy.types import Json
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)

@@ -1,19 +1,22 @@
-"""Policy losses. Each takes `LossInputs` and returns a scalar to minimise (differentiable) and `LossStats`.
+"""Policy losses, the terms added to them (KL to a reference model, observation loss), and the weights of tokens.
+
+A policy loss takes `LossInputs` and returns a scalar to minimise (differentiable) and `LossStats`.
 
 Notation: mu is the policy that sampled (its log-probabilities were recorded by the engine), pi_prox the trainer's own
 weights at the start of the step, pi_theta the weights in training. r_t = pi_theta(t) / mu(t) is the importance ratio,
 k_t = pi_prox(t) / mu(t) corrects for mismatch and staleness, u_t = pi_theta(t) / pi_prox(t) is what the corrected
-losses clip. A_t is the advantage, w_t the weight of the token (`loss_terms.token_weights`), sg stops the gradient.
+losses clip. A_t is the advantage, w_t the weight of the token (`token_weights`), sg stops the gradient.
 
-Each docstring shows the formula with the paper's own normalisation; the caller chooses the weights
-(`LossInputs.weights`). `gspo` and `minpro` use whole sequences, so a microbatch must not cut a sequence
-(`packing` never does).
+Each docstring shows the formula with the paper's own normalisation. The weights are made once for a whole update, so
+the losses of microbatches add up to the loss of the update. `gspo` and `minpro` use whole sequences, so a microbatch
+must not cut a sequence (`pack_trees` never does).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,51 +25,37 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20, so that exp never overflows. Clamped values pass no gradient."""
 
 
+LossAggregation = Literal["token", "sequence", "rollout", "constant"]
+
+
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The tokens of a microbatch, all tensors [n]; tokens of one sequence are in the order in which they were sampled.
+    """The trained tokens of a microbatch, all tensors [n]; tokens of one sequence are in the order of sampling.
 
-    Log-probabilities are natural. Log-probabilities and advantages outside of `mask` are ignored and may be NaN.
-    Raises ValueError for tensors of different lengths, and for a trained token with a log-probability or advantage
-    that is not finite.
+    Raises ValueError for tensors of different lengths and for values that are not finite.
     """
 
     logprobs: Tensor
     """log pi_theta, with gradient."""
     old_logprobs: Tensor
     """log mu, as the engine reported it when it sampled."""
+    proximal_logprobs: Tensor
+    """log pi_prox."""
     advantages: Tensor
-    mask: Tensor
-    """bool: which tokens are trained."""
+    weights: Tensor
+    """Weights of `token_weights`."""
     sequences: Tensor
     """int64: index of the sequence that each token belongs to."""
-    proximal_logprobs: Tensor | None = None
-    """log pi_prox. Only the losses that correct for mismatch need it."""
-    weights: Tensor | None = None
-    """Weights of `loss_terms.token_weights`. None: the mean over the trained tokens."""
-    entropy: Tensor | None = None
+    entropy: Tensor
     """Entropy of the distribution at each token, nats. Only reported."""
 
     def __post_init__(self) -> None:
-        n = len(self.logprobs)
-        tensors = {
-            "old_logprobs": self.old_logprobs,
-            "advantages": self.advantages,
-            "mask": self.mask,
-            "sequences": self.sequences,
-            "proximal_logprobs": self.proximal_logprobs,
-            "weights": self.weights,
-            "entropy": self.entropy,
-        }
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
-        if wrong := {name: shape for name, shape in shapes.items() if shape != (n,)}:
-            raise ValueError(f"expected {n} values in each tensor, but got {wrong}")
-        if self.mask.dtype != torch.bool:
-            raise ValueError(f"the mask must be boolean, not {self.mask.dtype}")
-        for name in ("logprobs", "old_logprobs", "advantages", "proximal_logprobs"):
-            tensor = getattr(self, name)
-            if tensor is not None and not bool(torch.isfinite(tensor.detach()[self.mask]).all()):
-                raise ValueError(f"a trained token has no finite value in `{name}`: mask it out, or find out why")
+        for name in ("logprobs", "old_logprobs", "proximal_logprobs", "advantages", "weights", "sequences", "entropy"):
+            tensor: Tensor = getattr(self, name).detach()
+            if tensor.shape != self.logprobs.shape:
+                raise ValueError(f"expected {len(self.logprobs)} values in `{name}`, but got {tuple(tensor.shape)}")
+            if not bool(torch.isfinite(tensor).all()):
+                raise ValueError(f"a trained token has no finite value in `{name}`: leave it out, or find out why")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +66,26 @@ class LossStats:
     clipped_share: float
     """Share of tokens whose gradient was removed or bounded by clipping."""
     dropped_share: float
-    """Share of tokens that a mismatch mask removed."""
+    """Share of tokens that were dropped because trainer and engine disagree."""
     ratio_mean: float
     ratio_max: float
     """Maximum of the ratio that the loss uses (token, sequence or prefix); `ratio_mean` is its mean."""
+    mismatch_mean: float
+    """Mean of |log pi_prox - log mu|, nats."""
+    mismatch_max: float
     approx_kl: float
     """KL(mu || pi_theta) by the k3 estimator: mean(r - 1 - log r)."""
-    entropy: float | None = None
+    entropy: float
 
 
 def ppo_clip(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.2) -> tuple[Tensor, LossStats]:
     """L = -sum_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t).
 
-    With `aggregation="sequence"` this is the loss of GRPO without its KL term (`loss_terms.kl_to_reference`).
+    With `aggregation="sequence"` this is the loss of GRPO without its KL term (`kl_to_reference`).
     Source: Schulman et al., PPO, arXiv 1707.06347; GRPO: arXiv 2402.03300.
     """
-    ratio = log_ratio(batch.logprobs, batch.old_logprobs, batch.mask).exp()
-    objective, clipped = _clipped_objective(ratio, _masked_advantages(batch), 1.0 - clip_low, 1.0 + clip_high)
+    ratio = log_ratio(batch.logprobs, batch.old_logprobs).exp()
+    objective, clipped = _clipped_objective(ratio, batch.advantages, 1.0 - clip_low, 1.0 + clip_high)
     return _reduce(batch, objective, ratio, clipped=clipped)
 
 
@@ -116,13 +108,11 @@ def gspo(batch: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4) 
     the same advantage. A sequence is a trace: the sampled tokens of all its turns.
     Source: Zheng et al., GSPO, arXiv 2507.18071; the clips from its section 5.1.
     """
-    log_ratios = log_ratio(batch.logprobs, batch.old_logprobs, batch.mask)
-    _, owner = torch.unique(batch.sequences, return_inverse=True)
-    n = int(owner.max()) + 1
-    counts = torch.zeros(n, dtype=torch.int64, device=owner.device).index_add_(0, owner, batch.mask.to(torch.int64))
-    sums = torch.zeros(n, dtype=log_ratios.dtype, device=owner.device).index_add(0, owner, log_ratios)
-    ratio = (sums / counts.clamp_min(1)).exp()[owner]
-    objective, clipped = _clipped_objective(ratio, _masked_advantages(batch), 1.0 - clip_low, 1.0 + clip_high)
+    log_ratios = log_ratio(batch.logprobs, batch.old_logprobs)
+    _, owner, counts = torch.unique(batch.sequences, return_inverse=True, return_counts=True)
+    sums = torch.zeros(len(counts), dtype=log_ratios.dtype, device=owner.device).index_add(0, owner, log_ratios)
+    ratio = (sums / counts).exp()[owner]
+    objective, clipped = _clipped_objective(ratio, batch.advantages, 1.0 - clip_low, 1.0 + clip_high)
     return _reduce(batch, objective, ratio, clipped=clipped)
 
 
@@ -133,7 +123,7 @@ def cispo(batch: LossInputs, *, min_ratio: float = 0.0, max_ratio: float = 5.0) 
     bound; the upper bound of 5 is from ScaleRL (arXiv 2510.13786).
     Source: MiniMax-M1, arXiv 2506.13585.
     """
-    ratio = log_ratio(batch.logprobs, batch.old_logprobs, batch.mask).exp()
+    ratio = log_ratio(batch.logprobs, batch.old_logprobs).exp()
     return _weighted_likelihood(batch, ratio, min_ratio, max_ratio)
 
 
@@ -147,9 +137,8 @@ def minpro(batch: LossInputs, *, clip_low: float = 0.2, clip_high: float = 0.28)
     ours. Source: Lei et al., A Step Back: Prefix Importance Ratio Stabilizes Policy Optimization, arXiv 2601.22718 (the
     formula as quoted by a survey; we had no access to the paper's text).
     """
-    log_ratios = log_ratio(batch.logprobs, batch.old_logprobs, batch.mask)
-    smallest = _smallest_earlier(log_ratios.detach(), batch.sequences, batch.mask)
-    ratio = (log_ratios + smallest).exp()
+    log_ratios = log_ratio(batch.logprobs, batch.old_logprobs)
+    ratio = (log_ratios + _smallest_earlier(log_ratios.detach(), batch.sequences)).exp()
     return _weighted_likelihood(batch, ratio, 1.0 - clip_low, 1.0 + clip_high)
 
 
@@ -165,7 +154,6 @@ class ClipBounds:
 def adaptive_bounds(
     ratio: Tensor,
     advantages: Tensor,
-    mask: Tensor,
     *,
     target: float = 0.5,
     low: tuple[float, float] = (0.6, 0.9),
@@ -183,15 +171,14 @@ def adaptive_bounds(
     clipped tokens with their clipped value, so that raising the lower bound can only lower the share; we count the
     tokens that still have a gradient.
     """
-    counted = mask & (advantages != 0)
     bottom, top = low[0], high[0]
-    share = _positive_share(ratio, advantages, counted, bottom, top)
+    share = _positive_share(ratio, advantages, bottom, top)
     while share < target and bottom < low[1]:
         bottom = min(round(bottom + step, 12), low[1])
-        share = _positive_share(ratio, advantages, counted, bottom, top)
+        share = _positive_share(ratio, advantages, bottom, top)
     while share < target and top < high[1]:
         top = min(round(top + step, 12), high[1])
-        share = _positive_share(ratio, advantages, counted, bottom, top)
+        share = _positive_share(ratio, advantages, bottom, top)
     return ClipBounds(bottom, top, share)
 
 
@@ -208,10 +195,9 @@ def bapo(
     The bounds are chosen on the tokens of this batch, so it must hold a whole update.
     Source: arXiv 2510.18927, see `adaptive_bounds`.
     """
-    ratio = log_ratio(batch.logprobs, batch.old_logprobs, batch.mask).exp()
-    advantages = _masked_advantages(batch)
-    bounds = adaptive_bounds(ratio.detach(), advantages, batch.mask, target=target, low=low, high=high, step=step)
-    objective, clipped = _clipped_objective(ratio, advantages, bounds.low, bounds.high)
+    ratio = log_ratio(batch.logprobs, batch.old_logprobs).exp()
+    bounds = adaptive_bounds(ratio.detach(), batch.advantages, target=target, low=low, high=high, step=step)
+    objective, clipped = _clipped_objective(ratio, batch.advantages, bounds.low, bounds.high)
     return _reduce(batch, objective, ratio, clipped=clipped)
 
 
@@ -227,8 +213,8 @@ def decoupled(
     with k_t above `max_weight` are dropped.
     Source: Hilton et al., arXiv 2110.00641; used by AReaL, arXiv 2505.24298.
     """
-    weight = log_ratio(_proximal(batch), batch.old_logprobs, batch.mask).exp()
-    dropped = torch.zeros_like(batch.mask) if max_weight is None else weight > max_weight
+    weight = log_ratio(batch.proximal_logprobs, batch.old_logprobs).exp()
+    dropped = torch.zeros_like(weight, dtype=torch.bool) if max_weight is None else weight > max_weight
     return _corrected(batch, torch.where(dropped, 0.0, weight), dropped, clip_low, clip_high)
 
 
@@ -240,8 +226,8 @@ def tis(
     Source: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (2025); the formula and
     the cap of 2 as in TRL's paper index.
     """
-    weight = log_ratio(_proximal(batch), batch.old_logprobs, batch.mask).exp().clamp(max=cap)
-    return _corrected(batch, weight, torch.zeros_like(batch.mask), clip_low, clip_high)
+    weight = log_ratio(batch.proximal_logprobs, batch.old_logprobs).exp().clamp(max=cap)
+    return _corrected(batch, weight, torch.zeros_like(weight, dtype=torch.bool), clip_low, clip_high)
 
 
 def icepop(
@@ -249,19 +235,13 @@ def icepop(
 ) -> tuple[Tensor, LossStats]:
     """IcePop: drop tokens on which trainer and engine disagree too much, in either direction.
 
-    M(k) = k where low <= k <= high, else 0. No gradient flows through M.
-    With `proximal_logprobs`:    L = -sum_t w_t M(k_t) min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t).
-    Without `proximal_logprobs`: L = -sum_t w_t M(r_t) A_t, r_t = pi_theta / mu with gradient and no clip.
+    L = -sum_t w_t M(k_t) min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t); M(k) = k where low <= k <= high,
+    else 0. No gradient flows through M.
 
-    Source: Ring-1T, arXiv 2510.18855, for the first form, as we read it; INTELLECT-3, arXiv 2512.16144, equation 1,
-    for the second. The default bounds are ours.
+    Source: Ring-1T, arXiv 2510.18855, as we read it; in the first update of a step it is equation 1 of INTELLECT-3,
+    arXiv 2512.16144, up to the clip. The default bounds are ours.
     """
-    if batch.proximal_logprobs is None:
-        ratio = log_ratio(batch.logprobs, batch.old_logprobs, batch.mask).exp()
-        dropped = (ratio < low) | (ratio > high)
-        objective = torch.where(dropped, 0.0, ratio * _masked_advantages(batch))
-        return _reduce(batch, objective, ratio, dropped=dropped)
-    weight = log_ratio(batch.proximal_logprobs, batch.old_logprobs, batch.mask).exp()
+    weight = log_ratio(batch.proximal_logprobs, batch.old_logprobs).exp()
     dropped = (weight < low) | (weight > high)
     return _corrected(batch, torch.where(dropped, 0.0, weight), dropped, clip_low, clip_high)
 
@@ -280,9 +260,83 @@ LOSSES: dict[str, Callable[..., tuple[Tensor, LossStats]]] = {
 """Losses by the name that a configuration uses. `LossInputs` -> loss and statistics; settings by keyword."""
 
 
-def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
-    """Return log(numerator / denominator) [n], clamped to +-`MAX_LOG_RATIO`, 0 outside of the mask."""
-    return torch.where(mask, numerator - denominator, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+# Weights and added terms
+
+
+def token_weights(
+    sequences: Tensor, rollouts: Tensor, *, aggregation: LossAggregation, length: int | None = None
+) -> Tensor:
+    """Return the weight of each trained token in the loss, float64 [n].
+
+    `sequences` and `rollouts` int64 [n] name the sequence and the rollout of each token:
+
+    * token:    w_t = 1 / n. Every token weighs the same (DAPO, arXiv 2503.14476).
+    * sequence: w_t = 1 / (S * tokens of its sequence). The mean of S means (GRPO, arXiv 2402.03300).
+    * rollout:  w_t = 1 / (R * tokens of its rollout). Every rollout weighs the same, however many traces it has.
+    * constant: w_t = 1 / (R * length). The length of an answer has no influence (Dr. GRPO, arXiv 2503.20783, whose code
+                divides by the largest length allowed).
+    """
+    owners = rollouts if aggregation in ("rollout", "constant") else sequences
+    _, owner, counts = torch.unique(owners, return_inverse=True, return_counts=True)
+    if aggregation == "token":
+        divisor = torch.full_like(owner, len(owner))
+    elif aggregation == "constant":
+        assert length is not None, "the configuration demands it"
+        divisor = torch.full_like(owner, len(counts) * length)
+    else:
+        divisor = len(counts) * counts[owner]
+    return 1.0 / divisor.to(torch.float64)
+
+
+def kl_to_reference(
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    weights: Tensor,
+    *,
+    estimator: Literal["k1", "k2", "k3"] = "k3",
+    old_logprobs: Tensor | None = None,
+) -> tuple[Tensor, float]:
+    """Estimate KL(pi_theta || pi_ref) at the trained tokens: return the loss and the plain mean. All tensors [n].
+
+    With d = log pi_theta - log pi_ref: k1 = d;  k2 = d^2 / 2;  k3 = exp(-d) - 1 + d. The loss is sum_t w_t k_t.
+
+    As values k1 and k3 are unbiased for tokens that pi_theta sampled, but their gradients are not that of the KL (the
+    gradient of k1 is 0 on average); the gradient of k2 is, on policy. With `old_logprobs` (log mu) each estimate is
+    multiplied by r = pi_theta / mu, with gradient; value and gradient of k1 and k3 are then unbiased off policy too
+    (k3: DeepSeek-V3.2, arXiv 2512.02556, as TRL's paper index gives it).
+
+    Source: Schulman, Approximating KL Divergence (joschu.net/blog/kl-approx.html).
+    """
+    distance = log_ratio(logprobs, reference_logprobs)
+    if estimator == "k1":
+        estimate = distance
+    elif estimator == "k2":
+        estimate = 0.5 * distance**2
+    else:
+        estimate = torch.expm1(-distance) + distance
+    mean = float(estimate.detach().mean())
+    if old_logprobs is not None:
+        estimate = log_ratio(logprobs, old_logprobs).exp() * estimate
+    return (weights.to(estimate.dtype) * estimate).sum(), mean
+
+
+def observation_loss(logprobs: Tensor, total: int) -> Tensor:
+    """ECHO: the policy learns to predict the environment's answers to its actions. L = -(1 / |O|) sum_{t in O} log
+    pi_theta(t).
+
+    `logprobs` [n] are those of the observations of a microbatch, `total` is |O|, their number in the whole update. They
+    were not sampled, so they have no importance ratio and no advantage. The result is added to the policy loss times a
+    coefficient, 0.05 in the paper.
+
+    Source: Shrivastava et al., ECHO, arXiv 2605.24517 (length-normalised cross-entropy; coefficient and normalisation
+    as rLLM's ECHO states them).
+    """
+    return -logprobs.sum() / max(1, total)
+
+
+def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Return log(numerator / denominator) [n], clamped to +-`MAX_LOG_RATIO`."""
+    return (numerator - denominator).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -295,75 +349,51 @@ def _clipped_objective(ratio: Tensor, advantages: Tensor, low: float, high: floa
 def _weighted_likelihood(batch: LossInputs, ratio: Tensor, low: float, high: float) -> tuple[Tensor, LossStats]:
     """Return the objective sg(clip(ratio)) A log pi_theta, per token."""
     bounded = ratio.detach().clamp(low, high)
-    likelihood = torch.where(batch.mask, batch.logprobs, 0.0)
     outside = (ratio < low) | (ratio > high)
-    return _reduce(batch, bounded * _masked_advantages(batch) * likelihood, ratio, clipped=outside)
+    return _reduce(batch, bounded * batch.advantages * batch.logprobs, ratio, clipped=outside)
 
 
 def _corrected(
     batch: LossInputs, weight: Tensor, dropped: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, LossStats]:
-    ratio = log_ratio(batch.logprobs, _proximal(batch), batch.mask).exp()
-    objective, clipped = _clipped_objective(ratio, _masked_advantages(batch), 1.0 - clip_low, 1.0 + clip_high)
+    ratio = log_ratio(batch.logprobs, batch.proximal_logprobs).exp()
+    objective, clipped = _clipped_objective(ratio, batch.advantages, 1.0 - clip_low, 1.0 + clip_high)
     return _reduce(batch, weight.detach() * objective, ratio, clipped=clipped & ~dropped, dropped=dropped)
 
 
 def _reduce(
-    batch: LossInputs,
-    objective: Tensor,
-    ratio: Tensor,
-    *,
-    clipped: Tensor | None = None,
-    dropped: Tensor | None = None,
+    batch: LossInputs, objective: Tensor, ratio: Tensor, *, clipped: Tensor, dropped: Tensor | None = None
 ) -> tuple[Tensor, LossStats]:
-    """Return loss = -sum_t w_t * objective_t over the trained tokens, and its statistics."""
-    mask = batch.mask
-    n = int(mask.sum())
-    if n == 0:
-        # A microbatch without a trained token adds nothing, but stays part of the graph.
-        return torch.where(mask, objective, 0.0).sum() * 0.0, LossStats(0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    weights = mask / n if batch.weights is None else batch.weights
-    loss = -(weights.to(objective.dtype) * torch.where(mask, objective, 0.0)).sum()
-    with torch.no_grad():
-        drift = log_ratio(batch.logprobs.detach(), batch.old_logprobs, mask)[mask]
-        stats = LossStats(
-            tokens=n,
-            clipped_share=_share(clipped, mask, n),
-            dropped_share=_share(dropped, mask, n),
-            ratio_mean=float(ratio.detach()[mask].mean()),
-            ratio_max=float(ratio.detach()[mask].max()),
-            approx_kl=float((drift.exp() - 1.0 - drift).mean()),
-            entropy=None if batch.entropy is None else float(batch.entropy.detach()[mask].mean()),
-        )
+    """Return loss = -sum_t w_t * objective_t and its statistics."""
+    loss = -(batch.weights.to(objective.dtype) * objective).sum()
+    ratio, drift = ratio.detach(), log_ratio(batch.logprobs.detach(), batch.old_logprobs)
+    mismatch = (batch.proximal_logprobs - batch.old_logprobs).abs()
+    n = len(ratio)
+    stats = LossStats(
+        tokens=n,
+        clipped_share=int(clipped.sum()) / n,
+        dropped_share=0.0 if dropped is None else int(dropped.sum()) / n,
+        ratio_mean=float(ratio.mean()),
+        ratio_max=float(ratio.max()),
+        mismatch_mean=float(mismatch.mean()),
+        mismatch_max=float(mismatch.max()),
+        approx_kl=float((drift.exp() - 1.0 - drift).mean()),
+        entropy=float(batch.entropy.mean()),
+    )
     return loss, stats
 
 
-def _masked_advantages(batch: LossInputs) -> Tensor:
-    """Return the advantages [n], 0 outside of the mask."""
-    return torch.where(batch.mask, batch.advantages, 0.0)
-
-
-def _proximal(batch: LossInputs) -> Tensor:
-    if batch.proximal_logprobs is None:
-        raise ValueError("this loss needs `proximal_logprobs`: those of the trainer's weights at the start of the step")
-    return batch.proximal_logprobs
-
-
-def _share(flags: Tensor | None, mask: Tensor, n: int) -> float:
-    return 0.0 if flags is None else int((flags & mask).sum()) / n
-
-
-def _smallest_earlier(log_ratios: Tensor, sequences: Tensor, mask: Tensor) -> Tensor:
-    """Return the minimum over the earlier trained tokens of the same sequence [n]; 0 for its first one."""
+def _smallest_earlier(log_ratios: Tensor, sequences: Tensor) -> Tensor:
+    """Return the minimum over the earlier tokens of the same sequence [n]; 0 for its first one."""
     smallest = torch.zeros_like(log_ratios)
-    for sequence in torch.unique(sequences[mask]):
-        here = torch.nonzero(mask & (sequences == sequence)).squeeze(1)
+    for sequence in torch.unique(sequences):
+        here = torch.nonzero(sequences == sequence).squeeze(1)
         smallest[here[1:]] = torch.cummin(log_ratios[here], dim=0).values[:-1]
     return smallest
 
 
-def _positive_share(ratio: Tensor, advantages: Tensor, counted: Tensor, low: float, high: float) -> float:
+def _positive_share(ratio: Tensor, advantages: Tensor, low: float, high: float) -> float:
     weight = ratio * advantages.abs()
-    positive = float(weight[counted & (advantages > 0) & (ratio <= high)].sum())
-    negative = float(weight[counted & (advantages < 0) & (ratio >= low)].sum())
+    positive = float(weight[(advantages > 0) & (ratio <= high)].sum())
+    negative = float(weight[(advantages < 0) & (ratio >= low)].sum())
     return 1.0 if negative == 0.0 else positive / (positive + negative)

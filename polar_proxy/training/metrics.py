@@ -24,7 +24,6 @@ import orjson
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
 from polar_proxy.training import checkpoint, curves
-from polar_proxy.training.loss_terms import ObservationStats
 from polar_proxy.training.losses import LossStats
 from polar_proxy.types import Json
 
@@ -74,13 +73,13 @@ class StepAccumulator:
     """Sums over the microbatches that one process computes in one epoch."""
 
     loss: float = 0.0
-    kl_sum: float = 0.0
-    """KL to the reference, summed over tokens."""
     losses: list[LossStats] = field(default_factory=list)
-    observations: list[ObservationStats] = field(default_factory=list)
+    kl_sums: list[float] = field(default_factory=list)
+    """For each microbatch the KL to the reference, summed over tokens; empty without a reference."""
+    observation_sum: float = 0.0
+    """Cross-entropy of the observed tokens, summed."""
+    observed: int = 0
     computed_tokens: int = 0
-    mismatches: list[tuple[float, float]] = field(default_factory=list)
-    """Sum and maximum of the mismatch in each microbatch."""
 
 
 def step_stats(
@@ -89,19 +88,14 @@ def step_stats(
     flat_tokens: int,
     learning_rate: float,
     grad_norm: float,
-    with_reference: bool,
     seconds: float,
 ) -> StepStats:
     """Reduce the accumulators of all processes."""
     losses = [stats for each in accumulators for stats in each.losses]
-    mismatches = [mismatch for each in accumulators for mismatch in each.mismatches]
-    observations = [stats for each in accumulators for stats in each.observations]
+    kl_sums = [kl_sum for each in accumulators for kl_sum in each.kl_sums]
     tokens = sum(stats.tokens for stats in losses)
-    observed = sum(stats.tokens for stats in observations)
-
-    def token_mean(name: str) -> float:
-        return sum(float(getattr(stats, name)) * stats.tokens for stats in losses) / tokens
-
+    observed = sum(each.observed for each in accumulators)
+    means = ("ratio_mean", "clipped_share", "dropped_share", "approx_kl", "entropy", "mismatch_mean")
     return StepStats(
         loss=sum(each.loss for each in accumulators),
         tokens=tokens,
@@ -110,19 +104,12 @@ def step_stats(
         microbatches=len(losses),
         learning_rate=learning_rate,
         grad_norm=grad_norm,
-        ratio_mean=token_mean("ratio_mean"),
         ratio_max=max(stats.ratio_max for stats in losses),
-        clipped_share=token_mean("clipped_share"),
-        dropped_share=token_mean("dropped_share"),
-        approx_kl=token_mean("approx_kl"),
-        entropy=token_mean("entropy"),
-        mismatch_mean=sum(total for total, _ in mismatches) / tokens,
-        mismatch_max=max(largest for _, largest in mismatches),
-        kl_reference=sum(each.kl_sum for each in accumulators) / tokens if with_reference else None,
-        observation_loss=(
-            sum(stats.cross_entropy * stats.tokens for stats in observations) / observed if observed else None
-        ),
+        mismatch_max=max(stats.mismatch_max for stats in losses),
+        kl_reference=sum(kl_sums) / tokens if kl_sums else None,
+        observation_loss=sum(each.observation_sum for each in accumulators) / observed if observed else None,
         seconds=seconds,
+        **{name: sum(getattr(stats, name) * stats.tokens for stats in losses) / tokens for name in means},
     )
 
 

@@ -24,14 +24,22 @@ from torch import Tensor
 
 from polar_proxy.errors import TrainingError
 from polar_proxy.training import lora
-from polar_proxy.training.attention import register_tree_attention, split_into_segments
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.loss_terms import kl_to_reference, observation_loss
-from polar_proxy.training.losses import LOSSES, LossInputs
+from polar_proxy.training.losses import LOSSES, LossInputs, kl_to_reference, observation_loss
 from polar_proxy.training.metrics import StepAccumulator, StepStats, step_stats
-from polar_proxy.training.packing import Microbatch, Pack, make_microbatches, pack_trees
-from polar_proxy.training.tree import Ids, PrefixTree, Targets, build_tree
+from polar_proxy.training.tree import (
+    Ids,
+    Microbatch,
+    Pack,
+    PrefixTree,
+    Targets,
+    build_tree,
+    make_microbatches,
+    pack_trees,
+    register_tree_attention,
+    split_into_segments,
+)
 
 
 def load_model(path: Path | str, device: str = "cpu") -> Any:
@@ -91,13 +99,11 @@ class Learner:
             for minibatch in minibatches:
                 grad_norm = self._optimise(minibatch, totals, share=1 / len(minibatches), step=step)
         totals.computed_tokens = sum(len(microbatch.tree) for microbatch in microbatches)
-        totals.mismatches = [microbatch.mismatch() for microbatch in microbatches]
         return step_stats(
             self._gather(totals),
             flat_tokens=sum(len(sequence.token_ids) for sequence in batch.sequences),
             learning_rate=learning_rate,
             grad_norm=grad_norm,
-            with_reference=config.kl_coef > 0,
             seconds=time.perf_counter() - started,
         )
 
@@ -128,36 +134,32 @@ class Learner:
         logprobs = target_logprobs[microbatch.sampled]
         if microbatch.proximal_logprobs is None:
             microbatch.proximal_logprobs = logprobs.detach()
-        mask = torch.ones(len(logprobs), dtype=torch.bool, device=self._device)
         inputs = LossInputs(
             logprobs=logprobs,
             old_logprobs=microbatch.old_logprobs,
-            advantages=microbatch.advantages,
-            mask=mask,
-            sequences=microbatch.sequences,
             proximal_logprobs=microbatch.proximal_logprobs,
+            advantages=microbatch.advantages,
             weights=microbatch.weights,
+            sequences=microbatch.sequences,
             entropy=target_entropy[microbatch.sampled],
         )
         loss, stats = LOSSES[config.loss](inputs, **config.loss_settings)
         totals.losses.append(stats)
         if microbatch.reference_logprobs is not None:
-            kl, kl_stats = kl_to_reference(
+            kl, kl_mean = kl_to_reference(
                 logprobs,
                 microbatch.reference_logprobs,
-                mask,
+                microbatch.weights,
                 estimator=config.kl_estimator,
                 old_logprobs=microbatch.old_logprobs,
-                weights=microbatch.weights,
             )
             loss = loss + config.kl_coef * kl
-            totals.kl_sum += kl_stats.mean * stats.tokens
+            totals.kl_sums.append(kl_mean * stats.tokens)
         if config.echo_coef > 0:
-            echo, echo_stats = observation_loss(
-                target_logprobs, ~microbatch.sampled, weights=microbatch.observation_weights
-            )
-            loss = loss + config.echo_coef * echo
-            totals.observations.append(echo_stats)
+            observed = target_logprobs[~microbatch.sampled]
+            loss = loss + config.echo_coef * observation_loss(observed, microbatch.observations)
+            totals.observation_sum -= float(observed.detach().sum())
+            totals.observed += len(observed)
         return loss
 
     # Forward passes
@@ -168,7 +170,7 @@ class Learner:
             sequences,
             aggregation=self._config.loss_aggregation,
             length=self._config.max_rollout_tokens,
-            observations=self._config.echo_coef > 0,
+            with_observations=self._config.echo_coef > 0,
             device=self._device,
         )
 

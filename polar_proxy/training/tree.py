@@ -1,18 +1,29 @@
-"""Token sequences with common prefixes, stored as a forest in which every shared prefix is computed once.
+"""Token sequences with common prefixes, packed as trees in which every shared prefix is computed once.
 
 A `PrefixTree` holds one node for each token in its context, in preorder: a token comes before everything that continues
 it, and its continuations are contiguous. Node k is therefore an ancestor of node q (or q itself) exactly when k <= q <
 ends[k], which is the whole attention mask; the position id of a node is its depth. At each node a causal model computes
 the same values as at that position of every sequence through the node.
+
+`pack_trees` groups the sequences of an update into trees under a budget of tokens, and `make_microbatches` turns these
+packs into tensors. `tree_attention` works for Transformers decoders that take `position_ids` and read the past only by
+attention: a sliding window or a recurrent layer would read neighbours in the packed tree instead of ancestors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from polar_proxy.training.batch import TrainingSequence
+from polar_proxy.training.losses import LossAggregation, token_weights
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -117,6 +128,242 @@ def find_targets(tree: PrefixTree, masks: Sequence[npt.NDArray[np.integer] | Boo
         rows=rows,
         row_of=row_of.reshape(-1),
     )
+
+
+# Packs and microbatches
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """A tree, and the indices of the sequences in it: `tree.paths[i]` belongs to sequence `members[i]`."""
+
+    tree: PrefixTree
+    members: tuple[int, ...]
+
+
+def pack_trees(sequences: Sequence[Ids], max_tokens: int) -> list[Pack]:
+    """Return packs of at most `max_tokens` nodes each, in which shared prefixes are stored once.
+
+    Sequences are taken in lexicographic order, so that those that share most are neighbours; a prefix is computed again
+    only where a new pack begins.
+    """
+    order, shared = sort_by_prefix(sequences)
+    packs: list[list[int]] = []
+    used = max_tokens + 1
+    for index, common in zip(order, shared, strict=True):
+        added = len(sequences[index]) - common
+        if used + added > max_tokens:
+            packs.append([])
+            used, added = 0, len(sequences[index])
+        packs[-1].append(index)
+        used += added
+    return [Pack(build_tree([sequences[index] for index in members]), tuple(members)) for members in packs]
+
+
+def pack_for_processes(sequences: Sequence[Ids], max_tokens: int, processes: int) -> list[Pack]:
+    """Return packs for several processes that compute at the same time (`assign_to_processes` distributes them).
+
+    Smaller packs keep more processes busy but compute more prefixes again. Of a few sizes up to `max_tokens`, the one
+    with the least work for the busiest process is chosen.
+    """
+    longest, nodes = max(map(len, sequences)), len(build_tree(sequences))
+    # Some pack holds the whole longest sequence. Of the rest, try a quarter to three times the share of one process.
+    shares = (-(-(nodes - longest) * quarters // (4 * processes)) for quarters in range(1, 13))
+    sizes = {max_tokens} | {min(max_tokens, longest + share) for share in shares}
+    candidates = [pack_trees(sequences, size) for size in sorted(sizes, reverse=True)]
+
+    def busiest(packs: Sequence[Pack]) -> int:
+        lengths = [len(pack.tree) for pack in packs]
+        return max(sum(lengths[index] for index in own) for own in assign_to_processes(lengths, processes))
+
+    return min(candidates, key=busiest)
+
+
+def assign_to_processes(costs: Sequence[int], processes: int) -> list[list[int]]:
+    """Return the indices of the costs that each process gets: the largest first, always to the least loaded.
+
+    The result is deterministic, so that all processes compute the same assignment.
+    """
+    assigned: list[list[int]] = [[] for _ in range(processes)]
+    loads = [0] * processes
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        least = loads.index(min(loads))
+        assigned[least].append(index)
+        loads[least] += costs[index]
+    return assigned
+
+
+@dataclass(slots=True)
+class Microbatch:
+    """One forward and backward pass with m targets, s of them sampled; the others are observations (ECHO).
+
+    All tensors are on the learner's device.
+    """
+
+    tree: PrefixTree
+    targets: Targets
+    sampled: Tensor
+    """bool [m]"""
+    observations: int
+    """Number of observations in the whole update."""
+    old_logprobs: Tensor
+    """float32 [s], nats, as the engine recorded them."""
+    advantages: Tensor
+    """float32 [s]"""
+    sequences: Tensor
+    """int64 [s]: index of the sequence within the update."""
+    weights: Tensor
+    """float64 [s]"""
+    proximal_logprobs: Tensor | None = None
+    """[s]: the trainer's log-probabilities before the step, once they are computed."""
+    reference_logprobs: Tensor | None = None
+    """[s]: the reference model's log-probabilities, if there is a reference."""
+
+
+def make_microbatches(
+    packs: Sequence[Pack],
+    sequences: Sequence[TrainingSequence],
+    *,
+    aggregation: LossAggregation,
+    length: int | None,
+    with_observations: bool,
+    device: torch.device,
+) -> list[Microbatch]:
+    """Return a microbatch for each pack of `sequences`.
+
+    The weights of sampled tokens follow `aggregation` over all packs. So the gradients of any number of microbatches
+    add up to the same update.
+    """
+    # Each sampled token is in one sequence only (`make_batch` guarantees it), so every target counts once.
+    sampled_tokens = [int(sequence.trained.sum()) for sequence in sequences]
+    owners = [np.repeat(pack.members, [sampled_tokens[index] for index in pack.members]) for pack in packs]
+    all_owners = torch.from_numpy(np.concatenate(owners))
+    rollouts = torch.tensor([sequence.rollout for sequence in sequences])[all_owners]
+    all_weights = token_weights(all_owners, rollouts, aggregation=aggregation, length=length)
+    advantages = torch.tensor([sequence.advantage for sequence in sequences], dtype=torch.float32)
+    observations = sum(int(sequence.observed.sum()) for sequence in sequences)
+    microbatches = []
+    for pack, owner, weights in zip(packs, owners, all_weights.split([len(owner) for owner in owners]), strict=True):
+        members = [sequences[index] for index in pack.members]
+        masks = [one.trained | one.observed if with_observations else one.trained for one in members]
+        sampled = np.concatenate([one.trained[mask] for one, mask in zip(members, masks, strict=True)])
+        old_logprobs = np.concatenate([one.old_logprobs[one.trained] for one in members])
+        microbatches.append(
+            Microbatch(
+                pack.tree,
+                find_targets(pack.tree, masks),
+                sampled=torch.from_numpy(sampled).to(device),
+                observations=observations,
+                old_logprobs=torch.from_numpy(old_logprobs).to(device, torch.float32),
+                advantages=advantages[owner].to(device),
+                sequences=torch.from_numpy(owner).to(device),
+                weights=weights.to(device),
+            )
+        )
+    return microbatches
+
+
+# Attention
+
+ATTENTION_NAME = "polar_tree"
+"""The name under which Transformers finds it (`attn_implementation`, `set_attn_implementation`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TreeSegment:
+    """Nodes [start, stop), each the parent of the next. `visible` int64: their ancestors, then the nodes themselves."""
+
+    start: int
+    stop: int
+    visible: Tensor
+
+
+def split_into_segments(tree: PrefixTree, device: torch.device | str = "cpu") -> list[TreeSegment]:
+    """Return the segments of a tree in the order of its nodes: one for each leaf."""
+    n = len(tree)
+    starts = np.flatnonzero(np.diff(tree.positions, prepend=-1) != 1) if n else np.zeros(0, dtype=np.int64)
+    starts = np.union1d(starts, [0][:n])
+    path = np.zeros(0, dtype=np.int64)
+    segments: list[TreeSegment] = []
+    for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), n], strict=True):
+        path = np.concatenate([path[: tree.positions[start]], np.arange(start, stop)])
+        segments.append(TreeSegment(start, stop, torch.from_numpy(path).to(device)))
+    return segments
+
+
+def tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[TreeSegment],
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return the attention output [b, heads, n, d] of query [b, heads, n, d], key and value [b, kv heads, n, d].
+
+    `heads` is a multiple of `kv heads`; `scale` defaults to 1 / sqrt(d).
+    """
+    grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for segment in segments:
+        length = segment.stop - segment.start
+        past = len(segment.visible) - length
+        mask = None
+        if past:
+            mask = torch.ones(length, past + length, dtype=torch.bool, device=query.device).tril(past)
+        outputs.append(
+            scaled_dot_product_attention(
+                query[:, :, segment.start : segment.stop],
+                key.index_select(2, segment.visible),
+                value.index_select(2, segment.visible),
+                attn_mask=mask,
+                is_causal=mask is None,
+                dropout_p=dropout,
+                scale=scale,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def register_tree_attention() -> str:
+    """Register this attention with Transformers and return its name. The model then needs `tree_segments` in every
+    call."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, _transformers_attention)
+    return ATTENTION_NAME
+
+
+def _transformers_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tree_segments: Sequence[TreeSegment] | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Adapt `tree_attention` to Transformers' interface, which takes [b, heads, n, d] and returns [b, n, heads, d]."""
+    if tree_segments is None or attention_mask is not None:
+        raise ValueError(
+            f"attention {ATTENTION_NAME!r} needs `tree_segments` and takes no mask: it is only for training on packed "
+            "trees"
+        )
+    if sliding_window is not None or softcap is not None:
+        raise ValueError(f"attention {ATTENTION_NAME!r} has no sliding window and no soft cap; this model needs one")
+    if tree_segments[-1].stop != query.shape[2]:
+        raise ValueError(
+            f"the segments are of a tree of {tree_segments[-1].stop} nodes, the model was given {query.shape[2]}"
+        )
+    output = tree_attention(query, key, value, tree_segments, scale=scaling, dropout=dropout)
+    return output.transpose(1, 2).contiguous(), None
 
 
 def _common_prefix(left: Ids, right: Ids) -> int:

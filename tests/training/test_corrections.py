@@ -51,18 +51,3 @@ def test_icepop_with_a_proximal_policy_by_hand() -> None:
     assert loss.item() == pytest.approx(-0.625)
     assert gradient(loss, batch) == pytest.approx([0, 0, -0.5, -0.125])
     assert stats.dropped_share == pytest.approx(0.5)
-
-
-def test_icepop_without_a_proximal_policy_by_hand() -> None:
-    # The ratio carries the gradient and nothing is clipped: 3 * 1, 0.6 * -1; 6 is dropped.
-    batch = tokens([3, 0.6, 6], [1, -1, 1])
-    loss, stats = icepop(batch)
-    assert loss.item() == pytest.approx(-(3 - 0.6) / 3)
-    assert gradient(loss, batch) == pytest.approx([-1, 0.2, 0])
-    assert (stats.dropped_share, stats.clipped_share) == (pytest.approx(1 / 3), 0.0)
-
-
-@pytest.mark.parametrize("loss", [tis, decoupled])
-def test_rejects_inputs_without_proximal_logprobs(loss: object) -> None:
-    with pytest.raises(ValueError, match="needs `proximal_logprobs`"):
-        loss(tokens([1], [1]))  # type: ignore[operator]

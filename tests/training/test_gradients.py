@@ -17,12 +17,18 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from polar_proxy.training.attention import ATTENTION_NAME, register_tree_attention, split_into_segments
-from polar_proxy.training.loss_terms import LossAggregation, token_weights
-from polar_proxy.training.losses import LOSSES, LossInputs
+from polar_proxy.training.losses import LOSSES, LossAggregation, LossInputs, token_weights
 from polar_proxy.training.model import target_logprobs
-from polar_proxy.training.packing import pack_trees
-from polar_proxy.training.tree import PrefixTree, Targets, build_tree, find_targets
+from polar_proxy.training.tree import (
+    ATTENTION_NAME,
+    PrefixTree,
+    Targets,
+    build_tree,
+    find_targets,
+    pack_trees,
+    register_tree_attention,
+    split_into_segments,
+)
 from tests.training.tree_factories import RandomGroup, dense_mask, random_group
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,17 +64,17 @@ class UpdateData:
         self.old_logprobs = torch.from_numpy(random.uniform(-4.0, -1.0, size=n))
         self.proximal_logprobs = self.old_logprobs + torch.from_numpy(random.uniform(-0.5, 0.5, size=n))
         self.advantages = torch.from_numpy(random.normal(size=max(group.rollouts) + 1))[rollouts]
-        self.weights = token_weights(torch.ones(n), self.sequences, rollouts, aggregation=aggregation)
+        self.weights = token_weights(self.sequences, rollouts, aggregation=aggregation)
 
     def loss_inputs(self, logprobs: Tensor, indices: Tensor) -> LossInputs:
         return LossInputs(
             logprobs=logprobs,
             old_logprobs=self.old_logprobs[indices].to(logprobs.dtype),
             advantages=self.advantages[indices].to(logprobs.dtype),
-            mask=torch.ones(len(indices)).bool(),
             sequences=self.sequences[indices],
             proximal_logprobs=self.proximal_logprobs[indices].to(logprobs.dtype),
             weights=self.weights[indices],
+            entropy=torch.zeros(len(indices)),
         )
 
     def indices(self, members: tuple[int, ...], targets: Targets) -> Tensor:

@@ -5,14 +5,25 @@ d r / d log pi = r, so a token whose objective is r A has the gradient -w r A, a
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from polar_proxy.training.loss_terms import token_weights
-from polar_proxy.training.losses import LOSSES, LossInputs, adaptive_bounds, bapo, cispo, dapo, gspo, minpro, ppo_clip
-from tests.training.loss_inputs import gradient, tokens, with_noise_off_the_mask
+from polar_proxy.training.losses import (
+    LOSSES,
+    LossInputs,
+    adaptive_bounds,
+    bapo,
+    cispo,
+    dapo,
+    gspo,
+    minpro,
+    ppo_clip,
+    token_weights,
+)
+from tests.training.loss_inputs import gradient, tokens
 
 
 def test_ppo_clip_by_hand() -> None:
@@ -44,7 +55,7 @@ def test_token_and_sequence_aggregation_differ_as_in_the_papers() -> None:
     # Ratios 1. Sequence 0: one token, A = 3. Sequence 1: three tokens, A = -1.
     # Per token (DAPO): (3 - 1 - 1 - 1) / 4 = 0. Per sequence (GRPO): (3 + (-1)) / 2 = 1.
     plain = tokens([1, 1, 1, 1], [3, -1, -1, -1], sequences=[0, 1, 1, 1])
-    weights = token_weights(plain.mask, plain.sequences, aggregation="sequence")
+    weights = token_weights(plain.sequences, plain.sequences, aggregation="sequence")
     assert ppo_clip(plain)[0].item() == pytest.approx(0.0)
     per_sequence = tokens([1, 1, 1, 1], [3, -1, -1, -1], sequences=[0, 1, 1, 1], weights=weights)
     assert ppo_clip(per_sequence)[0].item() == pytest.approx(-1.0)
@@ -52,16 +63,15 @@ def test_token_and_sequence_aggregation_differ_as_in_the_papers() -> None:
 
 def test_gspo_by_hand() -> None:
     # Sequence 0: ratios 2 and 1/2 -> s = sqrt(1) = 1, A = 1: objective 1 though both tokens are far outside.
-    # Sequence 1: ratios 4, 1, context -> s = sqrt 4 = 2, A = 2: clipped to 1.1 -> 2.2.
+    # Sequence 1: ratios 4, 1 -> s = sqrt 4 = 2, A = 2: clipped to 1.1 -> 2.2.
     # Mean over sequences: (1 + 2.2) / 2 = 1.6.
-    sequences = [0, 0, 1, 1, 1]
-    batch = tokens([2, 0.5, 4, 9, 1], [1, 1, 2, 2, 2], mask=[1, 1, 1, 0, 1], sequences=sequences)
-    weights = token_weights(batch.mask, batch.sequences, aggregation="sequence")
-    batch = tokens([2, 0.5, 4, 9, 1], [1, 1, 2, 2, 2], mask=[1, 1, 1, 0, 1], sequences=sequences, weights=weights)
+    sequences = torch.tensor([0, 0, 1, 1])
+    weights = token_weights(sequences, sequences, aggregation="sequence")
+    batch = tokens([2, 0.5, 4, 1], [1, 1, 2, 2], sequences=[0, 0, 1, 1], weights=weights)
     loss, stats = gspo(batch, clip_low=0.1, clip_high=0.1)
     assert loss.item() == pytest.approx(-1.6)
     # d s_0 / d log pi_t = s_0 / 2: the gradient of -(1/2) s_0 A is -1/4 at both tokens; sequence 1 is clipped.
-    assert gradient(loss, batch) == pytest.approx([-0.25, -0.25, 0, 0, 0])
+    assert gradient(loss, batch) == pytest.approx([-0.25, -0.25, 0, 0])
     assert stats.clipped_share == pytest.approx(0.5)
     assert stats.ratio_max == pytest.approx(2.0)
 
@@ -77,11 +87,11 @@ def test_cispo_by_hand() -> None:
 
 
 def test_minpro_by_hand() -> None:
-    # Sequence 0: ratios 0.5, 2, (context), 1, 4. Smallest before: 1 (nothing), 0.5, 0.5, 0.5.
+    # Sequence 0: ratios 0.5, 2, 1, 4. Smallest before: 1 (nothing), 0.5, 0.5, 0.5.
     # Products: 0.5, 1, 0.5, 2. Clip [0.6, 1.5]: 0.6, 1, 0.6, 1.5. Sequence 1: 1.2 * 1 = 1.2.
-    batch = tokens([0.5, 2, 7, 1, 4, 1.2], [1, 1, 1, -1, 1, 1], mask=[1, 1, 0, 1, 1, 1], sequences=[0, 0, 0, 0, 0, 1])
+    batch = tokens([0.5, 2, 1, 4, 1.2], [1, 1, -1, 1, 1], sequences=[0, 0, 0, 0, 1])
     loss, stats = minpro(batch, clip_low=0.4, clip_high=0.5)
-    assert gradient(loss, batch) == pytest.approx([-0.6 / 5, -1 / 5, 0, 0.6 / 5, -1.5 / 5, -1.2 / 5])
+    assert gradient(loss, batch) == pytest.approx([-0.6 / 5, -1 / 5, 0.6 / 5, -1.5 / 5, -1.2 / 5])
     assert stats.clipped_share == pytest.approx(3 / 5)
     assert stats.ratio_max == pytest.approx(2.0)
     # A prefix whose every ratio is above 1 has its minimum above 1 as well: 2, then 2 * 1.5 = 3.
@@ -91,31 +101,30 @@ def test_minpro_by_hand() -> None:
 
 
 def test_adaptive_bounds_by_hand() -> None:
-    mask = torch.ones(5).bool()
     ratio = torch.tensor([1.0, 1.35, 0.65, 0.85, 1.0], dtype=torch.float64)
     advantage = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     settings = {"low": (0.6, 0.9), "high": (1.2, 3.0), "step": 0.1}
     # [0.6, 1.2]: positive 1.0 (1.35 is clipped); negative 0.65 + 0.85 + 1 = 2.5 -> 1 / 3.5 = 0.2857.
-    assert adaptive_bounds(ratio, advantage, mask, target=0.2, **settings).low == pytest.approx(0.6)
+    assert adaptive_bounds(ratio, advantage, target=0.2, **settings).low == pytest.approx(0.6)
     # Low 0.7 clips 0.65: 1 / (1 + 1.85) = 0.351 reaches 0.3, and the upper bound stays.
-    bounds = adaptive_bounds(ratio, advantage, mask, target=0.3, **settings)
+    bounds = adaptive_bounds(ratio, advantage, target=0.3, **settings)
     assert (bounds.low, bounds.high) == (pytest.approx(0.7), pytest.approx(1.2))
     assert bounds.positive_share == pytest.approx(1 / 2.85)
     # 0.5: low 0.8 changes nothing, 0.9 clips 0.85: 1 / 2 = 0.5 is reached.
-    bounds = adaptive_bounds(ratio, advantage, mask, target=0.5, **settings)
+    bounds = adaptive_bounds(ratio, advantage, target=0.5, **settings)
     assert (bounds.low, bounds.high, bounds.positive_share) == (
         pytest.approx(0.9),
         pytest.approx(1.2),
         pytest.approx(0.5),
     )
     # 0.6: low is at its limit; high 1.3, then 1.4 includes 1.35: 2.35 / 3.35 = 0.701.
-    bounds = adaptive_bounds(ratio, advantage, mask, target=0.6, **settings)
+    bounds = adaptive_bounds(ratio, advantage, target=0.6, **settings)
     assert (bounds.low, bounds.high) == (pytest.approx(0.9), pytest.approx(1.4))
     assert bounds.positive_share == pytest.approx(2.35 / 3.35)
     # An unreachable target moves both bounds to their limits; without negative tokens they stay.
-    bounds = adaptive_bounds(ratio, advantage, mask, target=0.99, **settings)
+    bounds = adaptive_bounds(ratio, advantage, target=0.99, **settings)
     assert (bounds.low, bounds.high) == (pytest.approx(0.9), pytest.approx(3.0))
-    assert adaptive_bounds(ratio, advantage.abs(), mask, target=0.9, **settings).positive_share == 1.0
+    assert adaptive_bounds(ratio, advantage.abs(), target=0.9, **settings).positive_share == 1.0
 
 
 def test_bapo_by_hand() -> None:
@@ -130,28 +139,14 @@ def test_bapo_by_hand() -> None:
 # Every loss ---------------------------------------------------------------------------------------------------------
 
 
-def batch_for(name: str, **changes: object) -> LossInputs:
-    proximal = [1.1, 0.9, 5.0, 1.3, 0.7, 1.0] if name in ("tis", "decoupled", "icepop") else None
+def batch_for(weights: torch.Tensor | None = None) -> LossInputs:
     return tokens(
-        [1.3, 0.6, 9.0, 1.05, 0.9, 1.0],
-        [1, -1, 5, 0.5, 2, -2],
-        mask=[1, 1, 0, 1, 1, 1],
-        sequences=[0, 0, 0, 1, 1, 1],
-        proximal=proximal,
-        **changes,  # type: ignore[arg-type]
+        [1.3, 0.6, 1.05, 0.9, 1.0],
+        [1, -1, 0.5, 2, -2],
+        sequences=[0, 0, 1, 1, 1],
+        proximal=[1.1, 0.9, 1.3, 0.7, 1.0],
+        weights=weights,
     )
-
-
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_tokens_outside_of_the_mask_change_nothing(name: str) -> None:
-    """NaN in context positions changes neither the loss nor the gradient."""
-    clean, dirty = batch_for(name), with_noise_off_the_mask(batch_for(name))
-    (clean_loss, clean_stats), (dirty_loss, dirty_stats) = LOSSES[name](clean), LOSSES[name](dirty)
-    assert dirty_loss.item() == clean_loss.item()
-    assert dirty_stats == clean_stats
-    expected = gradient(clean_loss, clean)
-    assert gradient(dirty_loss, dirty) == expected
-    assert expected[2] == 0.0
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -167,22 +162,14 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"bapo"}))
 def test_microbatches_add_up_to_the_update(name: str) -> None:
     """With the weights of the whole update, losses and gradients of its sequences sum to those of the update."""
-    whole = batch_for(name)
-    weights = token_weights(whole.mask, whole.sequences, aggregation="sequence")
-    whole = batch_for(name, weights=weights)
+    sequences = batch_for().sequences
+    weights = token_weights(sequences, sequences, aggregation="sequence")
+    whole = batch_for(weights)
     loss, _ = LOSSES[name](whole)
     total, parts = 0.0, []
-    for piece in (slice(0, 3), slice(3, 6)):
-        proximal = None if whole.proximal_logprobs is None else whole.proximal_logprobs[piece]
-        part = LossInputs(
-            logprobs=whole.logprobs.detach()[piece].clone().requires_grad_(),
-            old_logprobs=whole.old_logprobs[piece],
-            advantages=whole.advantages[piece],
-            mask=whole.mask[piece],
-            sequences=whole.sequences[piece],
-            proximal_logprobs=proximal,
-            weights=weights[piece],
-        )
+    for piece in (slice(0, 2), slice(2, 5)):
+        values = {field.name: getattr(whole, field.name)[piece] for field in dataclasses.fields(whole)}
+        part = LossInputs(**values | {"logprobs": values["logprobs"].detach().clone().requires_grad_()})
         part_loss, _ = LOSSES[name](part)
         total += part_loss.item()
         parts += gradient(part_loss, part)
@@ -190,54 +177,36 @@ def test_microbatches_add_up_to_the_update(name: str) -> None:
     assert parts == pytest.approx(gradient(loss, whole))
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_microbatch_without_trained_tokens_adds_nothing(name: str) -> None:
-    batch = tokens([2.0, 3.0], [1, 1], mask=[0, 0], proximal=[1.0, 1.0])
-    loss, stats = LOSSES[name](batch)
-    assert (loss.item(), stats.tokens) == (0.0, 0)
-    assert gradient(loss, batch) == [0.0, 0.0]
-
-
 def test_huge_ratio_stays_finite() -> None:
-    batch = tokens([1.0, 1.0], [-1, -1])
-    extreme = LossInputs(
+    extreme = dataclasses.replace(
+        tokens([1.0, 1.0], [-1, -1]),
         logprobs=torch.tensor([0.0, -0.7], requires_grad=True),
         old_logprobs=torch.tensor([-500.0, -0.7]),
-        advantages=batch.advantages,
-        mask=batch.mask,
-        sequences=batch.sequences,
     )
     loss, stats = ppo_clip(extreme)
     assert math.isfinite(loss.item())
     assert stats.ratio_max == pytest.approx(math.exp(20), rel=1e-4)
 
 
-def test_entropy_is_averaged_over_trained_tokens() -> None:
-    batch = tokens([1, 1, 1], [1, 1, 1], mask=[1, 0, 1])
-    batch = LossInputs(
-        batch.logprobs,
-        batch.old_logprobs,
-        batch.advantages,
-        batch.mask,
-        batch.sequences,
-        entropy=torch.tensor([1.0, float("nan"), 2.0]),
-    )
-    assert ppo_clip(batch)[1].entropy == pytest.approx(1.5)
-    assert ppo_clip(tokens([1], [1]))[1].entropy is None
+def test_entropy_and_mismatch_are_reported() -> None:
+    # |log prox - log mu| = log 2 and log 4.
+    batch = tokens([1, 1], [1, 1], proximal=[2, 0.25])
+    stats = ppo_clip(dataclasses.replace(batch, entropy=torch.tensor([1.0, 2.0])))[1]
+    assert stats.entropy == pytest.approx(1.5)
+    assert stats.mismatch_mean == pytest.approx(1.5 * math.log(2))
+    assert stats.mismatch_max == pytest.approx(2 * math.log(2))
 
 
 @pytest.mark.parametrize("field", ["old_logprobs", "advantages"])
 def test_rejects_trained_token_without_finite_values(field: str) -> None:
     batch = tokens([1, 1], [1, 1])
-    values = {name: getattr(batch, name).clone() for name in ("old_logprobs", "advantages")}
-    values[field][1] = float("nan")
+    values = getattr(batch, field).clone()
+    values[1] = float("nan")
     with pytest.raises(ValueError, match=f"no finite value in `{field}`"):
-        LossInputs(logprobs=batch.logprobs, mask=batch.mask, sequences=batch.sequences, **values)
+        dataclasses.replace(batch, **{field: values})
 
 
-def test_rejects_wrong_shapes_and_masks() -> None:
+def test_rejects_wrong_shapes() -> None:
     batch = tokens([1, 1], [1, 1])
     with pytest.raises(ValueError, match="expected 2 values"):
-        LossInputs(batch.logprobs, batch.old_logprobs[:1], batch.advantages, batch.mask, batch.sequences)
-    with pytest.raises(ValueError, match="must be boolean"):
-        LossInputs(batch.logprobs, batch.old_logprobs, batch.advantages, batch.mask.long(), batch.sequences)
+        dataclasses.replace(batch, old_logprobs=batch.old_logprobs[:1])

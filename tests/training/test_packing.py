@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from polar_proxy.training.packing import Pack, assign_to_processes, pack_for_processes, pack_trees
-from polar_proxy.training.tree import build_tree
+from polar_proxy.training.tree import Pack, assign_to_processes, build_tree, pack_for_processes, pack_trees
 from tests.training.tree_factories import random_group
 
 
@@ -71,12 +70,6 @@ def test_packs_of_random_groups_for_several_processes(seed: int) -> None:
         assert sorted(index for own in assigned for index in own) == list(range(len(packs)))
         busiest = max(sum(len(packs[index].tree) for index in own) for own in assigned)
         assert busiest <= sum(len(pack.tree) for pack in pack_trees(sequences, 200))
-
-
-def test_rejects_sequence_longer_than_a_pack() -> None:
-    for pack in (pack_trees, lambda sequences, size: pack_for_processes(sequences, size, 2)):
-        with pytest.raises(ValueError, match=r"\{1: 3\}"):
-            pack([array(1), array(1, 2, 3)], 2)
 
 
 def test_no_sequences_make_no_packs() -> None:

@@ -9,8 +9,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from polar_proxy.training.attention import register_tree_attention, split_into_segments, tree_attention
-from polar_proxy.training.tree import PrefixTree, build_tree
+from polar_proxy.training.tree import (
+    PrefixTree,
+    build_tree,
+    register_tree_attention,
+    split_into_segments,
+    tree_attention,
+)
 from tests.training.tree_factories import dense_mask, random_group, unshared_tree
 
 
