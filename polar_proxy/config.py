@@ -66,7 +66,7 @@ class GatewaySettings(_Section):
     """Reasoning of earlier turns in continued prompts. `keep`: leave it as it was sampled. `strip`: if the model's chat
     template drops it, let the engine render that request."""
     normalisers_off: frozenset[str] = frozenset()
-    """Names of normalisers (polar_proxy/sessions/normalisers.py) that matching must not use."""
+    """Names of normalisers (polar_proxy/sessions/hashing.py) that matching must not use."""
 
 
 class EngineSettings(_Section):

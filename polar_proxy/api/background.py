@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from types import TracebackType
 from typing import Self
 
 from polar_proxy.api.callbacks import CallbackSender, callback_secret
@@ -43,9 +42,7 @@ class BackgroundLoops:
         ]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._context.closing.set()
         for task in self._tasks:
             task.cancel()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable
-from types import TracebackType
 from typing import Any
 
 import orjson
@@ -136,9 +135,7 @@ class ClientWatch:
         self.gone = True
         self._target.cancel()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    async def __aexit__(self, kind: type[BaseException] | None, *error: object) -> bool:
         self._task.cancel()
         if not self.gone:
             return False

@@ -27,10 +27,9 @@ from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway import asgi
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext
+from polar_proxy.gateway.recording import CallOutcome, CallRecorder, PendingCall, RequestContext, apply_policy
 from polar_proxy.gateway.reply import Reply, send_error
 from polar_proxy.gateway.retries import ResponseBuffer, RetryCache
-from polar_proxy.gateway.sampling import apply_policy
 from polar_proxy.sessions import (
     PromptBuilder,
     SessionClosedError,
@@ -71,7 +70,7 @@ class RequestHandler:
         self._metrics = metrics
         self._in_flight = in_flight
         self._prompts = PromptBuilder(engine, store, settings)
-        self.recorder = CallRecorder(engine, store, self._prompts, metrics, in_flight)
+        self.recorder = CallRecorder(engine, store, metrics, in_flight)
         self.retries = RetryCache(settings)
 
     async def handle(
@@ -177,7 +176,10 @@ class RequestHandler:
         """Sample the calls of a request, and return how they ended. Raises SessionClosedError if the session is
         closed."""
         try:
-            await self._announce(request.session, calls)
+            if self._in_flight is not None:
+                # Awaited to its end, so that the row is not written after the commit that removes it.
+                call_ids = [call.call_id for call in calls]
+                await _run_to_end(self._in_flight.announce(request.session.session_id, call_ids))
             async with asgi.ClientWatch(receive, buffer.abandoned) as watch:
                 await self._sample_calls(request, calls, reply)
             if watch.gone or not await buffer.has_listener():
@@ -192,15 +194,6 @@ class RequestHandler:
         except Exception as error:
             log.exception("call %s failed inside Polar", calls[0].call_id)
             return CallOutcome.failed(_internal_error(error))
-
-    async def _announce(self, session: SessionState, calls: Sequence[PendingCall]) -> None:
-        """Announce the calls to the other gateways of the database. Raises SessionClosedError if one of them closed the
-        session."""
-        if self._in_flight is None:
-            return
-        # Awaited to its end, so that the row is not written after the commit that removes it.
-        if not await _run_to_end(self._in_flight.announce(session.session_id, [call.call_id for call in calls])):
-            raise SessionClosedError
 
     async def _sample_calls(self, request: RequestContext, calls: Sequence[PendingCall], reply: Reply) -> None:
         if len(calls) == 1:

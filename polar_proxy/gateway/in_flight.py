@@ -13,10 +13,10 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Self
 
 from polar_proxy.errors import StoreError
+from polar_proxy.sessions import SessionClosedError
 from polar_proxy.store import Store
 from polar_proxy.store.group_commit import OpenCall
 from polar_proxy.types import new_id
@@ -41,14 +41,12 @@ class InFlightCalls:
         self._renewing = asyncio.create_task(self._renew_forever(), name="polar-renew-calls")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._renewing.cancel()
         await asyncio.gather(self._renewing, return_exceptions=True)
 
-    async def announce(self, session_id: str, call_ids: Sequence[str]) -> bool:
-        """Announce calls of this gateway. Return False if the session is closed and they must not begin.
+    async def announce(self, session_id: str, call_ids: Sequence[str]) -> None:
+        """Announce calls of this gateway. Raises SessionClosedError if another gateway closed the session.
 
         If the database cannot be written, the agent is still answered; the commit then marks the calls as lost.
         """
@@ -57,10 +55,10 @@ class InFlightCalls:
             session_is_open = await self._store.open_calls.announce(self.gateway, session_id, call_ids, LEASE_SECONDS)
         except StoreError:
             log.exception("call %s could not be announced to the other gateways", call_ids[0])
-            return True
+            return
         if not session_is_open:
             self.finished(call_ids)
-        return session_is_open
+            raise SessionClosedError
 
     def finished(self, call_ids: Sequence[str]) -> None:
         """Stop renewing calls that were committed or lost. A row that remains shows the loss when its lease expires."""

@@ -7,19 +7,18 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
 from polar_proxy.dialects import Answer, AnswerChoice, Dialect, ParsedRequest
-from polar_proxy.engines.base import Engine
+from polar_proxy.engines.base import Engine, is_constrained
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.gateway.in_flight import InFlightCalls
 from polar_proxy.gateway.metrics import GatewayMetrics
-from polar_proxy.gateway.sampling import recorded_sampling
-from polar_proxy.sessions import ClientMetadata, Lineage, PromptBuilder, PromptPlan, SessionState
+from polar_proxy.sessions import ClientMetadata, Lineage, PromptPlan, SessionState
 from polar_proxy.store import Store
-from polar_proxy.types import CallRecord, CallStatus, Choice, EngineInfo, EngineRequest, Json, TokenIds
+from polar_proxy.types import CallRecord, CallStatus, Choice, EngineInfo, EngineRequest, Json, Sampling, TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -76,17 +75,9 @@ class CallOutcome:
 class CallRecorder:
     """Commits the calls of one gateway."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        store: Store,
-        prompts: PromptBuilder,
-        metrics: GatewayMetrics,
-        in_flight: InFlightCalls | None,
-    ) -> None:
+    def __init__(self, engine: Engine, store: Store, metrics: GatewayMetrics, in_flight: InFlightCalls | None) -> None:
         self._engine = engine
         self._store = store
-        self._prompts = prompts
         self._metrics = metrics
         self._in_flight = in_flight
         self.observers: list[CallObserver] = []
@@ -101,7 +92,7 @@ class CallRecorder:
             fingerprint = session.record_answer(call.lineage, answers, outcome.status, now=ended_at)
             version_range = weight_version_of(call.answer, call.version, version or call.version)
             record = make_record(request, call, outcome, ended_at, self._engine.info, version_range, fingerprint)
-            self._prompts.remember(session, record, call.plan, call.lineage.base)
+            session.remember_tokens(record, call.plan.config, call.lineage.base)
             self._metrics.count(record)
             await self._commit_record(session, record)
             if self._in_flight is not None:
@@ -220,3 +211,40 @@ def to_token_ids(ids: Sequence[int]) -> TokenIds:
 def _has_tokens(choice: Choice) -> bool:
     ids = choice.token_ids
     return 0 < ids.size == choice.logprobs.size and int(ids.min()) >= 0
+
+
+_DEFAULTS: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+"""OpenAI's own defaults. An engine's defaults (a model's generation_config) may cut the distribution; raw
+log-probabilities would then not be those of the samples, and the record would not show it."""
+
+_REPLACED = ("temperature", "top_p", "top_k", "min_p", "seed")
+_FIELDS = tuple(field.name for field in fields(Sampling))
+
+
+def apply_policy(request: EngineRequest, policy: Json) -> EngineRequest:
+    """Return the request with the session's sampling policy applied and every default written out.
+
+    `policy` may hold temperature, top_p, top_k, min_p and seed, which replace the client's values, and max_tokens,
+    which is an upper bound and the value if the client gave none.
+    """
+    sampling = request.sampling
+    changes: Json = {name: value for name, value in _DEFAULTS.items() if getattr(sampling, name) is None}
+    changes |= {name: policy[name] for name in _REPLACED if name in policy}
+    limit = policy.get("max_tokens")
+    if limit is not None:
+        changes["max_tokens"] = limit if sampling.max_tokens is None else min(limit, sampling.max_tokens)
+    return replace(request, sampling=replace(sampling, **changes))
+
+
+def recorded_sampling(request: EngineRequest, past_reasoning: str | None = None) -> Json:
+    """Return the parameters that were sent to the engine, for the record.
+
+    `constrained` is added if the request asked for a form of answer, `past_reasoning` if it shaped the prompt.
+    """
+    sent = {name: value for name in _FIELDS if (value := getattr(request.sampling, name)) not in (None, ())}
+    constrained = is_constrained(request)
+    if constrained is not None:
+        sent["constrained"] = constrained
+    if past_reasoning is not None:
+        sent["past_reasoning"] = past_reasoning
+    return sent

@@ -10,7 +10,6 @@ import logging
 import math
 import socket
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Self
 
 import uvicorn
@@ -129,15 +128,13 @@ class Gateway:
             await self._in_flight.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         for listener in list(self._sandbox_servers):
             await self.stop_serving_on(listener)
         self._server.should_exit = True
         await self._task
         if self._in_flight is not None:
-            await self._in_flight.__aexit__(kind, error, trace)
+            await self._in_flight.__aexit__(*error)
 
     async def idle(self, session_id: str, timeout: float) -> None:
         """Wait until no gateway of the database is answering a call of this session.

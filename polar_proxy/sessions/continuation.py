@@ -36,68 +36,37 @@ from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import CannotContinueError, Engine, ExactPrompt, is_constrained
 from polar_proxy.errors import EngineError, RequestError
 from polar_proxy.sessions.lineage import Base
-from polar_proxy.sessions.state import AnsweredCall, PromptConfig, SessionState
+from polar_proxy.sessions.state import AnsweredCall, PromptConfig, SessionState, reasoning_prefix
 from polar_proxy.store import Store
-from polar_proxy.types import (
-    CallRecord,
-    ChatRequest,
-    Choice,
-    EngineRequest,
-    Json,
-    Message,
-    PromptMode,
-    Sampling,
-    TokenIds,
-    ToolCall,
-)
+from polar_proxy.types import ChatRequest, EngineRequest, Json, Message, PromptMode, Sampling, ToolCall
 
 log = logging.getLogger(__name__)
 
 PromptReason = Literal[
-    "no_base",
-    "raw_prompt",
-    "tools_changed",
-    "template_options_changed",
-    "images",
-    "constrained",
-    "base_without_tokens",
-    "stop_sequence",
-    "aborted",
-    "no_end_of_turn",
-    "template_refuses",
-    "suffix_unproven",
-    "reasoning_by_template",
-    "context_full",
-    "engine_cannot",
-    "engine_failed",
-    "off",
+    "no_base",  # the request begins a conversation, or extends a conversation that was not recorded
+    "raw_prompt",  # Completions: the client gives the whole prompt
+    "tools_changed",  # the prompt's beginning changes with the tools
+    "template_options_changed",  # the prompt's beginning changes with the template's options
+    "images",  # the token ids of a prompt with images do not contain the images
+    "constrained",  # the answer must follow a grammar, which the engine enforces on another route
+    "base_without_tokens",  # the base was recorded without token ids (engine `openai`)
+    "stop_sequence",  # the base's answer ended at a stop sequence
+    "aborted",  # the base's answer ended neither with its own end of turn nor at the token limit
+    "no_end_of_turn",  # no end-of-turn token appears in the engine's rendering of an assistant turn
+    "template_refuses",  # the template cannot render the probe or the request
+    "suffix_unproven",  # the engine's rendering of the whole request does not end in the suffix
+    "reasoning_by_template",  # `past_reasoning = strip`, and the template drops the reasoning of an earlier turn
+    "context_full",  # with all sampled tokens, the prompt leaves no room for an answer
+    "engine_cannot",  # the engine does not sample chats from token ids (`polar doctor --engine-url` says why)
+    "engine_failed",  # the engine did not answer when asked to render
+    "off",  # `prompt_mode = render`; the prompt could be continued otherwise
 ]
-"""Why a prompt was not continued from its base's tokens.
-
-no_base                   the request begins a conversation, or extends a conversation that was not recorded
-raw_prompt                Completions: the client gives the whole prompt
-tools_changed, template_options_changed
-                          the tools or the template's options differ from the base's, so the prompt's beginning changes
-images                    the token ids of a prompt with images do not contain the images
-constrained               the answer must follow a grammar, which the engine enforces on another route
-base_without_tokens       the base was recorded without token ids (engine `openai`)
-stop_sequence, aborted    the base's answer ended neither with its own end of turn nor at the token limit
-no_end_of_turn            no end-of-turn token appears in the engine's rendering of an assistant turn
-template_refuses          the template cannot render the probe or the request
-suffix_unproven           the engine's rendering of the whole request does not end in the suffix
-reasoning_by_template     `past_reasoning = strip`, and the template drops the reasoning of an earlier turn
-context_full              with all sampled tokens, the prompt leaves no room for an answer
-engine_cannot             the engine does not sample chats from token ids (`polar doctor --engine-url` says why)
-engine_failed             the engine did not answer when asked to render
-off                       `prompt_mode = render`; the prompt could be continued otherwise
-"""
+"""Why a prompt was not continued from its base's tokens."""
 
 PastReasoning = Literal["keep", "strip"]
 
 _SHAPES = 4096
 """Number of turn endings and proved suffix shapes that are remembered."""
-_REASONING_PREFIX = 80
-"""Characters of an answer's reasoning that are searched for in a rendering."""
 _PROBE_OPENING = Message("user", "Go on.")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "thinking", "reasoning")
 
@@ -170,15 +139,6 @@ class PromptBuilder:
             plan = PromptPlan(reason="engine_failed")
         return replace(plan, config=config)
 
-    def remember(self, session: SessionState, record: CallRecord, plan: PromptPlan, base: Base | None) -> None:
-        """Keep a call's tokens for the next one. Call this before the agent has the answer's last byte."""
-        if record.status != "ok" or record.prompt_ids is None or plan.config is None:
-            return
-        before = session.answered_call(base.call_id, base.choice) if base is not None else None
-        for choice in record.choices:
-            reasoning = before.reasoning if before is not None else ()
-            self._remember(session, record.call_id, record.prompt_ids, choice, plan.config, reasoning)
-
     async def _continue(
         self, request: ChatRequest, config: PromptConfig, base: Base | None, session: SessionState
     ) -> PromptPlan:
@@ -188,14 +148,15 @@ class PromptBuilder:
             raise _NotContinued("images")
         if is_constrained(request):
             raise _NotContinued("constrained")
-        answered = session.answered_call(base.call_id, base.choice) or await self._load(session, base)
+        answered = session.answered_call(base) or await self._load(session, base)
         if answered is None:
             raise _NotContinued("base_without_tokens")
         if config.tools != answered.config.tools:
             raise _NotContinued("tools_changed")
         if config.options != answered.config.options:
             raise _NotContinued("template_options_changed")
-        if not answered.ends_turn and answered.finish_reason != "length":
+        ends_turn = int(answered.ids[-1]) in self._engine.info.eos_token_ids
+        if not ends_turn and answered.finish_reason != "length":
             raise _NotContinued("stop_sequence" if answered.finish_reason == "stop" else "aborted")
         if session.policy.get("prompt_mode", self._settings.prompt_mode) != "continue":
             raise _NotContinued("off")
@@ -206,7 +167,7 @@ class PromptBuilder:
         past_reasoning: PastReasoning = session.policy.get("past_reasoning", self._settings.past_reasoning)
         if past_reasoning == "strip" and answered.reasoning and await self._template_drops_reasoning(request, answered):
             raise _NotContinued("reasoning_by_template", past_reasoning)
-        end_of_turn = () if answered.ends_turn else (suffix.end,)
+        end_of_turn = () if ends_turn else (suffix.end,)
         prompt = np.concatenate([answered.ids, np.array([*end_of_turn, *suffix.ids], dtype=np.int32)])
         if prompt.size >= self._engine.info.context_length:
             raise _NotContinued("context_full")
@@ -230,27 +191,8 @@ class PromptBuilder:
             return None
         if not isinstance(request, ChatRequest):
             return None
-        reasoning = tuple(text for message in request.messages for text in _reasoning_prefix(message.reasoning))
-        return self._remember(session, call.call_id, call.prompt_ids, choice, prompt_config(request), reasoning)
-
-    def _remember(
-        self,
-        session: SessionState,
-        call_id: str,
-        prompt: TokenIds,
-        choice: Choice,
-        config: PromptConfig,
-        earlier_reasoning: tuple[str, ...],
-    ) -> AnsweredCall:
-        answered = AnsweredCall(
-            ids=np.concatenate([prompt, choice.token_ids]),
-            finish_reason=choice.finish_reason,
-            ends_turn=int(choice.token_ids[-1]) in self._engine.info.eos_token_ids,
-            config=config,
-            reasoning=(*earlier_reasoning, *_reasoning_prefix(choice.message.reasoning)),
-        )
-        session.remember_answer(call_id, choice.index, answered)
-        return answered
+        reasoning = tuple(text for message in request.messages for text in reasoning_prefix(message))
+        return session.remember_answer(call.call_id, call.prompt_ids, choice, prompt_config(request), reasoning)
 
     async def _prove_suffix(self, request: ChatRequest, base: Base) -> Suffix:
         """Return the suffix for the messages after `base`, once one of its shape is proved on a whole rendering."""
@@ -366,11 +308,6 @@ def _last_turn(messages: Sequence[Message]) -> Sequence[Message]:
     while start and messages[start - 1].role == "assistant":
         start -= 1
     return messages[start:]
-
-
-def _reasoning_prefix(reasoning: str | None) -> tuple[str, ...]:
-    text = (reasoning or "").strip()
-    return (text[:_REASONING_PREFIX],) if text else ()
 
 
 def _canonical_json(value: Json) -> bytes:

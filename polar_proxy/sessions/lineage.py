@@ -46,8 +46,8 @@ from dataclasses import dataclass, field
 
 from polar_proxy.sessions import rules
 from polar_proxy.sessions.call_index import AnswerNode, CallIndex, CallNode, QuoteKind
-from polar_proxy.sessions.client_metadata import ClientMetadata
 from polar_proxy.sessions.hashing import AssistantTurn, HashChain, HashedConversation, ids_digest, text_of
+from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.sessions.rules import RequestTexts
 from polar_proxy.types import Edge, Message
 
@@ -229,21 +229,16 @@ def _repeated(index: CallIndex, query: PlacementQuery, window: float) -> Decisio
 def _answered_in_this_run(
     index: CallIndex, query: PlacementQuery, same: Sequence[CallNode], window: float
 ) -> CallNode | None:
-    """Return the call of the same run that just answered this request, if the run did not continue its answer.
+    """Return the newest of the `same` calls if it belongs to the same run and was just answered, but not continued.
 
-    Two calls belong to the same run if they have the same tool call ids, because ids are never shared, or if the
-    session has only one run.
+    They have the same tool call ids. With ids they belong to the same run, because ids are never shared; without, if
+    the session has only one run.
     """
     turns = query.chain.turns
-    if not turns:
+    in_one_run = any(turn.ids for turn in turns) or (turns and _single_thread(index))
+    if not in_one_run or any(node.continued for node in same):
         return None
-    ids = ids_digest(turn.ids for turn in turns) if any(turn.ids for turn in turns) else None
-    if ids is None and not _single_thread(index):
-        return None
-    mine = [node for node in same if ids is None or node.ids == ids]
-    if not mine or any(node.continued for node in mine):
-        return None
-    newest = mine[-1]
+    newest = same[-1]
     return newest if newest.state != "running" and query.now - newest.at < window else None
 
 
@@ -371,13 +366,12 @@ def _root_or_quoted(index: CallIndex, query: PlacementQuery) -> Decision:
     """Decide about a new conversation: a root, unless its first messages quote an earlier answer."""
     opening = query.opening()
     if not any(message.role == "assistant" for message in query.messages):
-        if _quoted_anywhere(opening, index, "agent_prompt"):
-            callers = [node for node in index.quotable if _has_quote(opening, node, "agent_prompt")]
+        if callers := [node for node in index.quotable if _has_quote(opening, node, "agent_prompt")]:
             idle = [node for node in callers if not node.continued] or callers
             return Decision("subagent", idle[-1], "prompt_from_tool_call", len(idle) > 1, own_thread=True)
-        if _quoted_anywhere(opening, index, "argument"):
+        if any(_has_quote(opening, node, "argument") for node in index.quotable):
             return Decision("root", None, "prompt_from_unknown_tool", True, own_thread=True)
-    if _quoted_anywhere(opening, index, "answer"):
+    if any(_has_quote(opening, node, "answer") for node in index.quotable):
         return Decision("root", None, "quotes_an_answer", True, own_thread=True)
     return Decision("root", own_thread=True)
 
@@ -385,11 +379,6 @@ def _root_or_quoted(index: CallIndex, query: PlacementQuery) -> Decision:
 def _has_quote(opening: str, node: CallNode, *kinds: QuoteKind) -> bool:
     """Return whether an opening quotes this call's answer."""
     return any(quote.text in opening for quote in node.quotes if quote.kind in kinds)
-
-
-def _quoted_anywhere(opening: str, index: CallIndex, kind: QuoteKind) -> bool:
-    """Return whether an opening quotes any recent answer."""
-    return any(quote.text in opening for node in index.quotable for quote in node.quotes if quote.kind == kind)
 
 
 def _is_new_subagent(index: CallIndex, query: PlacementQuery) -> bool:

@@ -13,7 +13,7 @@ from itertools import islice
 from weakref import WeakValueDictionary
 
 from polar_proxy.errors import RequestError
-from polar_proxy.sessions.keys import hash_key
+from polar_proxy.sessions.identity import hash_key
 from polar_proxy.sessions.state import ConversationCache, SessionState
 from polar_proxy.store import Store
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from polar_proxy.sessions.client_metadata import ClientMetadata
 from polar_proxy.sessions.hashing import text_of
+from polar_proxy.sessions.identity import ClientMetadata
 from polar_proxy.types import ChatRequest, Message
 
 _HEAD = 4000

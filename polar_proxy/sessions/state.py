@@ -15,14 +15,15 @@ import asyncio
 from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from cachetools import LRUCache
 
 from polar_proxy.dialects import ParsedRequest
 from polar_proxy.sessions.call_index import AnswerNode, CallIndex, CallNode, fingerprint_of, node_from_store, quotes_of
-from polar_proxy.sessions.client_metadata import NO_METADATA, ClientMetadata
 from polar_proxy.sessions.hashing import (
+    ActiveNormalisers,
     HashedConversation,
     MessageHasher,
     call_ids,
@@ -30,12 +31,24 @@ from polar_proxy.sessions.hashing import (
     text_length,
     text_of,
 )
-from polar_proxy.sessions.lineage import Lineage, PlacementQuery, decide, find_base
-from polar_proxy.sessions.normalisers import ActiveNormalisers
+from polar_proxy.sessions.identity import NO_METADATA, ClientMetadata
+from polar_proxy.sessions.lineage import Base, Lineage, PlacementQuery, decide, find_base
 from polar_proxy.sessions.rules import RequestTexts
-from polar_proxy.types import CallStatus, ChatRequest, EngineRequest, Json, Message, StoredLineage, TokenIds
+from polar_proxy.types import (
+    CallRecord,
+    CallStatus,
+    ChatRequest,
+    Choice,
+    EngineRequest,
+    Json,
+    Message,
+    StoredLineage,
+    TokenIds,
+)
 
 _CACHE_BYTES = 384 << 20
+_REASONING_PREFIX = 80
+"""Characters of an answer's reasoning that are searched for in a rendering."""
 _RECENT_TEXTS = 32
 """Answers whose text is kept, to distinguish a cut answer from a replaced one."""
 
@@ -65,8 +78,6 @@ class AnsweredCall:
     ids: TokenIds
     """Prompt and answer, int32 [n]."""
     finish_reason: str | None
-    ends_turn: bool
-    """Its last token is an end-of-turn token."""
     config: PromptConfig
     reasoning: tuple[str, ...]
     """The beginnings of the reasoning in this answer and in earlier ones."""
@@ -77,20 +88,17 @@ class AnsweredCall:
         return int(self.ids.nbytes)
 
 
-class ConversationCache:
-    """Last requests and answered calls of all sessions, at most `capacity` bytes of them."""
+class ConversationCache(LRUCache[Hashable, Any]):
+    """Last requests (by session id) and answered calls (by call id and choice) of all sessions, limited in bytes."""
 
     def __init__(self, capacity: int = _CACHE_BYTES) -> None:
-        self._entries: LRUCache[Hashable, LastRequest | AnsweredCall] = LRUCache(capacity, lambda entry: entry.size)
-
-    def get(self, key: Hashable) -> LastRequest | AnsweredCall | None:
-        return self._entries.get(key)
+        super().__init__(capacity, lambda entry: entry.size)
 
     def put(self, key: Hashable, entry: LastRequest | AnsweredCall) -> None:
         """Insert or replace an entry. An entry larger than the capacity is not kept."""
-        self._entries.pop(key, None)
-        if entry.size <= self._entries.maxsize:
-            self._entries[key] = entry
+        self.pop(key, None)
+        if entry.size <= self.maxsize:
+            self[key] = entry
 
 
 class SessionState:
@@ -144,7 +152,7 @@ class SessionState:
     ) -> Lineage:
         """Decide the lineage of a call, and register it as in flight. `now` is in seconds since the epoch."""
         messages = _messages(request)
-        last = self._last_request()
+        last: LastRequest | None = self._cache.get(self.session_id)
         chain = self._hasher.chain(messages, None if last is None else last.conversation)
         texts = RequestTexts.of(messages, request if isinstance(request, ChatRequest) else None)
         query = PlacementQuery(messages, chain, texts, metadata, now)
@@ -212,7 +220,7 @@ class SessionState:
 
     def last_parsed(self, dialect: str) -> ParsedRequest | None:
         """Return the session's last request if it came in this dialect."""
-        last = self._last_request()
+        last: LastRequest | None = self._cache.get(self.session_id)
         return last.parsed if last is not None and last.dialect == dialect else None
 
     def remember_request(
@@ -221,23 +229,38 @@ class SessionState:
         """Keep a request for the next one. `size` is that of its messages in bytes."""
         self._cache.put(self.session_id, LastRequest(dialect, parsed, conversation, size))
 
-    def answered_call(self, call_id: str, choice: int) -> AnsweredCall | None:
+    def answered_call(self, base: Base) -> AnsweredCall | None:
         """Return an answer's tokens; None if they are not in memory."""
-        found = self._cache.get((call_id, choice))
-        assert not isinstance(found, LastRequest)
+        found: AnsweredCall | None = self._cache.get((base.call_id, base.choice))
         return found
 
-    def remember_answer(self, call_id: str, choice: int, answered: AnsweredCall) -> None:
-        self._cache.put((call_id, choice), answered)
+    def remember_tokens(self, record: CallRecord, config: PromptConfig | None, base: Base | None) -> None:
+        """Keep the tokens of an answered call for the next one. `config`: None for a raw prompt."""
+        if record.status != "ok" or record.prompt_ids is None or config is None:
+            return
+        before = self.answered_call(base) if base is not None else None
+        reasoning = before.reasoning if before is not None else ()
+        for choice in record.choices:
+            self.remember_answer(record.call_id, record.prompt_ids, choice, config, reasoning)
 
-    def _last_request(self) -> LastRequest | None:
-        found = self._cache.get(self.session_id)
-        assert not isinstance(found, AnsweredCall)
-        return found
+    def remember_answer(
+        self, call_id: str, prompt: TokenIds, choice: Choice, config: PromptConfig, earlier_reasoning: tuple[str, ...]
+    ) -> AnsweredCall:
+        ids = np.concatenate([prompt, choice.token_ids])
+        reasoning = (*earlier_reasoning, *reasoning_prefix(choice.message))
+        answered = AnsweredCall(ids, choice.finish_reason, config, reasoning)
+        self._cache.put((call_id, choice.index), answered)
+        return answered
 
     def _answer_node(self, node: CallNode, answer: Message) -> AnswerNode:
         end, assistant_chain, digest = self._hasher.extend(node.asked, node.assistant_chain, answer)
         return AnswerNode(end, assistant_chain, digest, call_ids(answer), text_length(answer))
+
+
+def reasoning_prefix(message: Message) -> tuple[str, ...]:
+    """Return the beginning of a message's reasoning; empty without reasoning."""
+    text = (message.reasoning or "").strip()
+    return (text[:_REASONING_PREFIX],) if text else ()
 
 
 def _messages(request: EngineRequest) -> tuple[Message, ...]:

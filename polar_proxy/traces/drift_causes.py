@@ -47,7 +47,7 @@ CAUSE_FIXES: Mapping[DriftCause, str] = {
     "Switch off what changes the tools (lazily loaded tools, MCP servers) to keep one sequence.",
     "tools_rewritten": _CONTINUE,
     "context_changed": f"{_CONTINUE} If the difference means nothing (a date, a nonce), a normaliser in "
-    "polar_proxy/sessions/normalisers.py lets history see that; if it is an edit, a new sequence is right.",
+    "polar_proxy/sessions/hashing.py lets history see that; if it is an edit, a new sequence is right.",
     "answer_changed": f"{_CONTINUE} If the harness edits answers on purpose, a new sequence is right.",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polar_proxy.dialects import get_dialect
-from polar_proxy.gateway.sampling import recorded_sampling
+from polar_proxy.gateway.recording import recorded_sampling
 from polar_proxy.types import Json
 from tests.export.dialect_requests import BODIES
 

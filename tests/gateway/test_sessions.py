@@ -10,7 +10,7 @@ import pytest
 
 from polar_proxy.engines.scripted import ScriptedEngine
 from polar_proxy.gateway import is_loopback
-from polar_proxy.gateway.sampling import apply_policy
+from polar_proxy.gateway.recording import apply_policy
 from polar_proxy.rollouts import JobSpec, submit
 from polar_proxy.sessions import SessionRegistry, hash_key, new_key
 from polar_proxy.store import SessionRow, Store

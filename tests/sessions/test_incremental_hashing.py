@@ -7,8 +7,7 @@ import random
 import pytest
 
 from polar_proxy.dialects import OpenAIChat, ParsedRequest
-from polar_proxy.sessions.hashing import HashedConversation, MessageHasher
-from polar_proxy.sessions.normalisers import ActiveNormalisers
+from polar_proxy.sessions.hashing import ActiveNormalisers, HashedConversation, MessageHasher
 from polar_proxy.types import ChatRequest, Json, Message
 from tests.sessions.conversations import calls, result, says, system, user
 

@@ -6,14 +6,19 @@ import numpy as np
 
 from polar_proxy.dialects import OpenAIChat
 from polar_proxy.sessions.hashing import HashChain, HashedConversation
-from polar_proxy.sessions.state import AnsweredCall, ConversationCache, PromptConfig, SessionState
+from polar_proxy.sessions.lineage import Base
+from polar_proxy.sessions.state import ConversationCache, PromptConfig, SessionState
+from polar_proxy.types import Choice, Message
 
 PARSED = OpenAIChat().parse({"model": "m", "messages": [{"role": "user", "content": "hi"}]})
 CONVERSATION = HashedConversation((), HashChain((b"",), ()))
+ANSWER = Base("call", 0, 2)
 
 
-def answered(tokens: int) -> AnsweredCall:
-    return AnsweredCall(np.arange(tokens, dtype=np.int32), "stop", True, PromptConfig(b"", b""), ())
+def remember(session: SessionState, tokens: int) -> None:
+    """Remember the answer ANSWER with this many tokens, including those of its prompt."""
+    choice = Choice(0, Message("assistant", "."), "stop", np.zeros(2, np.int32), np.zeros(2, np.float32))
+    session.remember_answer(ANSWER.call_id, np.zeros(tokens - 2, np.int32), choice, PromptConfig(b"", b""), ())
 
 
 def test_returns_the_last_request_only_to_its_session_and_dialect() -> None:
@@ -29,15 +34,15 @@ def test_evicts_what_was_used_least_recently_whatever_session_it_belongs_to() ->
     cache = ConversationCache(capacity=40)
     first, second = SessionState("a", {}, cache=cache), SessionState("b", {}, cache=cache)
     first.remember_request("openai_chat", PARSED, CONVERSATION, 16)
-    second.remember_answer("call", 0, answered(4))
+    remember(second, tokens=4)
     assert first.last_parsed("openai_chat") is PARSED
     second.remember_request("openai_chat", PARSED, CONVERSATION, 16)
-    assert second.answered_call("call", 0) is None
+    assert second.answered_call(ANSWER) is None
     assert first.last_parsed("openai_chat") is PARSED
 
 
 def test_does_not_keep_an_entry_larger_than_the_cache() -> None:
     session = SessionState("a", {}, cache=ConversationCache(capacity=40))
-    session.remember_answer("call", 0, answered(4))
-    session.remember_answer("call", 0, answered(11))
-    assert session.answered_call("call", 0) is None
+    remember(session, tokens=4)
+    remember(session, tokens=11)
+    assert session.answered_call(ANSWER) is None

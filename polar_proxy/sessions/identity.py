@@ -1,11 +1,13 @@
-"""Client metadata: what a harness reports about a call besides its conversation, such as its thread and its attempt.
+"""The sender of a request, from its headers and body: the session key, and what the harness reports about the call.
 
-It is read from a fixed list of headers and body fields, so no key and no authorisation header can get into the history
-or the store.
+Keys are sent as API keys, and only their SHA-256 is stored. The metadata (thread, attempt) is read from a fixed list of
+headers and body fields, so no key and no authorisation header can get into the history or the store.
 """
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -91,3 +93,24 @@ def _text(value: object) -> str | None:
 
 def _truncate(value: str | None) -> str | None:
     return value[:_MAX_LENGTH] if value else None
+
+
+def new_key() -> str:
+    """Return a random session key that looks like an API key to any client."""
+    return "sk-polar-" + secrets.token_urlsafe(24)
+
+
+def hash_key(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def key_of_request(headers: Mapping[str, str], query_key: str | None) -> str | None:
+    """Return the API key of a request, from the first of Authorization, x-api-key, x-goog-api-key and ?key=.
+
+    `headers` are by lower-case name.
+    """
+    authorization = headers.get("authorization")
+    if authorization:
+        scheme, _, value = authorization.partition(" ")
+        return value.strip() if scheme.lower() == "bearer" else authorization
+    return headers.get("x-api-key") or headers.get("x-goog-api-key") or query_key
