@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Repository
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -7,15 +7,15 @@ import hashlib
 import os
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import insert, select, update
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
-from polar_proxy.store.base import Repository
-from polar_proxy.store.database import Database
+from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.secrets import log_without_secrets
 from polar_proxy.types import Json, new_id
 
@@ -66,33 +66,20 @@ class RewardRepository(Repository):
         All rewards are kept. The row of the rollout (or trace) has the newest reward. `value` None: the evaluator
         returned no value.
         """
-        reward_id = new_id("rew")
-        statement = insert(schema.rewards).values(
-            reward_id=reward_id,
-            rollout_id=rollout_id,
-            trace_id=trace_id,
-            call_id=call_id,
-            source=source,
-            value=value,
-            detail=detail,
-            created_at=time.time(),
-        )
+        row = RewardRow(new_id("rew"), rollout_id, trace_id, call_id, source, value, detail, time.time())
         async with self._database.writing() as connection:
-            await connection.execute(statement)
+            await connection.execute(insert(schema.rewards).values(asdict(row)))
             if trace_id is not None and call_id is None:
                 await connection.execute(update(schema.traces).where(_t.trace_id == trace_id).values(reward=value))
             elif call_id is None:
-                await connection.execute(
-                    update(schema.rollouts).where(_r.rollout_id == rollout_id).values(reward=value)
-                )
-        return reward_id
+                mine = _r.rollout_id == rollout_id
+                await connection.execute(update(schema.rollouts).where(mine).values(reward=value))
+        return row.reward_id
 
     async def of_rollout(self, rollout_id: str) -> list[RewardRow]:
         """Return all rewards of a rollout, its traces and its calls, oldest first."""
-        columns = (_w.reward_id, _w.rollout_id, _w.trace_id, _w.call_id, _w.source, _w.value, _w.detail, _w.created_at)
-        query = select(*columns).where(_w.rollout_id == rollout_id).order_by(_w.reward_id)
-        async with self._database.reading() as connection:
-            return [RewardRow(*row) for row in await connection.execute(query)]
+        query = select(*row_columns(RewardRow, schema.rewards)).where(_w.rollout_id == rollout_id)
+        return await self._rows(RewardRow, query.order_by(_w.reward_id))
 
 
 class ArtifactRepository(Repository):
@@ -110,7 +97,7 @@ class ArtifactRepository(Repository):
         if name.endswith(".log"):
             data = await asyncio.to_thread(log_without_secrets, data)
         sha256 = await asyncio.to_thread(write_artifact, self._folder, data)
-        values = {
+        values: dict[str, Any] = {
             "artifact_id": new_id("art"),
             "rollout_id": rollout_id,
             "name": name,
@@ -118,17 +105,15 @@ class ArtifactRepository(Repository):
             "bytes": len(data),
             "created_at": time.time(),
         }
-        async with self._database.writing() as connection:
-            await connection.execute(insert(schema.artifacts).values(values))
-        return ArtifactRow(**values, path=artifact_path(self._folder, sha256))  # type: ignore[arg-type]
+        await self._write(insert(schema.artifacts).values(values))
+        return ArtifactRow(**values, path=artifact_path(self._folder, sha256))
 
     async def of_rollout(self, rollout_id: str) -> list[ArtifactRow]:
         """Return the artifacts of a rollout, oldest first."""
-        columns = (_a.artifact_id, _a.rollout_id, _a.name, _a.sha256, _a.bytes, _a.created_at)
-        query = select(*columns).where(_a.rollout_id == rollout_id).order_by(_a.artifact_id)
+        query = select(schema.artifacts).where(_a.rollout_id == rollout_id).order_by(_a.artifact_id)
         async with self._database.reading() as connection:
-            rows = (await connection.execute(query)).all()
-        return [ArtifactRow(*row, path=artifact_path(self._folder, row.sha256)) for row in rows]
+            rows = await connection.execute(query)
+            return [ArtifactRow(*row, artifact_path(self._folder, row.sha256)) for row in rows]
 
 
 def artifact_path(folder: Path, sha256: str) -> Path:

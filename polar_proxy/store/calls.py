@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import func, select
 
-from polar_proxy.store.base import Repository
-from polar_proxy.store.database import Database
+from polar_proxy.store.database import Database, Repository, row_columns
 from polar_proxy.store.encoding.loader import fetch
 from polar_proxy.store.group_commit import GroupCommit
 from polar_proxy.store.schema import calls, completions
@@ -20,20 +18,6 @@ _MAX_BOUND_VALUES = 10_000
 """Values bound to one statement. Both databases accept three times as many."""
 
 _c = calls.c
-_choices = select(func.count()).select_from(completions).where(completions.c.call_id == _c.call_id).scalar_subquery()
-_finish_reason = (
-    select(completions.c.finish_reason)
-    .where(completions.c.call_id == _c.call_id)
-    .order_by(completions.c.choice_index)
-    .limit(1)
-    .scalar_subquery()
-)
-_summary: tuple[ColumnElement[Any], ...] = (
-    *(_c.call_id, _c.session_id, _c.dialect, _c.path, _c.stream, _c.model, _c.status, _c.http_status, _c.error),
-    *(_c.edge, _c.parent_call_id, _c.rule, _c.ambiguous, _c.thread, _c.message_count, _choices, _finish_reason),
-    *(_c.prompt_tokens, _c.completion_tokens, _c.cached_tokens, _c.weight_version),
-    *(_c.started_at, _c.first_token_at, _c.ended_at),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +49,17 @@ class CallSummary:
     started_at: float
     first_token_at: float | None
     ended_at: float
+
+
+_answers = select(completions).where(completions.c.call_id == _c.call_id).correlate(calls)
+_first_answer = _answers.order_by(completions.c.choice_index).limit(1)
+_summary = row_columns(
+    CallSummary,
+    calls,
+    choices=_answers.with_only_columns(func.count()).scalar_subquery(),
+    finish_reason=_first_answer.with_only_columns(completions.c.finish_reason).scalar_subquery(),
+)
+_lineage = row_columns(StoredLineage, calls)
 
 
 class CallRepository(Repository):
@@ -100,17 +95,14 @@ class CallRepository(Repository):
     async def summaries(self, session_id: str) -> list[CallSummary]:
         """Return the calls of a session without messages and tokens, ordered by start."""
         query = select(*_summary).where(_c.session_id == session_id).order_by(_c.started_at, _c.call_id)
-        async with self._database.reading() as connection:
-            return [CallSummary(*row) for row in await connection.execute(query)]
+        return await self._rows(CallSummary, query)
 
     async def lineages(self, session_id: str, *, known: Collection[str] = ()) -> list[StoredLineage]:
         """Return the lineage of the session's calls, ordered by start, in one statement without messages.
 
         `known`: ids of calls to leave out; ignored if there are too many for one statement.
         """
-        columns = (_c.call_id, _c.edge, _c.parent_call_id, _c.rule, _c.thread, _c.status, _c.ended_at, _c.fingerprint)
-        query = select(*columns).where(_c.session_id == session_id).order_by(_c.started_at, _c.call_id)
+        query = select(*_lineage).where(_c.session_id == session_id).order_by(_c.started_at, _c.call_id)
         if 0 < len(known) <= _MAX_BOUND_VALUES:
             query = query.where(_c.call_id.not_in(list(known)))
-        async with self._database.reading() as connection:
-            return [StoredLineage(*row) for row in await connection.execute(query)]
+        return await self._rows(StoredLineage, query)

@@ -12,10 +12,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from sqlalchemy import Connection, Engine, Table, create_engine, event
+from sqlalchemy import ColumnElement, Connection, Engine, Executable, Select, Table, create_engine, event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, SQLAlchemyError
@@ -26,6 +27,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import json_codec
 
+P = TypeVar("P")
 T = TypeVar("T")
 
 Durability = Literal["process", "power"]
@@ -109,8 +111,8 @@ class Database:
             ):
                 yield connection
 
-    async def write_in_thread(self, prepare: Callable[[], T], write: Callable[[Connection, T], None]) -> T:
-        """Run `prepare` in the worker thread, then `write` with its result in a transaction, and return the result."""
+    async def write_in_thread(self, prepare: Callable[[], P], write: Callable[[Connection, P], T]) -> T:
+        """Run `prepare` in the worker thread, then `write` with its result in a transaction."""
         loop = asyncio.get_running_loop()
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="polar-store")
@@ -118,14 +120,12 @@ class Database:
         if engine is None:
             prepared = await loop.run_in_executor(self._worker, prepare)
             async with self.writing() as connection:
-                await connection.run_sync(write, prepared)
-            return prepared
+                return await connection.run_sync(write, prepared)
 
         def work() -> T:
             prepared = prepare()
             with engine.begin() as connection:
-                write(connection, prepared)
-            return prepared
+                return write(connection, prepared)
 
         with self.translated():
             async with self._write_lock:
@@ -179,6 +179,38 @@ class Database:
         await self._writer.dispose()
         if self._reader is not self._writer:
             await self._reader.dispose()
+
+
+class Repository:
+    """The queries on one family of tables.
+
+    Rows are returned as dataclasses with one field per selected column, in order: `row_columns` selects them.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def _rows(self, row: Callable[..., T], query: Select[Any]) -> list[T]:
+        async with self._database.reading() as connection:
+            return [row(*values) for values in await connection.execute(query)]
+
+    async def _row(self, row: Callable[..., T], query: Select[Any]) -> T | None:
+        found = await self._rows(row, query)
+        return found[0] if found else None
+
+    async def _scalars(self, query: Select[Any]) -> list[Any]:
+        """Return the first column."""
+        async with self._database.reading() as connection:
+            return list(await connection.scalars(query))
+
+    async def _write(self, statement: Executable) -> None:
+        async with self._database.writing() as connection:
+            await connection.execute(statement)
+
+
+def row_columns(row: type[Any], table: Table, **computed: ColumnElement[Any]) -> list[ColumnElement[Any]]:
+    """Return a column for each field of a dataclass: the one in `computed`, or the table's column of that name."""
+    return [computed[name] if name in computed else table.c[name] for name in (field.name for field in fields(row))]
 
 
 def _describe(error: SQLAlchemyError | sqlite3.Error | OSError) -> str:

@@ -13,28 +13,49 @@ A gateway that does not share its database announces nothing, and its commits ch
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 
-from sqlalchemy import and_, delete, or_, select, update
+from sqlalchemy import Connection, and_, delete, insert, or_, select, update
 
+from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
-from polar_proxy.store.base import Repository
-from polar_proxy.store.database import Database
-from polar_proxy.store.group_commit import CallAnnouncer, GroupCommit, OpenCall
+from polar_proxy.store.database import Database, Repository, row_columns
+from polar_proxy.store.group_commit import BatchWriter, GroupCommit
 
 _o = schema.open_calls.c
 _r = schema.rollouts.c
-_columns = (_o.call_id, _o.session_id, _o.gateway, _o.started_at, _o.lease_expires_at)
+_s = schema.sessions.c
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """A call in progress, or one that its gateway lost. Times in seconds since the epoch."""
+
+    call_id: str
+    session_id: str
+    gateway: str
+    started_at: float
+    lease_expires_at: float
+
+
+_columns = row_columns(OpenCall, schema.open_calls)
+_insert_open_calls = insert(schema.open_calls)
 
 
 class OpenCallRepository(Repository):
-    """Calls in progress."""
+    """Calls in progress. All announcements that wait are written in one transaction."""
 
-    def __init__(self, database: Database, announcer: CallAnnouncer, writer: GroupCommit) -> None:
+    def __init__(self, database: Database, writer: GroupCommit) -> None:
         super().__init__(database)
-        self._announcer = announcer
         self._writer = writer
+        self._announcements = BatchWriter(self._write_announcements)
+
+    async def stop(self) -> None:
+        """Wait until all announcements are written."""
+        await self._announcements.stop()
 
     async def announce(self, gateway: str, session_id: str, call_ids: Sequence[str], seconds: float) -> bool:
         """Announce calls that `gateway` is about to answer, with a lease of `seconds`.
@@ -43,9 +64,25 @@ class OpenCallRepository(Repository):
         """
         self._writer.shared = True
         now = time.time()
-        return await self._announcer.announce(
-            [OpenCall(call_id, session_id, gateway, now, now + seconds) for call_id in call_ids]
-        )
+        calls = [OpenCall(call_id, session_id, gateway, now, now + seconds) for call_id in call_ids]
+        return all(await asyncio.gather(*(self._announcements.add(call) for call in calls)))
+
+    async def _write_announcements(self, batch: Sequence[tuple[OpenCall, asyncio.Future[bool]]]) -> None:
+        """Write the calls whose sessions are open, and tell each caller whether its session is."""
+        open_sessions: set[str] = set()
+        error: StoreError | None = None
+        calls = [call for call, _ in batch]
+        try:
+            open_sessions = await self._database.write_in_thread(lambda: calls, _insert_announcements)
+        except StoreError as refusal:
+            error = refusal
+        for call, future in batch:
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(call.session_id in open_sessions)
+            else:
+                future.set_exception(error)
 
     async def renew(self, gateway: str, call_ids: Collection[str], seconds: float) -> None:
         """Extend the leases of calls that the gateway is still answering."""
@@ -59,10 +96,7 @@ class OpenCallRepository(Repository):
     async def of_session(self, session_id: str, *, but: str | None = None) -> list[OpenCall]:
         """Return the session's calls in progress and lost calls, oldest first, except those of the gateway `but`."""
         query = select(*_columns).where(_o.session_id == session_id).order_by(_o.started_at, _o.call_id)
-        if but is not None:
-            query = query.where(_o.gateway != but)
-        async with self._database.reading() as connection:
-            return [OpenCall(*row) for row in await connection.execute(query)]
+        return await self._rows(OpenCall, query if but is None else query.where(_o.gateway != but))
 
     async def take(self, session_id: str) -> list[OpenCall]:
         """Delete and return the remaining calls of a session that has ended."""
@@ -70,12 +104,11 @@ class OpenCallRepository(Repository):
             return []
         deleted = delete(schema.open_calls).where(_o.session_id == session_id).returning(*_columns)
         async with self._database.writing() as connection:
-            return [OpenCall(*row) for row in (await connection.execute(deleted)).all()]
+            return [OpenCall(*row) for row in await connection.execute(deleted)]
 
     async def gateways(self) -> set[str]:
         """Return the gateways that have calls in progress or died with some."""
-        async with self._database.reading() as connection:
-            return set((await connection.execute(select(_o.gateway).distinct())).scalars())
+        return set(await self._scalars(select(_o.gateway).distinct()))
 
     async def sweep(self, dead: Collection[str] = ()) -> list[OpenCall]:
         """Delete and return the calls of `dead` gateways and those whose lease has expired.
@@ -88,7 +121,19 @@ class OpenCallRepository(Repository):
         lost = or_(_o.lease_expires_at < now, of_dead)
         async with self._database.writing() as connection:
             deleted = delete(schema.open_calls).where(lost, ~still_runs).returning(*_columns)
-            removed = [OpenCall(*row) for row in (await connection.execute(deleted)).all()]
+            removed = [OpenCall(*row) for row in await connection.execute(deleted)]
             expire = update(schema.open_calls).where(of_dead, _o.lease_expires_at > now)
             await connection.execute(expire.values(lease_expires_at=now))
         return removed
+
+
+def _insert_announcements(connection: Connection, calls: Sequence[OpenCall]) -> set[str]:
+    """Insert the calls of open sessions, and return the ids of these sessions."""
+    ids = sorted({call.session_id for call in calls})
+    # Rows are locked in the same order as by commits. This transaction and the closing of a session wait for each
+    # other.
+    query = select(_s.session_id).where(_s.session_id.in_(ids), _s.closed_at.is_(None)).order_by(_s.session_id)
+    open_sessions = set(connection.scalars(query.with_for_update(read=True)))
+    if rows := [asdict(call) for call in calls if call.session_id in open_sessions]:
+        connection.execute(_insert_open_calls, rows)
+    return open_sessions

@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
-from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Repository
 from polar_proxy.store.encoding.cells import CellCodec
 from polar_proxy.store.encoding.chains import token_chain
 from polar_proxy.store.encoding.loader import CallLoader, engine_info, fetch, fetch_nodes

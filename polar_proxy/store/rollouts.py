@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import json_codec, schema
-from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Repository
 from polar_proxy.store.filters import parse_where
 from polar_proxy.store.schema import FINAL_STATUSES, ROLLOUT_STATUSES, RolloutStatus
 from polar_proxy.store.secrets import without_secrets

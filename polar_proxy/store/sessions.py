@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from sqlalchemy import ColumnElement, select, update
+from sqlalchemy import select, update
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import json_codec, schema
-from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.types import Json, new_id
 
 SessionOrigin = Literal["key", "open", "rollout"]
@@ -19,12 +19,6 @@ ApiRole = Literal["admin", "trainer"]
 
 _s = schema.sessions.c
 _k = schema.api_keys.c
-_session_columns = (_s.session_id, _s.label, _s.origin, _s.rollout_id, _s.policy, _s.created_at, _s.closed_at)
-_summary_columns = (
-    *(_s.session_id, _s.label, _s.origin, _s.rollout_id, _s.created_at, _s.closed_at),
-    *(_s.calls, _s.failed_calls, _s.prompt_tokens, _s.completion_tokens, _s.last_call_at),
-)
-_select_keys = select(_k.key_hash, _k.role, _k.label, _k.created_at, _k.revoked_at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +50,8 @@ class SessionSummary:
     last_call_at: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class ApiKeyRow:
-    """`name`: the first twelve hexadecimal digits of the key's hash, by which it is listed and revoked."""
-
-    name: str
-    role: ApiRole
-    label: str | None
-    created_at: float
-    revoked_at: float | None
+_select_sessions = select(*row_columns(SessionRow, schema.sessions))
+_select_summaries = select(*row_columns(SessionSummary, schema.sessions))
 
 
 class SessionRepository(Repository):
@@ -85,59 +72,54 @@ class SessionRepository(Repository):
         """
         if key_hash is not None and len(key_hash) != 32:
             raise UsageError("A session key is stored as its SHA-256: 32 bytes")
-        session_id = new_id("sess")
-        values = {
-            "session_id": session_id,
-            "key_hash": key_hash,
-            "label": json_codec.clean_text(label),
-            "origin": origin,
-            "rollout_id": rollout_id,
-            "policy": policy,
-            "created_at": time.time(),
-        }
-        mine = _s.session_id == session_id if key_hash is None else _s.key_hash == key_hash
+        row = SessionRow(new_id("sess"), json_codec.clean_text(label), origin, rollout_id, policy, time.time(), None)
+        new = self._database.insert_new(schema.sessions).values(key_hash=key_hash, **asdict(row))
+        mine = _s.session_id == row.session_id if key_hash is None else _s.key_hash == key_hash
         async with self._database.writing() as connection:
-            await connection.execute(self._database.insert_new(schema.sessions).values(values))
-            row = (await connection.execute(select(*_session_columns).where(mine))).one()
-        return SessionRow(*row)
+            await connection.execute(new)
+            return SessionRow(*(await connection.execute(_select_sessions.where(mine))).one())
 
     async def by_key(self, key_hash: bytes) -> SessionRow | None:
-        return await self._find(_s.key_hash == key_hash)
+        return await self._row(SessionRow, _select_sessions.where(_s.key_hash == key_hash))
 
     async def get(self, session_id: str) -> SessionRow | None:
-        return await self._find(_s.session_id == session_id)
-
-    async def _find(self, where: ColumnElement[bool]) -> SessionRow | None:
-        async with self._database.reading() as connection:
-            row = (await connection.execute(select(*_session_columns).where(where))).one_or_none()
-        return None if row is None else SessionRow(*row)
+        return await self._row(SessionRow, _select_sessions.where(_s.session_id == session_id))
 
     async def close(self, session_id: str) -> None:
         """Close the session. The time of the first closing stays."""
-        mine = (_s.session_id == session_id, _s.closed_at.is_(None))
-        async with self._database.writing() as connection:
-            await connection.execute(update(schema.sessions).where(*mine).values(closed_at=time.time()))
+        still_open = (_s.session_id == session_id, _s.closed_at.is_(None))
+        await self._write(update(schema.sessions).where(*still_open).values(closed_at=time.time()))
 
     async def recent(self, limit: int = 50, before: str | None = None) -> list[SessionSummary]:
         """Return a page of sessions, newest first. `before`: the last session id of the previous page."""
-        query: Any = select(*_summary_columns).order_by(_s.session_id.desc()).limit(limit)
-        if before is not None:
-            query = query.where(_s.session_id < before)
-        async with self._database.reading() as connection:
-            return [SessionSummary(*row) for row in await connection.execute(query)]
+        query = _select_summaries.order_by(_s.session_id.desc()).limit(limit)
+        return await self._rows(SessionSummary, query if before is None else query.where(_s.session_id < before))
 
     async def summary(self, session_id: str) -> SessionSummary | None:
-        query = select(*_summary_columns).where(_s.session_id == session_id)
-        async with self._database.reading() as connection:
-            row = (await connection.execute(query)).one_or_none()
-        return None if row is None else SessionSummary(*row)
+        return await self._row(SessionSummary, _select_summaries.where(_s.session_id == session_id))
 
     async def ids_of_rollout(self, rollout_id: str, *, closed: bool = False) -> list[str]:
         """Return the sessions of all attempts at a rollout, oldest first. `closed`: only closed ones."""
         query = select(_s.session_id).where(_s.rollout_id == rollout_id).order_by(_s.session_id)
-        query = query.where(_s.closed_at.is_not(None)) if closed else query
-        async with self._database.reading() as connection:
-            return list((await connection.execute(query)).scalars())
+        return await self._scalars(query.where(_s.closed_at.is_not(None)) if closed else query)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKeyRow:
+    """`name`: the first twelve hexadecimal digits of the key's hash, by which it is listed and revoked."""
+
+    name: str
+    role: ApiRole
+    label: str | None
+    created_at: float
+    revoked_at: float | None
+
+
+_select_keys = select(*row_columns(ApiKeyRow, schema.api_keys, name=_k.key_hash))
+
+
+def _api_key(key_hash: bytes, *rest: Any) -> ApiKeyRow:
+    return ApiKeyRow(key_hash.hex()[:12], *rest)
 
 
 class ApiKeyRepository(Repository):
@@ -153,23 +135,18 @@ class ApiKeyRepository(Repository):
         if len(key_hash) != 32:
             raise UsageError("An API key is stored as its SHA-256: 32 bytes")
         values = {"role": role, "label": json_codec.clean_text(label), "created_at": time.time()}
-        async with self._database.writing() as connection:
-            await connection.execute(self._database.insert_new(schema.api_keys).values(key_hash=key_hash, **values))
+        await self._write(self._database.insert_new(schema.api_keys).values(key_hash=key_hash, **values))
         found = await self.get(key_hash)
         assert found is not None
         return found
 
     async def get(self, key_hash: bytes) -> ApiKeyRow | None:
         """Return the key with this hash, also if it was revoked."""
-        async with self._database.reading() as connection:
-            row = (await connection.execute(_select_keys.where(_k.key_hash == key_hash))).one_or_none()
-        return None if row is None else _api_key(*row)
+        return await self._row(_api_key, _select_keys.where(_k.key_hash == key_hash))
 
     async def all(self) -> list[ApiKeyRow]:
         """Return all keys, oldest first."""
-        async with self._database.reading() as connection:
-            rows = await connection.execute(_select_keys.order_by(_k.created_at, _k.key_hash))
-            return [_api_key(*row) for row in rows]
+        return await self._rows(_api_key, _select_keys.order_by(_k.created_at, _k.key_hash))
 
     async def revoke(self, name: str) -> ApiKeyRow:
         """Revoke the key with this name. Raises UsageError for an unknown name."""
@@ -177,18 +154,11 @@ class ApiKeyRepository(Repository):
             prefix = bytes.fromhex(name)
         except ValueError:
             prefix = b""
-        async with self._database.writing() as connection:
-            rows = [row for row in await connection.execute(_select_keys) if prefix and row.key_hash.startswith(prefix)]
-            if len(rows) != 1:
-                raise UsageError(f"There is no API key {name!r}. `polar key list` shows all names.")
-            mine = _k.key_hash == rows[0].key_hash
-            await connection.execute(
-                update(schema.api_keys).where(mine, _k.revoked_at.is_(None)).values(revoked_at=time.time())
-            )
-            return _api_key(*(await connection.execute(_select_keys.where(mine))).one())
-
-
-def _api_key(
-    key_hash: bytes, role: ApiRole, label: str | None, created_at: float, revoked_at: float | None
-) -> ApiKeyRow:
-    return ApiKeyRow(key_hash.hex()[:12], role, label, created_at, revoked_at)
+        keys = [key_hash for key_hash in await self._scalars(select(_k.key_hash)) if key_hash.startswith(prefix)]
+        if not prefix or len(keys) != 1:
+            raise UsageError(f"There is no API key {name!r}. `polar key list` shows all names.")
+        valid = (_k.key_hash == keys[0], _k.revoked_at.is_(None))
+        await self._write(update(schema.api_keys).where(*valid).values(revoked_at=time.time()))
+        revoked = await self.get(keys[0])
+        assert revoked is not None
+        return revoked

@@ -10,7 +10,7 @@ from polar_proxy.store import migrate
 from polar_proxy.store.artifacts import ArtifactRepository, RewardRepository
 from polar_proxy.store.calls import CallRepository
 from polar_proxy.store.database import Database, Durability, create_file, display_url, normalise_url
-from polar_proxy.store.group_commit import CallAnnouncer, GroupCommit
+from polar_proxy.store.group_commit import GroupCommit
 from polar_proxy.store.maintenance.repository import MaintenanceRepository
 from polar_proxy.store.open_calls import OpenCallRepository
 from polar_proxy.store.rescores import RescoreRepository
@@ -52,8 +52,6 @@ class Store:
             await self.database.close()
             raise
         self._writer = GroupCommit(self.database)
-        self._writer.start()
-        self._announcer = CallAnnouncer(self.database)
         self._open_repositories()
         return self
 
@@ -64,7 +62,7 @@ class Store:
         # One conversation
         self.sessions = SessionRepository(database)
         self.calls = CallRepository(database, self._writer)
-        self.open_calls = OpenCallRepository(database, self._announcer, self._writer)
+        self.open_calls = OpenCallRepository(database, self._writer)
         self.traces = TraceRepository(database)
         self.rescores = RescoreRepository(database)
         # One rollout
@@ -89,7 +87,7 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            await self._announcer.stop()
+            await self.open_calls.stop()
             await self._writer.stop()
         finally:
             await self.database.close()

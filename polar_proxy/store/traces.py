@@ -19,7 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.sequences import SpanError, assemble, find_problem
 from polar_proxy.store import schema
-from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Repository
 from polar_proxy.store.encoding.cells import CellCodec
 from polar_proxy.store.encoding.loader import fetch
 from polar_proxy.store.rescores import RESCORED_BUILDER, apply_rescores, fetch_for, fetch_rescores

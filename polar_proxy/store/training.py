@@ -14,7 +14,7 @@ from sqlalchemy import delete, func, insert, select, update
 
 from polar_proxy.errors import StoreError
 from polar_proxy.store import schema
-from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Repository, row_columns
 from polar_proxy.types import Json
 
 _r = schema.training_runs.c
@@ -79,35 +79,23 @@ class TrainingRepository(Repository):
 
     async def runs(self, run_id: str | None = None) -> list[TrainingRunRow]:
         """Return all runs, newest first, or the run with this id."""
-        counted = (
-            select(
-                _l.run_id,
-                func.max(_l.at).label("updated_at"),
-                func.max(_l.step).label("step"),
-                func.count().label("lines"),
-            )
-            .group_by(_l.run_id)
-            .subquery()
+        columns = row_columns(
+            TrainingRunRow,
+            schema.training_runs,
+            updated_at=func.max(_l.at),
+            step=func.coalesce(func.max(_l.step), 0),
+            lines=func.count(_l.position),
         )
-        query = select(schema.training_runs, counted.c.updated_at, counted.c.step, counted.c.lines)
-        query = query.outerjoin(counted, counted.c.run_id == _r.run_id)
-        if run_id is not None:
-            query = query.where(_r.run_id == run_id)
-        async with self._database.reading() as connection:
-            rows = (await connection.execute(query.order_by(_r.created_at.desc(), _r.run_id.desc()))).all()
-        return [
-            TrainingRunRow(
-                row.run_id, row.name, row.config, row.created_at, row.updated_at, row.step or 0, row.lines or 0
-            )
-            for row in rows
-        ]
+        query = select(*columns).outerjoin(schema.training_lines, _l.run_id == _r.run_id).group_by(_r.run_id)
+        query = query if run_id is None else query.where(_r.run_id == run_id)
+        return await self._rows(TrainingRunRow, query.order_by(_r.created_at.desc(), _r.run_id.desc()))
 
     async def lines(self, run_id: str) -> list[Json]:
         """Return all lines of a run in the order in which they were written."""
         query = select(_l.kind, _l.step, _l.at, _l.data).where(_l.run_id == run_id).order_by(_l.position)
         async with self._database.reading() as connection:
-            rows = (await connection.execute(query)).all()
-        return [{"kind": row.kind, "step": row.step, "at": row.at, **row.data} for row in rows]
+            rows = await connection.execute(query)
+            return [{"kind": row.kind, "step": row.step, "at": row.at, **row.data} for row in rows]
 
 
 def _line_rows(run_id: str, first: int, lines: Sequence[Json]) -> list[Json]:

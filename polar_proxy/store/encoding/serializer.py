@@ -33,10 +33,10 @@ class SessionCounters:
     """The amounts that a batch adds to the counters of one session."""
 
     calls: int = 0
-    failed: int = 0
-    prompt: int = 0
-    completion: int = 0
-    last: float = 0.0
+    failed_calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    last_call_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -57,15 +57,8 @@ class RowBatch:
 
     def session_rows(self) -> list[TableRow]:
         return [
-            {
-                "of_session": key,
-                "more_calls": counters.calls,
-                "more_failed": counters.failed,
-                "more_prompt": counters.prompt,
-                "more_completion": counters.completion,
-                "last": counters.last,
-            }
-            for key, counters in sorted(self.sessions.items())
+            {"of_session": session_id} | {f"more_{name}": value for name, value in asdict(counters).items()}
+            for session_id, counters in sorted(self.sessions.items())
         ]
 
 
@@ -174,10 +167,10 @@ class CallSerializer:
         self._chains.put(record.session_id, chains)
         counters = batch.sessions.setdefault(record.session_id, SessionCounters())
         counters.calls += 1
-        counters.failed += record.status != "ok"
-        counters.prompt += prompt_tokens or 0
-        counters.completion += completion_tokens
-        counters.last = max(counters.last, record.ended_at)
+        counters.failed_calls += record.status != "ok"
+        counters.prompt_tokens += prompt_tokens or 0
+        counters.completion_tokens += completion_tokens
+        counters.last_call_at = max(counters.last_call_at, record.ended_at)
 
     def _prompt_chain(self, record: CallRecord, last: RequestChains) -> tuple[list[ChainNode], ChainNode | None]:
         if record.prompt_ids is None:

@@ -25,8 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from polar_proxy.errors import StoreError
 from polar_proxy.store import migrate, schema
 from polar_proxy.store.artifacts import artifact_path
-from polar_proxy.store.base import Repository
-from polar_proxy.store.database import Database
+from polar_proxy.store.database import Database, Repository
 from polar_proxy.store.filters import parse_where
 from polar_proxy.store.maintenance.archive import ArchiveCounts, StoreArchive
 from polar_proxy.store.maintenance.verify import IntegrityFault, ProgressCallback, StoreVerifier, no_progress

@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Repository
 from polar_proxy.store.service.job_events import insert_job_event
 from polar_proxy.store.service.queue import cancel_rollouts
 from polar_proxy.types import new_id

@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, and_, case, func, insert, or_, select, upd
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.store import json_codec, schema
-from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Repository
 from polar_proxy.store.rollouts import insert_event
 from polar_proxy.store.service.job_events import CallbackKind, insert_job_event, queue_callback
 from polar_proxy.store.service.queue import CANCEL_REQUESTED, cancel_rollouts

@@ -26,7 +26,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import json_codec, schema
-from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Repository
 from polar_proxy.store.secrets import without_secrets
 from polar_proxy.types import Json, new_id
 

@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import json_codec, schema
-from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Repository
 from polar_proxy.store.rollouts import insert_status_event
 from polar_proxy.store.service.job_events import insert_job_event, queue_callback
 from polar_proxy.store.service.queue import cancel_rollouts

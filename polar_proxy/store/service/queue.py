@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import schema
-from polar_proxy.store.base import Repository
+from polar_proxy.store.database import Repository
 from polar_proxy.store.rollouts import Claim, close_sessions, end_stages, insert_status_event
 
 CANCEL_REQUESTED = "cancel_requested"
