@@ -113,7 +113,7 @@ class ArtifactRepository(Repository):
         query = select(schema.artifacts).where(_a.rollout_id == rollout_id).order_by(_a.artifact_id)
         async with self._database.reading() as connection:
             rows = await connection.execute(query)
-            return [ArtifactRow(*row, artifact_path(self._folder, row.sha256)) for row in rows]
+            return [ArtifactRow(**row._mapping, path=artifact_path(self._folder, row.sha256)) for row in rows]
 
 
 def artifact_path(folder: Path, sha256: str) -> Path:
