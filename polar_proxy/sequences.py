@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from polar_proxy.types import CallRecord, Logprobs, Span, TokenIds, Trace
 
-MISSING_LOGPROB = -9000.0
+_MISSING_LOGPROB = -9000.0
 """Engines write -9999 for a missing log-probability, so values at or below this count as missing."""
 
 LossMask = npt.NDArray[np.uint8]
@@ -121,13 +121,18 @@ def find_layout_problem(trace: Trace) -> str | None:
         return "its loss mask is not 1 exactly on the sampled spans"
     if not np.isnan(trace.logprobs[mask == 0]).all():
         return "it has log-probabilities of tokens that were not sampled"
-    sampled = trace.logprobs[mask == 1]
-    if not (np.isfinite(sampled) & (sampled > MISSING_LOGPROB)).all():
+    if not all_reported(trace.logprobs[mask == 1]):
         return "log-probabilities of sampled tokens are missing or not finite"
     before = int(mask.argmax()) if mask.any() else size
     if trace.prompt_length != before:
         return f"its first answer begins at {before}, and its prompt has {trace.prompt_length} tokens"
     return None
+
+
+def all_reported(logprobs: Logprobs) -> bool:
+    """Return whether all values (float32 [n]) are real log-probabilities."""
+    # A NaN makes both the minimum and the maximum NaN, and fails both comparisons.
+    return not len(logprobs) or bool(logprobs.min() > _MISSING_LOGPROB and logprobs.max() < np.inf)
 
 
 def find_problem(trace: Trace, calls: Mapping[str, CallRecord]) -> str | None:
@@ -202,6 +207,11 @@ def share_buffer(one: TokenIds, other: TokenIds) -> bool:
         return False
     same = one.__array_interface__["data"][0] == other.__array_interface__["data"][0]
     return bool(same and one.strides == other.strides)
+
+
+def shared_length(ids: TokenIds, known: TokenIds | None) -> int:
+    """Return the length of `known` if `ids` share its buffer, so that these first tokens need no comparison, else 0."""
+    return len(known) if known is not None and len(known) <= len(ids) and share_buffer(ids, known) else 0
 
 
 def is_any(ids: TokenIds, wanted: Sequence[int]) -> npt.NDArray[np.bool_]:

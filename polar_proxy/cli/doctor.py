@@ -31,7 +31,7 @@ from polar_proxy.errors import PolarError, UsageError
 if TYPE_CHECKING:
     from polar_proxy.conformance.fidelity import FidelityRow
     from polar_proxy.engines.base import Engine
-    from polar_proxy.traces.drift_causes import DriftCause
+    from polar_proxy.traces.drift import DriftCause
     from polar_proxy.types import EngineInfo, Json
 
 app = typer.Typer(invoke_without_command=True)
@@ -249,7 +249,7 @@ def _drift_engine(settings: Settings, scripted: bool) -> Engine:
 
 
 def _drift_json(row: FidelityRow, info: EngineInfo) -> Json:
-    from polar_proxy.traces.drift_causes import CAUSE_FIXES
+    from polar_proxy.traces.drift import CAUSE_FIXES
 
     verdict = "drift" if row.drifted else "no_drift" if row.bases else "nothing_to_compare"
     first = row.differences[0] if row.differences else None
@@ -276,7 +276,7 @@ def _drift_causes(row: FidelityRow) -> list[DriftCause]:
 
 
 def _print_drift(row: FidelityRow, info: EngineInfo) -> None:
-    from polar_proxy.traces.drift_causes import CAUSE_FIXES, CAUSE_MEANINGS
+    from polar_proxy.traces.drift import CAUSE_FIXES, CAUSE_MEANINGS
 
     if row.fault is not None:
         out.print(f"[red]{escape(row.harness)}[/]: {escape(row.fault)}")

@@ -163,7 +163,7 @@ def audit(
 
 
 def _audit_progress(report: AuditReport) -> str:
-    rate = report.scored.tokens / report.seconds if report.seconds else 0.0
+    rate = report.scored_tokens / report.seconds if report.seconds else 0.0
     return f"{report.all.traces} traces, {report.grades['rejected']} rejected, {rate:,.0f} tokens/s"
 
 
@@ -228,19 +228,22 @@ def rescore(
     async def work(store: Store) -> Json:
         from polar_proxy.engines.factory import make_engine
         from polar_proxy.traces.operations import find_targets, rescore_session
-        from polar_proxy.traces.rescoring import RescoreReport, require_scoring_engine
+        from polar_proxy.traces.scoring import RescoreReport, Scorer, require_scoring_engine
 
         report = RescoreReport()
         targets = await find_targets(store, where=where, session_ids=session or (), limit=limit)
         async with make_engine(settings.engine) as entered:
             require_scoring_engine(entered)
+            scorer = Scorer(entered, concurrency)
             with progress_bar("rescore", len(targets)) as update:
                 for number, target in enumerate(targets, 1):
-                    await rescore_session(store, entered, target, report, at_once=concurrency)
-                    update(number, f"{report.answers} answers, {report.scored.tokens:,} tokens scored")
+                    await rescore_session(store, scorer, target, report)
+                    update(number, f"{report.answers} answers, {report.scored_tokens:,} tokens scored")
             info = entered.info
-        scorer = {"engine": info.engine, "version": info.version, "model": info.model}
-        return {**report.to_json(), "engine": scorer}
+        return {
+            **report.to_json(),
+            "engine": {"engine": info.engine, "version": info.version, "model": info.model},
+        }
 
     found = with_store(settings, work)
     if as_json:

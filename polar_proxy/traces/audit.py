@@ -20,16 +20,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from polar_proxy.engines.base import Engine
 from polar_proxy.errors import StoreError, UsageError
 from polar_proxy.sequences import trace_path
 from polar_proxy.traces.grades import REJECTED, TRAINABLE, is_off_distribution, policy_versions
-from polar_proxy.traces.scoring import ScoredTokens, score_all
+from polar_proxy.traces.scoring import Scorer
 from polar_proxy.types import CallRecord, EngineInfo, Json, LogprobMode, Logprobs, TokenIds, Trace
 
 TOLERANCE = 1e-2
@@ -45,7 +44,8 @@ _INFORMATIVE = -0.1
 """Log-probability below which a token distinguishes the modes: a certain token has the same value in both."""
 _INFORMATIVE_TOKENS = 16
 _FITS = 0.95
-_ENGINE_FIELDS = ("engine", "version", "model")
+
+_Values = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,9 @@ class AuditReference:
     tolerance: float = TOLERANCE
     same_model: bool = False
     """The caller guarantees that the engine serves the recorded model, even if its name differs."""
+
+    def engine(self) -> Json:
+        return {"engine": self.info.engine, "version": self.info.version, "model": self.info.model}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class LogprobDifference:
 
 @dataclass(slots=True)
 class DifferenceStats:
-    """Differences of many tokens. `largest` and `mean` are None if nothing was compared."""
+    """Differences of many tokens. `largest` is None if nothing was compared."""
 
     traces: int = 0
     tokens: int = 0
@@ -105,57 +108,9 @@ class DifferenceStats:
             self.largest = max(self.largest or 0.0, float(differences.max()))
             self.total += float(differences.sum(dtype=np.float64))
 
-    @property
-    def mean(self) -> float | None:
-        return self.total / self.tokens if self.tokens else None
-
     def to_json(self) -> Json:
-        return {
-            "traces": self.traces,
-            "tokens": self.tokens,
-            "max_abs_diff": self.largest,
-            "mean_abs_diff": self.mean,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class TraceAudit:
-    """The result for one trace."""
-
-    trace_id: str
-    built_grade: str
-    grade: str
-    differences: Mapping[str | None, Logprobs]
-    """|recorded - fresh|, float32 [number of compared tokens], by policy version."""
-    skipped: Mapping[str, int]
-    """Sampled tokens that were not compared, by reason."""
-    findings: Mapping[str, str]
-    """beyond_tolerance, wrong_mode, not_policy_samples: each with its measurement."""
-    worst: tuple[LogprobDifference, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(values) for values in self.differences.values())
-
-    def to_json(self, reference: AuditReference, now: float) -> Json:
-        """Return the certificate's `audit` field. `now`: seconds since the epoch."""
-        stats = DifferenceStats()
-        for values in self.differences.values():
-            stats.add(values)
-        info = asdict(reference.info)
-        return {
-            "at": now,
-            "engine": {name: info[name] for name in _ENGINE_FIELDS},
-            "policy_version": reference.policy_version,
-            "tolerance": reference.tolerance,
-            "built_grade": self.built_grade,
-            "tokens": stats.tokens,
-            "skipped_tokens": dict(self.skipped),
-            "max_abs_diff": stats.largest,
-            "mean_abs_diff": stats.mean,
-            "findings": dict(self.findings),
-            "worst": self.worst[0].to_json() if self.worst else None,
-        }
+        mean = self.total / self.tokens if self.tokens else None
+        return {"tokens": self.tokens, "max_abs_diff": self.largest, "mean_abs_diff": mean}
 
 
 @dataclass(slots=True)
@@ -175,7 +130,7 @@ class AuditReport:
     """trace id -> the findings"""
     worst: list[tuple[LogprobDifference, str]] = field(default_factory=list)
     """The tokens that differ most, largest first, each with its harness."""
-    scored: ScoredTokens = field(default_factory=ScoredTokens)
+    scored_tokens: int = 0
     sessions: int = 0
     seconds: float = 0.0
 
@@ -188,8 +143,8 @@ class AuditReport:
         self.findings.update(audit.findings.keys())
         if audit.grade == REJECTED:
             self.rejected[audit.trace_id] = "; ".join(audit.findings.values()) or "rejected by its builder"
-        for stats in (self.all, self.by_harness[harness]):
-            stats.traces += 1
+        self.all.traces += 1
+        self.by_harness[harness].traces += 1
         for version, differences in audit.differences.items():
             of_version = self.by_policy_version[version or UNKNOWN]
             of_version.traces += 1
@@ -201,12 +156,15 @@ class AuditReport:
 
     def to_json(self, texts: Sequence[tuple[str, str]]) -> Json:
         """`texts`: for each of `worst` the text of the token and of the tokens before it."""
-        info = asdict(self.reference.info)
+
+        def described(stats: DifferenceStats) -> Json:
+            return {"traces": stats.traces, **stats.to_json()}
+
         return {
-            **self.all.to_json(),
+            **described(self.all),
             "grades": dict(self.grades),
-            "by_harness": {name: stats.to_json() for name, stats in self.by_harness.items()},
-            "by_policy_version": {name: stats.to_json() for name, stats in self.by_policy_version.items()},
+            "by_harness": {name: described(stats) for name, stats in self.by_harness.items()},
+            "by_policy_version": {name: described(stats) for name, stats in self.by_policy_version.items()},
             "skipped": dict(self.skipped),
             "skipped_tokens": dict(self.skipped_tokens),
             "findings": dict(self.findings),
@@ -224,89 +182,77 @@ class AuditReport:
                 for (difference, harness), (token, before) in zip(self.worst, texts, strict=True)
             ],
             "tolerance": self.reference.tolerance,
-            "engine": {
-                **{name: info[name] for name in _ENGINE_FIELDS},
-                "policy_version": self.reference.policy_version,
-            },
+            "engine": {**self.reference.engine(), "policy_version": self.reference.policy_version},
             "sessions": self.sessions,
-            "scored_tokens": self.scored.tokens,
+            "scored_tokens": self.scored_tokens,
             "seconds": round(self.seconds, 3),
         }
 
 
 async def audit(
-    engine: Engine,
+    scorer: Scorer,
     reference: AuditReference,
     traces: Sequence[Trace],
     calls: Sequence[CallRecord],
-    *,
-    built_grades: Mapping[str, str] | None = None,
-    scorers: Mapping[str, Json] | None = None,
-    at_once: int = 4,
-    scored: ScoredTokens | None = None,
+    certificates: Mapping[str, Json | None] | None = None,
 ) -> list[TraceAudit]:
-    """Audit all traces of one builder and one session, scoring at most `at_once` sequences at a time.
+    """Audit all traces of one builder and one session.
 
-    `built_grades`: trace id -> the builder's own grade, which an earlier audit may have changed. `scorers`: trace id ->
-    the engine that scored a rescored trace. Raise UsageError if a trace is of another model or template than the
-    engine's.
+    `certificates` (trace id -> stored certificate) have the builder's own grade, which an earlier audit may have
+    changed, and the engine that scored a rescored trace. Raise UsageError if a trace is of another model or template
+    than the engine's, StoreError if a parent of a trace is missing.
     """
     by_id = {call.call_id: call for call in calls}
-    scorer_of = scorers or {}
+    stored = {trace.trace_id: (certificates or {}).get(trace.trace_id) or {} for trace in traces}
     for trace in traces if not reference.same_model else ():
-        if trace.trace_id in scorer_of:
-            _require_same_model(scorer_of[trace.trace_id].get("model"), None, reference.info)
-            continue
-        for span in trace.spans:
-            info = by_id[span.call_id].engine
-            if span.kind == "sampled" and info is not None:
-                _require_same_model(info.model, info.template_hash, reference.info)
-    paths = whole_paths(traces)
-    fresh = await score_all([paths[trace.trace_id] for trace in traces], engine, at_once, scored)
-    found = []
-    for trace, values in zip(traces, fresh, strict=True):
-        grade = (built_grades or {}).get(trace.trace_id, trace.grade)
-        runs = list(_sampled_runs(trace, by_id, scorer_of.get(trace.trace_id)))
-        found.append(await asyncio.to_thread(_compare, trace, paths[trace.trace_id], values, runs, reference, grade))
-    return found
-
-
-def whole_paths(traces: Sequence[Trace]) -> dict[str, TokenIds]:
-    """Return trace id -> the trace's tokens after those of its parents (builder `tree`), int32 [n].
-
-    Raise StoreError if a parent is missing.
-    """
-    by_id = {trace.trace_id: trace for trace in traces}
+        _require_same_model(trace, by_id, stored[trace.trace_id].get("rescored"), reference.info)
+    by_trace = {trace.trace_id: trace for trace in traces}
     try:
-        return {
-            trace.trace_id: trace.token_ids if trace.parent_trace_id is None else trace_path(trace, by_id).token_ids
-            for trace in traces
-        }
+        paths = [trace_path(trace, by_trace).token_ids for trace in traces]
     except ValueError as error:
         raise StoreError(str(error)) from error
+    fresh = await scorer.score_all(paths)
+
+    def compare() -> list[TraceAudit]:
+        found = []
+        for trace, path, values in zip(traces, paths, fresh, strict=True):
+            kept = stored[trace.trace_id]
+            built_grade = (kept.get("audit") or {}).get("built_grade", trace.grade)
+            one = TraceAudit(trace, path, values, reference, built_grade)
+            for run in _sampled_runs(trace, by_id, kept.get("rescored")):
+                one.add(run)
+            one.conclude()
+            found.append(one)
+        return found
+
+    return await asyncio.to_thread(compare)
 
 
-def _require_same_model(model: str | None, template_hash: str | None, engine: EngineInfo) -> None:
-    """Raise UsageError if the recorded model or template is not the engine's."""
-    if model != engine.model:
-        raise UsageError(
-            f"Some traces are of the model {model!r}, but the engine serves {engine.model!r}: select its own "
-            f"traces with --where 'model={engine.model}'. If it is the same model under another name, add --same-model."
-        )
-    served = engine.template_hash
-    if template_hash is None or served is None or _hash_kind(template_hash) != _hash_kind(served):
-        return
-    if template_hash != served:
-        raise UsageError(
-            f"The engine's chat template or tokenizer is not the one that traces of {model!r} were recorded "
-            "with: serve the model as it was. If only the template was edited, add --same-model."
-        )
-
-
-def _hash_kind(template_hash: str) -> str:
-    """Return the kind of a template hash: of the template itself, or of a rendering if the server does not show its
-    template."""
-    return template_hash.rpartition(":")[0]
+def _require_same_model(
+    trace: Trace, calls: Mapping[str, CallRecord], rescored_by: Json | None, engine: EngineInfo
+) -> None:
+    """Raise UsageError if the trace is of another model or template than the engine's."""
+    models: set[tuple[str, str | None]] = set()
+    if rescored_by is not None:
+        models.add((rescored_by["model"], None))
+    else:
+        infos = (calls[span.call_id].engine for span in trace.spans if span.kind == "sampled")
+        models |= {(info.model, info.template_hash) for info in infos if info is not None}
+    for model, template_hash in models:
+        if model != engine.model:
+            raise UsageError(
+                f"Some traces are of the model {model!r}, but the engine serves {engine.model!r}: select its own "
+                f"traces with --where 'model={engine.model}'. If it is the same model under another name, add "
+                "--same-model."
+            )
+        served = engine.template_hash
+        # A hash is of the template itself, or of a rendering if the server does not show its template.
+        comparable = template_hash and served and template_hash.rpartition(":")[0] == served.rpartition(":")[0]
+        if comparable and template_hash != served:
+            raise UsageError(
+                f"The engine's chat template or tokenizer is not the one that traces of {model!r} were recorded "
+                "with: serve the model as it was. If only the template was edited, add --same-model."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,121 +268,117 @@ class SampledRun:
     version: str | None
 
 
-def _sampled_runs(trace: Trace, calls: Mapping[str, CallRecord], scorer: Json | None) -> Iterator[SampledRun]:
-    """Yield the sampled runs of a trace. `scorer`: the engine that scored a rescored trace."""
+def _sampled_runs(trace: Trace, calls: Mapping[str, CallRecord], rescored_by: Json | None) -> Iterator[SampledRun]:
     position = 0
     for span in trace.spans:
-        here, position = position, position + span.end - span.start
-        if span.kind != "sampled":
-            continue
-        call = calls[span.call_id]
-        choice = next(choice for choice in call.choices if choice.index == span.choice)
-        changes = policy_versions(call, choice) if scorer is None else ((0, scorer["weight_version"]),)
-        ends = [start for start, _ in changes[1:]] + [len(choice.token_ids)]
-        for (start, version), end in zip(changes, ends, strict=True):
-            low, high = max(start, span.start), min(end, span.end)
-            if low < high:
-                offset = here - span.start
-                yield SampledRun(call, span.choice, low, low + offset, high + offset, version)
+        if span.kind == "sampled":
+            call = calls[span.call_id]
+            choice = next(choice for choice in call.choices if choice.index == span.choice)
+            changes = policy_versions(call, choice) if rescored_by is None else ((0, rescored_by["weight_version"]),)
+            ends = [start for start, _ in changes[1:]] + [span.end]
+            for (start, version), end in zip(changes, ends, strict=True):
+                yield SampledRun(call, span.choice, start, position + start, position + end, version)
+        position += span.end - span.start
 
 
-def _compare(
-    trace: Trace,
-    whole: TokenIds,
-    fresh: npt.NDArray[np.float64],
-    runs: Sequence[SampledRun],
-    reference: AuditReference,
-    built_grade: str,
-) -> TraceAudit:
-    """Compare a trace with fresh log-probabilities. `whole`: its tokens after those of its parents; `fresh` (float64
-    [n]): the log-probabilities of `whole`."""
-    comparison = TraceComparison(trace, whole, fresh, reference)
-    for run in runs:
-        comparison.add(run)
-    findings = comparison.findings()
-    grade = built_grade
-    if "wrong_mode" in findings or "beyond_tolerance" in findings:
-        grade = REJECTED
-    elif "not_policy_samples" in findings and grade in TRAINABLE:
-        grade = "approximate"
-    return TraceAudit(
-        trace_id=trace.trace_id,
-        built_grade=built_grade,
-        grade=grade,
-        differences={version: np.concatenate(parts) for version, parts in comparison.differences.items()},
-        skipped=comparison.skipped,
-        findings=findings,
-        worst=tuple(comparison.worst[:_WORST_PER_TRACE]),
-    )
-
-
-class TraceComparison:
-    """The comparison of one trace, which adds up its `SampledRun`s."""
+class TraceAudit:
+    """The comparison of one trace with fresh log-probabilities: `add` each run, then `conclude`."""
 
     def __init__(
-        self, trace: Trace, whole: TokenIds, fresh: npt.NDArray[np.float64], reference: AuditReference
+        self, trace: Trace, path: TokenIds, fresh: _Values, reference: AuditReference, built_grade: str
     ) -> None:
-        self.differences: dict[str | None, list[Logprobs]] = {}
+        """`path`: the trace's tokens after those of its parents; `fresh` (float64 [n]): its log-probabilities."""
+        self.trace_id = trace.trace_id
+        self.built_grade = self.grade = built_grade
+        self.differences: dict[str | None, Logprobs] = {}
+        """|recorded - fresh|, float32 [number of compared tokens], by policy version."""
         self.skipped: Counter[str] = Counter()
+        """Sampled tokens that were not compared, by reason."""
+        self.findings: dict[str, str] = {}
+        """beyond_tolerance, wrong_mode, not_policy_samples: each with its measurement."""
         self.worst: list[LogprobDifference] = []
-        self._trace, self._whole, self._fresh, self._reference = trace, whole, fresh, reference
-        self._offset = len(whole) - len(trace.token_ids)
-        self._by_temperature: dict[tuple[LogprobMode, float], LogprobPairs] = {}
-        self._off_distribution = False
+        self._trace, self._path, self._fresh, self._reference = trace, path, fresh, reference
+        self._pairs: dict[tuple[LogprobMode, float], list[_Values]] = {}
+        """(mode, temperature) -> recorded and fresh values, each [2, n]"""
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(values) for values in self.differences.values())
 
     def add(self, run: SampledRun) -> None:
+        begin = self._trace.branch_at + run.start
         recorded = self._trace.logprobs[run.start : run.end].astype(np.float64)
-        fresh = self._fresh[self._offset + run.start : self._offset + run.end]
+        fresh = self._fresh[begin : begin + len(recorded)]
         mode: LogprobMode = "raw" if self._trace.rescored else run.call.logprob_mode
         own_distribution = self._trace.rescored or not is_off_distribution(replace(run.call, logprob_mode="raw"))
-        self._off_distribution |= mode == "raw" and not own_distribution
+        if mode == "raw" and not own_distribution:
+            self.findings["not_policy_samples"] = "raw log-probabilities under a temperature or a cut distribution"
         if (reason := _incomparable(run, self._reference)) is not None:
             self.skipped[reason] += len(recorded)
             return
         known = np.isfinite(fresh) & np.isfinite(recorded)
         for missing in np.flatnonzero(~known):
-            beyond = self._offset + run.start + int(missing) >= self._reference.info.context_length - 1
+            beyond = begin + int(missing) >= self._reference.info.context_length - 1
             self.skipped["beyond_context" if beyond else "no_fresh_logprob"] += 1
         temperature = run.call.sampling.get("temperature")
         if not own_distribution and temperature:
-            pairs = self._by_temperature.setdefault((mode, float(temperature)), LogprobPairs())
-            pairs.add(recorded[known], fresh[known])
+            pair = np.stack([recorded[known], fresh[known]])
+            self._pairs.setdefault((mode, float(temperature)), []).append(pair)
         if mode == "processed" and not own_distribution:
             self.skipped["processed_sampling"] += int(np.count_nonzero(known))
             return
         sizes = np.abs(recorded - fresh)[known].astype(np.float32)
-        self.differences.setdefault(run.version, []).append(sizes)
-        largest = np.flatnonzero(known)[np.argsort(-sizes, kind="stable")[:_WORST_PER_TRACE]]
-        self.worst += [self._difference(run, int(index), recorded[index], fresh[index]) for index in largest]
+        earlier = self.differences.get(run.version)
+        self.differences[run.version] = sizes if earlier is None else np.concatenate([earlier, sizes])
+        for index in np.flatnonzero(known)[np.argsort(-sizes, kind="stable")[:_WORST_PER_TRACE]].tolist():
+            position = begin + index
+            difference = LogprobDifference(
+                trace_id=self.trace_id,
+                call_id=run.call.call_id,
+                choice=run.choice,
+                position=run.first + index,
+                token_id=int(self._path[position]),
+                recorded=float(recorded[index]),
+                fresh=float(fresh[index]),
+                policy_version=run.version,
+                before=tuple(self._path[max(0, position - CONTEXT_TOKENS) : position].tolist()),
+            )
+            self.worst.append(difference)
         self.worst.sort(key=lambda difference: -difference.size)
+        del self.worst[_WORST_PER_TRACE:]
 
-    def _difference(self, run: SampledRun, index: int, recorded: float, fresh: float) -> LogprobDifference:
-        """Describe the token at `index` of a run."""
-        position = self._offset + run.start + index
-        return LogprobDifference(
-            trace_id=self._trace.trace_id,
-            call_id=run.call.call_id,
-            choice=run.choice,
-            position=run.first + index,
-            token_id=int(self._whole[position]),
-            recorded=float(recorded),
-            fresh=float(fresh),
-            policy_version=run.version,
-            before=tuple(self._whole[max(0, position - CONTEXT_TOKENS) : position].tolist()),
-        )
-
-    def findings(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+    def conclude(self) -> None:
+        """Set findings and grade."""
         tolerance = self._reference.tolerance
-        for (mode, temperature), pairs in self._by_temperature.items():
-            actual = wrong_mode(*pairs.arrays(), mode, temperature, tolerance)
-            if actual is not None:
-                found["wrong_mode"] = f"recorded as {mode}, but at temperature {temperature:g} the numbers are {actual}"
+        for (mode, temperature), pairs in self._pairs.items():
+            recorded, fresh = np.concatenate(pairs, axis=1)
+            if (actual := wrong_mode(recorded, fresh, mode, temperature, tolerance)) is not None:
+                text = f"recorded as {mode}, but at temperature {temperature:g} the numbers are {actual}"
+                self.findings["wrong_mode"] = text
         if self.worst and self.worst[0].size > tolerance:
-            found["beyond_tolerance"] = f"largest difference {self.worst[0].size:.3g}, tolerance {tolerance:g}"
-        if self._off_distribution:
-            found["not_policy_samples"] = "raw log-probabilities under a temperature or a cut distribution"
-        return found
+            text = f"largest difference {self.worst[0].size:.3g}, tolerance {tolerance:g}"
+            self.findings["beyond_tolerance"] = text
+        if "wrong_mode" in self.findings or "beyond_tolerance" in self.findings:
+            self.grade = REJECTED
+        elif "not_policy_samples" in self.findings and self.grade in TRAINABLE:
+            self.grade = "approximate"
+
+    def to_json(self, now: float) -> Json:
+        """Return the certificate's `audit` field. `now`: seconds since the epoch."""
+        stats = DifferenceStats()
+        for values in self.differences.values():
+            stats.add(values)
+        return {
+            "at": now,
+            "engine": self._reference.engine(),
+            "policy_version": self._reference.policy_version,
+            "tolerance": self._reference.tolerance,
+            "built_grade": self.built_grade,
+            **stats.to_json(),
+            "skipped_tokens": dict(self.skipped),
+            "findings": self.findings,
+            "worst": self.worst[0].to_json() if self.worst else None,
+        }
 
 
 def _incomparable(run: SampledRun, reference: AuditReference) -> str | None:
@@ -447,27 +389,8 @@ def _incomparable(run: SampledRun, reference: AuditReference) -> str | None:
     return None if run.version == reference.policy_version else "policy_version"
 
 
-@dataclass(slots=True)
-class LogprobPairs:
-    """Recorded and fresh log-probabilities of the same tokens."""
-
-    recorded: list[npt.NDArray[np.float64]] = field(default_factory=list)
-    fresh: list[npt.NDArray[np.float64]] = field(default_factory=list)
-
-    def add(self, recorded: npt.NDArray[np.float64], fresh: npt.NDArray[np.float64]) -> None:
-        self.recorded.append(recorded)
-        self.fresh.append(fresh)
-
-    def arrays(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        return np.concatenate(self.recorded), np.concatenate(self.fresh)
-
-
 def wrong_mode(
-    recorded: npt.NDArray[np.float64],
-    fresh: npt.NDArray[np.float64],
-    mode: LogprobMode,
-    temperature: float,
-    tolerance: float,
+    recorded: _Values, fresh: _Values, mode: LogprobMode, temperature: float, tolerance: float
 ) -> LogprobMode | None:
     """Return the mode of the numbers (float64 [n] each) if it is not `mode`; None if they fit, or do not show it.
 

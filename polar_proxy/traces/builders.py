@@ -11,21 +11,24 @@ or its call is excluded with a reason, and each sampled token follows the prompt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import get_args
 
 import numpy as np
 
 from polar_proxy.errors import UsageError
-from polar_proxy.sequences import begins_with, common_prefix_length, share_buffer
+from polar_proxy.sequences import begins_with, common_prefix_length, shared_length
 from polar_proxy.traces.certificate import ScorerIdentity
 from polar_proxy.traces.drift import DriftEvent, DriftPolicy, drift_events, find_context_start
-from polar_proxy.traces.exclusions import excluded_calls, in_start_order
-from polar_proxy.traces.grades import CANONICAL, grade_of, grade_reasons
+from polar_proxy.traces.grades import CANONICAL, excluded_calls, grade_of, grade_reasons, in_start_order
 from polar_proxy.traces.validation import validate
 from polar_proxy.types import CallRecord, Choice, Span, TokenIds, Trace, new_id
 
-ON_DRIFT = ("split", "canonical", "rescore")
+BUILDERS = ("per_call", "merged", "tree")
+ON_DRIFT: tuple[DriftPolicy, ...] = get_args(DriftPolicy)
+_OPENS_OWN = ("subagent", "compacts")
+"""Edges of calls that continue no other call's trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,103 +57,37 @@ def build(
     rollout_id: str | None = None,
     reward: float | None = None,
 ) -> BuildResult:
-    """Build the traces of a session's calls.
+    """Build and validate the traces of a session's calls.
 
-    With `on_drift = rescore` the log-probabilities are still the recorded ones, which `scoring.rescore` replaces. Raise
-    UsageError for an unknown builder or drift policy.
+    `on_drift` decides what `merged` does with drifted calls. `split` opens a new trace for them; `canonical` joins them
+    to their base's trace with the context of their own prompt, or splits if no clean join exists, with the reason in
+    the drift event; `rescore` makes the same traces as `canonical`, and `scoring.rescore` then replaces their
+    log-probabilities. Raise UsageError for an unknown builder or drift policy.
     """
     if builder not in BUILDERS:
         raise UsageError(f"There is no builder {builder!r}: choose {', '.join(BUILDERS)}.")
     if on_drift not in ON_DRIFT:
         raise UsageError(f"There is no drift policy {on_drift!r}: choose {', '.join(ON_DRIFT)}.")
-    if builder == "merged":
-        return merged(calls, rollout_id=rollout_id, reward=reward, on_drift=on_drift)  # type: ignore[arg-type]
-    if on_drift != "split":
+    if builder != "merged" and on_drift != "split":
         raise UsageError(f"--on-drift is for the builder merged: {builder} joins no drifted calls.")
-    return BUILDERS[builder](calls, rollout_id=rollout_id, reward=reward)
-
-
-# ---------------------------------------------------------------- the builders
-
-
-def per_call(calls: Sequence[CallRecord], *, rollout_id: str | None = None, reward: float | None = None) -> BuildResult:
-    """Make one trace for each sampled answer."""
     excluded = excluded_calls(calls)
     trained = [call for call in in_start_order(calls) if call.call_id not in excluded]
-    traces = [TraceBuilder.of_answer(call, choice) for call in trained for choice in call.choices]
-    return _finish("per_call", calls, traces, excluded, drift_events(calls, excluded), rollout_id, reward)
-
-
-def merged(
-    calls: Sequence[CallRecord],
-    *,
-    rollout_id: str | None = None,
-    reward: float | None = None,
-    on_drift: DriftPolicy = "split",
-) -> BuildResult:
-    """Join calls wherever a prompt begins, token for token, with all of an earlier trace.
-
-    The longest such trace is continued; among equally long ones, the trace of the call's base or parent. A call opens a
-    new trace if its prompt begins with no trace (after a rewind, for example, where the replaced answer stays trained
-    in the old trace). Sub-agents and compacted conversations always open their own.
-
-    `on_drift` decides about drifted calls: `split` opens a new trace for them; `canonical` joins them to their base's
-    trace with the context of their own prompt, or splits if no clean join exists, with the reason in the drift
-    event; `rescore` makes the same traces as `canonical`, and `scoring.rescore` replaces their log-probabilities.
-    """
-    merger = CallMerger(calls, on_drift)
-    for call in in_start_order(calls):
-        if call.call_id not in merger.excluded:
+    events = {event.call_id: event for event in drift_events(calls, excluded)}
+    if builder == "per_call":
+        traces = [TraceBuilder.of_answer(call, choice) for call in trained for choice in call.choices]
+    elif builder == "tree":
+        traces = _tree(trained)
+    else:
+        merger = CallMerger(calls, events, joins_drift=on_drift != "split")
+        for call in trained:
             merger.add(call)
-    events = tuple(merger.events.values())
-    return _finish("merged", calls, merger.traces, merger.excluded, events, rollout_id, reward, on_drift)
-
-
-def tree(calls: Sequence[CallRecord], *, rollout_id: str | None = None, reward: float | None = None) -> BuildResult:
-    """Follow the longest path that begins like the prompt, and branch at the first token that differs.
-
-    Siblings, rewinds, parallel answers and sub-agents share their common prefix. A call whose prompt begins with a
-    whole path continues the trace at the end of that path, unless it is the call of a sub-agent or of a compacted
-    conversation. Its choices after the first branch off. An answer that several paths continue is trained once.
-    """
-    excluded = excluded_calls(calls)
-    traces: list[TraceBuilder] = []
-    for call in in_start_order(calls):
-        prompt = call.prompt_ids
-        if call.call_id in excluded or prompt is None:
-            continue
-        opens_own = call.edge in ("subagent", "compacts")
-        for position, choice in enumerate(call.choices):
-            trace, depth = _deepest(traces, prompt, call)
-            if trace is None or opens_own or position > 0 or depth < trace.end:
-                trace = TraceBuilder(trace, depth)
-                traces.append(trace)
-            trace.add(call, choice, depth)
-    return _finish("tree", calls, traces, excluded, drift_events(calls, excluded), rollout_id, reward)
-
-
-BUILDERS: dict[str, Callable[..., BuildResult]] = {"per_call": per_call, "merged": merged, "tree": tree}
-
-
-def _finish(
-    builder: str,
-    calls: Sequence[CallRecord],
-    traces: Sequence[TraceBuilder],
-    excluded: dict[str, str],
-    events: Sequence[DriftEvent],
-    rollout_id: str | None,
-    reward: float | None,
-    on_drift: str | None = None,
-) -> BuildResult:
-    """Make the result of a builder and validate it."""
+        traces = merger.traces
     result = BuildResult(
         builder=builder,
         traces=tuple(trace.finish(builder, index, rollout_id, reward) for index, trace in enumerate(traces)),
         excluded=excluded,
-        on_drift=on_drift,
-        drift_events=tuple(
-            event.model_copy(update={"outcome": "excluded"}) if event.call_id in excluded else event for event in events
-        ),
+        on_drift=on_drift if builder == "merged" else None,
+        drift_events=tuple(events.values()),
         grade_reasons={trace.trace_id: tuple(sorted(trace.reasons)) for trace in traces},
     )
     validate(calls, result)
@@ -161,19 +98,24 @@ def _finish(
 
 
 class CallMerger:
-    """The state of builder `merged`."""
+    """Builder `merged`: a call continues the longest trace whose tokens are, all of them, the beginning of its prompt.
 
-    def __init__(self, calls: Sequence[CallRecord], on_drift: DriftPolicy) -> None:
-        self.excluded = excluded_calls(calls)
-        self.events = {event.call_id: event for event in drift_events(calls, self.excluded)}
+    Among equally long traces it continues that of the call's base or parent. A call opens a new trace if its prompt
+    begins with no trace (after a rewind, for example, where the replaced answer stays trained in the old trace).
+    Sub-agents and compacted conversations always open their own.
+    """
+
+    def __init__(self, calls: Sequence[CallRecord], events: dict[str, DriftEvent], *, joins_drift: bool) -> None:
+        """`events`, by call id, get the outcome of each drifted call."""
         self.traces: list[TraceBuilder] = []
-        self._joins_drift = on_drift != "split"
+        self._events = events
+        self._joins_drift = joins_drift
         self._calls = {call.call_id: call for call in calls}
         self._by_last_answer: dict[tuple[str, int], TraceBuilder] = {}
 
     def add(self, call: CallRecord) -> None:
         trace, start, joins_drift = None, 0, False
-        if call.edge not in ("subagent", "compacts"):
+        if call.edge not in _OPENS_OWN:
             if self._joins_drift and (joined := self._join_drifted(call)) is not None:
                 (trace, start), joins_drift = joined, True
             else:
@@ -205,30 +147,45 @@ class CallMerger:
         This also applies to a call that did not drift but continues a joined trace, whose tokens differ from the call's
         prompt.
         """
-        event = self.events.get(call.call_id)
+        event = self._events.get(call.call_id)
         trace = self._by_last_answer.get((call.base_call_id or "", call.base_choice or 0))
-        if trace is None:
-            if event is not None:
-                self.events[call.call_id] = event.model_copy(update={"split_reason": "base_went_on"})
+        if event is None and (trace is None or not trace.has_drift):
             return None
-        if event is None and not trace.has_drift:
-            return None
-        base = self._calls[call.base_call_id or ""]
-        start = find_context_start(trace.token_ids, trace.spans, call, base, drifted=event is not None)
-        if isinstance(start, str):
-            if event is not None:
-                self.events[call.call_id] = event.model_copy(update={"split_reason": start})
-            return None
+        start: int | str = "base_went_on"
+        if trace is not None:
+            base = self._calls[call.base_call_id or ""]
+            start = find_context_start(trace.token_ids, trace.spans, call, base, drifted=event is not None)
         if event is not None:
-            self.events[call.call_id] = event.model_copy(update={"outcome": "canonical"})
-        return trace, start
+            result = {"split_reason": start} if isinstance(start, str) else {"outcome": "canonical"}
+            self._events[call.call_id] = event.model_copy(update=result)
+        return None if trace is None or isinstance(start, str) else (trace, start)
 
 
-def _deepest(traces: Sequence[TraceBuilder], prompt: TokenIds, call: CallRecord) -> tuple[TraceBuilder | None, int]:
-    """Return the trace with the longest common prefix with the prompt, and the prefix's length.
+def _tree(calls: Sequence[CallRecord]) -> list[TraceBuilder]:
+    """Follow the longest path that begins like the prompt, and branch at the first token that differs.
+
+    Siblings, rewinds, parallel answers and sub-agents share their common prefix. A call whose prompt begins with a
+    whole path continues the trace at the end of that path, unless it is the call of a sub-agent or of a compacted
+    conversation. Its choices after the first branch off. An answer that several paths continue is trained once.
+    """
+    traces: list[TraceBuilder] = []
+    for call in calls:
+        for position, choice in enumerate(call.choices):
+            trace, depth = _deepest(traces, call)
+            if trace is None or call.edge in _OPENS_OWN or position > 0 or depth < trace.end:
+                trace = TraceBuilder(trace, depth)
+                traces.append(trace)
+            trace.add(call, choice, depth)
+    return traces
+
+
+def _deepest(traces: Sequence[TraceBuilder], call: CallRecord) -> tuple[TraceBuilder | None, int]:
+    """Return the trace with the longest common prefix with the call's prompt, and the prefix's length.
 
     Among equals, prefer one that ends there, then the trace of the call's base, then of its parent, then the first.
     """
+    prompt = call.prompt_ids
+    assert prompt is not None
     base = (call.base_call_id, call.base_choice or 0)
     best: TraceBuilder | None = None
     best_key = (0, False, False, False)
@@ -294,19 +251,15 @@ class TraceBuilder:
     def shared_depth(self, prompt: TokenIds) -> int:
         """Return the length of the common prefix of prompt and path, given that the first `branch_at` tokens are
         equal."""
-        known, start = self._last_prompt, self.branch_at
-        if known is not None and len(prompt) >= len(known) and share_buffer(prompt, known):
-            start = len(known)
+        start = max(self.branch_at, shared_length(prompt, self._last_prompt))
         return start + common_prefix_length(prompt[start:], self.token_ids[start - self.branch_at :])
 
     def is_start_of(self, prompt: TokenIds) -> bool:
         """Return whether the prompt begins with all tokens of this trace, which has no parent."""
         if self._size > len(prompt) or prompt[self._size - 1] != self._buffer[self._size - 1]:
             return False
-        known = self._last_prompt
-        if known is not None and share_buffer(prompt, known):
-            return begins_with(prompt[len(known) :], self.token_ids[len(known) :])
-        return begins_with(prompt, self.token_ids)
+        start = shared_length(prompt, self._last_prompt)
+        return begins_with(prompt[start:], self.token_ids[start:])
 
     def add(self, call: CallRecord, choice: Choice, start: int, *, joins_drift: bool = False) -> None:
         """Add an answer, after the prompt's tokens from `start` on as context.

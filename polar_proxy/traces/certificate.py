@@ -10,23 +10,47 @@ H is blake2b with a 16-byte digest. Header and span (without its hash) are canon
 UTF-8), each after its length as 4 bytes little-endian. Tokens are int32 and log-probabilities float32, both
 little-endian; only sampled spans hash log-probabilities.
 
-A checker needs this module and a row, and not the calls.
+A checker needs a row, and not the calls. The store keeps a certificate without the parts that follow from the trace and
+its calls (spans, engines, hashes), except for the last hash. `restore` derives them and must get the same last hash, so
+that a call or trace that was changed in the database is detected when a row is made from it.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
+from polar_proxy.errors import PolarError
+from polar_proxy.sequences import trace_path
 from polar_proxy.traces.drift import DriftEvent, DriftPolicy
-from polar_proxy.traces.grades import Grade, Reason
-from polar_proxy.types import Json, LogprobMode, Logprobs, PromptMode, TokenIds
+from polar_proxy.traces.grades import (
+    Grade,
+    Reason,
+    grade_of,
+    is_off_distribution,
+    policy_versions,
+    sampling_overrides,
+)
+from polar_proxy.types import (
+    CallRecord,
+    EngineInfo,
+    Json,
+    LogprobMode,
+    Logprobs,
+    PromptMode,
+    Span,
+    TokenIds,
+    Trace,
+)
+
+if TYPE_CHECKING:
+    from polar_proxy.traces.builders import BuildResult
 
 SCHEMA = 1
 """Increased when a field changes its meaning; a checker refuses newer certificates."""
@@ -39,9 +63,14 @@ _STORED = {"schema_version", "on_drift", "grade", "grade_reasons", "drift", "res
 _PERSON = b"polar trace"
 
 
-class CertificateModel(BaseModel):
-    """Base of the certificate's parts: no unknown fields, no changes."""
+class CertificateError(PolarError):
+    """A stored trace does not match its certificate: it, or one of its calls, was changed in the database."""
 
+
+# ---------------------------------------------------------------- the model
+
+
+class CertificateModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -62,6 +91,10 @@ class ScorerIdentity(CertificateModel):
     version: str
     model: str
     weight_version: str | None
+
+    @classmethod
+    def of(cls, info: EngineInfo, weight_version: str | None) -> ScorerIdentity:
+        return cls(engine=info.engine, version=info.version, model=info.model, weight_version=weight_version)
 
 
 class CallSpan(CertificateModel):
@@ -140,16 +173,130 @@ class Certificate(CertificateModel):
         return self.model_dump(by_alias=True, include=_STORED)
 
 
-def seal(header: Json, grade: str, spans: Sequence[Json], token_ids: TokenIds, logprobs: Logprobs) -> Certificate:
-    """Make a certificate: compute the hashes of `header` and of `spans`, which have no hashes yet.
+# ---------------------------------------------------------------- making certificates
 
-    `token_ids` int32 [n] and `logprobs` float32 [n] are the trace's own.
+
+def certify(calls: Sequence[CallRecord], build: BuildResult) -> dict[str, Certificate]:
+    """Return trace id -> certificate for the traces of a build."""
+    by_id = {call.call_id: call for call in calls}
+    traces = {trace.trace_id: trace for trace in build.traces}
+    found = {}
+    for trace in build.traces:
+        origin: Json = {
+            "on_drift": build.on_drift,
+            "grade_reasons": list(build.grade_reasons[trace.trace_id]),
+            "drift": [event.model_dump() for event in _events_in(trace, by_id, build.drift_events)],
+            "rescored": build.rescored_by.model_dump() if trace.rescored and build.rescored_by is not None else None,
+        }
+        found[trace.trace_id] = _certificate(trace, traces, by_id, origin)
+    return found
+
+
+def restore(
+    stored: Mapping[str, Json | None], traces: Sequence[Trace], calls: Sequence[CallRecord]
+) -> dict[str, Certificate]:
+    """Return trace id -> certificate for stored traces: all those of one build, with all calls of their session.
+
+    Raise CertificateError if a trace or a call has changed since the build.
     """
+    by_id = {call.call_id: call for call in calls}
+    by_trace = {trace.trace_id: trace for trace in traces}
+    found: dict[str, Certificate] = {}
+    for trace in traces:
+        kept = stored.get(trace.trace_id)
+        derived = None if kept is None else _certificate(trace, by_trace, by_id, kept)
+        if kept is None or derived is None or derived.head != kept["head"]:
+            raise CertificateError(
+                f"The trace {trace.trace_id} does not match its certificate: it or its calls were changed in the "
+                f"database. If that was intended, build it again with `polar build {trace.session_id}`."
+            )
+        found[trace.trace_id] = derived.model_copy(update={"grade": kept["grade"], "audit": kept["audit"]})
+    return found
+
+
+def _certificate(
+    trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, CallRecord], origin: Json
+) -> Certificate:
+    """`origin` has the fields that do not follow from trace and calls: on_drift, grade_reasons, drift, rescored."""
+    engines: list[Json] = []
+    spans = [_span(span, calls[span.call_id], engines) for span in trace.spans]
+    branch_hash = None
+    if trace.parent_trace_id is not None:
+        branch_hash = hash_tokens(trace_path(trace, traces).token_ids[: trace.branch_at])
+    header: Json = {
+        "schema": SCHEMA,
+        "trace_id": trace.trace_id,
+        "session_id": trace.session_id,
+        "rollout_id": trace.rollout_id,
+        "builder": trace.builder,
+        "on_drift": origin["on_drift"],
+        "grade_reasons": origin["grade_reasons"],
+        "parent_trace_id": trace.parent_trace_id,
+        "branch_at": trace.branch_at,
+        "branch_hash": branch_hash,
+        "prompt_length": trace.prompt_length,
+        "engines": engines,
+        "rescored": origin["rescored"],
+        "drift": origin["drift"],
+    }
     seed = hash_json(b"", header)
-    hashes = [link.hex() for link in hash_spans(seed, spans, token_ids, logprobs)]
+    hashes = [link.hex() for link in hash_spans(seed, spans, trace.token_ids, trace.logprobs)]
     sealed = [{**span, "hash": link} for span, link in zip(spans, hashes, strict=True)]
-    fields = {**header, "grade": grade, "audit": None, "seed": seed.hex(), "spans": sealed}
-    return Certificate.model_validate({**fields, "head": hashes[-1] if hashes else seed.hex()})
+    grade = grade_of(origin["grade_reasons"])
+    proof = {"grade": grade, "audit": None, "seed": seed.hex(), "spans": sealed, "head": hashes[-1]}
+    return Certificate.model_validate({**header, **proof})
+
+
+def _span(span: Span, call: CallRecord, engines: list[Json]) -> Json:
+    """Describe a span. Add its engine to `engines` if it is not there yet."""
+    described: Json = {
+        "kind": span.kind,
+        "call_id": span.call_id,
+        "choice": span.choice,
+        "start": span.start,
+        "end": span.end,
+        "n": span.end - span.start,
+        "prompt_mode": call.prompt_mode,
+        "prompt_reason": call.prompt_reason,
+    }
+    if span.kind == "sampled":
+        engine = _engine(call)
+        if engine not in engines:
+            engines.append(engine)
+        choice = next(choice for choice in call.choices if choice.index == span.choice)
+        described |= {
+            "engine": engines.index(engine),
+            "versions": [list(run) for run in policy_versions(call, choice)],
+            "past_reasoning": call.sampling.get("past_reasoning"),
+            "sampling": sampling_overrides(call) if is_off_distribution(call) else None,
+        }
+    return described
+
+
+def _engine(call: CallRecord) -> Json:
+    """Return the fields of `EngineIdentity`."""
+    info = call.engine
+    return {
+        "engine": None if info is None else info.engine,
+        "version": None if info is None else info.version,
+        "model": call.model if info is None else info.model,
+        "template_hash": None if info is None else info.template_hash,
+        "logprob_mode": call.logprob_mode,
+    }
+
+
+def _events_in(trace: Trace, calls: Mapping[str, CallRecord], events: Sequence[DriftEvent]) -> list[DriftEvent]:
+    """Return the drift events of calls whose first answer is in the trace.
+
+    A call's other answers are in separate traces, in which only the prompt comes before them.
+    """
+    if not events:
+        return []
+    answers = {(span.call_id, span.choice) for span in trace.spans if span.kind == "sampled"}
+    return [event for event in events if (event.call_id, calls[event.call_id].choices[0].index) in answers]
+
+
+# ---------------------------------------------------------------- hashes
 
 
 def hash_spans(seed: bytes, spans: Iterable[Json], token_ids: TokenIds, logprobs: Logprobs) -> list[bytes]:

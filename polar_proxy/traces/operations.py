@@ -17,10 +17,9 @@ from polar_proxy.store import Store
 from polar_proxy.store.rescores import apply_rescores
 from polar_proxy.traces.audit import UNKNOWN, AuditReference, AuditReport, audit
 from polar_proxy.traces.builders import BuildResult, build
-from polar_proxy.traces.certify import certify
+from polar_proxy.traces.certificate import certify
 from polar_proxy.traces.grades import REJECTED
-from polar_proxy.traces.rescoring import RescoreReport, build_rescored, rescore_calls
-from polar_proxy.traces.scoring import rescore
+from polar_proxy.traces.scoring import RescoreReport, Scorer, build_rescored, rescore, rescore_calls
 from polar_proxy.traces.validation import count_calls
 from polar_proxy.types import CallRecord, Json
 
@@ -217,11 +216,13 @@ async def audit_store(
             f"The engine {engine.info.engine} gives no log-probabilities of a given sequence: audit with vllm or local."
         )
     report = AuditReport(reference)
+    scorer = Scorer(engine, at_once)
     started = time.monotonic()
     loaded = await engine.weight_version()
     for target in targets:
-        await _audit_session(store, engine, target, builder, at_once, report)
+        await _audit_session(store, scorer, target, builder, report)
         report.sessions += 1
+        report.scored_tokens = scorer.tokens
         report.seconds = time.monotonic() - started
         progress(report)
         if (now := await engine.weight_version()) != loaded:
@@ -230,40 +231,27 @@ async def audit_store(
 
 
 async def _audit_session(
-    store: Store, engine: Engine, target: SessionTarget, builder: str, at_once: int, report: AuditReport
+    store: Store, scorer: Scorer, target: SessionTarget, builder: str, report: AuditReport
 ) -> None:
     stored = await store.traces.of_session(target.session_id, builder=builder, text=False)
     if not stored.traces:
         report.skipped["not_built"] += 1
         return
-    certificates = {trace_id: fields for trace_id, fields in stored.certificates.items() if fields is not None}
-    audits = await audit(
-        engine,
-        report.reference,
-        stored.traces,
-        stored.trace_calls,
-        built_grades={
-            trace_id: fields["audit"]["built_grade"] for trace_id, fields in certificates.items() if fields.get("audit")
-        },
-        scorers={trace_id: fields["rescored"] for trace_id, fields in certificates.items() if fields.get("rescored")},
-        at_once=at_once,
-        scored=report.scored,
-    )
+    audits = await audit(scorer, report.reference, stored.traces, stored.trace_calls, stored.certificates)
     for one in audits:
         if one.tokens or one.grade == REJECTED:
-            await store.traces.set_audit(one.trace_id, one.grade, one.to_json(report.reference, time.time()))
+            await store.traces.set_audit(one.trace_id, one.grade, one.to_json(time.time()))
         report.add(one, target.harness or UNKNOWN)
 
 
 # ---------------------------------------------------------------- rescoring
 
 
-async def rescore_session(
-    store: Store, engine: Engine, target: SessionTarget, report: RescoreReport, *, at_once: int = 4
-) -> None:
+async def rescore_session(store: Store, scorer: Scorer, target: SessionTarget, report: RescoreReport) -> None:
     """Encode and score the answers of one session that have no tokens, and build its `rescored` traces again."""
     calls = await store.calls.of_session(target.session_id)
-    rescores, skipped = await rescore_calls(calls, engine, report.scored, at_once=at_once)
+    rescores, skipped = await rescore_calls(calls, scorer)
+    report.scored_tokens = scorer.tokens
     if not rescores and not await store.rescores.of_session(target.session_id):
         report.add(len(calls), rescores, skipped, 0)
         return

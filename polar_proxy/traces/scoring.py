@@ -1,54 +1,74 @@
-"""Teacher-forced log-probabilities of whole sequences from an engine, and traces rescored with them."""
+"""Scoring: the log-probabilities that an engine gives to sequences which it need not have sampled.
+
+For drifted calls that were joined (`rescore`), and for answers that were recorded as text, which make off-policy traces
+(`rescore_calls`, `build_rescored`). Promises of the latter, each a test:
+
+* The tokens of an answer are those that the engine's own template writes after the opening of an answer, up to and
+  including the end-of-turn token (without it if the answer was cut). An answer whose rendering is not clean, or does
+  not contain all of the answer, is left out with a reason.
+* The engine that scores did not sample the text. Every trace is of the builder `rescored`, graded `approximate`, and
+  names the engine that scored it and the engine that wrote the text. No other builder sees these tokens.
+
+Reasons: `sampled_here` (the call has recorded tokens), `raw_prompt`, `images`, `constrained`, `unreadable` (the stored
+request), `template_refuses`, `prompt_not_kept` (rendered with its answer, the conversation begins with another prompt),
+`no_end_of_turn`, `answer_not_kept` (the template drops or changes the text), `cut_call`, `empty`, `unfinished` (ended
+by a filter, for example), `beyond_context`, `no_logprobs`; and the reasons of every builder.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import Engine
-from polar_proxy.errors import EngineError, RequestError
-from polar_proxy.sequences import MISSING_LOGPROB, begins_with
-from polar_proxy.traces.builders import BuildResult
+from polar_proxy.errors import EngineError, RequestError, UsageError
+from polar_proxy.sequences import all_reported, begins_with
+from polar_proxy.store.rescores import RESCORED_BUILDER, Rescore, apply_rescores
+from polar_proxy.traces.builders import BuildResult, build
 from polar_proxy.traces.certificate import ScorerIdentity
-from polar_proxy.traces.grades import CANONICAL, RESCORED, grade_of
-from polar_proxy.types import Logprobs, TokenIds, Trace
+from polar_proxy.traces.grades import CANONICAL, RESCORED, exclusion_reason, grade_of
+from polar_proxy.traces.validation import count_calls
+from polar_proxy.types import CallRecord, ChatRequest, Choice, Json, Logprobs, Message, TokenIds, Trace
+
+_TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
+_FINISHED = {"stop", "tool_calls", "function_call", "length"}
 
 
-@dataclass(slots=True)
-class ScoredTokens:
-    """The number of tokens that the engine scored."""
-
-    tokens: int = 0
+# ---------------------------------------------------------------- sequences
 
 
-async def score_all(
-    sequences: Sequence[TokenIds], engine: Engine, at_once: int = 4, scored: ScoredTokens | None = None
-) -> list[npt.NDArray[np.float64]]:
-    """Return `score_sequence` of each sequence (int32 [n]), at most `at_once` at a time.
+class Scorer:
+    """Scores sequences with an engine, at most `at_once` at a time, and counts the tokens that the engine scored."""
 
-    A sequence that is the beginning of another takes its values from that one: the causal mask makes them equal.
-    """
-    containing = find_containing(sequences)
-    gate = asyncio.Semaphore(at_once)
+    def __init__(self, engine: Engine, at_once: int = 4) -> None:
+        self.engine = engine
+        self.tokens = 0
+        self._gate = asyncio.Semaphore(at_once)
 
-    async def score(ids: TokenIds) -> npt.NDArray[np.float64]:
-        async with gate:
-            values = await score_sequence(engine, ids)
-        if scored is not None:
-            scored.tokens += len(ids)
+    async def score_all(self, sequences: Sequence[TokenIds]) -> list[npt.NDArray[np.float64]]:
+        """Return `score_sequence` of each sequence (int32 [n]).
+
+        A sequence that is the beginning of another takes its values from that one: the causal mask makes them equal.
+        """
+        containing = find_containing(sequences)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {index: group.create_task(self._score(sequences[index])) for index in sorted(set(containing))}
+        except ExceptionGroup as failed:  # the first error is enough: the other tasks were cancelled or failed alike
+            raise failed.exceptions[0] from failed
+        return [tasks[index].result()[: len(ids)] for ids, index in zip(sequences, containing, strict=True)]
+
+    async def _score(self, ids: TokenIds) -> npt.NDArray[np.float64]:
+        async with self._gate:
+            values = await score_sequence(self.engine, ids)
+        self.tokens += len(ids)
         return values
-
-    wanted = sorted(set(containing))
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = {index: group.create_task(score(sequences[index])) for index in wanted}
-    except ExceptionGroup as failed:  # the first error is enough: the other tasks were cancelled or failed alike
-        raise failed.exceptions[0] from failed
-    return [tasks[index].result()[: len(ids)] for ids, index in zip(sequences, containing, strict=True)]
 
 
 async def score_sequence(engine: Engine, ids: TokenIds) -> npt.NDArray[np.float64]:
@@ -86,6 +106,9 @@ def find_containing(sequences: Sequence[TokenIds]) -> list[int]:
     return containing
 
 
+# ---------------------------------------------------------------- drift that was joined
+
+
 async def rescore(build: BuildResult, engine: Engine) -> BuildResult:
     """Return the build with the engine's log-probabilities in the traces where drift was joined (`on_drift = rescore`).
 
@@ -97,18 +120,13 @@ async def rescore(build: BuildResult, engine: Engine) -> BuildResult:
     reasons = dict(build.grade_reasons)
     for trace in build.traces:
         if CANONICAL in reasons[trace.trace_id]:
-            reasons[trace.trace_id] = tuple(sorted({*reasons[trace.trace_id], RESCORED}))
+            reasons[trace.trace_id] = _and_rescored(reasons[trace.trace_id])
             logprobs = await _rescored_logprobs(trace, engine)
             trace = replace(trace, logprobs=logprobs, rescored=True, grade=grade_of(reasons[trace.trace_id]))
         traces.append(trace)
     if not any(trace.rescored for trace in traces):
         return build
-    scorer = ScorerIdentity(
-        engine=engine.info.engine,
-        version=engine.info.version,
-        model=engine.info.model,
-        weight_version=await engine.weight_version(),
-    )
+    scorer = ScorerIdentity.of(engine.info, await engine.weight_version())
     return replace(build, traces=tuple(traces), grade_reasons=reasons, rescored_by=scorer)
 
 
@@ -119,7 +137,186 @@ async def _rescored_logprobs(trace: Trace, engine: Engine) -> Logprobs:
     # The first token has nothing before it; a joined trace begins with context.
     logprobs: Logprobs = np.array([np.nan, *values], dtype=np.float32)
     logprobs[trace.loss_mask == 0] = np.nan
-    sampled = logprobs[trace.loss_mask == 1]
-    if not (np.isfinite(sampled) & (sampled > MISSING_LOGPROB)).all():
+    if not all_reported(logprobs[trace.loss_mask == 1]):
         raise EngineError(f"The engine gave no log-probability for some sampled tokens of {trace.trace_id}.")
     return logprobs
+
+
+# ---------------------------------------------------------------- answers that were recorded as text
+
+
+class UnusableAnswerError(Exception):
+    """An answer that cannot be written in the engine's tokens; the text is the reason."""
+
+
+@dataclass(slots=True)
+class RescoreReport:
+    """Counts of a rescoring. `skipped`: calls by reason."""
+
+    sessions: int = 0
+    calls: int = 0
+    answers: int = 0
+    tokens: int = 0
+    traces: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    scored_tokens: int = 0
+
+    def add(self, calls: int, rescores: Sequence[Rescore], skipped: Mapping[str, str], traces: int) -> None:
+        """Add one session. `skipped`: call id -> reason."""
+        self.sessions += 1
+        self.calls += calls - len(skipped)
+        self.answers += len(rescores)
+        self.tokens += sum(len(rescore.token_ids) for rescore in rescores)
+        self.traces += traces
+        self.skipped.update(skipped.values())
+
+    def to_json(self) -> Json:
+        return {**asdict(self), "skipped": dict(self.skipped)}
+
+
+def require_scoring_engine(engine: Engine) -> None:
+    """Raise UsageError for an engine that cannot score, or has no known end-of-turn token."""
+    info = engine.info
+    if "score" not in info.capabilities:
+        raise UsageError(f"The engine {info.engine} gives no log-probabilities of a given text: use vllm or local.")
+    if not info.eos_token_ids:
+        raise UsageError(
+            f"The engine {info.engine} does not report its end-of-turn token, so the end of an answer is unknown."
+        )
+
+
+async def rescore_calls(calls: Sequence[CallRecord], scorer: Scorer) -> tuple[list[Rescore], dict[str, str]]:
+    """Encode and score the answers of a session that have no tokens.
+
+    Return the rescores, and call id -> reason for the other calls. A call is rescored with all its answers or not at
+    all.
+    """
+    engine = scorer.engine
+    skipped: dict[str, str] = {}
+    answers: list[tuple[CallRecord, Choice, TokenIds, TokenIds]] = []
+    for call in calls:
+        try:
+            answers += [(call, *encoded) for encoded in await encode_answers(call, engine)]
+        except UnusableAnswerError as reason:
+            skipped[call.call_id] = str(reason)
+    sequences = [np.concatenate([prompt, answer]) for _, _, prompt, answer in answers]
+    scores = await scorer.score_all(sequences)
+    version = await engine.weight_version()
+    rescores: list[Rescore] = []
+    for (call, choice, prompt, answer), values in zip(answers, scores, strict=True):
+        logprobs = values[len(prompt) :].astype(np.float32)
+        if not all_reported(logprobs):
+            beyond = len(prompt) + len(answer) >= engine.info.context_length
+            skipped[call.call_id] = "beyond_context" if beyond else "no_logprobs"
+            continue
+        rescores.append(Rescore(call.call_id, choice.index, engine.info, version, prompt, answer, logprobs))
+    return [rescore for rescore in rescores if rescore.call_id not in skipped], skipped
+
+
+def build_rescored(
+    calls: Sequence[CallRecord],
+    rescores: Sequence[Rescore],
+    *,
+    skipped: Mapping[str, str] | None = None,
+    rollout_id: str | None = None,
+    reward: float | None = None,
+) -> BuildResult:
+    """Build merged traces of rescored answers. `skipped`: why other calls were not rescored, if known. Pure."""
+    rescored = {rescore.call_id for rescore in rescores}
+    pairs = zip(apply_rescores(calls, rescores), calls, strict=True)
+    with_tokens = [call for call, before in pairs if call is not before]
+    left_out = {
+        call.call_id: (skipped or {}).get(call.call_id) or _no_rescore_reason(call) or "not_rescored"
+        for call in calls
+        if call.call_id not in rescored
+    }
+    built = build(with_tokens, rollout_id=rollout_id, reward=reward)
+    reasons = {trace_id: _and_rescored(given) for trace_id, given in built.grade_reasons.items()}
+    result = replace(
+        built,
+        builder=RESCORED_BUILDER,
+        traces=tuple(
+            replace(trace, builder=RESCORED_BUILDER, rescored=True, grade=grade_of(reasons[trace.trace_id]))
+            for trace in built.traces
+        ),
+        excluded={**built.excluded, **left_out},
+        grade_reasons=reasons,
+        rescored_by=ScorerIdentity.of(rescores[0].engine, rescores[0].weight_version) if rescores else None,
+    )
+    count_calls(calls, result)
+    return result
+
+
+def _and_rescored(reasons: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({*reasons, RESCORED}))
+
+
+def _no_rescore_reason(call: CallRecord) -> str | None:
+    """Return why a call needs no rescoring, or cannot be rescored; None if it can."""
+    if call.status == "no_tokens" and call.edge != "side_call":
+        return None if call.choices else "empty"
+    return "side_call" if call.edge == "side_call" else exclusion_reason(call) or "sampled_here"
+
+
+async def encode_answers(call: CallRecord, engine: Engine) -> list[tuple[Choice, TokenIds, TokenIds]]:
+    """Return each answer of a call with its prompt and its own tokens (int32), as the engine renders them.
+
+    Raise UnusableAnswerError with the reason if one of them has no clean rendering.
+    """
+    if (reason := _no_rescore_reason(call)) is not None:
+        raise UnusableAnswerError(reason)
+    try:
+        request = recorded_request(call)
+    except RequestError as error:
+        raise UnusableAnswerError("unreadable") from error
+    if not isinstance(request, ChatRequest):
+        raise UnusableAnswerError("raw_prompt")
+    if call.sampling.get("constrained"):
+        raise UnusableAnswerError("constrained")
+    if any(_has_images(message) for message in request.messages):
+        raise UnusableAnswerError("images")
+    try:
+        prompt = await engine.render(request)
+        encoded = [(choice, await _answer_tokens(choice, request, prompt, engine)) for choice in call.choices]
+    except RequestError as error:
+        beyond = error.code == "context_length_exceeded"
+        raise UnusableAnswerError("beyond_context" if beyond else "template_refuses") from error
+    ids = np.array(prompt, dtype=np.int32)
+    return [(choice, ids, np.array(answer, dtype=np.int32)) for choice, answer in encoded]
+
+
+async def _answer_tokens(choice: Choice, request: ChatRequest, prompt: list[int], engine: Engine) -> list[int]:
+    answer = choice.message
+    cut = choice.finish_reason == "length"
+    if choice.finish_reason not in _FINISHED:
+        raise UnusableAnswerError("unfinished")
+    if cut and answer.tool_calls:
+        raise UnusableAnswerError("cut_call")
+    whole = await engine.render(replace(request, messages=(*request.messages, answer)), generation=False)
+    if whole[: len(prompt)] != prompt:
+        raise UnusableAnswerError("prompt_not_kept")
+    rendered = whole[len(prompt) :]
+    end_tokens = engine.info.eos_token_ids
+    end = next((position for position, token in enumerate(rendered) if token in end_tokens), None)
+    if end is None:
+        raise UnusableAnswerError("no_end_of_turn")
+    tokens = rendered[: end if cut else end + 1]
+    if not tokens or not rendered[:end]:
+        raise UnusableAnswerError("empty")
+    text = await engine.decode(rendered[:end])
+    if not all(piece in text for piece in _required_pieces(answer)):
+        raise UnusableAnswerError("answer_not_kept")
+    return tokens
+
+
+def _required_pieces(answer: Message) -> list[str]:
+    """Return the texts that a rendering of the answer must contain.
+
+    Templates strip white space and write arguments in their own form, so the texts do not include arguments.
+    """
+    content = answer.content if isinstance(answer.content, str) else ""
+    return [(answer.reasoning or "").strip(), content.strip(), *(call.name for call in answer.tool_calls)]
+
+
+def _has_images(message: Message) -> bool:
+    return isinstance(message.content, list) and any(part.get("type") not in _TEXT_PARTS for part in message.content)

@@ -8,10 +8,10 @@ Every builder ends with `validate`, so that a builder that lost, doubled or move
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from polar_proxy.sequences import begins_with, find_problem, share_buffer, trace_path
+from polar_proxy.sequences import begins_with, find_problem, shared_length, trace_path
 from polar_proxy.traces.drift import drift_events, find_context_start
 from polar_proxy.traces.grades import CANONICAL, RESCORED, grade_of
 from polar_proxy.types import CallRecord, Json, Span, TokenIds, Trace
@@ -34,14 +34,26 @@ def validate(calls: Sequence[CallRecord], build: BuildResult) -> None:
     * Every drifted call has a drift event with the builder's treatment of it.
     """
     by_id = {call.call_id: call for call in calls}
+    if (problem := next(_problems(calls, by_id, build), None)) is not None:
+        raise InvariantError(f"{build.builder}: {problem}")
+
+
+def _problems(calls: Sequence[CallRecord], by_id: Mapping[str, CallRecord], build: BuildResult) -> Iterator[str]:
     traces = {trace.trace_id: trace for trace in build.traces}
     for trace in build.traces:
         if (problem := find_problem(trace, by_id)) is not None:
-            raise InvariantError(f"{build.builder}: the trace {trace.trace_id} does not match its calls: {problem}")
-        _check_grade(trace, build)
-        _check_prompts(trace, traces, by_id, build)
-    _check_answers(by_id, build)
-    _check_drift_events(calls, build)
+            yield f"the trace {trace.trace_id} does not match its calls: {problem}"
+        reasons = build.grade_reasons.get(trace.trace_id, ())
+        if trace.rescored != (RESCORED in reasons) or trace.grade != grade_of(reasons):
+            yield f"the grade of {trace.trace_id} does not follow from {reasons}"
+        yield from _prompt_problems(trace, traces, by_id, build)
+    yield from _answer_problems(by_id, build)
+    described = [event.call_id for event in build.drift_events]
+    if described != [event.call_id for event in drift_events(calls, build.excluded)]:
+        yield "the drift events are not the calls that drifted"
+    for event in build.drift_events:
+        if (event.outcome == "excluded") != (event.call_id in build.excluded):
+            yield f"the drift event of {event.call_id} has the wrong outcome"
 
 
 def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
@@ -55,63 +67,49 @@ def count_calls(calls: Sequence[CallRecord], build: BuildResult) -> Json:
     return {"recorded": len(calls), "trained": len(trained), "excluded": dict(sorted(excluded.items()))}
 
 
-def _check_answers(calls: Mapping[str, CallRecord], build: BuildResult) -> None:
-    """Each answer is trained once, or its call is excluded."""
-    trained: set[tuple[str, int]] = set()
-    for trace in build.traces:
-        for span in trace.spans:
-            if span.kind == "sampled":
-                answer = (span.call_id, span.choice)
-                if answer in trained:
-                    raise InvariantError(f"{build.builder}: the answer {answer} is trained twice")
-                trained.add(answer)
+def _answer_problems(calls: Mapping[str, CallRecord], build: BuildResult) -> Iterator[str]:
+    """Yield the problems unless each answer is trained once, or its call is excluded."""
+    spans = [span for trace in build.traces for span in trace.spans if span.kind == "sampled"]
+    trained = Counter((span.call_id, span.choice) for span in spans)
+    for answer, times in trained.items():
+        if times > 1:
+            yield f"the answer {answer} is trained twice"
     if unknown := set(build.excluded) - set(calls):
-        raise InvariantError(f"{build.builder}: excluded calls that were never recorded: {sorted(unknown)}")
+        yield f"excluded calls that were never recorded: {sorted(unknown)}"
     for call in calls.values():
         count = sum((call.call_id, choice.index) in trained for choice in call.choices)
         if call.call_id in build.excluded:
             if count:
-                raise InvariantError(f"{build.builder}: the call {call.call_id} is both trained and excluded")
+                yield f"the call {call.call_id} is both trained and excluded"
         elif not count or count != len(call.choices):
-            raise InvariantError(f"{build.builder}: the call {call.call_id} is neither trained whole nor excluded")
+            yield f"the call {call.call_id} is neither trained whole nor excluded"
 
 
-def _check_grade(trace: Trace, build: BuildResult) -> None:
-    reasons = build.grade_reasons.get(trace.trace_id, ())
-    if trace.rescored != (RESCORED in reasons) or trace.grade != grade_of(reasons):
-        raise InvariantError(f"{build.builder}: the grade of {trace.trace_id} does not follow from {reasons}")
-
-
-def _check_prompts(
+def _prompt_problems(
     trace: Trace, traces: Mapping[str, Trace], calls: Mapping[str, CallRecord], build: BuildResult
-) -> None:
-    """The tokens before each answer are its recorded prompt, or were joined as `on_drift` allows."""
+) -> Iterator[str]:
+    """Yield the problems unless the tokens before each answer are its recorded prompt, or joined as `on_drift`
+    allows."""
     try:
         ids = trace.token_ids if trace.parent_trace_id is None else trace_path(trace, traces).token_ids
     except ValueError as error:
-        raise InvariantError(f"{build.builder}: {error}") from error
+        yield str(error)
+        return
     if len(ids) != trace.branch_at + len(trace.token_ids):
-        raise InvariantError(f"{build.builder}: {trace.trace_id} does not begin after {trace.branch_at} tokens")
-    known: TokenIds = ids[:0]
+        yield f"{trace.trace_id} does not begin after {trace.branch_at} tokens"
+        return
+    checked: TokenIds | None = None
     position = trace.branch_at
     for number, span in enumerate(trace.spans):
         if span.kind == "sampled":
             prompt = calls[span.call_id].prompt_ids
             assert prompt is not None
-            if len(prompt) == position and _is_start(prompt, ids, known):
-                known = prompt
+            known = shared_length(prompt, checked)
+            if len(prompt) == position and begins_with(ids[known:], prompt[known:]):
+                checked = prompt
             elif not _is_allowed_join(trace, number, calls, build):
-                raise InvariantError(
-                    f"{build.builder}: in {trace.trace_id} the answer of {span.call_id} does not follow its prompt"
-                )
+                yield f"in {trace.trace_id} the answer of {span.call_id} does not follow its prompt"
         position += span.end - span.start
-
-
-def _is_start(prompt: TokenIds, ids: TokenIds, known: TokenIds) -> bool:
-    """Return whether `ids` begin with the prompt, given that they begin with `known`."""
-    if len(known) and len(prompt) >= len(known) and share_buffer(prompt, known):
-        return begins_with(ids[len(known) :], prompt[len(known) :])
-    return begins_with(ids, prompt)
 
 
 def _is_allowed_join(trace: Trace, number: int, calls: Mapping[str, CallRecord], build: BuildResult) -> bool:
@@ -136,12 +134,3 @@ def _is_allowed_join(trace: Trace, number: int, calls: Mapping[str, CallRecord],
     size = sum(span.end - span.start for span in before)
     drifted = any(event.call_id == call.call_id and event.outcome == "canonical" for event in build.drift_events)
     return find_context_start(trace.token_ids[:size], before, call, base, drifted=drifted) == start
-
-
-def _check_drift_events(calls: Sequence[CallRecord], build: BuildResult) -> None:
-    described = [event.call_id for event in build.drift_events]
-    if described != [event.call_id for event in drift_events(calls, build.excluded)]:
-        raise InvariantError(f"{build.builder}: the drift events are not the calls that drifted")
-    for event in build.drift_events:
-        if (event.outcome == "excluded") != (event.call_id in build.excluded):
-            raise InvariantError(f"{build.builder}: the drift event of {event.call_id} has the wrong outcome")

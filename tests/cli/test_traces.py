@@ -18,7 +18,7 @@ from polar_proxy.engines.openai import OpenAIEngine
 from polar_proxy.engines.scripted import ScriptedEngine, decode
 from polar_proxy.gateway import Gateway
 from polar_proxy.store import open_store
-from polar_proxy.traces import merged
+from polar_proxy.traces import build
 from polar_proxy.traces.check import check_row
 from polar_proxy.types import Json, new_id
 from tests.cli.runner import polar, polar_error, polar_json, polar_ok
@@ -108,7 +108,7 @@ async def record_call(home: Path, *, wrong_by: float = 0.0) -> str:
             session = await store.sessions.create(key_hash=None, label=None, origin="open")
             call = replace(call, session_id=session.session_id)
             await store.calls.commit(call)
-        built = merged([call])
+        built = build([call])
         certificates: dict[str, Json] = {trace.trace_id: {} for trace in built.traces}
         await store.traces.put(built.traces, {}, "merged", call.session_id, certificates=certificates)
         return call.session_id

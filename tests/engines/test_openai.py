@@ -14,7 +14,7 @@ from polar_proxy.engines.factory import make_engine
 from polar_proxy.engines.openai import CONTEXT_LENGTH, OpenAIEngine
 from polar_proxy.errors import EngineError, RequestError, UsageError
 from polar_proxy.store import Store
-from polar_proxy.traces import per_call
+from polar_proxy.traces import build
 from polar_proxy.types import EngineRequest, Json, Message, Sampling, TextRequest, ToolCall
 from tests.conftest import Serve
 from tests.engines.engine_contract import WEATHER, chat
@@ -151,7 +151,7 @@ async def test_calls_are_recorded_as_text_and_never_trained(serve: Serve, store:
             assert usage["completion_tokens"] == len(CALLING.tokens())
         assert call.engine is not None
         assert (call.engine.engine, call.engine.model) == ("openai", "fake")
-        assert per_call([call]).excluded == {call.call_id: "no_tokens"}
+        assert build([call], "per_call").excluded == {call.call_id: "no_tokens"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import orjson
 
 from polar_proxy.store import RolloutStatus, Store
 from polar_proxy.store.service.jobs import NewGroup, NewRollout
-from polar_proxy.traces import BUILDERS, certify
+from polar_proxy.traces import BUILDERS, build, certify
 from polar_proxy.types import CallRecord, Json, new_id
 from tests.factories import call
 
@@ -71,9 +71,9 @@ async def rollout(
     await store.rollouts.update(rollout_id, status=status)
     if reward is not None:
         await store.rewards.add(rollout_id, reward, "tests", {})
-    for name, build in BUILDERS.items():
+    for name in BUILDERS:
         if built:
-            made = build(calls, rollout_id=rollout_id, reward=reward)
+            made = build(calls, name, rollout_id=rollout_id, reward=reward)
             certificates = {trace_id: one.stored() for trace_id, one in certify(calls, made).items()}
             await store.traces.put(made.traces, made.excluded, name, row.session_id, rollout_id, certificates)
     return rollout_id, calls

@@ -8,7 +8,7 @@ import pytest
 from polar_proxy.dialects import OpenAIChat, recorded_request
 from polar_proxy.export import DATASET_FORMATS, SessionExport, conversation
 from polar_proxy.export.datasets import ConversationReader
-from polar_proxy.traces import BUILDERS
+from polar_proxy.traces import build
 from polar_proxy.types import CallRecord, ChatRequest, Json
 from tests.export.dialect_requests import BODIES, recorded
 
@@ -16,7 +16,7 @@ CHAT = BODIES["openai_chat"]
 
 
 def row(form: str, call: CallRecord) -> Json:
-    built = BUILDERS["merged"]([call])
+    built = build([call])
     (made,) = DATASET_FORMATS[form](SessionExport({}, [call], built.traces, built.excluded))
     read: Json = orjson.loads(orjson.dumps(made))
     return read

@@ -12,7 +12,7 @@ import pytest
 from polar_proxy.engines.scripted import END, INFO, ScriptedEngine, ScriptedReply, decode, encode
 from polar_proxy.errors import EngineError
 from polar_proxy.store import Store
-from polar_proxy.traces import BUILDERS
+from polar_proxy.traces import build
 from polar_proxy.types import CallRecord, ChatRequest, EngineRequest, ToolCall
 from tests.conftest import Serve
 from tests.gateway.agents import client, new_session, recorded_calls
@@ -97,7 +97,7 @@ async def test_reserialised_history_does_not_drift(serve: Serve, store: Store) -
     assert ECHOED not in decode(prompt_and_answer(third))
     behind = prompt_and_answer(second)[len(prompt_and_answer(first)) :]
     assert decode(behind).startswith("tool:result 0tool:result 1assistant:")
-    (trace,) = BUILDERS["merged"]([first, second, third]).traces
+    (trace,) = build([first, second, third]).traces
     assert trace.token_ids.tolist() == prompt_and_answer(third)
     assert second.sampling["past_reasoning"] == "keep"
 
@@ -109,7 +109,7 @@ async def test_the_same_run_drifts_in_render_mode(serve: Serve, store: Store) ->
     assert [call.prompt_reason for call in (first, second, third)] == ["no_base", "off", "off"]
     assert [call.base_call_id for call in (first, second, third)] == [None, first.call_id, second.call_id]
     assert prompt_and_answer(second)[: len(prompt_and_answer(first))] != prompt_and_answer(first)
-    assert len(BUILDERS["merged"]([first, second, third]).traces) == 3
+    assert len(build([first, second, third]).traces) == 3
 
 
 async def test_the_sessions_policy_sets_the_prompt_mode(serve: Serve, store: Store) -> None:

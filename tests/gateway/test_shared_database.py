@@ -19,7 +19,7 @@ from polar_proxy.gateway import Gateway
 from polar_proxy.store import Store
 from polar_proxy.store.calls import CallRepository
 from polar_proxy.store.sessions import SessionRepository
-from polar_proxy.traces import BUILDERS
+from polar_proxy.traces import build
 from polar_proxy.traces.drift import drift_events
 from polar_proxy.types import CallRecord
 from tests.gateway.agents import new_session
@@ -57,7 +57,7 @@ def assert_one_trace(calls: Sequence[CallRecord]) -> None:
     for before, call in pairwise(calls):
         assert (call.parent_call_id, call.base_call_id) == (before.call_id, before.call_id)
         assert (call.prompt_mode, call.prompt_reason, call.ambiguous) == ("continue", None, False)
-    built = BUILDERS["merged"](calls)
+    built = build(calls)
     assert len(built.traces) == 1
     assert not built.excluded
     assert drift_events(calls, built.excluded) == ()

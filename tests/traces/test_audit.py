@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from polar_proxy.errors import EngineError, UsageError
 from polar_proxy.store import Store
-from polar_proxy.traces import BUILDERS, merged, per_call, tree
+from polar_proxy.traces import BUILDERS, build
 from polar_proxy.traces.audit import AuditReference, TraceAudit, audit, wrong_mode
 from polar_proxy.traces.operations import SessionTarget, audit_store, find_targets
-from polar_proxy.traces.scoring import ScoredTokens, find_containing
+from polar_proxy.traces.scoring import Scorer, find_containing
 from polar_proxy.types import CallRecord, LogprobMode, Trace
 from tests.factories import answer, call
 from tests.fakes.table_engine import INFO, VOCABULARY, TableEngine, logprob
@@ -60,8 +60,8 @@ def with_changed_logprob(record: CallRecord, position: int, by: float) -> CallRe
 
 
 async def audited(calls: list[CallRecord], builder: str = "merged", **more: Any) -> list[TraceAudit]:
-    traces = BUILDERS[builder](calls).traces
-    return await audit(more.pop("engine", TableEngine()), more.pop("reference", REFERENCE), traces, calls, **more)
+    traces = build(calls, builder).traces
+    return await audit(Scorer(more.pop("engine", TableEngine())), more.pop("reference", REFERENCE), traces, calls)
 
 
 async def single(*args: Any, **more: Any) -> TraceAudit:
@@ -92,7 +92,7 @@ async def test_one_wrong_logprob_rejects_its_trace(builder: str, number: int, pl
     ids = calls[number].prompt_ids
     assert ids is not None
     assert list(worst.before) == [*ids.tolist(), *calls[number].choices[0].token_ids[:place].tolist()]
-    summary = rejected[0].to_json(REFERENCE, 5.0)
+    summary = rejected[0].to_json(5.0)
     assert summary["max_abs_diff"] == pytest.approx(abs(by), abs=1e-5)
     assert (summary["built_grade"], summary["tolerance"], summary["at"]) == ("exact", 0.01, 5.0)
     assert "beyond_tolerance" in summary["findings"]
@@ -121,12 +121,13 @@ async def test_wrong_logprob_is_reported_as_the_worst(data: st.DataObject) -> No
 
 async def test_shared_beginnings_are_scored_once() -> None:
     calls = [table_call("a", 0.0, [3, 4], [5, 2]), table_call("b", 1.0, [3, 4, 5, 2, 9], [8, 2])]
-    for built, lengths in ((per_call(calls), [7]), (merged(calls), [7])):
-        engine, scored = TableEngine(), ScoredTokens()
-        await audit(engine, REFERENCE, built.traces, calls, scored=scored)
-        assert (engine.scored, scored.tokens) == (lengths, 7)
+    for built, lengths in ((build(calls, "per_call"), [7]), (build(calls), [7])):
+        engine = TableEngine()
+        scorer = Scorer(engine)
+        await audit(scorer, REFERENCE, built.traces, calls)
+        assert (engine.scored, scorer.tokens) == (lengths, 7)
     engine = TableEngine()
-    await audit(engine, REFERENCE, tree(turns()).traces, turns())
+    await audit(Scorer(engine), REFERENCE, build(turns(), "tree").traces, turns())
     assert sorted(engine.scored) == [8, 9]  # the root is within both branches
 
 
@@ -220,7 +221,7 @@ async def _stored(store: Store, calls: list[CallRecord], builder: str = "merged"
     calls = [replace(one, session_id=session.session_id) for one in calls]
     for one in calls:
         await store.calls.commit(one)
-    built = BUILDERS[builder](calls)
+    built = build(calls, builder)
     certificates = {trace.trace_id: {"version": 1} for trace in built.traces}
     await store.traces.put(built.traces, built.excluded, builder, session.session_id, certificates=certificates)
     return session.session_id, built.traces

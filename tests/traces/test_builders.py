@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar_proxy.traces import exclusion_reason, merged, per_call
+from polar_proxy.traces import build, exclusion_reason
 from polar_proxy.types import Json, Span, Trace
 from tests.factories import call
 from tests.traces.random_sessions import DEFECTS, HARMLESS_CHANGES, CallDefect, with_defect
@@ -21,7 +21,7 @@ def describe(trace: Trace) -> tuple[list[int], str, int]:
 def test_two_turns_join() -> None:
     first = call("a", 0, [1, 2], [3, 4])
     second = call("b", 1, [1, 2, 3, 4, 5], [6])
-    (trace,) = merged([second, first]).traces
+    (trace,) = build([second, first]).traces
     assert describe(trace) == ([1, 2, 3, 4, 5, 6], "001101", 2)
     assert trace.spans == (
         Span("context", "a", 0, 2),
@@ -35,15 +35,13 @@ def test_two_turns_join() -> None:
 
 
 def test_per_call_makes_one_trace_for_each_call() -> None:
-    built = per_call([call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 3, 4, 5], [6])])
+    built = build([call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 3, 4, 5], [6])], "per_call")
     assert [describe(trace) for trace in built.traces] == [([1, 2, 3, 4], "0011", 2), ([1, 2, 3, 4, 5, 6], "000001", 5)]
 
 
 def test_drifted_turn_opens_a_new_trace() -> None:
     """The second prompt has the first answer in other tokens: there they are context, so nothing is trained twice."""
-    built = merged(
-        [call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 34, 5], [6]), call("c", 2, [1, 2, 34, 5, 6], [7])]
-    )
+    built = build([call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 34, 5], [6]), call("c", 2, [1, 2, 34, 5, 6], [7])])
     assert [describe(trace) for trace in built.traces] == [
         ([1, 2, 3, 4], "0011", 2),
         ([1, 2, 34, 5, 6, 7], "000011", 4),
@@ -52,7 +50,7 @@ def test_drifted_turn_opens_a_new_trace() -> None:
 
 def test_drift_before_the_last_token_opens_a_new_trace() -> None:
     """The prompt has the length and last token of the trace, and differs before it."""
-    built = merged([call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 99, 4, 5], [6])])
+    built = build([call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 99, 4, 5], [6])])
     assert [describe(trace) for trace in built.traces] == [
         ([1, 2, 3, 4], "0011", 2),
         ([1, 2, 99, 4, 5, 6], "000001", 5),
@@ -60,12 +58,12 @@ def test_drift_before_the_last_token_opens_a_new_trace() -> None:
 
 
 def test_prompt_with_part_of_an_answer_does_not_join() -> None:
-    built = merged([call("a", 0, [1, 2], [3, 4, 5]), call("b", 1, [1, 2, 3, 4], [6])])
+    built = build([call("a", 0, [1, 2], [3, 4, 5]), call("b", 1, [1, 2, 3, 4], [6])])
     assert [describe(trace)[1] for trace in built.traces] == ["00111", "00001"]
 
 
 def test_rewind_opens_a_trace_and_both_can_continue() -> None:
-    built = merged(
+    built = build(
         [
             call("a", 0, [1], [2]),
             call("b", 1, [1, 2, 3], [4]),
@@ -79,37 +77,37 @@ def test_rewind_opens_a_trace_and_both_can_continue() -> None:
 
 
 def test_each_choice_has_a_trace_that_can_continue() -> None:
-    built = merged([call("a", 0, [1], [2], [3]), call("b", 1, [1, 3, 4], [5]), call("c", 2, [1, 2, 4], [6])])
+    built = build([call("a", 0, [1], [2], [3]), call("b", 1, [1, 3, 4], [5]), call("c", 2, [1, 2, 4], [6])])
     assert [describe(trace)[0] for trace in built.traces] == [[1, 2, 4, 6], [1, 3, 4, 5]]
     assert [trace.call_ids for trace in built.traces] == [("a", "c"), ("a", "b")]
 
 
 def test_repeated_prompt_trains_both_answers() -> None:
-    built = merged([call("a", 0, [1], [2]), call("b", 1, [1, 2, 3], [4]), call("c", 2, [1, 2, 3], [5])])
+    built = build([call("a", 0, [1], [2]), call("b", 1, [1, 2, 3], [4]), call("c", 2, [1, 2, 3], [5])])
     assert [describe(trace) for trace in built.traces] == [([1, 2, 3, 4], "0101", 1), ([1, 2, 3, 5], "0001", 3)]
 
 
 def test_longest_matching_trace_is_continued() -> None:
     """The last prompt begins with both earlier traces, [1, 2] and [1, 2, 3]."""
-    built = merged([call("a", 0, [1], [2]), call("b", 0.5, [1], [2, 3]), call("c", 1, [1, 2, 3, 4], [5])])
+    built = build([call("a", 0, [1], [2]), call("b", 0.5, [1], [2, 3]), call("c", 1, [1, 2, 3, 4], [5])])
     assert [trace.call_ids for trace in built.traces] == [("a",), ("b", "c")]
 
 
 def test_prompt_without_new_tokens_joins() -> None:
-    (trace,) = merged([call("a", 0, [1], [2]), call("b", 1, [1, 2], [3])]).traces
+    (trace,) = build([call("a", 0, [1], [2]), call("b", 1, [1, 2], [3])]).traces
     assert describe(trace) == ([1, 2, 3], "011", 1)
 
 
 def test_excluded_answer_becomes_context() -> None:
     gone = call("b", 1, [1, 2, 3], [4], status="client_gone")
-    built = merged([call("a", 0, [1], [2]), gone, call("c", 2, [1, 2, 3, 4, 5], [6])])
+    built = build([call("a", 0, [1], [2]), gone, call("c", 2, [1, 2, 3, 4, 5], [6])])
     (trace,) = built.traces
     assert describe(trace) == ([1, 2, 3, 4, 5, 6], "010001", 1)
     assert built.excluded == {"b": "client_gone"}
 
 
 def test_no_calls_make_no_traces() -> None:
-    assert merged([]).traces == per_call([]).traces == ()
+    assert build([]).traces == build([], "per_call").traces == ()
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_harmless_change_excludes_nothing(defect: CallDefect) -> None:
 def test_one_defective_choice_excludes_the_call() -> None:
     both = call("a", 0, [1], [2], [3])
     both.choices[1].logprobs[0] = np.nan
-    assert merged([both]).excluded == {"a": "no_logprobs"}
+    assert build([both]).excluded == {"a": "no_logprobs"}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +153,7 @@ def test_raw_logprobs_of_another_distribution_are_approximate(sampling: Json, of
     """Raw log-probabilities are the model's own; processed ones are of the distribution that was sampled from."""
 
     def grade(mode: Any) -> str:
-        return merged([call("a", 0, [1], [2], sampling=sampling, logprob_mode=mode)]).traces[0].grade
+        return build([call("a", 0, [1], [2], sampling=sampling, logprob_mode=mode)]).traces[0].grade
 
     assert grade("raw") == ("approximate" if off_distribution else "exact")
     assert grade("processed") == "exact"
@@ -163,5 +161,5 @@ def test_raw_logprobs_of_another_distribution_are_approximate(sampling: Json, of
 
 def test_off_distribution_call_lowers_only_its_own_trace() -> None:
     off_distribution = {"sampling": {"temperature": 0.5}, "logprob_mode": "raw"}
-    built = merged([call("a", 0, [1], [2]), call("b", 1, [1, 2, 3], [4], **off_distribution), call("c", 2, [9], [8])])
+    built = build([call("a", 0, [1], [2]), call("b", 1, [1, 2, 3], [4], **off_distribution), call("c", 2, [9], [8])])
     assert [trace.grade for trace in built.traces] == ["approximate", "exact"]

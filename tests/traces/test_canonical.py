@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 
 from polar_proxy.errors import EngineError, UsageError
-from polar_proxy.traces import BuildResult, InvariantError, build, merged, validate
+from polar_proxy.traces import BuildResult, InvariantError, build, validate
 from polar_proxy.traces.certificate import ScorerIdentity
 from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, EngineInfo, Span
@@ -32,7 +32,7 @@ DRIFTED = turn("b", 1, [1, END, 7, 23, END, 4, END, 7], [5, END], base="a")
 
 
 def joined(*calls: CallRecord, on_drift: Any = "canonical") -> BuildResult:
-    return merged(calls, on_drift=on_drift)
+    return build(calls, on_drift=on_drift)
 
 
 def test_join_keeps_sampled_tokens_and_takes_context_from_the_new_prompt() -> None:
@@ -100,7 +100,7 @@ def test_canonical_without_drift_equals_split() -> None:
     plain = turn("b", 1, [1, END, 7, 2, 3, END, 4, END, 7], [5, END], base="a")
     (trace,) = joined(FIRST, plain).traces
     assert trace.grade == "exact"
-    assert trace.token_ids.tolist() == merged([FIRST, plain]).traces[0].token_ids.tolist()
+    assert trace.token_ids.tolist() == build([FIRST, plain]).traces[0].token_ids.tolist()
 
 
 @pytest.mark.parametrize("start", [0, 3, 4, 6, 7])
@@ -144,7 +144,7 @@ def test_rejects_a_join_that_is_not_recorded(damage: Any) -> None:
 @given(calls=conversations())
 def test_canonical_trains_the_same_answers_in_no_more_traces(calls: list[CallRecord]) -> None:
     """A trace with a joined call is graded approximate."""
-    split, canonical = merged(calls), joined(*calls)
+    split, canonical = build(calls), joined(*calls)
     assert split.excluded == canonical.excluded
     assert len(canonical.traces) <= len(split.traces)
     sampled = [sum(int(t.loss_mask.sum()) for t in built.traces) for built in (split, canonical)]

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from pydantic import ValidationError
 
-from polar_proxy.traces import Certificate, CertificateError, build, certify, merged, restore, tree
+from polar_proxy.traces import Certificate, CertificateError, build, certify, restore
 from polar_proxy.traces.rows import describe_errors
 from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, Json
@@ -83,7 +83,7 @@ def test_hash_chain_is_as_documented() -> None:
         framed = struct.pack("<I", len(text)) + text
         return hashlib.blake2b(before + framed + b"".join(data), digest_size=16, person=b"polar trace").digest()
 
-    made = merged([FIRST, SECOND])
+    made = build([FIRST, SECOND])
     (trace,) = made.traces
     (fields,) = (one.to_json() for one in certify([FIRST, SECOND], made).values())
     uncovered = ("grade", "audit", "seed", "spans", "head")
@@ -99,7 +99,7 @@ def test_hash_chain_is_as_documented() -> None:
         assert link.hex() == span["hash"]
     assert link.hex() == fields["head"]
     calls = [call("a", 0, [1, 2], [3]), call("b", 1, [1, 2, 4], [5])]
-    branch = list(certify(calls, tree(calls)).values())[1].to_json()
+    branch = list(certify(calls, build(calls, "tree")).values())[1].to_json()
     assert chained(b"", struct.pack("<2i", 1, 2)).hex() == branch["branch_hash"]
 
 
@@ -134,7 +134,7 @@ def test_spans_name_their_engine() -> None:
 
 
 def test_drift_is_in_the_trace_of_the_drifted_call() -> None:
-    split = certify([FIRST, DRIFTED], merged([FIRST, DRIFTED]))
+    split = certify([FIRST, DRIFTED], build([FIRST, DRIFTED]))
     assert [[event.call_id for event in certificate.drift] for certificate in split.values()] == [[], ["b"]]
     joined = one(FIRST, DRIFTED, on_drift="canonical")
     (found,) = joined["drift"]
@@ -153,7 +153,7 @@ def test_drift_is_in_the_trace_of_the_drifted_call() -> None:
 
 
 async def test_rescored_trace_names_its_scorer() -> None:
-    built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), PositionScorer())
+    built = await rescore(build([FIRST, DRIFTED], on_drift="rescore"), PositionScorer())
     (fields,) = (one.to_json() for one in certify([FIRST, DRIFTED], built).values())
     assert fields["rescored"] == {"engine": "scripted", "version": "1", "model": "m", "weight_version": "5"}
     assert fields["grade_reasons"] == ["canonical", "rescored"]
@@ -161,13 +161,13 @@ async def test_rescored_trace_names_its_scorer() -> None:
 
 def test_branch_has_the_hash_of_the_tokens_before_it() -> None:
     calls = [call("a", 0, [1, 2], [3]), call("b", 1, [1, 2, 4], [5]), call("c", 2, [1, 2, 6], [7])]
-    built = tree(calls)
+    built = build(calls, "tree")
     root, one, other = (certificate.to_json() for certificate in certify(calls, built).values())
     assert root["branch_hash"] is None
     assert one["parent_trace_id"] == other["parent_trace_id"] == root["trace_id"]
     assert one["branch_hash"] == other["branch_hash"] != None  # noqa: E711
     deeper = [*calls[:1], call("b", 1, [1, 2, 3, 4], [5], edge="subagent")]
-    assert list(certify(deeper, tree(deeper)).values())[1].branch_hash != one["branch_hash"]
+    assert list(certify(deeper, build(deeper, "tree")).values())[1].branch_hash != one["branch_hash"]
 
 
 CASES = {
@@ -231,7 +231,7 @@ def test_stored_form_is_restored_whole(name: str) -> None:
 
 
 def test_audit_is_restored() -> None:
-    built = merged([FIRST, SECOND])
+    built = build([FIRST, SECOND])
     (trace_id,) = built.grade_reasons
     short = {**certify([FIRST, SECOND], built)[trace_id].stored(), "grade": "rejected", "audit": {"tokens": 4}}
     whole = restore({trace_id: short}, built.traces, [FIRST, SECOND])[trace_id]
@@ -239,7 +239,7 @@ def test_audit_is_restored() -> None:
 
 
 def test_trace_without_a_certificate_is_not_restored() -> None:
-    built = merged([FIRST, SECOND])
+    built = build([FIRST, SECOND])
     with pytest.raises(CertificateError, match="polar build sess_1"):
         restore({built.traces[0].trace_id: None}, built.traces, [FIRST, SECOND])
 
@@ -255,14 +255,14 @@ def test_trace_without_a_certificate_is_not_restored() -> None:
     ],
 )
 def test_detects_a_call_changed_since_the_build(changed: dict[str, Any]) -> None:
-    built = merged([FIRST, SECOND])
+    built = build([FIRST, SECOND])
     short = {trace_id: one.stored() for trace_id, one in certify([FIRST, SECOND], built).items()}
     with pytest.raises(CertificateError, match="polar build sess_1"):
         restore(short, built.traces, [FIRST, replace(SECOND, **changed)])
 
 
 def test_detects_a_trace_changed_since_the_build() -> None:
-    built = merged([FIRST, SECOND])
+    built = build([FIRST, SECOND])
     short = {trace_id: one.stored() for trace_id, one in certify([FIRST, SECOND], built).items()}
     changed = built.traces[0].logprobs.copy()
     changed[3] = np.nextafter(changed[3], np.float32(0))

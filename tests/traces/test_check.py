@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from polar_proxy.traces import ON_DRIFT, merged
+from polar_proxy.traces import ON_DRIFT, build
 from polar_proxy.traces.certificate import hash_json, hash_spans
 from polar_proxy.traces.check import check_lines, check_row, main
 from polar_proxy.traces.scoring import rescore
@@ -50,7 +50,7 @@ def test_accepts_rows_of_random_sessions(builder: str, session: tuple[list[CallR
 
 
 async def test_accepts_rescored_rows() -> None:
-    built = await rescore(merged([FIRST, DRIFTED], on_drift="rescore"), PositionScorer())
+    built = await rescore(build([FIRST, DRIFTED], on_drift="rescore"), PositionScorer())
     (row,) = rows([FIRST, DRIFTED], built)
     assert check_row(row).problems == []
     assert row["grade"] == "approximate"

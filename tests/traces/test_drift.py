@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from polar_proxy.traces import DriftEvent, drift_events, merged, per_call, tree
+from polar_proxy.traces import BUILDERS, DriftEvent, build, drift_events
 from polar_proxy.traces.drift import INTENTIONAL_REASONS
 from polar_proxy.types import CallRecord
 from tests.factories import call
@@ -77,7 +77,9 @@ def test_drift_is_relative_to_the_continued_choice() -> None:
     assert (found.base_choice, found.position, found.expected, found.actual) == (1, 1, 3, 2)
 
 
-@pytest.mark.parametrize("build", [per_call, merged, tree])
-def test_builders_report_drift_events(build: Any) -> None:
-    assert [found.outcome for found in build([FIRST, second([9])]).drift_events] == ["split"]
-    assert [found.outcome for found in build([FIRST, second([9], status="client_gone")]).drift_events] == ["excluded"]
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_builders_report_drift_events(builder: str) -> None:
+    assert [found.outcome for found in build([FIRST, second([9])], builder).drift_events] == ["split"]
+    assert [found.outcome for found in build([FIRST, second([9], status="client_gone")], builder).drift_events] == [
+        "excluded"
+    ]

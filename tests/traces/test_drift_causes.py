@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polar_proxy.traces.drift_causes import CAUSE_FIXES, CAUSE_MEANINGS, canonical_json, explain_drift
+from polar_proxy.traces.drift import CAUSE_FIXES, CAUSE_MEANINGS, canonical_json, explain_drift
 
 CONTEXT = '<|im_start|>system\n{"a": 1}<|im_end|>\n<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n'
 ARGUMENTS = '{"command":"caf\\u00e9 \\/", "all" : false,\n "n": 1e3}'

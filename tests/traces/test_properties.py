@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 
-from polar_proxy.traces import BUILDERS, validate
+from polar_proxy.traces import build, validate
 from polar_proxy.types import CallRecord
 from tests.traces.random_sessions import sessions
 
@@ -25,7 +25,7 @@ Session = tuple[list[CallRecord], dict[str, str]]
 @given(session=sessions())
 def test_each_answer_is_trained_once_after_its_own_prompt(builder: str, session: Session) -> None:
     calls, expected = session
-    built = BUILDERS[builder](calls, rollout_id="roll_1", reward=0.5)
+    built = build(calls, builder, rollout_id="roll_1", reward=0.5)
     validate(calls, built)
     assert built.excluded == expected
     by_id = {call.call_id: call for call in calls}
@@ -69,7 +69,7 @@ def test_each_answer_is_trained_once_after_its_own_prompt(builder: str, session:
 @given(session=sessions())
 def test_merging_trains_the_same_tokens_with_no_more_context(session: Session) -> None:
     calls, _ = session
-    separate, joined = (BUILDERS[name](calls) for name in ("per_call", "merged"))
+    separate, joined = (build(calls, name) for name in ("per_call", "merged"))
     assert sum(int(t.loss_mask.sum()) for t in joined.traces) == sum(int(t.loss_mask.sum()) for t in separate.traces)
     assert sum(len(t.token_ids) for t in joined.traces) <= sum(len(t.token_ids) for t in separate.traces)
     assert len(joined.traces) <= len(separate.traces)

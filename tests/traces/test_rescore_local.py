@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polar_proxy.config import EngineSettings
-from polar_proxy.traces import merged, validate
+from polar_proxy.traces import build, validate
 from polar_proxy.traces.scoring import rescore
 from polar_proxy.types import CallRecord, ChatRequest, Message, Sampling
 from tests.factories import answer, call
@@ -42,7 +42,7 @@ async def test_same_context_gives_same_logprobs() -> None:
         lineage = {"base_call_id": "a", "base_choice": 0, "prompt_reason": "off"}
         second = await _sampled_call(engine, "b", 2, [*drifted, *more], **lineage)
         calls = [first, second]
-        before = merged(calls, on_drift="rescore")
+        before = build(calls, on_drift="rescore")
         assert [event.outcome for event in before.drift_events] == ["canonical"]
         built = await rescore(before, engine)
     validate(calls, built)

@@ -15,12 +15,13 @@ from polar_proxy.engines.scripted import encode as tokens
 from polar_proxy.errors import RequestError, UsageError
 from polar_proxy.store import Store
 from polar_proxy.store.rescores import RESCORED_BUILDER, Rescore, apply_rescores
-from polar_proxy.traces import merged
+from polar_proxy.traces import build
 from polar_proxy.traces.audit import AuditReference
-from polar_proxy.traces.certify import restore
+from polar_proxy.traces.certificate import restore
 from polar_proxy.traces.operations import SessionTarget, audit_store, rescore_session
-from polar_proxy.traces.rescoring import (
+from polar_proxy.traces.scoring import (
     RescoreReport,
+    Scorer,
     UnusableAnswerError,
     encode_answers,
     require_scoring_engine,
@@ -73,7 +74,7 @@ async def commit(store: Store, calls: list[CallRecord]) -> str:
 async def rescored(store: Store, calls: list[CallRecord], by: Engine | None = None) -> tuple[str, RescoreReport]:
     session_id = await commit(store, calls)
     report = RescoreReport()
-    await rescore_session(store, by or engine(), SessionTarget(session_id), report)
+    await rescore_session(store, Scorer(by or engine()), SessionTarget(session_id), report)
     return session_id, report
 
 
@@ -94,7 +95,7 @@ async def test_rescored_answers_are_merged(store: Store) -> None:
     assert trace.logprobs[trace.loss_mask == 1] == pytest.approx([logprob(token) for token in trained])
     assert np.isnan(trace.logprobs[trace.loss_mask == 0]).all()
     # The first call is a prefix of the second, so it is not scored by itself.
-    assert report.scored.tokens == len(trace.token_ids)
+    assert report.scored_tokens == len(trace.token_ids)
 
 
 async def test_recorded_calls_do_not_change(store: Store) -> None:
@@ -106,7 +107,7 @@ async def test_recorded_calls_do_not_change(store: Store) -> None:
             None,
             0,
         )
-    built = merged(list(kept.values()))
+    built = build(list(kept.values()))
     assert [trace.call_ids for trace in built.traces] == [("own",)]
     assert built.excluded["one"] == "no_tokens"
     assert await store.traces.find(session_id=session_id, builder="merged") == []
@@ -142,7 +143,7 @@ async def test_certificates_name_both_engines(store: Store) -> None:
 async def test_rescoring_again_replaces_the_result(store: Store) -> None:
     session_id, _ = await rescored(store, conversation())
     before = await store.rescores.of_session(session_id)
-    await rescore_session(store, engine(version="2"), SessionTarget(session_id), RescoreReport())
+    await rescore_session(store, Scorer(engine(version="2")), SessionTarget(session_id), RescoreReport())
     after = await store.rescores.of_session(session_id)
     assert [one.engine.version for one in before] == ["1", "1"]
     assert [one.engine.version for one in after] == ["2", "2"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from polar_proxy.sequences import trace_path
-from polar_proxy.traces import BuildResult, InvariantError, merged, tree, validate
+from polar_proxy.traces import BuildResult, InvariantError, build, validate
 from polar_proxy.types import CallRecord, Trace
 from tests.factories import call
 from tests.traces.conversations import conversations
@@ -33,27 +33,32 @@ def describe(built: BuildResult) -> list[tuple[list[int], str, int | None, int]]
 
 
 def test_continued_turns_are_one_trace() -> None:
-    built = tree([call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 3, 4, 5], [6])])
+    built = build([call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 3, 4, 5], [6])], "tree")
     assert describe(built) == [([1, 2, 3, 4, 5, 6], "001101", None, 0)]
 
 
 def test_parallel_answers_share_their_prompt() -> None:
-    built = tree([call("a", 0, [1, 2], [3], [4]), call("b", 1, [1, 2, 4, 5], [6])])
+    built = build([call("a", 0, [1, 2], [3], [4]), call("b", 1, [1, 2, 4, 5], [6])], "tree")
     assert describe(built) == [([1, 2, 3], "001", None, 0), ([4, 5, 6], "101", 0, 2)]
     assert [trace.prompt_length for trace in built.traces] == [2, 0]
 
 
 def test_equal_answers_are_both_trained() -> None:
-    assert describe(tree([call("a", 0, [1], [2, 3], [2, 3])])) == [([1, 2, 3], "011", None, 0), ([2, 3], "11", 0, 1)]
+    built = build([call("a", 0, [1], [2, 3], [2, 3])], "tree")
+    assert describe(built) == [
+        ([1, 2, 3], "011", None, 0),
+        ([2, 3], "11", 0, 1),
+    ]
 
 
 def test_rewind_branches_and_trains_a_shared_answer_once() -> None:
-    built = tree(
+    built = build(
         [
             call("a", 0, [1], [2, 3]),
             call("b", 1, [1, 2, 3, 4], [5]),
             call("c", 2, [1, 2, 3, 6], [7], edge="rewinds"),
-        ]
+        ],
+        "tree",
     )
     assert describe(built) == [([1, 2, 3, 4, 5], "01101", None, 0), ([6, 7], "01", 0, 3)]
     whole = trace_path(built.traces[1], built.traces)
@@ -64,24 +69,26 @@ def test_rewind_branches_and_trains_a_shared_answer_once() -> None:
 
 
 def test_subagent_shares_the_system_prompt() -> None:
-    built = tree(
+    built = build(
         [
             call("a", 0, [1, 1, 2], [3]),
             call("s", 1, [1, 1, 8], [9], edge="subagent"),
             call("b", 2, [1, 1, 2, 3, 4], [5]),
             call("t", 3, [1, 1, 8, 9, 4], [6]),
-        ]
+        ],
+        "tree",
     )
     assert describe(built) == [([1, 1, 2, 3, 4, 5], "000101", None, 0), ([8, 9, 4, 6], "0101", 0, 2)]
 
 
 def test_subagent_that_follows_a_whole_path_has_its_own_trace() -> None:
-    built = tree(
+    built = build(
         [
             call("a", 0, [1], [2]),
             call("s", 1, [1, 2, 7], [8], edge="subagent", parent_call_id="a"),
             call("b", 2, [1, 2, 3], [4], edge="continues", parent_call_id="a"),
-        ]
+        ],
+        "tree",
     )
     assert [trace.call_ids for trace in built.traces] == [("a", "b"), ("s",)]
     assert describe(built)[1] == ([7, 8], "01", 0, 2)
@@ -90,19 +97,22 @@ def test_subagent_that_follows_a_whole_path_has_its_own_trace() -> None:
 def test_drift_branches_where_the_tokens_differ() -> None:
     """The branch may be in the middle of an answer: the tokens before it are shared, the tokens after it are
     context."""
-    built = tree([call("a", 0, [1, 2], [3, 4, 5]), call("b", 1, [1, 2, 3, 9, 5, 6], [7])])
+    built = build([call("a", 0, [1, 2], [3, 4, 5]), call("b", 1, [1, 2, 3, 9, 5, 6], [7])], "tree")
     assert describe(built) == [([1, 2, 3, 4, 5], "00111", None, 0), ([9, 5, 6, 7], "0001", 0, 3)]
 
 
 def test_branch_of_a_branch() -> None:
-    built = tree([call("a", 0, [1, 2, 3], [4]), call("b", 1, [1, 2, 6, 7], [8]), call("c", 2, [1, 2, 6, 9], [5])])
+    built = build(
+        [call("a", 0, [1, 2, 3], [4]), call("b", 1, [1, 2, 6, 7], [8]), call("c", 2, [1, 2, 6, 9], [5])], "tree"
+    )
     assert describe(built)[1:] == [([6, 7, 8], "001", 0, 2), ([9, 5], "01", 1, 3)]
     assert trace_path(built.traces[2], built.traces).token_ids.tolist() == [1, 2, 6, 9, 5]
 
 
 def test_prompts_without_common_tokens_are_roots() -> None:
     assert [
-        row[2:] for row in describe(tree([call("a", 0, [1], [2]), call("b", 1, [3], [4]), call("c", 2, [], [1])]))
+        row[2:]
+        for row in describe(build([call("a", 0, [1], [2]), call("b", 1, [3], [4]), call("c", 2, [], [1])], "tree"))
     ] == [(None, 0)] * 3
 
 
@@ -111,9 +121,9 @@ def _answers(traces: tuple[Trace, ...]) -> list[tuple[str, int]]:
 
 
 def _check(calls: list[CallRecord]) -> None:
-    built = tree(calls, rollout_id="roll_1", reward=0.5)
+    built = build(calls, "tree", rollout_id="roll_1", reward=0.5)
     by_id = {call.call_id: call for call in calls}
-    flat = merged(calls)
+    flat = build(calls)
     assert built.excluded == flat.excluded
     assert _answers(built.traces) == _answers(flat.traces)
     assert sum(len(trace.token_ids) for trace in built.traces) <= sum(len(trace.token_ids) for trace in flat.traces)
@@ -166,7 +176,7 @@ CALLS = [call("a", 0, [1, 2], [3, 4]), call("b", 1, [1, 2, 5], [6]), call("c", 2
     ids=str,
 )
 def test_wrong_branch_is_invalid(changes: dict[str, object]) -> None:
-    built = tree(CALLS)
+    built = build(CALLS, "tree")
     assert describe(built)[1][2:] == (0, 2)
     wrong = replace(built.traces[1], **changes)  # type: ignore[arg-type]
     with pytest.raises(InvariantError):
@@ -174,7 +184,7 @@ def test_wrong_branch_is_invalid(changes: dict[str, object]) -> None:
 
 
 def test_cycle_of_parents_is_invalid() -> None:
-    built = tree(CALLS)
+    built = build(CALLS, "tree")
     root, leaf = built.traces[:2]
     with pytest.raises(InvariantError, match="outside of its tokens"):
         validate(CALLS, replace(built, traces=(replace(root, parent_trace_id=leaf.trace_id), *built.traces[1:])))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polar_proxy.traces import BuildResult, InvariantError, merged, validate
+from polar_proxy.traces import BuildResult, InvariantError, build, validate
 from polar_proxy.types import Span
 from tests.factories import call
 
@@ -65,7 +65,7 @@ DAMAGE: dict[str, Callable[[BuildResult], BuildResult]] = {
 
 
 def test_accepts_the_result_of_a_builder() -> None:
-    built = merged(CALLS)
+    built = build(CALLS)
     assert [trace.call_ids for trace in built.traces] == [("a", "b"), ("b",)]
     validate(CALLS, built)
 
@@ -73,11 +73,11 @@ def test_accepts_the_result_of_a_builder() -> None:
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_rejects_damage(kind: str) -> None:
     with pytest.raises(InvariantError):
-        validate(CALLS, DAMAGE[kind](merged(CALLS)))
+        validate(CALLS, DAMAGE[kind](build(CALLS)))
 
 
 def test_rejects_a_call_without_answers_that_is_not_excluded() -> None:
     unanswered = call("d", 3, [1])
     with pytest.raises(InvariantError):
-        validate([*CALLS, unanswered], merged(CALLS))
-    validate([*CALLS, unanswered], merged([*CALLS, unanswered]))
+        validate([*CALLS, unanswered], build(CALLS))
+    validate([*CALLS, unanswered], build([*CALLS, unanswered]))

@@ -22,9 +22,8 @@ from polar_proxy.conformance.scripted_model import Scenario
 from polar_proxy.dialects import recorded_request
 from polar_proxy.engines.base import Engine
 from polar_proxy.sessions import prompt_config
-from polar_proxy.traces import BuildResult, merged
-from polar_proxy.traces.drift import DriftEvent, base_choice, drift_events
-from polar_proxy.traces.drift_causes import DriftCause, ToolsChange, explain_drift
+from polar_proxy.traces import BuildResult, build
+from polar_proxy.traces.drift import DriftCause, DriftEvent, ToolsChange, base_choice, explain_drift
 from polar_proxy.types import CallRecord, ChatRequest, Choice, PromptMode, TokenIds, Trace
 from sandboxes import SandboxError
 
@@ -131,7 +130,7 @@ async def measure_harness(
 async def count_tokens(row: FidelityRow, calls: Sequence[CallRecord], engine: Engine, *, score: bool) -> None:
     """Fill the row with the counts of the calls of one session."""
     by_id = {call.call_id: call for call in calls}
-    built = merged(calls)
+    built = build(calls)
     row.dialect = ", ".join(sorted({call.dialect for call in calls})) or "-"
     row.calls, row.traces = len(calls), len(built.traces)
     row.bases = sum(call.base_call_id is not None for call in calls)
@@ -139,7 +138,7 @@ async def count_tokens(row: FidelityRow, calls: Sequence[CallRecord], engine: En
     row.reasons = dict(Counter(call.prompt_reason for call in calls if call.prompt_reason).most_common())
     row.edges = dict(edge_counts(calls).most_common())
     causes: Counter[str] = Counter()
-    for event in drift_events(calls, built.excluded):
+    for event in built.drift_events:
         row.drifted += 1
         difference = await explain(engine, event, by_id[event.call_id], by_id[event.base_call_id])
         row.differences.append(difference)

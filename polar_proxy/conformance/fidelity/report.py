@@ -11,7 +11,7 @@ from polar_proxy import __version__
 from polar_proxy.conformance.fidelity.measure import FidelityRow
 from polar_proxy.conformance.fidelity.play import MODES, TEMPLATES
 from polar_proxy.conformance.report import engine_name, markdown_table, now, write_report
-from polar_proxy.traces.drift_causes import CAUSE_MEANINGS
+from polar_proxy.traces.drift import CAUSE_MEANINGS
 from polar_proxy.types import EngineInfo, Json
 
 _SHOWN_DIFFERENCES = 3
