@@ -152,7 +152,7 @@ async def count_groups(run: KillableRun) -> dict[str, int]:
 def last(run: KillableRun) -> checkpoint.Checkpoint:
     folder = checkpoint.latest(run.run)
     assert folder is not None
-    return checkpoint.load(folder, restore_rng=False)
+    return checkpoint.load(folder)
 
 
 def largest_difference(one: checkpoint.Checkpoint, other: checkpoint.Checkpoint) -> float:

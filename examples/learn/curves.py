@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from polar_proxy.training import curves, metrics
+from polar_proxy.training import metrics
 
 SMOOTH = 4
 PLOTTED = {"step": ("step", "reward"), "eval": ("step", "reward", "reward_interval")}
@@ -24,7 +24,7 @@ def read_series(path: Path) -> dict[str, Any]:
     if path.is_file():
         runs: dict[str, Any] = json.loads(path.read_text())
         return runs
-    series = curves.series(metrics.read_lines(path))
+    series = metrics.series(metrics.read_lines(path))
     return {path.name: {kind: {name: series[kind][name] for name in names} for kind, names in PLOTTED.items()}}
 
 

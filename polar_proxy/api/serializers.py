@@ -15,7 +15,7 @@ from polar_proxy.store.service.feed import GroupLease
 from polar_proxy.store.service.groups import GroupRow
 from polar_proxy.store.service.jobs import JobRow
 from polar_proxy.store.training import TrainingRunRow
-from polar_proxy.training import curves
+from polar_proxy.training import metrics
 from polar_proxy.types import Json
 
 M = TypeVar("M", bound=BaseModel)
@@ -58,7 +58,7 @@ def training_run(row: TrainingRunRow) -> m.TrainingRun:
 async def training_run_detail(store: Store, run_id: str) -> m.TrainingRunDetail:
     """Raises ApiError 404."""
     row = await require_training_run(store, run_id)
-    return _convert(m.TrainingRunDetail, row, series=curves.series(await store.training.lines(run_id)))
+    return _convert(m.TrainingRunDetail, row, series=metrics.series(await store.training.lines(run_id)))
 
 
 async def require_training_run(store: Store, run_id: str) -> TrainingRunRow:

@@ -163,8 +163,7 @@ def write_adapter(
 
 
 async def _train(settings: Settings, config: GrpoConfig, folder: Path) -> None:
-    from polar_proxy.training.remote import train_remotely
-    from polar_proxy.training.run import train_locally
+    from polar_proxy.training.run import train_locally, train_remotely
 
     if config.feed is not None:
         key = api_key_for(settings.model_copy(update={"url": config.feed}))
@@ -184,9 +183,9 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _draw(folder: Path, png: Path) -> None:
-    from polar_proxy.training import curves, metrics
+    from polar_proxy.training import metrics
 
-    picture = curves.draw(metrics.run_summary(folder)["series"], folder.name)
+    picture = metrics.draw(metrics.run_summary(folder)["series"], folder.name)
     try:
         png.write_bytes(picture)
     except OSError as error:

@@ -1,12 +1,12 @@
 """GRPO training on the traces that Polar records. `grpo.py` is the loop, one step from top to bottom.
 
-run.py, remote.py   put a run together: with rollouts of this process, or of a server
-feed.py             leases of finished groups, and reading them
-batch.py            groups -> advantages (advantages.py) -> training sequences
-packing.py          sequences -> prefix trees (tree.py) -> microbatches
-model.py            forward, loss (losses.py, loss_terms.py), backward, optimiser; attention.py, lora.py, fsdp.py
-checkpoint.py       weights, optimiser and state on disk
-weight_sync.py      new weights into the engine, and the proof that they arrived; vllm_sync.py
-metrics.py          one line per event; curves.py
-selection.py        curriculum and replay, not used by the loop yet
+run.py          puts a run together, with rollouts of this process or of a server
+feed.py         leases of finished groups, and reading them
+batch.py        groups -> advantages (advantages.py) -> training sequences
+tree.py         sequences -> prefix trees -> microbatches; attention over trees
+model.py        forward, loss (losses.py), backward, optimiser; lora.py, fsdp.py
+checkpoint.py   weights, optimiser and state on disk
+weight_sync.py  new weights into the engine, and the proof that they arrived
+metrics.py      one line per event; curves
+selection.py    curriculum and replay, not used by the loop yet
 """

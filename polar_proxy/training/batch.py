@@ -14,36 +14,21 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from polar_proxy.api_models import Rollout
 from polar_proxy.errors import TrainingError
 from polar_proxy.sequences import trace_path
+from polar_proxy.store import RolloutRow
 from polar_proxy.traces.grades import TRAINABLE
 from polar_proxy.training.advantages import ADVANTAGES, Floats, focal_weight, variance_weight
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.types import Json, Trace
 
-
-class RolloutOutcome(Protocol):
-    """The fields of a finished rollout that training reads: a row of the store, or the API's answer."""
-
-    @property
-    def rollout_id(self) -> str: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def incomplete(self) -> bool: ...
-    @property
-    def masked(self) -> bool: ...
-    @property
-    def started_at(self) -> float | None: ...
-    @property
-    def ended_at(self) -> float | None: ...
+RolloutOutcome = RolloutRow | Rollout
+"""A finished rollout: a row of the store, or the API's answer."""
 
 
 @dataclass(frozen=True, slots=True)

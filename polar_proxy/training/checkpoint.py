@@ -3,27 +3,24 @@
     RUN/checkpoints/step-000012/   model.safetensors + the model's own small files, optimiser.pt, state.json
 
 A checkpoint is written under another name, synced to disk and then renamed, so that the last checkpoint is complete
-even after a kill.
+even after a kill. This module imports torch only where it reads or writes weights.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import orjson
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from polar_proxy.errors import TrainingError
-from polar_proxy.types import Json
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMAT = 1
 MODEL_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -47,7 +44,6 @@ class TrainerState:
     minutes: float = 0.0
     """Time spent training, over all restarts."""
     format: int = FORMAT
-    rng: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +64,9 @@ def save(
     keep: int,
 ) -> Path:
     """Write a checkpoint and remove all but the newest `keep`. The small files of the folder `model` are copied."""
+    import torch
+    from safetensors.torch import save_file
+
     parent = run / "checkpoints"
     parent.mkdir(parents=True, exist_ok=True)
     final, draft = parent / f"step-{state.step:06d}", parent / f".draft-{state.step:06d}"
@@ -81,8 +80,7 @@ def save(
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
     torch.save(dict(optimiser), draft / "optimiser.pt")
-    torch.save(torch.get_rng_state(), draft / "torch_rng.pt")
-    (draft / "state.json").write_bytes(orjson.dumps(asdict(state) | {"rng": _rng_states()}))
+    (draft / "state.json").write_bytes(orjson.dumps(asdict(state)))
     for file in draft.iterdir():
         _fsync(file)
     _fsync(draft)
@@ -101,17 +99,18 @@ def latest(run: Path) -> Path | None:
     return folders[-1] if folders else None
 
 
-def load(folder: Path, *, restore_rng: bool = True) -> Checkpoint:
-    """Read a checkpoint and restore the random number generators. Raises TrainingError for a newer format."""
+def load(folder: Path) -> Checkpoint:
+    """Read a checkpoint. Raises TrainingError for a newer format."""
+    import torch
+    from safetensors.torch import load_file
+
     raw = orjson.loads((folder / "state.json").read_bytes())
     if raw["format"] > FORMAT:
         raise TrainingError(
             f"{folder} was written by a newer Polar (checkpoint format {raw['format']}; this one reads {FORMAT})"
         )
-    state = TrainerState(**{**raw, "trained": tuple(raw["trained"])})
-    if restore_rng:
-        torch.set_rng_state(torch.load(folder / "torch_rng.pt", weights_only=True))
-        _restore_rng(state.rng)
+    known = {field.name: raw[field.name] for field in fields(TrainerState)}
+    state = TrainerState(**{**known, "trained": tuple(raw["trained"])})
     return Checkpoint(
         folder,
         state,
@@ -139,19 +138,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _rng_states() -> Json:
-    version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, [int(key) for key in keys], position, has_gauss, cached],
-    }
-
-
-def _restore_rng(states: Json) -> None:
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))

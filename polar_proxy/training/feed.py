@@ -1,4 +1,5 @@
-"""The trainer's side of the feed: its open leases, and reading a leased group with its traces."""
+"""The trainer's side of the feed: its open leases, and reading a leased group with its traces, from a store or over
+HTTP."""
 
 from __future__ import annotations
 
@@ -11,21 +12,33 @@ from typing import Protocol
 
 import orjson
 
-from polar_proxy.client import ApiError, UnreachableError
+from polar_proxy.api_models import LeaseRequest, TrainingLine, TrainingLinesRequest, TrainingRunRequest
+from polar_proxy.client import (
+    ApiError,
+    AsyncClient,
+    ConflictError,
+    NotFoundError,
+    UnavailableError,
+    UnreachableError,
+)
 from polar_proxy.errors import StoreError
 from polar_proxy.store import RolloutRow, Store
 from polar_proxy.store.service.feed import GroupLease, LeaseBatch
 from polar_proxy.traces import build
+from polar_proxy.traces.rows import read_row
 from polar_proxy.training.batch import GroupRollout, TrainingGroup
 from polar_proxy.training.checkpoint import write_file
 from polar_proxy.training.config import BuilderName
-from polar_proxy.types import Trace
+from polar_proxy.types import Json, Trace
 
 log = logging.getLogger(__name__)
 
 FEED_ERRORS = (StoreError, ApiError, UnreachableError)
 """Errors that a feed may raise when a lease is ended or extended. The lease then expires, and its group is offered
 again."""
+
+FEED_WAIT_SECONDS = 2.0
+"""Time that a server may wait for a group before it answers that there is none."""
 
 STORED_BUILDER = "merged"
 """The builder whose traces are stored when a rollout ends. Traces of other builders are built when they are read."""
@@ -136,3 +149,92 @@ class StoreGroupReader:
             return stored
         calls = await self._store.calls.of_session(row.session_id, text=False)
         return (await asyncio.to_thread(build, calls, builder, rollout_id=row.rollout_id, reward=row.reward)).traces
+
+
+class HttpFeed:
+    """Feed and reader of groups over a server's API: a `GroupFeed` and a `GroupReader`.
+
+    Rows carry everything that training reads, log-probabilities in float32 as recorded, so a step is the same as from
+    the store.
+    """
+
+    def __init__(self, client: AsyncClient, report: Callable[[str], None]) -> None:
+        self._client, self._report = client, report
+        self._unreachable = False
+
+    async def lease(
+        self, consumer: str, limit: int, seconds: float, *, policy_version: str | None, max_staleness: int | None
+    ) -> LeaseBatch:
+        """Lease groups as the store does. Raises ApiError if the server refuses.
+
+        An unreachable server counts as one without groups and is reported once; the trainer asks again for as long as
+        it waits for groups.
+        """
+        request = LeaseRequest(
+            consumer=consumer,
+            limit=limit,
+            seconds=seconds,
+            policy_version=policy_version,
+            max_staleness=max_staleness,
+            wait=FEED_WAIT_SECONDS,
+        )
+        try:
+            response = await self._client.lease(request)
+        except (UnreachableError, UnavailableError) as error:
+            if not self._unreachable:
+                self._report(f"the feed cannot be reached: {error}")
+            self._unreachable = True
+            return LeaseBatch((), ())
+        self._unreachable = False
+        leases = [GroupLease(**lease.model_dump()) for lease in response.leases]
+        return LeaseBatch(tuple(leases), tuple(response.dropped))
+
+    async def acknowledge(self, lease_id: str) -> None:
+        await self._client.acknowledge(lease_id)
+
+    async def release(self, lease_id: str) -> None:
+        await self._client.give_back(lease_id)
+
+    async def extend(self, lease_id: str, seconds: float) -> float:
+        return (await self._client.extend(lease_id, seconds)).expires_at
+
+    async def read_group(self, group_id: str, builder: BuilderName, staleness: int | None) -> TrainingGroup:
+        group = await self._client.group(group_id)
+        traces: dict[str, list[Trace]] = {rollout.rollout_id: [] for rollout in group.rollouts}
+        # All grades: the trainer decides which are trained, and counts the others.
+        async for row in self._client.group_trajectories(group_id, builder=builder, all_grades=True):
+            traces[row["rollout_id"]].append(read_row(row).trace)
+        members = [GroupRollout(rollout, tuple(traces[rollout.rollout_id])) for rollout in group.rollouts]
+        return TrainingGroup(group_id, group.task_id, tuple(members), staleness)
+
+
+class HttpSink:
+    """Sends a run's metrics to the server. After an outage the server gets all lines that it missed.
+
+    A server without the route of training runs gets no lines, which is reported once.
+    """
+
+    def __init__(
+        self, client: AsyncClient, run_id: str, name: str, config: Json, report: Callable[[str], None]
+    ) -> None:
+        self._client, self._run_id, self._name, self._config, self._report = client, run_id, name, config, report
+        self._unsupported = False
+
+    async def store(self, first: int, lines: Sequence[Json]) -> bool:
+        if self._unsupported:
+            return True
+        models = [TrainingLine(**line) for line in lines]
+        try:
+            if first == 0:
+                request = TrainingRunRequest(name=self._name, config=self._config, lines=models)
+                await self._client.put_training_run(self._run_id, request)
+            else:
+                await self._client.add_training_lines(self._run_id, TrainingLinesRequest(first=first, lines=models))
+        except NotFoundError:
+            if first > 0:
+                return False  # the server lost the run
+            self._unsupported = True
+            self._report("the server does not store training runs: their curves are in the run's folder only")
+        except (UnreachableError, UnavailableError, ConflictError):
+            return False  # unreachable, or it lost the lines that these follow
+        return True

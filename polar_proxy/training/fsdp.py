@@ -38,8 +38,7 @@ from torch import Tensor
 from polar_proxy.errors import TrainingError
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.metrics import StepAccumulator, StepStats
-from polar_proxy.training.model import Learner, load_model
+from polar_proxy.training.model import Learner, StepAccumulator, StepStats, load_model
 from polar_proxy.training.tree import Ids, Microbatch, Pack, assign_to_processes, build_tree, pack_for_processes
 from polar_proxy.types import Json
 

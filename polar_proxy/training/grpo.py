@@ -40,12 +40,11 @@ from polar_proxy.training.feed import GroupFeed, GroupReader, OpenLeases
 from polar_proxy.training.metrics import (
     MetricsLog,
     MetricsSink,
-    StepStats,
     StepTimer,
     drop_lines_after,
     mean_reward,
 )
-from polar_proxy.training.model import Learner
+from polar_proxy.training.model import Learner, StepStats
 from polar_proxy.training.weight_sync import ProbeResult, WeightSync, probe, probe_ids
 from polar_proxy.types import Json
 

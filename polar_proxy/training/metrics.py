@@ -1,20 +1,20 @@
-"""Metrics of a run: statistics of each optimiser step, one JSON line per event in RUN/metrics.jsonl, and copies of
-those lines in the database or at a server (`MetricsSink`) and in TensorBoard if it is installed.
+"""Metrics of a run: one JSON line per event in RUN/metrics.jsonl, copies of those lines in the database or at a server
+(`MetricsSink`) and in TensorBoard if it is installed; totals and curves of the lines.
 
 A line of `kind` "step" describes one training step, "eval" an evaluation, "sync" a weight sync, "checkpoint" a
 checkpoint and "start" a start or resume. A resumed run first drops the lines of steps that its checkpoint does not
-contain, because those steps are repeated.
+contain, because those steps are repeated. `draw` needs matplotlib (`pip install 'polar-proxy[curves]'`) and no display.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,94 +23,51 @@ import orjson
 
 from polar_proxy.errors import UsageError
 from polar_proxy.store import Store
-from polar_proxy.training import checkpoint, curves
-from polar_proxy.training.losses import LossStats
+from polar_proxy.training import checkpoint
 from polar_proxy.types import Json
 
 FILE = "metrics.jsonl"
+STEP_SERIES = (
+    "reward",
+    "reward_interval",
+    "solved_share",
+    "loss",
+    "entropy",
+    "approx_kl",
+    "kl_reference",
+    "observation_loss",
+    "ratio_mean",
+    "ratio_max",
+    "clipped_share",
+    "dropped_share",
+    "mismatch_mean",
+    "mismatch_max",
+    "grad_norm",
+    "learning_rate",
+    "staleness",
+    "dropped_stale",
+    "length_mean",
+    "length_max",
+    "rollouts",
+    "trained_rollouts",
+    "sampled_tokens",
+    "trained_tokens",
+    "computed_tokens",
+    "flat_tokens",
+    "tokens_per_second",
+    "rollouts_per_second",
+    "rollouts_seconds",
+    "waiting_seconds",
+    "training_seconds",
+    "step_seconds",
+    "engine_busy_seconds",
+)
+"""The values of a step that become curves (docs/guide/training.md explains them)."""
+EVAL_SERIES = ("reward", "reward_interval", "solved_share", "scored", "seconds")
+SYNC_SERIES = ("largest", "mean", "moved", "seconds")
+
 NORMAL_95 = 1.96
 """97.5 % quantile of the normal distribution: half the width of a 95 % interval in standard errors."""
-
-
-# Statistics of a step
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """Statistics of the last epoch of a step. The mismatch is measured with the weights before the step."""
-
-    loss: float
-    tokens: int
-    """Trained tokens."""
-    computed_tokens: int
-    """Tree nodes put through the model, forward and backward, in one epoch."""
-    flat_tokens: int
-    """Token count without prefix sharing."""
-    microbatches: int
-    learning_rate: float
-    grad_norm: float
-    """Before clipping."""
-    ratio_mean: float
-    ratio_max: float
-    clipped_share: float
-    dropped_share: float
-    approx_kl: float
-    entropy: float
-    mismatch_mean: float
-    """Mean of |trainer's log-probability before the step - recorded one|, nats."""
-    mismatch_max: float
-    kl_reference: float | None
-    observation_loss: float | None
-    """Cross-entropy of the observed tokens, nats per token; None without ECHO."""
-    seconds: float
-
-    def to_json(self) -> Json:
-        return asdict(self)
-
-
-@dataclass(slots=True)
-class StepAccumulator:
-    """Sums over the microbatches that one process computes in one epoch."""
-
-    loss: float = 0.0
-    losses: list[LossStats] = field(default_factory=list)
-    kl_sums: list[float] = field(default_factory=list)
-    """For each microbatch the KL to the reference, summed over tokens; empty without a reference."""
-    observation_sum: float = 0.0
-    """Cross-entropy of the observed tokens, summed."""
-    observed: int = 0
-    computed_tokens: int = 0
-
-
-def step_stats(
-    accumulators: Sequence[StepAccumulator],
-    *,
-    flat_tokens: int,
-    learning_rate: float,
-    grad_norm: float,
-    seconds: float,
-) -> StepStats:
-    """Reduce the accumulators of all processes."""
-    losses = [stats for each in accumulators for stats in each.losses]
-    kl_sums = [kl_sum for each in accumulators for kl_sum in each.kl_sums]
-    tokens = sum(stats.tokens for stats in losses)
-    observed = sum(each.observed for each in accumulators)
-    means = ("ratio_mean", "clipped_share", "dropped_share", "approx_kl", "entropy", "mismatch_mean")
-    return StepStats(
-        loss=sum(each.loss for each in accumulators),
-        tokens=tokens,
-        computed_tokens=sum(each.computed_tokens for each in accumulators),
-        flat_tokens=flat_tokens,
-        microbatches=len(losses),
-        learning_rate=learning_rate,
-        grad_norm=grad_norm,
-        ratio_max=max(stats.ratio_max for stats in losses),
-        mismatch_max=max(stats.mismatch_max for stats in losses),
-        kl_reference=sum(kl_sums) / tokens if kl_sums else None,
-        observation_loss=sum(each.observation_sum for each in accumulators) / observed if observed else None,
-        seconds=seconds,
-        **{name: sum(getattr(stats, name) * stats.tokens for stats in losses) / tokens for name in means},
-    )
 
 
 def mean_reward(rewards: Sequence[float]) -> Json:
@@ -123,21 +80,14 @@ def mean_reward(rewards: Sequence[float]) -> Json:
     return {"reward": float(np.mean(rewards)), "reward_interval": half_width, "scored": n, "solved_share": solved}
 
 
-# The log of a run
-
-
 class MetricsSink(Protocol):
-    """A second place for the lines of one run. Both methods return whether the lines were stored.
+    """A second place for the lines of one run."""
 
-    After a False the whole file is sent again by `replace`.
-    """
+    async def store(self, first: int, lines: Sequence[Json]) -> bool:
+        """Store lines number `first` and following; with 0, they replace all lines of the run. Idempotent.
 
-    async def replace(self, lines: Sequence[Json]) -> bool:
-        """Store these as all lines of the run."""
-        ...
-
-    async def append(self, first: int, lines: Sequence[Json]) -> bool:
-        """Store lines number `first` and following. Idempotent."""
+        Returns False when they could not be stored: then the whole file is sent again.
+        """
         ...
 
 
@@ -147,12 +97,11 @@ class StoreSink:
     def __init__(self, store: Store, run_id: str, name: str, config: Json) -> None:
         self._store, self._run_id, self._name, self._config = store, run_id, name, config
 
-    async def replace(self, lines: Sequence[Json]) -> bool:
-        await self._store.training.put_run(self._run_id, self._name, self._config, lines)
-        return True
-
-    async def append(self, first: int, lines: Sequence[Json]) -> bool:
-        await self._store.training.add_lines(self._run_id, first, lines)
+    async def store(self, first: int, lines: Sequence[Json]) -> bool:
+        if first == 0:
+            await self._store.training.put_run(self._run_id, self._name, self._config, lines)
+        else:
+            await self._store.training.add_lines(self._run_id, first, lines)
         return True
 
 
@@ -162,8 +111,8 @@ class MetricsLog:
     def __init__(self, run: Path, sink: MetricsSink | None = None) -> None:
         self._run = run
         self._sink = sink
-        self._published: int | None = None
-        """Lines that the sink holds. None: unknown, so the next `publish` replaces them all."""
+        self._published = 0
+        """Number of lines that the sink holds. 0: unknown, so the next `publish` replaces them all."""
         self._unpublished: list[Json] = []
         self._file: Any = None
         self._tensorboard: Any = None
@@ -204,12 +153,10 @@ class MetricsLog:
         if self._sink is None or not self._unpublished:
             return
         lines, self._unpublished = self._unpublished, []
-        if self._published is None:
+        if self._published == 0:
             lines = list(read_lines(self._run))
-            stored = await self._sink.replace(lines)
-        else:
-            stored = await self._sink.append(self._published, lines)
-        self._published = (self._published or 0) + len(lines) if stored else None
+        stored = await self._sink.store(self._published, lines)
+        self._published = self._published + len(lines) if stored else 0
 
 
 class StepTimer:
@@ -309,5 +256,83 @@ def run_summary(run: Path) -> Json:
         "mismatch_max": max((step["mismatch_max"] for step in steps if step["updated"]), default=None),
         **time_by_phase(lines),
         "checkpoint": None if last is None else str(last),
-        "series": curves.series(lines),
+        "series": series(lines),
     }
+
+
+# Curves
+
+
+def series(lines: Iterable[Json]) -> Json:
+    """Return {"step": {"step": [...], name: [...]}, "eval": {...}, "sync": {...}} for the lines of metrics.jsonl.
+
+    All lists of a kind have the same length. Missing values are null: a step without a signal has no loss.
+    """
+    by_kind: dict[str, list[Json]] = {"step": [], "eval": [], "sync": []}
+    for line in lines:
+        if line["kind"] in by_kind:
+            by_kind[line["kind"]].append(line)
+    return {
+        kind: {name: [line.get(name) for line in by_kind[kind]] for name in ("step", *names)}
+        for kind, names in (("step", STEP_SERIES), ("eval", EVAL_SERIES), ("sync", SYNC_SERIES))
+    }
+
+
+def draw(curves: Json, title: str) -> bytes:
+    """Return a PNG of six panels. Raises UsageError if matplotlib is missing or there is no step yet."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("Curves need matplotlib: pip install 'polar-proxy[curves]'") from error
+    step, heldout, sync = curves["step"], curves["eval"], curves["sync"]
+    if not step["step"]:
+        raise UsageError("There is no step to draw yet.")
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    figure.suptitle(title)
+    panels = figure.subplots(2, 3).ravel()
+    _plot(panels[0], step, "reward", label="training")
+    _fill_interval(panels[0], step)
+    _plot(panels[0], heldout, "reward", label="held out", marker="o")
+    _plot(panels[1], step, "entropy")
+    _plot(panels[2], step, "approx_kl", label="KL to the sampling policy")
+    _plot(panels[2], step, "mismatch_mean", label="mismatch, mean")
+    _plot(panels[2], step, "mismatch_max", label="mismatch, largest")
+    panels[2].set_yscale("symlog", linthresh=1e-6)
+    _plot(panels[3], step, "clipped_share", label="clipped")
+    _plot(panels[3], step, "dropped_share", label="dropped")
+    _plot(panels[4], step, "length_mean", label="sampled per sequence, mean")
+    _plot(panels[4], step, "length_max", label="largest")
+    waiting, training = ([value or 0.0 for value in step[f"{name}_seconds"]] for name in ("waiting", "training"))
+    sync_seconds = dict(zip(sync["step"], sync["seconds"], strict=True))
+    panels[5].stackplot(
+        step["step"],
+        waiting,
+        training,
+        [sync_seconds.get(number) or 0.0 for number in step["step"]],
+        labels=("waiting for rollouts", "training", "sync"),
+    )
+    names = ("reward", "entropy, nats", "nats", "share of tokens", "tokens", "seconds per step")
+    for panel, name in zip(panels, names, strict=True):
+        panel.set_title(name, fontsize=10)
+        panel.set_xlabel("step")
+        panel.grid(alpha=0.3)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=8)
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=110)
+    return png.getvalue()
+
+
+def _plot(panel: Any, curves: Json, name: str, **style: Any) -> None:
+    """Plot the known values; missing values are left out."""
+    points = [(step, value) for step, value in zip(curves["step"], curves[name], strict=True) if value is not None]
+    if points:
+        panel.plot(*zip(*points, strict=True), **style)
+
+
+def _fill_interval(panel: Any, step: Json) -> None:
+    rows = zip(step["step"], step["reward"], step["reward_interval"], strict=True)
+    known = [(at, mean - half, mean + half) for at, mean, half in rows if mean is not None and half is not None]
+    if known:
+        at, low, high = zip(*known, strict=True)
+        panel.fill_between(at, low, high, alpha=0.2)

@@ -15,6 +15,7 @@ import contextlib
 import copy
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ from polar_proxy.errors import TrainingError
 from polar_proxy.training import lora
 from polar_proxy.training.batch import TrainingBatch, TrainingSequence
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.losses import LOSSES, LossInputs, kl_to_reference, observation_loss
-from polar_proxy.training.metrics import StepAccumulator, StepStats, step_stats
+from polar_proxy.training.losses import LOSSES, LossInputs, LossStats, kl_to_reference, observation_loss
 from polar_proxy.training.tree import (
     Ids,
     Microbatch,
@@ -40,6 +40,7 @@ from polar_proxy.training.tree import (
     register_tree_attention,
     split_into_segments,
 )
+from polar_proxy.types import Json
 
 
 def load_model(path: Path | str, device: str = "cpu") -> Any:
@@ -53,6 +54,84 @@ def load_model(path: Path | str, device: str = "cpu") -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise TrainingError(f"Cannot load a model to train from {path}: {error}") from error
     return model.to(device).eval()
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Statistics of the last epoch of a step. The mismatch is measured with the weights before the step."""
+
+    loss: float
+    tokens: int
+    """Trained tokens."""
+    computed_tokens: int
+    """Tree nodes put through the model, forward and backward, in one epoch."""
+    flat_tokens: int
+    """Token count without prefix sharing."""
+    microbatches: int
+    learning_rate: float
+    grad_norm: float
+    """Before clipping."""
+    ratio_mean: float
+    ratio_max: float
+    clipped_share: float
+    dropped_share: float
+    approx_kl: float
+    entropy: float
+    mismatch_mean: float
+    """Mean of |trainer's log-probability before the step - recorded one|, nats."""
+    mismatch_max: float
+    kl_reference: float | None
+    observation_loss: float | None
+    """Cross-entropy of the observed tokens, nats per token; None without ECHO."""
+    seconds: float
+
+    def to_json(self) -> Json:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class StepAccumulator:
+    """Sums over the microbatches that one process computes in one epoch."""
+
+    loss: float = 0.0
+    losses: list[LossStats] = field(default_factory=list)
+    kl_sums: list[float] = field(default_factory=list)
+    """For each microbatch the KL to the reference, summed over tokens; empty without a reference."""
+    observation_sum: float = 0.0
+    """Cross-entropy of the observed tokens, summed."""
+    observed: int = 0
+    computed_tokens: int = 0
+
+
+def step_stats(
+    accumulators: Sequence[StepAccumulator],
+    *,
+    flat_tokens: int,
+    learning_rate: float,
+    grad_norm: float,
+    seconds: float,
+) -> StepStats:
+    """Reduce the accumulators of all processes."""
+    losses = [stats for each in accumulators for stats in each.losses]
+    kl_sums = [kl_sum for each in accumulators for kl_sum in each.kl_sums]
+    tokens = sum(stats.tokens for stats in losses)
+    observed = sum(each.observed for each in accumulators)
+    means = ("ratio_mean", "clipped_share", "dropped_share", "approx_kl", "entropy", "mismatch_mean")
+    return StepStats(
+        loss=sum(each.loss for each in accumulators),
+        tokens=tokens,
+        computed_tokens=sum(each.computed_tokens for each in accumulators),
+        flat_tokens=flat_tokens,
+        microbatches=len(losses),
+        learning_rate=learning_rate,
+        grad_norm=grad_norm,
+        ratio_max=max(stats.ratio_max for stats in losses),
+        mismatch_max=max(stats.mismatch_max for stats in losses),
+        kl_reference=sum(kl_sums) / tokens if kl_sums else None,
+        observation_loss=sum(each.observation_sum for each in accumulators) / observed if observed else None,
+        seconds=seconds,
+        **{name: sum(getattr(stats, name) * stats.tokens for stats in losses) / tokens for name in means},
+    )
 
 
 class Learner:

@@ -1,15 +1,17 @@
-"""A training run in one process, with database, engine, gateway, rollout service and trainer.
-
-training/remote.py is the counterpart for rollouts that run at a server.
+"""A training run put together: with database, engine, gateway and rollout service in this process, or on the feed of a
+server (`polar train grpo --feed URL`), where rollouts run there and steps here.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
+from polar_proxy.api_models import JobRequest, SubmittedJob
+from polar_proxy.client import AsyncClient, UnreachableError
 from polar_proxy.config import Settings
 from polar_proxy.engines.base import Engine
 from polar_proxy.engines.factory import POLAR_TINY, make_engine
@@ -18,18 +20,20 @@ from polar_proxy.rollout_spec import JobSpec
 from polar_proxy.rollouts import RolloutService, ServiceLimits, local_gateway, rollout_ids
 from polar_proxy.rollouts.recovery import recover
 from polar_proxy.store import Store
+from polar_proxy.store.service.jobs import JobRow
 from polar_proxy.tasks import TaskList, TaskSource, get_source
 from polar_proxy.training.checkpoint import TrainerState
 from polar_proxy.training.config import GrpoConfig
-from polar_proxy.training.feed import StoreGroupReader
-from polar_proxy.training.grpo import GrpoTrainer
+from polar_proxy.training.feed import HttpFeed, HttpSink, StoreGroupReader
+from polar_proxy.training.grpo import GrpoTrainer, RolloutSource
 from polar_proxy.training.metrics import StoreSink
 from polar_proxy.training.model import Learner, load_model
-from polar_proxy.training.vllm_sync import VllmControl, make_vllm_sync
-from polar_proxy.training.weight_sync import LocalSync, WeightSync
-from polar_proxy.types import new_id
+from polar_proxy.training.weight_sync import LocalSync, VllmControl, WeightSync, make_vllm_sync
+from polar_proxy.types import Json, new_id
 from sandboxes import choose
 
+CONNECTION_TRIES = 12
+"""Enough to wait about a minute for a server that restarts."""
 EVAL_PRIORITY = 10
 """Priority of the jobs of an evaluation, which come before the rollouts of later rounds."""
 
@@ -43,12 +47,7 @@ async def train_locally(
     sandbox = choose(settings.run.sandbox)
     report(f"sandbox: {sandbox.reason}")
     own_id = run_id(run)
-    spec = settings.run.job_spec(
-        sandbox=sandbox.kind,
-        temperature=config.temperature,
-        train_timed_out=config.train_timed_out,
-        label=own_id,
-    )
+    spec = _job_spec(settings, config, own_id).model_copy(update={"sandbox": sandbox.kind})
     limits = ServiceLimits.of(settings)
     async with load_learner(weights, config) as learner:
         for line in await recover(store):
@@ -74,6 +73,64 @@ async def train_locally(
                 ).train()
 
 
+async def train_remotely(
+    settings: Settings, config: GrpoConfig, run: Path, api_key: str | None, report: Callable[[str], None]
+) -> TrainerState:
+    """Start or resume a run on the groups of `config.feed`. New weights go to the vLLM that the server samples from."""
+    if settings.engine.kind != "vllm" or settings.engine.url is None:
+        raise UsageError(
+            "A trainer on a feed sends its weights to the vLLM that the server samples from: give --engine vllm "
+            "--engine-url URL. (Only a trainer in the server's own process could reach an engine that runs in it: use "
+            "`polar train grpo` without --feed.)"
+        )
+    async with make_engine(settings.engine) as engine:
+        report(f"engine: {engine.info.engine} {engine.info.version}, model {engine.info.model}")
+        control = VllmControl(settings.engine.url, config.pause_mode)
+        weight_sync = make_vllm_sync(config, control, (run / "weights").absolute())
+        return await train_with_engine(settings, config, run, api_key, report, engine=engine, weight_sync=weight_sync)
+
+
+async def train_with_engine(
+    settings: Settings,
+    config: GrpoConfig,
+    run: Path,
+    api_key: str | None,
+    report: Callable[[str], None],
+    *,
+    engine: Engine,
+    weight_sync: WeightSync,
+) -> TrainerState:
+    """Like `train_remotely`, with an engine that is already open."""
+    assert config.feed is not None
+    weights = initial_weights(settings, config)
+    async with (
+        load_learner(weights, config) as learner,
+        AsyncClient(config.feed, api_key, tries=CONNECTION_TRIES) as client,
+    ):
+        service = await client.service()
+        report(f"feed: {config.feed}, Polar {service.version}")
+        if not (config.submit_jobs or config.max_async_steps):
+            report("max_async_steps is 0: groups that others submit are trained however stale they are")
+        feed = HttpFeed(client, report)
+        own_id = run_id(run)
+        rollouts: RolloutSource = ExternalRollouts()
+        if config.submit_jobs:
+            rollouts = SubmittedRollouts(client, config, _job_spec(settings, config, own_id), own_id)
+        return await GrpoTrainer(
+            run,
+            config,
+            learner,
+            model=weights,
+            engine=engine,
+            weight_sync=weight_sync,
+            feed=feed,
+            reader=feed,
+            rollouts=rollouts,
+            sink=HttpSink(client, own_id, run.name, config.to_json(), report),
+            report=report,
+        ).train()
+
+
 class ServiceRollouts:
     """A `RolloutSource` that submits jobs to the rollout service of this process.
 
@@ -82,35 +139,88 @@ class ServiceRollouts:
     """
 
     def __init__(
-        self,
-        service: RolloutService,
-        store: Store,
-        source: TaskSource,
-        config: GrpoConfig,
-        spec: JobSpec,
-        run_id: str,
+        self, service: RolloutService, store: Store, source: TaskSource, config: GrpoConfig, spec: JobSpec, run_id: str
     ) -> None:
         self._service, self._store, self._source, self._config = service, store, source, config
         self._spec, self._run_id = spec, run_id
         self._sampler = TaskSampler(source, config)
 
     async def start_round(self, number: int) -> None:
-        config = self._config
-        tasks = [self._source.task(seed) for seed in self._sampler.batch(number)]
-        options = {"samples": config.samples, "for_training": True, "max_staleness": config.max_staleness}
-        spec = self._spec.model_copy(update=options)
-        await self._service.submit(tasks, spec, idempotency_key=f"{self._run_id}/round-{number}")
+        await self._submit(self._sampler.batch(number), _round_options(self._config), f"round-{number}")
 
     async def pending_groups(self) -> int:
         return (await self._store.feed.depth()).get("open", 0)
 
     async def evaluate(self, step: int) -> list[float | None]:
-        tasks = [self._source.task(seed) for seed in self._sampler.held_out]
-        spec = self._spec.model_copy(update={"samples": self._config.eval_samples, "priority": EVAL_PRIORITY})
-        job, _ = await self._service.submit(tasks, spec, idempotency_key=f"{self._run_id}/eval-{step}")
+        job = await self._submit(self._sampler.held_out, _eval_options(self._config), f"eval-{step}")
         await self._service.until_done(job.job_id)
         rows = await self._store.rollouts.find(rollout_ids=await rollout_ids(self._store, job.job_id))
         return [row.reward for row in rows]
+
+    async def _submit(self, seeds: Sequence[int], options: Json, name: str) -> JobRow:
+        tasks = [self._source.task(seed) for seed in seeds]
+        spec = self._spec.model_copy(update=options)
+        job, _ = await self._service.submit(tasks, spec, idempotency_key=f"{self._run_id}/{name}")
+        return job
+
+
+class ExternalRollouts:
+    """A `RolloutSource` for jobs that others submit. It assumes that more groups can always come."""
+
+    async def start_round(self, number: int) -> None:
+        pass
+
+    async def pending_groups(self) -> int:
+        return 1
+
+    async def evaluate(self, step: int) -> list[float | None]:
+        return []
+
+
+class SubmittedRollouts:
+    """A `RolloutSource` that submits one job per instance to the server, under an idempotency key of this run.
+
+    The server's feed should carry nothing else.
+    """
+
+    def __init__(self, client: AsyncClient, config: GrpoConfig, spec: JobSpec, run_id: str) -> None:
+        self._client, self._config, self._spec, self._run_id = client, config, spec, run_id
+        self._sampler = TaskSampler(get_source(config.task), config)
+
+    async def start_round(self, number: int) -> None:
+        await self._submit(self._sampler.batch(number), _round_options(self._config), f"round-{number}")
+
+    async def pending_groups(self) -> int:
+        try:
+            return (await self._client.feed()).depth.get("open", 0)
+        except UnreachableError:  # the lease request that follows reports it; the jobs are in the server's database
+            return 1
+
+    async def evaluate(self, step: int) -> list[float | None]:
+        jobs = await self._submit(self._sampler.held_out, _eval_options(self._config), f"eval-{step}")
+        await asyncio.gather(*(self._client.wait(job.job_id) for job in jobs))
+        rollouts = [row for job in jobs for row in (await self._client.job_rollouts(job.job_id)).rollouts]
+        return [rollout.reward for rollout in rollouts]
+
+    async def _submit(self, seeds: Sequence[int], options: Json, name: str) -> list[SubmittedJob]:
+        values = self._spec.model_copy(update=options).model_dump()
+        requests = [JobRequest(task=self._config.task, seed=seed, **values) for seed in seeds]
+        return [
+            await self._client.submit(request, idempotency_key=f"{self._run_id}/{name}/{index}")
+            for index, request in enumerate(requests)
+        ]
+
+
+def _job_spec(settings: Settings, config: GrpoConfig, run_id: str) -> JobSpec:
+    return settings.run.job_spec(temperature=config.temperature, train_timed_out=config.train_timed_out, label=run_id)
+
+
+def _round_options(config: GrpoConfig) -> Json:
+    return {"samples": config.samples, "for_training": True, "max_staleness": config.max_staleness}
+
+
+def _eval_options(config: GrpoConfig) -> Json:
+    return {"samples": config.eval_samples, "priority": EVAL_PRIORITY}
 
 
 class TaskSampler:

@@ -16,8 +16,7 @@ from polar_proxy.engines.vllm import VllmEngine
 from polar_proxy.errors import TrainingError
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.model import Learner, load_model
-from polar_proxy.training.vllm_sync import VllmControl, VllmNcclSync
-from polar_proxy.training.weight_sync import probe, probe_ids
+from polar_proxy.training.weight_sync import VllmControl, VllmNcclSync, probe, probe_ids
 from tests.fakes import nccl_on_cpu
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from polar_proxy.cli.train import app
 from polar_proxy.errors import UsageError
-from polar_proxy.training import curves
+from polar_proxy.training import metrics
 from polar_proxy.types import Json
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,7 @@ LINES = [
 
 
 def test_series_have_one_value_per_line_and_null_for_missing_values() -> None:
-    series = curves.series(LINES)
+    series = metrics.series(LINES)
     assert series["step"]["step"] == [1, 2, 3]
     assert series["step"]["reward"] == [0.25, 0.5, 0.75]
     assert series["step"]["loss"] == [-0.1, None, -0.1]
@@ -64,18 +64,18 @@ def test_series_have_one_value_per_line_and_null_for_missing_values() -> None:
 
 
 def test_picture_is_a_png_and_changes_with_the_values() -> None:
-    one = curves.draw(curves.series(LINES), "run")
+    one = metrics.draw(metrics.series(LINES), "run")
     assert one.startswith(b"\x89PNG\r\n")
     other = [{**each, "reward": 0.0} if each["kind"] == "step" else each for each in LINES]
-    assert curves.draw(curves.series(other), "run") != one
+    assert metrics.draw(metrics.series(other), "run") != one
     with pytest.raises(UsageError, match="no step"):
-        curves.draw(curves.series(LINES[:3]), "run")
+        metrics.draw(metrics.series(LINES[:3]), "run")
 
 
 def test_missing_matplotlib_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install 'polar-proxy\[curves\]'"):
-        curves.draw(curves.series(LINES), "run")
+        metrics.draw(metrics.series(LINES), "run")
 
 
 def test_status_command_prints_series_and_draws_them(
@@ -89,7 +89,7 @@ def test_status_command_prints_series_and_draws_them(
     assert summary["series"]["step"]["entropy"] == [1.9, None, 1.7]
     assert summary["seconds"]["waiting"] == 6.0
     assert png.read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(curves, "draw", lambda series, title: b"")  # drawing takes seconds
+    monkeypatch.setattr(metrics, "draw", lambda series, title: b"")  # drawing takes seconds
     assert "Cannot write" in str(invoke_status(str(run), "--png", str(tmp_path)).exception)
     assert "no run" in str(invoke_status(str(tmp_path / "none")).exception)
 

@@ -26,8 +26,8 @@ from polar_proxy.sessions import hash_key
 from polar_proxy.store import Store
 from polar_proxy.training import metrics
 from polar_proxy.training.config import make_config
-from polar_proxy.training.feed import StoreGroupReader
-from polar_proxy.training.remote import ExternalRollouts, HttpFeed, SubmittedRollouts, train_with_engine
+from polar_proxy.training.feed import HttpFeed, StoreGroupReader
+from polar_proxy.training.run import ExternalRollouts, SubmittedRollouts, train_with_engine
 from polar_proxy.training.weight_sync import LocalSync
 from tests.training.bandit import CONFIG, Bandit, opened, trainer
 from tests.training.test_resume import weights
@@ -202,7 +202,7 @@ async def test_submitted_rounds_are_idempotent(tmp_path: Path, model: Path, pola
     async with opened(tmp_path, model) as (store, _):
         application = create_api(store, settings=settings, auth=allow_all)
         async with AsyncClient("http://in-process", transport=InProcessTransport(application)) as client:
-            rollouts = SubmittedRollouts(client, settings, config, "run_1")
+            rollouts = SubmittedRollouts(client, config, settings.run.job_spec(label="run_1"), "run_1")
             for _ in range(2):
                 await rollouts.start_round(4)
             assert await rollouts.pending_groups() == 2

@@ -16,8 +16,8 @@ from polar_proxy.config import Settings
 from polar_proxy.sessions import hash_key
 from polar_proxy.store import Store, open_store
 from polar_proxy.training import metrics
+from polar_proxy.training.feed import HttpSink
 from polar_proxy.training.metrics import MetricsLog, StoreSink
-from polar_proxy.training.remote import HttpSink
 from tests.training.bandit import CONFIG, opened, trainer
 from tests.training.test_resume import Killed, kill_at
 

@@ -20,7 +20,7 @@ import torch
 from polar_proxy.engines.factory import POLAR_TINY
 from polar_proxy.errors import TrainingError, UsageError
 from polar_proxy.training.config import GrpoConfig, make_config
-from polar_proxy.training.vllm_sync import VllmControl, VllmNcclSync, make_vllm_sync
+from polar_proxy.training.weight_sync import VllmControl, VllmNcclSync, make_vllm_sync
 from tests.engines.test_vllm_real import ENVIRONMENT, serve
 
 REPOSITORY = Path(__file__).parents[2]

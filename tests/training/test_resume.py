@@ -53,7 +53,7 @@ def groups_by_step(folder: Path) -> list[list[str]]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     last = checkpoint.latest(folder / "run")
     assert last is not None
-    return checkpoint.load(last, restore_rng=False).weights
+    return checkpoint.load(last).weights
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,15 @@ from polar_proxy.engines.vllm import WEIGHT_VERSION_SECONDS, VllmEngine
 from polar_proxy.errors import EngineError, TrainingError
 from polar_proxy.training.config import GrpoConfig, LoraSettings
 from polar_proxy.training.lora import MergedWeights
-from polar_proxy.training.vllm_sync import VllmAdapterSync, VllmControl, VllmDiskSync, make_vllm_sync
-from polar_proxy.training.weight_sync import LocalSync, probe, probe_ids
+from polar_proxy.training.weight_sync import (
+    LocalSync,
+    VllmAdapterSync,
+    VllmControl,
+    VllmDiskSync,
+    make_vllm_sync,
+    probe,
+    probe_ids,
+)
 
 pytestmark = pytest.mark.slow
 

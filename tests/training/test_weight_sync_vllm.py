@@ -26,8 +26,7 @@ from polar_proxy.training import metrics
 from polar_proxy.training.config import GrpoConfig
 from polar_proxy.training.model import Learner, load_model
 from polar_proxy.training.run import train_locally
-from polar_proxy.training.vllm_sync import VllmControl, VllmDiskSync
-from polar_proxy.training.weight_sync import ProbeResult, probe, probe_ids
+from polar_proxy.training.weight_sync import ProbeResult, VllmControl, VllmDiskSync, probe, probe_ids
 from polar_proxy.types import Sampling, TextRequest
 from tests.engines.test_vllm_real import serve
 from tests.training.test_nccl import send
@@ -148,7 +147,7 @@ async def test_run_with_an_agent_program(
     The agent always succeeds: a group without a scored rollout is not trained, and another one is started.
     """
     if wrong:
-        monkeypatch.setattr("polar_proxy.training.vllm_sync.VllmDiskSync", WrongWeightsSync)
+        monkeypatch.setattr("polar_proxy.training.weight_sync.VllmDiskSync", WrongWeightsSync)
     run = {"harness": "tests.fakes.tiny_agent:BriefAgent", "sandbox": "process", "max_tokens": 64, "timeout": 600.0}
     settings = load_settings(
         f"sqlite:///{tmp_path}/polar.db", engine={"kind": "vllm", "url": url, "model": "polar-tiny"}, run=run
