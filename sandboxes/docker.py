@@ -41,6 +41,7 @@ from sandboxes.docker_engine import (
     require_aiodocker,
     translate_errors,
 )
+from sandboxes.remove_tree import remove_tree
 
 if TYPE_CHECKING:
     import aiodocker
@@ -156,7 +157,7 @@ class DockerSandbox(ManagedSandbox):
         await asyncio.to_thread(self._remove)
 
     def _remove(self) -> None:
-        orphans.remove_dir(self._registry.state_dir / self.id)
+        remove_tree(self._registry.state_dir / self.id)
         self._registry.remove(self.id)
 
     def _require_open(self) -> Any:

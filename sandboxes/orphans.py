@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from sandboxes.base import SANDBOX_ID_VARIABLE, SandboxError
+from sandboxes.remove_tree import remove_tree
 from sandboxes.supervisor.shim import descendants
+
+log = logging.getLogger(__name__)
 
 LABEL = "polar.sandbox"
 OWNER_LABEL = "polar.owner"
@@ -116,6 +119,14 @@ class SandboxRecord:
     def mine(cls, ident: str, kind: str) -> Self:
         return cls(ident, kind, OwnerProcess.me())
 
+    @classmethod
+    def parse(cls, data: dict[str, Any]) -> Self:
+        """Return the record of this JSON. Raises ValueError, KeyError or TypeError for any other JSON."""
+        if data["version"] != 1:
+            raise ValueError("it was written by a newer version of Polar; run the clean-up with that version")
+        processes = [(int(pid), start) for pid, start in data["processes"]]
+        return cls(**{**data, "owner": OwnerProcess.parse(data["owner"]), "processes": processes})
+
     def add_processes(self, pids: list[int]) -> None:
         self.processes += [(pid, start) for pid in pids if (start := start_time(pid)) is not None]
 
@@ -146,16 +157,11 @@ class SandboxRegistry:
         found = []
         for path in sorted(self.records.glob("*.json")):
             try:
-                data = json.loads(path.read_text())
+                found.append(SandboxRecord.parse(json.loads(path.read_text())))
             except FileNotFoundError:
                 continue  # its owner closed it meanwhile
-            if data.get("version") != 1:
-                raise SandboxError(
-                    f"{path} was written by a newer version of Polar: run the clean-up with that version"
-                )
-            data["owner"] = OwnerProcess.parse(data["owner"])
-            data["processes"] = [(int(pid), start) for pid, start in data["processes"]]
-            found.append(SandboxRecord(**data))
+            except (ValueError, KeyError, TypeError) as error:
+                log.warning("The record %s of a sandbox cannot be read and is left as it is: %s", path, error)
         return found
 
 
@@ -171,8 +177,8 @@ def default_state_dir() -> Path:
 async def sweep(state_dir: Path | None = None) -> list[RemovedItem]:
     """Remove the sandboxes of dead owners in this state directory, and all containers of dead owners.
 
-    Return what was removed. Raise `SandboxError` at the end if something could not be removed.
-    Containers of an engine that does not answer stay registered for the next sweep, with a warning in the log.
+    Return what was removed. What cannot be removed, or is in a container engine that does not answer, is named in a
+    warning of the log and stays registered for the next sweep: it must not keep this process from its work.
     """
     if state_dir is None:
         state_dir = await asyncio.to_thread(default_state_dir)
@@ -188,24 +194,27 @@ async def sweep(state_dir: Path | None = None) -> list[RemovedItem]:
         if record.id not in waiting and not any(problem.startswith(record.id) for problem in problems):
             await asyncio.to_thread(registry.remove, record.id)
             removed.append(RemovedItem(record.id, "record", f"owner {record.owner.pid}"))
-    if problems:
-        raise SandboxError("orphaned sandboxes could not be removed: " + "; ".join(problems))
+    for problem in problems:
+        log.warning("An orphaned sandbox could not be removed, the next sweep tries again: %s", problem)
     return removed
 
 
 def _sweep_local(records: list[SandboxRecord], removed: list[RemovedItem], problems: list[str]) -> None:
-    for record in records:
-        # The marked processes first: without its supervisor a process tree is harder to find.
-        for ident, pid in kill_marked({record.id}):
-            removed.append(RemovedItem(ident, "process", str(pid)))
-        for pid, start in record.processes:
-            if _signal(pid, start, signal.SIGKILL):
-                removed.append(RemovedItem(record.id, "process", str(pid)))
-    for record in records:
-        try:
-            _remove_folders(record, removed)
-        except (OSError, SandboxError) as error:
-            problems.append(f"{record.id}: {error}")
+    for clean_up in (_kill_processes, _remove_folders):  # no process of any sandbox may still write into a folder
+        for record in records:
+            try:
+                clean_up(record, removed)
+            except (OSError, SandboxError) as error:
+                problems.append(f"{record.id}: {error}")
+
+
+def _kill_processes(record: SandboxRecord, removed: list[RemovedItem]) -> None:
+    # The marked processes first: without its supervisor a process tree is harder to find.
+    for ident, pid in kill_marked({record.id}):
+        removed.append(RemovedItem(ident, "process", str(pid)))
+    for pid, start in record.processes:
+        if _signal(pid, start, signal.SIGKILL):
+            removed.append(RemovedItem(record.id, "process", str(pid)))
 
 
 def _remove_folders(record: SandboxRecord, removed: list[RemovedItem]) -> None:
@@ -217,7 +226,7 @@ def _remove_folders(record: SandboxRecord, removed: list[RemovedItem]) -> None:
             removed.append(RemovedItem(record.id, "cgroup", name))
     for name in record.dirs:
         if Path(name).exists():
-            remove_dir(Path(name))
+            remove_tree(Path(name))
             removed.append(RemovedItem(record.id, "directory", name))
 
 
@@ -293,25 +302,6 @@ def _signal(pid: int, start: str, number: signal.Signals) -> bool:
     finally:
         os.close(handle)
     return True
-
-
-def remove_dir(path: Path) -> None:
-    """Remove a folder tree, also if a program inside removed the owner's permissions from a folder."""
-    try:
-        shutil.rmtree(path, onerror=_ignore_missing)
-    except PermissionError:
-        os.chmod(path, 0o700)
-        for folder, folders, _files in os.walk(path):
-            for name in folders:
-                inner = os.path.join(folder, name)
-                if not os.path.islink(inner):
-                    os.chmod(inner, 0o700)
-        shutil.rmtree(path, onerror=_ignore_missing)
-
-
-def _ignore_missing(_function: object, _name: str, error: tuple[Any, BaseException, Any]) -> None:
-    if not isinstance(error[1], FileNotFoundError):
-        raise error[1]
 
 
 def owner_labels(record: SandboxRecord) -> dict[str, str]:

@@ -36,6 +36,7 @@ from sandboxes.base import (
     uncancellable,
 )
 from sandboxes.control_link import ControlLink, OutputPipe, Reply
+from sandboxes.remove_tree import remove_tree
 
 DRAIN_SECONDS = 0.1
 """How long to wait for the end of the output after the program ended. The program's own output is in the pipe by then;
@@ -133,7 +134,7 @@ class SupervisedSandbox(ManagedSandbox):
         orphans.kill_marked({self.id})
         if self._cgroup is not None:
             self._cgroup.remove()
-        orphans.remove_dir(self.base)
+        remove_tree(self.base)
         self._registry.remove(self.id)
 
     def _require_open(self) -> ControlLink:

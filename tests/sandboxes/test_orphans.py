@@ -10,12 +10,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from sandboxes import Sandbox, SandboxError, docker_engine, orphans, sweep
+from sandboxes import Sandbox, docker_engine, orphans, sweep
 from tests.until import until
 
 pytestmark = pytest.mark.slow
@@ -174,14 +174,34 @@ def test_process_with_a_reused_pid_is_not_killed(tmp_path: Path) -> None:
     assert registry.all() == []
 
 
-def test_rejects_records_of_a_newer_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", ['{"version": 2}', "", "[]", '{"version": 1}'], ids=["newer", "cut", "list", "part"]
+)
+def test_sweep_names_and_leaves_a_record_that_it_cannot_read(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
     registry = orphans.SandboxRegistry(tmp_path)
-    record = orphans.SandboxRecord("polar-x", "process", orphans.OwnerProcess.me())
-    registry.write(record)
-    path = tmp_path / "records" / "polar-x.json"
-    path.write_text(json.dumps({**asdict(record), "version": 2}))
-    with pytest.raises(SandboxError, match="newer"):
-        asyncio.run(sweep(tmp_path))
+    dead = replace(orphans.OwnerProcess.me(), started="1")
+    registry.write(orphans.SandboxRecord("polar-x", "process", dead))
+    path = tmp_path / "records" / "polar-a.json"
+    path.write_text(content)
+    removed = asyncio.run(sweep(tmp_path))
+    assert [item.sandbox for item in removed if item.what == "record"] == ["polar-x"]
+    assert str(path) in caplog.text
+    assert path.read_text() == content
+
+
+def test_sweep_goes_on_after_a_folder_that_it_cannot_remove(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    registry = orphans.SandboxRegistry(tmp_path)
+    dead = replace(orphans.OwnerProcess.me(), started="1")
+    (tmp_path / "file").write_text("a file where a folder is expected")
+    (tmp_path / "folder").mkdir()
+    registry.write(orphans.SandboxRecord("polar-a", "process", dead, dirs=[str(tmp_path / "file")]))
+    registry.write(orphans.SandboxRecord("polar-b", "process", dead, dirs=[str(tmp_path / "folder")]))
+    asyncio.run(sweep(tmp_path))
+    assert not (tmp_path / "folder").exists()
+    assert "polar-a" in caplog.text
+    assert [record.id for record in registry.all()] == ["polar-a"]
 
 
 def test_sweep_of_an_empty_folder(tmp_path: Path) -> None:

@@ -213,6 +213,12 @@ async def test_cancellation_at_any_moment_leaves_a_usable_sandbox(sandbox: Sandb
     assert not await running(sandbox, "426")
 
 
+async def test_close_removes_thousands_of_nested_folders(sandbox: Sandbox) -> None:
+    path = "d/" * 1500
+    assert (await sh(sandbox, f"mkdir -p {path} && cd -P {path} && mkdir -p {path}")).exit_code == 0
+    await sandbox.close()
+
+
 async def test_close_ends_running_commands_and_is_final(opener: Opener) -> None:
     sandbox = await opener()
     task = asyncio.ensure_future(sandbox.exec(["sleep", "60"]))
